@@ -6,53 +6,63 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
-# Tests run in as many processes at once; 0: in the one that pytest was started as.
+# Number of parallel test processes; 0 runs the tests in pytest's own process.
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist loadgroup
-# Of test-long: "full" for a run that is recorded, else a twentieth of it; a seed to have a run again.
+# A test that the time limit does not interrupt, since it waits in compiled code, ends its process.
+HANGS := -o faulthandler_timeout=960 -o faulthandler_exit_on_timeout=true
+# For test-long: "full" for a recorded run, otherwise a twentieth of it; a seed repeats a run; no
+# test starts after so many seconds.
 LONG ?= part
 LONG_SEED ?=
+LONG_SECS ?=
 
-# Beside the one that .venv is made of: the suite's quick selection runs on them, and CI fails without.
+# Tests start hundreds of Python processes; without bytecode each compiles the whole package anew.
+export PYTHONDONTWRITEBYTECODE :=
+
+# Besides the Python of .venv: the quick selection of the suite runs on them, and CI requires them.
 PYTHONS := 3.12 3.13
+SMOKE_PYTHONS := 3.11 $(PYTHONS)
 
 .PHONY: help demo demo-s3 demo-multi demo-ray demo-t5 demo-loops demo-log test test-processes test-long test-without-jax bench lint types layers notebook docs format clean
 .PHONY: servers afresh newest test-pythons $(PYTHONS:%=newest-%) $(PYTHONS:%=test-python-%)
+.PHONY: generated smoke $(SMOKE_PYTHONS:%=smoke-%)
 
 help:
-	@echo "make demo       train a DLRM, kill it in the middle of a save, resume, compare bit for bit"
-	@echo "make demo-log   a mark at every step, ten kills at random: no acknowledged step is lost"
-	@echo "make demo-s3    the same against a real S3 server: the node is lost in the middle of an upload"
-	@echo "make demo-multi the same with 2 processes, resumed on 1 and on 4"
-	@echo "make demo-ray   a Ray job on 2 workers: kills, and recoveries from memory"
-	@echo "make demo-t5    the first with a T5 on span corruption of text"
-	@echo "make demo-loops loops of optax and nnx with grain data: no sample is trained twice"
-	@echo "make test       every promise once, without further processes"
-	@echo "make test-processes  what starts processes: jobs, kills, Ray, a notebook, a browser, a wheel, Orbax's suites"
-	@echo "make test-long  the kill, power-cut and multi-process loops; LONG=full, LONG_SEED=N"
-	@echo "make servers    object stores that tests of buckets start; without them these are skipped"
-	@echo "make test-without-jax  what reads checkpoints, in an environment without jax and Orbax"
-	@echo "make test-pythons      every codec, save, restore, kill and inspect on Python $(PYTHONS)"
-	@echo "make newest     the same with the newest versions of everything, which become the pins of these Pythons"
-	@echo "make bench      the measured tables of docs/benchmarks.md"
-	@echo "make notebook   run the notebook of the docs afresh"
+	@echo "make demo              train a DLRM, kill it in a save, resume, compare bit for bit"
+	@echo "make demo-log          WAL record per step, ten random kills: no durable step lost"
+	@echo "make demo-s3           the same against an S3 server; the node is lost in an upload"
+	@echo "make demo-multi        the same with 2 processes, resumed on 1 and on 4"
+	@echo "make demo-ray          a Ray job on 2 workers: kills, and recovery from memory"
+	@echo "make demo-t5           make demo with a T5 on span corruption of text"
+	@echo "make demo-loops        optax and NNX loops with Grain data; no sample trained twice"
+	@echo "make test              the test suite without further processes"
+	@echo "make test-processes    multi-process tests: jobs, kills, Ray, notebook, wheel"
+	@echo "make test-long         crash loops: kills, power cuts (LONG=full, LONG_SEED=N)"
+	@echo "make servers           object stores for the bucket tests, which skip without them"
+	@echo "make test-without-jax  reading checkpoints without JAX and Orbax installed"
+	@echo "make test-pythons      codecs, saves, restores, kills on Python $(PYTHONS)"
+	@echo "make newest            the same with the newest dependencies, then pin them"
+	@echo "make bench             the measured tables of docs/project/benchmarks.md"
+	@echo "make notebook          rerun the notebook in the docs"
+	@echo "make smoke             install the wheel into empty environments, save once"
 	@echo "make lint types layers docs format clean"
-	@echo "ARGS='...' is passed on to the demos, tests and bench; WORKERS=N tests run at once"
+	@echo "ARGS='...' is passed to demos, tests and bench; WORKERS=N sets parallel tests"
 
-# Keyed on what decides the contents of the environment: nothing happens on a second call.
+# Depends on everything that determines the environment, so a second call does nothing.
 MADE_OF := pyproject.toml $(wildcard constraints*.txt) tools/make_venv.sh tools/pins.sh
 $(READY): $(MADE_OF)
 	sh tools/make_venv.sh "$(PYTHON)" "$(VENV)"
 	touch $@
 
-# A Python that is named, and is not that of the environment, makes it afresh.
+# Naming a Python other than the environment's rebuilds the environment.
 ifneq ($(origin PYTHON),file)
 ifneq ($(shell $(PYTHON) --version),$(shell $(BIN)/python --version 2>/dev/null))
 $(READY): afresh
 endif
 endif
 
-# Object stores on loopback, for what speaks to buckets.
+# Object stores on loopback, for tests of buckets.
 SERVERS := build/servers
 $(SERVERS)/.ready: tools/make_servers.sh
 	sh tools/make_servers.sh "$(SERVERS)"
@@ -83,15 +93,16 @@ demo-loops: $(READY)
 
 # Each test is in exactly one of these three.
 test: $(READY)
-	$(BIN)/python $(PYTEST) -m "not processes and not long" --in-memory $(ARGS)
+	$(BIN)/python $(PYTEST) -m "not processes and not long" --in-memory $(HANGS) $(ARGS)
 
 test-processes: $(READY)
-	$(BIN)/python $(PYTEST) -m processes $(ARGS)
+	$(BIN)/python $(PYTEST) -m processes $(HANGS) $(ARGS)
 
 test-long: $(READY)
-	$(BIN)/python $(PYTEST) -m long --long $(LONG) $(if $(LONG_SEED),--long-seed $(LONG_SEED)) $(ARGS)
+	$(BIN)/python $(PYTEST) -m long --long $(LONG) $(if $(LONG_SEED),--long-seed $(LONG_SEED)) \
+		$(if $(LONG_SECS),--long-secs $(LONG_SECS)) $(ARGS)
 
-# Runs that this environment writes are read by one that has neither jax nor Orbax.
+# An environment without JAX and Orbax reads the runs that this one writes.
 BARE := build/bare
 $(BARE)/.ready: $(READY) tools/make_bare_venv.sh
 	sh tools/make_bare_venv.sh "$(BIN)/python" "$(BARE)"
@@ -101,10 +112,10 @@ test-without-jax: $(READY) $(BARE)/.ready
 	rm -rf build/runs && $(BIN)/python tests/without_jax/make_runs.py build/runs
 	$(BARE)/bin/python -m pytest tests/without_jax --runs build/runs $(ARGS)
 
-# Codecs, formats, saves, restores and the log: what another Python or jax may change, in minutes.
+# Codecs, formats, saves, restores and the WAL: what another Python or JAX may affect, in minutes.
 QUICK := $(addprefix tests/, test_block_codes.py test_chain.py test_codecs.py test_dense_layout.py test_fingerprint.py test_golden.py test_inspect.py \
 	test_log.py test_manager.py test_merge.py test_root.py test_tables.py test_touched.py)
-# Without ray and what else only development needs.
+# Without ray and other development-only packages.
 $(PYTHONS:%=build/py%/.ready): build/py%/.ready: pyproject.toml constraints-%.txt tools/make_venv.sh tools/pins.sh
 	python=$$(sh tools/find_python.sh $*) && sh tools/make_venv.sh "$$python" build/py$* test
 	touch $@
@@ -120,6 +131,7 @@ $(PYTHONS:%=newest-%): newest-%:
 newest: $(PYTHONS:%=newest-%)
 
 bench: $(READY)
+	$(BIN)/python benchmarks/plain.py $(ARGS)
 	$(BIN)/python benchmarks/step.py $(ARGS)
 	$(BIN)/python benchmarks/save_restore.py $(ARGS)
 	$(BIN)/python benchmarks/bases.py $(ARGS)
@@ -152,10 +164,21 @@ layers: $(READY)
 	$(BIN)/lint-imports
 
 notebook: $(READY)
-	$(BIN)/python tools/run_notebook.py docs/guide/inspecting.ipynb --pictures docs/assets
+	$(BIN)/python tools/run_notebook.py docs/tutorials/inspecting.ipynb --pictures docs/assets
 
-docs: $(READY)
+# Generated pages and figures of the docs; a test compares them.
+generated: $(READY)
+	$(BIN)/python tools/options_page.py docs/reference/options.md
+	$(BIN)/python tools/figures.py docs/assets
+
+docs: generated
 	$(BIN)/mkdocs build --strict
 
+# Builds the wheel from the sdist, installs it into an empty environment and saves once.
+smoke: $(SMOKE_PYTHONS:%=smoke-%)
+
+$(SMOKE_PYTHONS:%=smoke-%): smoke-%: $(READY)
+	sh tools/smoke.sh $* $(BIN)/python
+
 clean:
-	rm -rf $(VENV) build dist site .coverage .hypothesis .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist site .cache .coverage .hypothesis .pytest_cache .ruff_cache

@@ -199,21 +199,21 @@ class Study:
         errors = []
         options = deltackpt.ManagerOptions(
             deltas=deltackpt.DeltaOptions(
-                policy=deltackpt.Consecutive(max_chain=10_000, max_restore_ratio=1e9)
+                policy=deltackpt.policies.Consecutive(max_chain=10_000, max_restore_ratio=1e9)
             ),
             writes=deltackpt.WriteOptions(durability="process"),
         )
         handlers = {"embeddings": trainer.checkpoint_tables(run.codec)}
         with deltackpt.CheckpointManager(root, handlers=handlers, options=options) as manager:
             manager.save(0, state)
-            manager.wait()
+            manager.wait_until_finished()
             done = 0
             for number in range(1, run.restores + 1):
                 stop = len(batches) * number // (run.restores + 1)
                 state = self._trained(state, batches, done, stop)
                 # A step's number must grow, also where there are more restores than steps.
                 saved = manager.save(1 + stop + number, state)
-                (report,) = manager.wait()
+                (report,) = manager.wait_until_finished()
                 assert saved.kind == "delta", saved.reason
                 values = [f for f in report.tables if f.field == "values"]
                 assert all(f.codec == run.codec for f in values), values

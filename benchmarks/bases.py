@@ -60,7 +60,7 @@ def trial(mode: str, root: Path, scale: float) -> Figures:
     training.quiet()
     nbytes = states.nbytes(training.state)
     snapshot = "hold" if mode == "hold" else "block"
-    policy = deltackpt.Rolling(window=int(mode.split()[1])) if mode in ROLLING else None
+    policy = deltackpt.policies.Rolling(window=int(mode.split()[1])) if mode in ROLLING else None
     manager = ways.Deltas(root / "steps", "power", snapshot, policy=policy)
     bases = mode in ("hold", "block")
     if not bases:
@@ -168,7 +168,7 @@ def restores(
     for window in windows:
         for name, policy in (
             (f"base + {window} deltas", None),
-            (f"rolling {window}", deltackpt.Rolling(window=window)),
+            (f"rolling {window}", deltackpt.policies.Rolling(window=window)),
         ):
             places[name] = root / name.replace(" ", "-")
             training = Training(states.make(scale))

@@ -63,26 +63,26 @@ class Bucketed:
         self.stage = stage
         #: Seconds that promotions took, the newest last.
         self.promoted: list[float] = []
-        policy = deltackpt.Consecutive(max_chain=10_000, max_restore_ratio=1e9)
+        policy = deltackpt.policies.Consecutive(max_chain=10_000, max_restore_ratio=1e9)
         self._manager = deltackpt.CheckpointManager(
             url,
             handlers={"embeddings": trainer.checkpoint_tables()},
             options=deltackpt.ManagerOptions(
                 deltas=deltackpt.DeltaOptions(policy=policy),
-                tiers=deltackpt.Tiers(stage=str(stage), endpoint=endpoint),
+                tiers=deltackpt.Tiers(staging_dir=str(stage), endpoint=endpoint),
             ),
-            sinks=(self,),
+            event_handlers=(self,),
         )
 
     def receive(self, event: events.Event) -> None:
-        if isinstance(event, events.PromotionEvent):
+        if isinstance(event, events.UploadEvent):
             self.promoted.append(event.seconds)
 
     def save(self, step: int, state: Any) -> None:
         self._manager.save(step, state)
 
     def wait(self) -> None:
-        self._manager.wait()
+        self._manager.wait_until_finished()
 
     def restore(self, template: Any) -> Any:
         result = self._manager.restore_latest(template)

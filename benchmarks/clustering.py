@@ -58,7 +58,9 @@ class Tiered:
     def __init__(self, url: str, stage: Path, disk: Path, points: int):
         base = 4 * points * (kmeans.WIDTH + 1)
         nbytes = (3 * base // _EXTENT_BYTES + 128) * _EXTENT_BYTES
-        extents = deltackpt.Extents(directory=str(disk), nbytes=nbytes, extent_bytes=_EXTENT_BYTES)
+        extents = deltackpt.tiers.Extents(
+            directory=str(disk), nbytes=nbytes, extent_bytes=_EXTENT_BYTES
+        )
         self._stage = stage
         self._manager = kmeans.open_manager(url, stage, extents)
         self._marks: Any = None
@@ -68,7 +70,7 @@ class Tiered:
         self._manager.save(iteration, state, touched=self._marks)
 
     def wait(self) -> None:
-        self._manager.wait()
+        self._manager.wait_until_finished()
 
     def settle(self) -> None:
         """Until all is at the root: a base that is sent meanwhile is of no iteration."""

@@ -131,7 +131,7 @@ def _delta_bytes(lab: Lab, trajectory: Trajectory, case: Case, gap: int) -> int:
         first = lab.chain[0]
         for step in (first, first + gap):
             saved = manager.save(step, _viewed(trajectory.at(step), case))
-            manager.wait()
+            manager.wait_until_finished()
         assert saved.kind == "delta", saved.reason
     return ways.tree_bytes(lab.root / str(first + gap))
 

@@ -155,8 +155,8 @@ class Tiered:
             url,
             handlers=_HANDLERS,
             options=deltackpt.ManagerOptions(
-                retention=1,
-                tiers=deltackpt.Tiers(stage=str(stage), keep_local=1, shared=count == 1),
+                max_to_keep=1,
+                tiers=deltackpt.Tiers(staging_dir=str(stage), keep_local=1, shared=count == 1),
             ),
         )
 
@@ -165,7 +165,7 @@ class Tiered:
         self._manager.save(step, state, touched=marks, force_base=True)
 
     def wait(self) -> None:
-        self._manager.wait()
+        self._manager.wait_until_finished()
 
     def close(self) -> None:
         self._manager.close()

@@ -42,7 +42,7 @@ CODINGS: dict[str, Mapping[str, str]] = {
 @functools.cache
 def exact_weights(coding: str) -> dict[str, str]:
     """A coding that leaves weights in bf16 as they are beside their master in float32."""
-    return {"params/**": "exact", **CODINGS[coding]}
+    return {"params/**": "lossless", **CODINGS[coding]}
 
 
 class Lab:
@@ -85,11 +85,11 @@ class Lab:
             handlers={"embeddings": model.tables},
             options=deltackpt.ManagerOptions(
                 deltas=deltackpt.DeltaOptions(
-                    policy=deltackpt.Consecutive(max_chain=10_000, max_restore_ratio=1e9)
+                    policy=deltackpt.policies.Consecutive(max_chain=10_000, max_restore_ratio=1e9)
                 ),
                 writes=deltackpt.WriteOptions(durability="process"),
                 # Without a budget nothing keeps a linear code from second moments.
-                dense=deltackpt.Dense(deltas="own", codec=codec, max_error=None),
+                dense=deltackpt.Dense(deltas="blocks", codec=codec, max_error=None),
             ),
         )
 
@@ -98,7 +98,7 @@ class Lab:
         manager = self.manager(trajectory.model, CODINGS[coding])
         for step in self.chain:
             manager.save(step, trajectory.at(step))
-            manager.wait()
+            manager.wait_until_finished()
         return manager
 
     def orbax_bytes(self, state: Any, *, compressed: bool) -> int:

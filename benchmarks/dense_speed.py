@@ -78,7 +78,7 @@ def _in_blocks(now: Any, before: Any, codec: Mapping[str, str]) -> Iterator[Bloc
         name = "/".join(_step_of(key) for key in path)
         if dense_blocks.is_plain(leaf.nbytes, leaf.dtype.name):
             continue
-        chosen = next((one for glob, one in codec.items() if globs.matches(glob, name)), "exact")
+        chosen = next((one for glob, one in codec.items() if globs.matches(glob, name)), "lossless")
         yield Blocks(_blocks(leaf), _blocks(earlier), chosen)
 
 
@@ -187,7 +187,7 @@ def add_sparse(report: Report, lab: Lab, scale: float, rounds: int) -> None:
     encoded, copied, taken = [], [], []
     with lab.manager(model, {}) as manager, ThreadPoolExecutor(_THREADS) as pool:
         manager.save(0, first)
-        manager.wait()
+        manager.wait_until_finished()
         for number in range(1, CHAIN + 1):
             before = _blocks(jnp.asarray(source.weights))
             source.change()
@@ -197,7 +197,7 @@ def add_sparse(report: Report, lab: Lab, scale: float, rounds: int) -> None:
             copied.append(reports.timed(functools.partial(_copy, leaves, pool)) / gigabytes)
             encoded.append(reports.timed(functools.partial(_encode, leaves, pool)) / gigabytes)
             manager.save(number, state)
-            manager.wait()
+            manager.wait_until_finished()
             taken.append(float(ways.tree_bytes(lab.root / str(number))))
         found = manager.restore(CHAIN, state).state.params["weights"]
         equal = bool((np.asarray(found).view(np.uint16) == source.weights.view(np.uint16)).all())
@@ -227,10 +227,10 @@ def add_w(report: Report, lab: Lab, scale: float) -> None:
     orbax = {c: lab.orbax_bytes(state, compressed=c) for c in (True, False)}
     with lab.manager(model, CODINGS[FOUR_BITS]) as manager:
         manager.save(0, state)
-        manager.wait()
+        manager.wait_until_finished()
         state = states.change(state, states.random_ids(state, 0.05, 1))
         manager.save(1, state)
-        manager.wait()
+        manager.wait_until_finished()
     mine = Sample((float(ways.tree_bytes(lab.root / "1")),))
     for compressed, other in ((True, "orbax"), (False, "orbax-tuned")):
         theirs = Sample((float(orbax[compressed]),))

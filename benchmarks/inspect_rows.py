@@ -72,7 +72,7 @@ def write(root: Path, scale: float, steps: int) -> int:
     with deltackpt.CheckpointManager(root, handlers=handlers(), options=options) as manager:
         for step in range(steps):
             manager.save(step, state)
-            manager.wait()
+            manager.wait_until_finished()
             state = states.change(state, states.random_ids(state, SHARE, step))
             jax.block_until_ready(state)
     return states.nbytes(state)

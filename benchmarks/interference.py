@@ -65,9 +65,9 @@ class Bucketed:
             handlers={"embeddings": trainer.checkpoint_tables()},
             options=deltackpt.ManagerOptions(
                 deltas=deltackpt.DeltaOptions(
-                    policy=deltackpt.Consecutive(max_chain=10_000, max_restore_ratio=1e9)
+                    policy=deltackpt.policies.Consecutive(max_chain=10_000, max_restore_ratio=1e9)
                 ),
-                tiers=deltackpt.Tiers(stage=str(stage), endpoint=endpoint, shared=False),
+                tiers=deltackpt.Tiers(staging_dir=str(stage), endpoint=endpoint, shared=False),
             ),
         )
 
@@ -77,7 +77,7 @@ class Bucketed:
 
     def close(self) -> float:
         """Waits for all of it; CPU seconds of this rank's promoter."""
-        self._manager.wait()
+        self._manager.wait_until_finished()
         self._manager.close()
         log = self._stage / "promoter.log"
         deadline = time.monotonic() + 60

@@ -38,8 +38,8 @@ from report import Report, Sample, arguments, megabytes, secs, times
 import deltackpt
 from deltackpt.format import names
 from deltackpt.format.frames import Kind
+from deltackpt.layers import targets
 from deltackpt.reading import replay as replaying
-from deltackpt.reading import targets
 from deltackpt.reading.stretches import Logs, newest_way
 from deltackpt.storage.store import spot
 
@@ -142,9 +142,9 @@ def blocked(report: Report, options: argparse.Namespace, root: Path) -> None:
     loop = compiled(options)
     loop.draw(1.07)
     kinds = {
-        "rows only": (deltackpt.LogOptions(dense="soft"), True),
-        "rows and dense leaves": (deltackpt.LogOptions(), True),
-        "rows only, found from the stamps": (deltackpt.LogOptions(dense="soft"), False),
+        "rows only": (deltackpt.WalOptions(dense="soft"), True),
+        "rows and dense leaves": (deltackpt.WalOptions(), True),
+        "rows only, found from the stamps": (deltackpt.WalOptions(dense="soft"), False),
     }
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
     for number in range(options.repeats):
@@ -160,7 +160,7 @@ def blocked(report: Report, options: argparse.Namespace, root: Path) -> None:
     report.section()
 
 
-def _blocked(loop: Loop, log: deltackpt.LogOptions, ids: bool, place: Path) -> tuple[float, float]:
+def _blocked(loop: Loop, log: deltackpt.WalOptions, ids: bool, place: Path) -> tuple[float, float]:
     """Medians over a training: seconds in `log()`, and of the takes."""
     state, way, warm = loop.start(), ways.Logs(place, log), {}
     way.save(0, state, base=True)

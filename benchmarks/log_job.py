@@ -54,7 +54,7 @@ class Mode:
 
 
 def _logs(**options: Any) -> Callable[[Path, int], ways.Way]:
-    return lambda root, every: ways.Logs(root, deltackpt.LogOptions(**options))
+    return lambda root, every: ways.Logs(root, deltackpt.WalOptions(**options))
 
 
 def _way(name: str) -> Callable[[Path, int], ways.Way]:
@@ -65,7 +65,7 @@ MODES = {
     "none": Mode("no saves"),
     "soft": Mode(
         "soft marks, full every N",
-        lambda root, every: ways.Logs(root, deltackpt.LogOptions(dense_every=every)),
+        lambda root, every: ways.Logs(root, deltackpt.WalOptions(dense_every=every)),
     ),
     "full": Mode("full marks", _logs()),
     "delta": Mode('full marks, dense="delta"', _logs(dense="delta")),

@@ -29,7 +29,7 @@ _FEW, _MANY = 10, 1000
 _SHARE = 0.05
 _OPTIONS = deltackpt.ManagerOptions(
     deltas=deltackpt.DeltaOptions(
-        policy=deltackpt.Consecutive(max_chain=100_000, max_restore_ratio=1e9)
+        policy=deltackpt.policies.Consecutive(max_chain=100_000, max_restore_ratio=1e9)
     ),
     writes=deltackpt.WriteOptions(durability="process"),
 )
@@ -83,7 +83,7 @@ class Trainer:
         cpu, started = time.process_time(), time.perf_counter()
         self.manager.save(self.step, self.state, touched=self.touched)
         blocked = time.perf_counter() - started
-        self.manager.wait()
+        self.manager.wait_until_finished()
         self.step += 1
         return blocked, time.process_time() - cpu, time.perf_counter() - started
 

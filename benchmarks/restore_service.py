@@ -454,9 +454,9 @@ class Watch:
 
     def _look(self) -> None:
         while self._last is None or max(self._held, default=-1) < self._last:
-            [member] = self._service.status().members
-            if member.step is not None and member.found.lag_secs is not None:
-                self._held.setdefault(member.step, member.found.lag_secs)
+            [replica] = self._service.status().replicas
+            if replica.step is not None and replica.found.lag_secs is not None:
+                self._held.setdefault(replica.step, replica.found.lag_secs)
             time.sleep(_LOOK_SECS)
 
     def until(self, step: int) -> None:

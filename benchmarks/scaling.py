@@ -95,7 +95,7 @@ class Save:
         return sum(part.nbytes for part in self.parts)
 
     @property
-    def most_bytes(self) -> int:
+    def max_wal_ratio(self) -> int:
         """Bytes of the process that wrote most."""
         return max(part.nbytes for part in self.parts)
 
@@ -309,7 +309,7 @@ def add(report: Report, saves: Saves, title: str) -> None:
             report.compare(f"{title}: {words}", mine, ways.NAMES[other], theirs, secs, bar=bar)
     sizes: tuple[tuple[str, str, Callable[[float], str]], ...] = (
         ("nbytes", "bytes", megabytes),
-        ("most_bytes", "bytes by one process, at most", megabytes),
+        ("max_wal_ratio", "bytes by one process, at most", megabytes),
         ("files", "files", whole),
         ("most_files", "files by one process, at most", whole),
     )

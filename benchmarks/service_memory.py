@@ -112,10 +112,10 @@ def measure_memory(root: Path, scale: float, nbytes: int, address: str) -> Memor
         )
         stack.callback(one.kill)
         before = heard(one)["before"]
-        [member] = service.status().members
+        [replica] = service.status().replicas
 
         def beside() -> int:
-            return pss_bytes(one.pid) - before + pss_bytes(member.found.pid) - nbytes
+            return pss_bytes(one.pid) - before + pss_bytes(replica.found.pid) - nbytes
 
         heard(one)
         restored = beside()

@@ -112,5 +112,5 @@ def train(state: State, ids: dict[str, Any]) -> tuple[State, jax.Array]:
     for name, rows in ids.items():
         tables[name] = tables[name].at[rows].add(-1e-6 * loss)
         accumulators[name] = accumulators[name].at[rows].add(1e-6)
-    touched = deltackpt.touched.mark(state.touched, ids)
+    touched = None if state.touched is None else deltackpt.touched.mark(state.touched, ids)
     return state._replace(tables=tables, accumulators=accumulators, touched=touched), loss

@@ -100,13 +100,17 @@ def limit(state: states.State, ids: dict[str, np.ndarray], nbytes: int, place: P
         for job in jobs:
             job.result()
         taking = time.perf_counter() - started
+    return Limit(taking, written(place, nbytes))
+
+
+def written(place: Path, nbytes: int) -> float:
+    """Seconds to write and force so many bytes, buffered or direct, whichever is faster."""
     data = aligned_buffer(nbytes)
     data[:] = 1
-    writing = min(
+    return min(
         _written(place, data[:nbytes], 0, _BUFFERED_BYTES),
         _written(place, data, os.O_DIRECT, _DIRECT_BYTES),
     )
-    return Limit(taking, writing)
 
 
 def _written(place: Path, data: np.ndarray, flags: int, piece: int) -> float:

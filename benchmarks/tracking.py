@@ -113,7 +113,7 @@ class _Dense:
 
 
 def measure_proof(scale: float, rounds: int) -> Sample:
-    """Seconds of the sampled proof of deltas of state W, 5 % of the rows touched, on this thread.
+    """Seconds of the tracking audit of deltas of state W, 5 % of the rows touched, on this thread.
 
     The touched rows are found before, as a save does; the proof adds looking at the parent's sample
     and taking one of its own.
@@ -126,13 +126,13 @@ def measure_proof(scale: float, rounds: int) -> Sample:
     witness = None
     for number in range(rounds + 2):
         before = int(held.touched.clock)
-        parts = deltackpt.split(held._asdict(), chosen)
+        parts = deltackpt.handlers.split(held._asdict(), chosen)
         ids = state.random_ids(held, 0.05, number)
         if witness is None:
             witness = proof.of_restored(parts, held.touched, _STAGING)
         del parts
         held = jax.block_until_ready(state.change(held, ids))
-        parts = deltackpt.split(held._asdict(), chosen)
+        parts = deltackpt.handlers.split(held._asdict(), chosen)
         marks = flight.Embeddings(split=parts).marks
         readings = snapshot.clocks_of(parts, marks).readings
         intent = lineage.Intent(
@@ -198,7 +198,7 @@ def run(options: argparse.Namespace) -> None:
     )
     report.state("fingerprints of all rows, per save", prints, secs)
     report.state(
-        "sampled proof of a delta, state W",
+        "tracking audit of a delta, state W",
         measure_proof(options.scale, options.repeats),
         secs,
         bar=0.002,

@@ -55,13 +55,13 @@ class Deltas:
         base_snapshot: Literal["block", "hold"] = "hold",
         codec: str = "raw",
         slot_codec: str = "raw",
-        policy: deltackpt.policy.BaseOrDelta | None = None,
-        log: deltackpt.LogOptions | None = None,
-        sinks: tuple[deltackpt.events.Sink, ...] = (),
+        policy: deltackpt.policies.BaseOrDelta | None = None,
+        log: deltackpt.WalOptions | None = None,
+        event_handlers: tuple[deltackpt.events.EventHandler, ...] = (),
     ):
         self.root = root
         # No base by itself: a benchmark says which save is one.
-        policy = policy or deltackpt.Consecutive(max_chain=10_000, max_restore_ratio=1e9)
+        policy = policy or deltackpt.policies.Consecutive(max_chain=10_000, max_restore_ratio=1e9)
         self._manager = deltackpt.CheckpointManager(
             root,
             handlers={"embeddings": trainer.checkpoint_tables(codec, slot_codec)},
@@ -71,16 +71,16 @@ class Deltas:
                     policy=policy,
                 ),
                 writes=deltackpt.WriteOptions(durability=durability),
-                log=log,
+                wal=log,
             ),
-            sinks=sinks,
+            event_handlers=event_handlers,
         )
 
     def save(self, step: int, state: Any, *, base: bool = False) -> None:
         self._manager.save(step, state, force_base=base)
 
     def wait(self) -> None:
-        self._manager.wait()
+        self._manager.wait_until_finished()
 
     def restore(self, template: Any) -> Any:
         result = self._manager.restore_latest(template)
@@ -98,32 +98,34 @@ class Logs(Deltas):
       marks: what each durable one cost.
     """
 
-    def __init__(self, root: Path, options: deltackpt.LogOptions | None = None):
-        self.marks: list[deltackpt.events.LogEvent] = []
-        super().__init__(root, "power", log=options or deltackpt.LogOptions(), sinks=(self,))
+    def __init__(self, root: Path, options: deltackpt.WalOptions | None = None):
+        self.marks: list[deltackpt.events.AppendEvent] = []
+        super().__init__(
+            root, "power", log=options or deltackpt.WalOptions(), event_handlers=(self,)
+        )
 
     def receive(self, event: deltackpt.events.Event) -> None:
-        if isinstance(event, deltackpt.events.LogEvent):
+        if isinstance(event, deltackpt.events.AppendEvent):
             self.marks.append(event)
 
-    def log(self, step: int, state: Any, ids: Any = None) -> deltackpt.Logged:
+    def log(self, step: int, state: Any, ids: Any = None) -> deltackpt.Appended:
         """A mark of this step."""
-        return self._manager.log(step, state, ids=ids)
+        return self._manager.append(step, state, ids=ids)
 
     def wait(self) -> None:
         super().wait()
-        self._manager.wait_logged()
+        self._manager.wait_appended()
 
 
 class Orbax:
     """Stock Orbax: the whole state each time."""
 
-    def __init__(self, root: Path | str, *, compressed: bool):
+    def __init__(self, root: Path | str, *, compressed: bool, keep: int | None = None):
         self.root = Path(root)
         self._manager = ocp.CheckpointManager(
             root,
             item_handlers=ocp.PyTreeCheckpointHandler(use_compression=compressed),
-            options=ocp.CheckpointManagerOptions(max_to_keep=None),
+            options=ocp.CheckpointManagerOptions(max_to_keep=keep),
         )
 
     def save(self, step: int, state: Any, *, base: bool = False) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The version, and what a checkpoint records of its writers."""
+"""The version, and the writer information that checkpoints record."""
 
 from __future__ import annotations
 

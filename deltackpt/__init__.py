@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asynchronous checkpoints for JAX that write only the embedding rows that changed.
 
-The public names are imported when they are first used, so that ``import deltackpt`` costs
-nothing and reading a checkpoint needs neither jax nor Orbax.
+The public names are imported when they are first used, so ``import deltackpt`` is fast and reading
+a checkpoint needs neither jax nor Orbax. Policies are in ``deltackpt.policies``, Orbax handlers in
+``deltackpt.handlers``, settings of replication in ``deltackpt.tiers`` and of the write-ahead log in
+``deltackpt.wal``.
 """
 
 from __future__ import annotations
@@ -13,115 +15,66 @@ from typing import TYPE_CHECKING, Any
 from deltackpt.__about__ import __version__
 
 if TYPE_CHECKING:
-    from deltackpt import errors, fingerprint, policy, serving, touched
-    from deltackpt.handlers.v0 import DeltaHandler, DeltaRestore, DeltaSave
-    from deltackpt.handlers.v1 import DeltaCheckpointableHandler
+    from deltackpt import errors, fingerprint, serving, touched
+    from deltackpt import handlers as handlers
+    from deltackpt import policies as policies
+    from deltackpt import tiers as tiers
+    from deltackpt import wal as wal
     from deltackpt.manager import CheckpointManager
     from deltackpt.options import (
         Background,
-        Copies,
         DeltaOptions,
         Dense,
-        Erasure,
-        Extents,
-        LocalLog,
-        LogOptions,
         ManagerOptions,
         Tiers,
         Timeouts,
+        WalOptions,
         WriteOptions,
     )
-    from deltackpt.outcomes import Logged, ReadRows, Restored, Saved
-    from deltackpt.policy import (
-        BitWidthPolicy,
-        CodecChoice,
-        Consecutive,
-        Intermittent,
-        OneShot,
-        Rolling,
-    )
-    from deltackpt.reading.stretches import LogPoint
-    from deltackpt.save.flight import Embeddings, PipelineOptions
+    from deltackpt.outcomes import Appended, Restored, Saved
+    from deltackpt.reading.stretches import RecoveryPoint
     from deltackpt.state.choice import Tables
-    from deltackpt.state.tables import split
     from deltackpt.touched import TouchState
 
-_MODULES = ("errors", "fingerprint", "policy", "serving", "touched")
+_MODULES = ("errors", "fingerprint", "handlers", "policies", "serving", "tiers", "touched", "wal")
 _NAMES = {
+    "Appended": "outcomes",
     "Background": "options",
-    "BitWidthPolicy": "policy",
     "CheckpointManager": "manager",
-    "CodecChoice": "policy",
-    "Consecutive": "policy",
-    "Copies": "options",
-    "DeltaCheckpointableHandler": "handlers.v1",
-    "DeltaHandler": "handlers.v0",
     "DeltaOptions": "options",
-    "DeltaRestore": "handlers.v0",
-    "DeltaSave": "handlers.v0",
     "Dense": "options",
-    "Embeddings": "save.flight",
-    "Erasure": "options",
-    "Extents": "options",
-    "Intermittent": "policy",
-    "LocalLog": "options",
-    "LogOptions": "options",
-    "LogPoint": "reading.stretches",
-    "Logged": "outcomes",
     "ManagerOptions": "options",
-    "OneShot": "policy",
-    "PipelineOptions": "save.flight",
-    "ReadRows": "outcomes",
+    "RecoveryPoint": "reading.stretches",
     "Restored": "outcomes",
-    "Rolling": "policy",
     "Saved": "outcomes",
     "Tables": "state.choice",
     "Tiers": "options",
     "Timeouts": "options",
     "TouchState": "touched",
+    "WalOptions": "options",
     "WriteOptions": "options",
-    "split": "state.tables",
 }
 
 __all__ = [
+    "Appended",
     "Background",
-    "BitWidthPolicy",
     "CheckpointManager",
-    "CodecChoice",
-    "Consecutive",
-    "Copies",
-    "DeltaCheckpointableHandler",
-    "DeltaHandler",
     "DeltaOptions",
-    "DeltaRestore",
-    "DeltaSave",
     "Dense",
-    "Embeddings",
-    "Erasure",
-    "Extents",
-    "Intermittent",
-    "LocalLog",
-    "LogOptions",
-    "LogPoint",
-    "Logged",
     "ManagerOptions",
-    "OneShot",
-    "PipelineOptions",
-    "ReadRows",
+    "RecoveryPoint",
     "Restored",
-    "Rolling",
     "Saved",
     "Tables",
     "Tiers",
     "Timeouts",
     "TouchState",
+    "WalOptions",
     "WriteOptions",
     "__version__",
     "errors",
     "fingerprint",
-    "policy",
     "serving",
-    "split",
     "touched",
 ]
 

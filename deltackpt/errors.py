@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One error tree: a class per thing that a caller would do differently.
+"""Errors: one class for each case that a caller would handle differently.
 
-Each class has a stable ``code`` for programs; each message names the object, what was
-expected, what was found and what to do next.
+Each class has a stable ``code`` for programs. Each message names the object, what was expected,
+what was found and what to do next.
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ _Error = TypeVar("_Error", bound=BaseException)
 
 
 class DeltackptError(Exception):
-    """Base of every error that deltackpt raises on purpose."""
+    """Base class of every error that deltackpt raises on purpose."""
 
     code: ClassVar[str] = "deltackpt"
-    #: Whether a save that fails with it leaves doubt about which rows were touched: the next save
-    #: is a base then.
+    #: Whether it is uncertain, after a save failed with it, which rows were touched. If so, the
+    #: next save is a base.
     leaves_doubt: bool = False
 
 
 class OptionError(DeltackptError, ValueError):
-    """An option or an argument has a value that cannot work."""
+    """An option or argument has an invalid value."""
 
     code = "option"
 
 
 class TableSelectionError(DeltackptError, ValueError):
-    """Tables or slots cannot be chosen from the state as asked."""
+    """The requested tables or slots cannot be selected from the state."""
 
     code = "table-selection"
 
 
 class UnsupportedLeaf(DeltackptError, TypeError):
-    """The state holds a leaf that cannot be stored; nothing was begun."""
+    """The state contains a leaf that cannot be stored; nothing was written."""
 
     code = "unsupported-leaf"
 
 
 class TrackingError(DeltackptError):
-    """The touched rows do not cover what changed, or the tracking does not fit the tables."""
+    """Changed rows are not marked as touched, or the ``TouchState`` does not fit the tables."""
 
     code = "tracking"
     leaves_doubt = True
 
 
 class ClosedError(DeltackptError, RuntimeError):
-    """The manager was closed, or is used in a forked child."""
+    """The manager was closed, or is used in a forked child or in its own event handler."""
 
     code = "closed"
 
@@ -56,30 +56,31 @@ class SaveFailed(DeltackptError):
     """A background save failed; the previous step is intact and no touched row is lost."""
 
     code = "save-failed"
-    #: The ``Saved`` of the save that was taken while this was raised; None in ``wait()``.
-    taken: object = None
+    #: The ``Saved`` of the call that raised this, which did save; None from
+    #: ``wait_until_finished()``.
+    saved: object = None
 
 
 class TrackingFailed(SaveFailed, TrackingError):
-    """A background save was given up because the touched rows are wrong; the next is a base."""
+    """A background save was abandoned because changed rows were not marked; the next is a base."""
 
     code = "tracking-failed"
 
 
 class ErrorBudgetExceeded(DeltackptError):
-    """Encoding rows would change them more than was allowed; nothing was committed."""
+    """Encoding would change rows by more than ``max_error``; nothing was committed."""
 
     code = "error-budget"
 
 
 class WaitTimeout(DeltackptError, TimeoutError):
-    """A bounded wait ran out; the message names what was waited for."""
+    """A wait timed out; the message names what was awaited."""
 
     code = "timeout"
 
 
 class ProcessMissing(WaitTimeout):
-    """Another process did not do its part of a save in time; ``processes`` says which."""
+    """Another process did not complete its part of a save in time; ``processes`` lists which."""
 
     code = "process-missing"
 
@@ -89,7 +90,7 @@ class ProcessMissing(WaitTimeout):
 
 
 class ProcessFailed(DeltackptError):
-    """Another process could not do its part of a save, and said why; nothing was committed."""
+    """Another process failed in its part of a save and reported why; nothing was committed."""
 
     code = "process-failed"
 
@@ -99,70 +100,70 @@ class ProcessFailed(DeltackptError):
 
 
 class Disagreement(DeltackptError):
-    """Processes take one save for different things; nothing was committed."""
+    """Processes called ``save()`` with different states or arguments; nothing was committed."""
 
     code = "disagreement"
     leaves_doubt = True
 
 
 class FencedError(DeltackptError):
-    """Another trainer has taken over the directory, or another directory stands in its place."""
+    """Another trainer took over the checkpoint directory, or the directory was replaced."""
 
     code = "fenced"
 
 
 class StorageError(DeltackptError, OSError):
-    """The store refused: full, read-only, unreachable."""
+    """The store failed: it is full, read-only or unreachable."""
 
     code = "storage"
 
 
 class OutOfSpace(StorageError):
-    """Too little free space for the save that was asked for."""
+    """There is too little free space for the requested save."""
 
     code = "out-of-space"
 
 
 class UnsupportedRoot(DeltackptError, ValueError):
-    """The directory's scheme or file system is not one that deltackpt can commit on."""
+    """deltackpt cannot commit on the scheme or file system of the checkpoint directory."""
 
     code = "unsupported-root"
 
 
 class TargetExists(DeltackptError, FileExistsError):
-    """What an export or an import would make is there already; nothing was touched."""
+    """The target of an export or import already exists; nothing was changed."""
 
     code = "target-exists"
 
 
 class AlreadyCompacting(DeltackptError):
-    """Another process compacts the directory at the moment."""
+    """Another process is compacting the checkpoint directory."""
 
     code = "already-compacting"
 
 
 class InUse(DeltackptError):
-    """A trainer is, or may be, at work in the directory, or a copy or a collection is."""
+    """A trainer, a copy or a garbage collection uses the directory, or may be using it."""
 
     code = "in-use"
 
 
 class TargetDiffers(DeltackptError):
-    """The target of a copy holds another save under the name of one that is copied."""
+    """The target of a copy has a different save under the name of a copied one."""
 
     code = "target-differs"
 
 
 class RestoreError(DeltackptError):
-    """Base of what can be wrong with a stored step."""
+    """Base class of errors about a stored step."""
 
     code = "restore"
-    #: Whether an older step may do where this one does not.
+    #: Whether restoring an older step may succeed.
     another_step_may_do: ClassVar[bool] = True
 
 
 class StepNotFound(RestoreError, LookupError):
-    """No such step was committed."""
+    """The step was never committed."""
 
     code = "step-not-found"
 
@@ -174,13 +175,13 @@ class StepGone(RestoreError):
 
 
 class ForeignDirectory(RestoreError):
-    """The directory is not one that deltackpt wrote."""
+    """The directory was not written by deltackpt."""
 
     code = "foreign-directory"
 
 
 class FormatTooNew(RestoreError):
-    """The step needs a newer deltackpt."""
+    """The step needs a newer version of deltackpt."""
 
     code = "format-too-new"
     another_step_may_do = False
@@ -195,44 +196,44 @@ class Damaged(RestoreError):
         self.object_name = object_name
         self.expected = expected
         self.found = found
-        self.action = action or "restore an older step: restore_latest() falls back by itself"
+        self.action = action or "restore an older step: restore_latest() falls back automatically"
         super().__init__(f"{object_name}: expected {expected}, found {found}; {self.action}")
 
     def __reduce__(self):
         return type(self), (self.object_name, self.expected, self.found, self.action)
 
 
-class DamagedLog(Damaged):
-    """A frame of a log is missing or altered; ``mark`` is the save id of the mark that needs it."""
+class DamagedWal(Damaged):
+    """A WAL frame is missing or altered; ``record`` is the save id of the record that needs it."""
 
-    code = "damaged-log"
+    code = "damaged-wal"
 
     def __init__(
-        self, object_name: str, expected: str, found: str, action: str = "", mark: object = None
+        self, object_name: str, expected: str, found: str, action: str = "", record: object = None
     ):
-        self.mark = mark
+        self.record = record
         super().__init__(object_name, expected, found, action)
 
     @classmethod
-    def of(cls, error: Damaged, mark: object) -> DamagedLog:
-        """What is said of a mark that needs something damaged."""
-        action = "restore_latest() falls back to the point before by itself"
-        return cls(error.object_name, error.expected, error.found, action, mark)
+    def of(cls, error: Damaged, record: object) -> DamagedWal:
+        """Returns the error of the WAL record whose data is damaged."""
+        action = "restore_latest() falls back automatically to the previous recovery point"
+        return cls(error.object_name, error.expected, error.found, action, record)
 
     def __reduce__(self):
-        return type(self), (self.object_name, self.expected, self.found, self.action, self.mark)
+        return type(self), (self.object_name, self.expected, self.found, self.action, self.record)
 
 
-class LogFailed(DeltackptError):
-    """What was logged could not be made durable; no touched row is lost."""
+class AppendFailed(DeltackptError):
+    """WAL records could not be made durable; no touched row is lost."""
 
-    code = "log-failed"
+    code = "append-failed"
 
 
-class LogBehind(DeltackptError):
-    """Processes lack marks that others had long ago; ``processes`` says which. Told, not raised."""
+class WalBehind(DeltackptError):
+    """Processes lag behind with their WAL; ``processes`` lists which. Reported, never raised."""
 
-    code = "log-behind"
+    code = "wal-behind"
 
     def __init__(self, message: str, processes: tuple[int, ...] = ()):
         self.processes = processes
@@ -240,56 +241,56 @@ class LogBehind(DeltackptError):
 
 
 class BrokenChain(RestoreError):
-    """A delta's parent is missing, or is not the save that the delta was taken against."""
+    """A delta's parent is missing, or is not the save that the delta was made against."""
 
     code = "broken-chain"
 
 
 class NoIntactStep(RestoreError):
-    """Steps were committed, and none of them is intact."""
+    """Steps were committed, but none of them is intact."""
 
     code = "no-intact-step"
 
 
 class TemplateMismatch(RestoreError, ValueError):
-    """The abstract state asks for something else than the step holds."""
+    """The abstract state does not match the step."""
 
     code = "template-mismatch"
     another_step_may_do = False
 
 
 class MissingExtra(DeltackptError, ImportError):
-    """A part of deltackpt needs a package that is not installed; the message says which extra."""
+    """A feature needs a package that is not installed; the message names the extra."""
 
     code = "missing-extra"
 
 
 class ServiceError(DeltackptError):
-    """Base of what can be wrong with a restore service; storage is not concerned."""
+    """Base class of errors of a hot standby; storage is not affected."""
 
     code = "service"
 
 
 class ServiceUnavailable(ServiceError):
-    """No service answers, or none that holds the step, within the time that was given."""
+    """No hot standby with the step answered in time."""
 
     code = "service-unavailable"
 
 
 class ServiceMismatch(ServiceError):
-    """The service is of another directory, another run, another version or other options."""
+    """The hot standby serves another directory or run, or has another version or other options."""
 
     code = "service-mismatch"
 
 
 class TooLittleMemory(ServiceError):
-    """The rows that a member of the service should hold do not fit into its memory."""
+    """The rows of a replica do not fit into its memory."""
 
     code = "too-little-memory"
 
 
 def without_frames(error: _Error) -> _Error:
-    """An error that is kept, without the frames that raised it: they keep their buffers alive."""
+    """Removes the tracebacks of an error and its causes, whose frames keep buffers alive."""
     found: BaseException | None = error
     while found is not None:
         found.__traceback__ = None

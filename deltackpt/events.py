@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened, in figures: one event per save, per restore, and per one that failed.
+"""Events: one for each save, restore, WAL append, upload and failure.
 
-Each event is one record of the logger ``deltackpt.events`` and goes to every sink that the user
-gave to the manager. The record bears the event itself and the index of the process as
-attributes ``event`` and ``process_index``, for handlers that filter or format on them.
+Each event is logged as one record of the logger ``deltackpt.events`` and passed to every event
+handler of the manager. The record has the event and the index of the process as attributes
+``event`` and ``process_index``, for filters and formatters.
 
-All times are wall time. A stage that several threads work at lasts while at least one of them
-does.
+Times are wall time in seconds, sizes are bytes. A stage that several threads work on lasts as long
+as at least one of them works on it.
 """
 
 from __future__ import annotations
@@ -24,51 +24,49 @@ from deltackpt.format.figures import LeafFigures as LeafFigures
 from deltackpt.format.figures import TableFigures as TableFigures
 from deltackpt.format.manifest import Kind
 
-#: What may fail.
-Operation = Literal["save", "restore", "skip", "promote", "push", "log"]
+#: Operations that can fail.
+Operation = Literal["save", "restore", "skip", "upload", "push", "append"]
 
 _logger = logging.getLogger(__name__)
-#: Where the files of deltackpt lie.
+#: Directory of this package, with a separator at the end.
 _PACKAGE = os.path.dirname(__file__) + os.sep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveEvent:
-    """A committed save; rows and bytes are those of this process's part.
+    """A committed save. Rows and bytes are those of this process's shard.
 
     Attributes:
       step: the training step.
-      kind: base or delta.
-      reason: why it is one.
+      kind: ``"base"`` or ``"delta"``.
+      reason: why the save is a base or a delta.
       process: index of the process.
       rows: rows written.
       total_rows: rows of all tables.
       bytes_written: bytes of tables and slots on disk, with their digests and manifest.
-      ratio: ``bytes_written`` over the bytes of all rows unencoded.
-      blocked_secs: how long ``save()`` kept the training thread, the wait for an earlier save
-        included.
-      extract_secs: finding the touched rows and copying them. That is part of ``blocked_secs``,
-        but for rows on their way from an accelerator, which arrive in the background.
-      room_secs: in the background, until there was room in the stage of a bucket
-        (``Tiers.stage_bytes``); the next ``save()`` waits meanwhile.
-      encode_secs: in the background, while at least one thread made stored bytes of rows; others
-        may have written meanwhile. Rows that a base or a large delta holds in the training state
-        are read from there in this time.
-      write_secs: the rest of the time until the arrays were written: the storage alone was waited
-        for. With ``encode_secs`` it is the whole of encoding and writing.
-      digest_secs: the digests of the part and its manifest; of several processes, process 0 waits
-        for the parts of the others here.
-      commit_secs: from the moment that all files of this process were written, dense leaves too,
-        until the step was committed: merged dense leaves, digests of the whole step, fsync of all
-        of it, rename, and the wait for other processes.
-      total_secs: from the call of ``save()`` until the step was committed. What no stage has went
-        to dense leaves and other items, which are written after the tables.
-      committed_unix_secs: when the step was committed, in seconds since 1970. The event itself
-        comes later, at the manager's next call.
-      tables: each table and slot of which rows were written; not in the log's line.
-      dense_bytes: bytes on disk of dense leaves that lie beside the tables as blocks, in deltas of
-        ``Dense(deltas="own")``; 0 where they are an item of Orbax's. ``bytes_written`` counts none.
-      dense: each of these leaves, whether it changed or not; not in the log's line.
+      ratio: ``bytes_written`` over the unencoded size of all rows.
+      blocked_secs: how long ``save()`` blocked, including the wait for an earlier save.
+      extract_secs: finding and copying the touched rows. It is part of ``blocked_secs``, except for
+        rows that arrive from an accelerator in the background.
+      room_secs: background wait for space in the staging directory (``Tiers.max_staging_bytes``); a
+        ``save()`` during it waits too.
+      encode_secs: background time during which at least one thread encoded rows; others may have
+        written at the same time. Bases and large deltas read their rows from the training state in
+        this time.
+      write_secs: remaining time until the arrays were written: waiting for storage only. With
+        ``encode_secs`` it is the whole time of encoding and writing.
+      digest_secs: digests and manifest of the shard. With several processes, process 0 waits for
+        the other shards here.
+      commit_secs: from the last file of this process, dense leaves included, to the commit: merging
+        dense leaves, digests of the whole step, fsync, rename, and the wait for other processes.
+      total_secs: from the call of ``save()`` to the commit. Time that is in no other field was
+        spent on dense leaves and other items, which are written after the tables.
+      committed_unix_secs: time of the commit, in seconds since 1970. The event itself is emitted at
+        the manager's next call.
+      tables: figures of each table and slot with rows; not in the log line.
+      dense_bytes: bytes on disk of dense leaves that a delta stores as blocks
+        (``Dense(deltas="blocks")``); otherwise 0. Not part of ``bytes_written``.
+      dense: figures of each of these leaves, whether it changed or not; not in the log line.
     """
 
     step: int
@@ -94,34 +92,34 @@ class SaveEvent:
 
     @property
     def dense_relative_error(self) -> float:
-        """The greatest relative error of a dense leaf; 0 where all were lossless."""
+        """Returns the largest relative error of a dense leaf; 0 if all are lossless."""
         return max((figures.relative_error for figures in self.dense), default=0.0)
 
     @property
     def widened(self) -> tuple[LeafFigures, ...]:
-        """Dense leaves with another codec than was asked for; their reasons say why."""
+        """Returns the dense leaves that were stored with another codec than requested."""
         return tuple(figures for figures in self.dense if figures.reason)
 
     @property
     def relative_error(self) -> float:
-        """The greatest relative error of a table or slot; 0 where all were lossless."""
+        """Returns the largest relative error of a table or slot; 0 if all are lossless."""
         return max((figures.relative_error for figures in self.tables), default=0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RestoreEvent:
-    """A restored step.
+    """A restored step or recovery point.
 
     Attributes:
       step: the training step.
       process: index of the process.
       chain: the steps that were read, base first.
-      source: where the tables came from.
-      bytes_read: bytes of tables and slots that were read.
-      find_secs: finding the chain, and checking the step's files.
-      read_secs: reading, verifying, decoding and merging; dense leaves too.
-      place_secs: placing the state on the devices, and further items.
-      total_secs: the whole call, for this step.
+      source: source of the tables: ``"storage"`` or ``"service"``.
+      bytes_read: bytes of tables and slots that this process read.
+      find_secs: finding the chain and checking the step's files.
+      read_secs: reading, verifying, decoding and merging, including dense leaves.
+      place_secs: placing the state on devices, and restoring additional items.
+      total_secs: the whole restore of this step.
     """
 
     step: int
@@ -136,18 +134,18 @@ class RestoreEvent:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PromotionEvent:
-    """A save that was brought from the stage of this node to the root.
+class UploadEvent:
+    """A save that was uploaded from the staging directory to the checkpoint directory.
 
     Attributes:
       step: the training step.
       process: index of the process.
       bytes_sent: bytes of its files.
-      objects: how many objects were put: the files, their digests, and the entry of the journal.
-      seconds: from when its upload was begun until it was committed at the root.
-      lag_secs: from when it was made in the stage until it was committed at the root.
-      committed_unix_secs: when it was, in seconds since 1970.
-      waiting: saves in the stage that are not at the root yet.
+      objects: number of objects written: the files, their digests and the journal entry.
+      seconds: from the start of the upload to the commit in the bucket.
+      lag_secs: from the commit in the staging directory to the commit in the bucket.
+      committed_unix_secs: time of the commit in the bucket, in seconds since 1970.
+      waiting: number of saves in the staging directory that are not uploaded yet.
       waiting_bytes: bytes of their files.
     """
 
@@ -163,25 +161,25 @@ class PromotionEvent:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LogEvent:
-    """A mark of the log that is durable; rows and bytes are those of this process.
+class AppendEvent:
+    """A durable WAL record. Rows and bytes are those of this process.
 
-    It is told at the manager's next call, and at the level DEBUG: there may be one at each step.
+    It is emitted at the manager's next call and logged at DEBUG, since each step may have one.
 
     Attributes:
       step: the training step.
       process: index of the process.
-      kind: ``full`` with dense leaves, else ``soft``.
+      kind: ``"full"`` (with dense leaves) or ``"soft"`` (rows only).
       rows: rows written.
-      bytes_written: bytes of its frames, dense leaves included.
-      dense_bytes: bytes of dense leaves.
-      blocked_secs: how long ``log()`` kept the training thread.
-      encode_secs: in the background, until its frames were made.
-      write_secs: until the system had taken them.
-      sync_secs: of the ``fdatasync`` that made it durable, for all its marks.
-      durable_secs: from the call of ``log()`` until then.
-      batches_in_sync: how many marks that made durable.
-      committed_unix_secs: when it was durable, in seconds since 1970.
+      bytes_written: bytes of its frames, including dense leaves.
+      dense_bytes: bytes of dense leaves, as stored.
+      blocked_secs: how long ``append()`` blocked.
+      encode_secs: background time until its frames were encoded.
+      write_secs: until the operating system had accepted the frames.
+      sync_secs: the ``fdatasync`` that made it durable, shared by all waiting records.
+      durable_secs: from the call of ``append()`` until it was durable.
+      batches_in_sync: number of records that this ``fdatasync`` made durable.
+      committed_unix_secs: when it became durable, in seconds since 1970.
     """
 
     step: int
@@ -201,21 +199,22 @@ class LogEvent:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FailureEvent:
-    """A save, a promotion or a restore that failed; no touched row is lost by it.
+    """A failed save, restore, append or upload. No touched row is lost.
 
-    A wait that runs out is none: what it waited for goes on.
+    A wait that times out is not a failure, because the save continues.
 
     Attributes:
-      step: the training step; None where no one step is meant, as for ``NoIntactStep``.
+      step: the training step; None if no single step is meant, as for ``NoIntactStep``.
       process: index of the process.
-      operation: ``save`` or ``restore``, ``skip`` for a step that ``restore_latest()`` found
-        not intact and passed over, ``promote`` where the root cannot be reached: promotion is
-        tried again until it can; or ``log`` where marks could not be made durable, or, told by
-        process 0 with the code ``log-behind``, where processes are far behind the others with them.
-      code: ``code`` of the error; the name of its class where it is not one of deltackpt's.
-      message: of the error.
+      operation: ``"save"``; ``"restore"``; ``"skip"``: ``restore_latest()`` skipped a damaged step,
+        recovery point or journal object; ``"upload"``: the bucket is unreachable (uploads are
+        retried) or a save cannot be uploaded; ``"push"``: a save cannot be copied to peers
+        (retried); ``"append"``: WAL records could not be made durable, or processes lag far behind
+        the others (reported by process 0 with the code ``wal-behind``).
+      code: the error's ``code``, or the name of its class if it is not from deltackpt.
+      message: the error's message.
       seconds: from the call of ``save()`` or of the restore until this event. A save that fails in
-        the background is told at the manager's next call.
+        the background is reported at the manager's next call.
     """
 
     step: int | None
@@ -235,7 +234,7 @@ class FailureEvent:
         process: int,
         seconds: float,
     ) -> FailureEvent:
-        """The event of an error."""
+        """Returns the event of an error."""
         code = error.code if isinstance(error, DeltackptError) else type(error).__name__
         return cls(
             step=step,
@@ -247,43 +246,48 @@ class FailureEvent:
         )
 
 
-Event = SaveEvent | RestoreEvent | PromotionEvent | LogEvent | FailureEvent
+Event = SaveEvent | RestoreEvent | UploadEvent | AppendEvent | FailureEvent
 
 
-class Sink(Protocol):
+class EventHandler(Protocol):
     """Receives events.
 
-    ``receive`` is called once per event, in the order of the events, on the thread that called
-    the manager: it must return quickly. That is never a background thread. So a save that ended
-    in the background is told at the next ``save()``, ``wait()``, ``close()`` or restore, and a
-    sink needs no lock. The save is committed, or has failed, by then: a sink that raises is
-    reported as a ``RuntimeWarning`` and the other sinks still receive the event.
+    The manager calls ``receive`` once per event, in order, on the thread that called the manager
+    and never on a background thread. A handler needs no lock and must return quickly. It must not
+    save, append, restore, wait or close with that manager, which raises ``ClosedError``. Background
+    work is reported at the next ``save()``, ``append()``, ``wait_until_finished()``, ``close()`` or
+    restore. By then the save is committed or has failed: an exception in a handler becomes a
+    ``RuntimeWarning``, and the other handlers still run.
     """
 
     def receive(self, event: Event) -> None:
-        """Takes note of one event."""
+        """Handles one event."""
         ...
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns of the line outside of deltackpt that led here, whatever lies between."""
+    """Issues a warning that points to the nearest caller outside deltackpt."""
     level, frame = 1, sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
 
 
-def emit(event: Event, sinks: Iterable[Sink] = ()) -> None:
-    """Logs an event as one line and hands it to the sinks.
+def emit(
+    event: Event, event_handlers: Iterable[EventHandler] = (), *, log_message: bool = True
+) -> None:
+    """Logs an event as one line and passes it to the event handlers.
 
-    Saves, restores and promotions are logged at INFO, skipped steps and promotions that are tried
-    again at WARNING, other failures at ERROR.
+    Saves, restores and uploads are logged at INFO, appends at DEBUG, skipped steps and failed
+    uploads at WARNING, other failures at ERROR.
 
     Args:
-      event: what happened.
-      sinks: who else is told.
+      event: the event.
+      event_handlers: handlers that receive it.
+      log_message: whether the line contains a failure's ``message``. If the caller also gets it as
+        an exception or a warning, it would otherwise be printed twice.
 
-    Example:
+    Examples:
       >>> class Kept(list):
       ...     receive = list.append
       >>> kept = Kept()
@@ -302,29 +306,29 @@ def emit(event: Event, sinks: Iterable[Sink] = ()) -> None:
             "process %d: %s %s",
             event.process,
             _name(event),
-            _figures(event),
+            _figures(event, () if log_message else ("message",)),
             extra={"event": event, "process_index": event.process},
         )
-    for sink in sinks:
+    for handler in event_handlers:
         try:
-            sink.receive(event)
+            handler.receive(event)
         except Exception as error:
             warn(
-                f"event sink {sink!r}: {type(error).__name__} at the {_name(event)} of step "
+                f"event handler {handler!r}: {type(error).__name__} at the {_name(event)} of step "
                 f"{event.step}: {error}; nothing else is affected",
                 RuntimeWarning,
             )
 
 
-class OrbaxLoggerSink:
-    """Hands each event to an Orbax logger as one dict, as Orbax hands its own step statistics.
+class OrbaxLoggerHandler:
+    """Passes each event as one dict to an Orbax logger, like Orbax's own step statistics.
 
-    The dict holds ``event`` (``save``, ``restore``, ``promotion`` or ``failure``) and every figure
-    by its name, in the types of JSON: what ``orbax.checkpoint.logging.CloudLogger`` can send.
+    The dict contains ``event`` (``save``, ``restore``, ``upload``, ``append`` or ``failure``) and
+    each field by its name, in JSON types, which ``orbax.checkpoint.logging.CloudLogger`` can send.
 
-    Example:
+    Examples:
       >>> import orbax.checkpoint as ocp
-      >>> sink = OrbaxLoggerSink(ocp.logging.StandardLogger())
+      >>> handler = OrbaxLoggerHandler(ocp.logging.StandardLogger())
     """
 
     def __init__(self, logger: OrbaxLogger):
@@ -336,7 +340,7 @@ class OrbaxLoggerSink:
         self._logger = logger
 
     def receive(self, event: Event) -> None:
-        """See ``Sink``."""
+        """See ``EventHandler``."""
         entry = dataclasses.asdict(event)
         for name in ("tables", "chain"):
             if name in entry:
@@ -350,17 +354,18 @@ class OrbaxLoggerSink:
 
 
 class OrbaxLogger(Protocol):
-    """What is used of ``orbax.checkpoint.logging.AbstractLogger``."""
+    """The part of ``orbax.checkpoint.logging.AbstractLogger`` that is used."""
 
     def log_entry(self, msg: Any, /) -> Any:
         """Logs one entry."""
         ...
 
 
-class PrometheusSink:
-    """Counts events as Prometheus metrics named ``deltackpt_*``, labelled by process.
+class PrometheusHandler:
+    """Counts events as Prometheus metrics named ``deltackpt_*``, labeled by process.
 
-    Needs the extra ``deltackpt[metrics]``. Make one per registry: names may be registered once.
+    Needs the extra ``deltackpt[metrics]``. Create one per registry, since a registry accepts each
+    name once.
 
     Attributes:
       registry: the registry that holds the metrics.
@@ -370,7 +375,7 @@ class PrometheusSink:
         """Registers the metrics.
 
         Args:
-          registry: a ``prometheus_client.CollectorRegistry``; the default one where it is None.
+          registry: a ``prometheus_client.CollectorRegistry``; None for the default one.
 
         Raises:
           MissingExtra: prometheus_client is not installed.
@@ -379,7 +384,7 @@ class PrometheusSink:
             import prometheus_client
         except ImportError as error:
             raise MissingExtra(
-                "PrometheusSink: expected prometheus_client, found that it cannot be imported; "
+                "PrometheusHandler: expected prometheus_client, found that it cannot be imported; "
                 'run: pip install "deltackpt[metrics]"'
             ) from error
         self.registry = prometheus_client.REGISTRY if registry is None else registry
@@ -426,19 +431,19 @@ class PrometheusSink:
         )
         self._dense_bytes = counter(
             "deltackpt_saved_dense_bytes",
-            "Bytes written of dense leaves that lie beside the tables",
+            "Bytes written of dense leaves that deltas store as blocks",
             *of_save,
         )
         of_leaf = ("process", "leaf")
         self._leaf_bytes = counter(
             "deltackpt_saved_leaf_bytes",
-            "Bytes written of a dense leaf for which a lossy codec was asked",
+            "Bytes written of a dense leaf with a lossy codec requested",
             *of_leaf,
             "codec",
         )
         self._leaf_error = gauge(
             "deltackpt_leaf_relative_error",
-            "Relative l2 error of the newest save of a dense leaf for which that was asked",
+            "Relative l2 error of the newest save of a dense leaf with a lossy codec requested",
             *of_leaf,
         )
         of_restore = ("process", "source")
@@ -447,42 +452,44 @@ class PrometheusSink:
         self._restore_secs = seconds(
             "deltackpt_restore_seconds", "Time of a restore by stage", *of_restore, "stage"
         )
-        self._promoted = counter("deltackpt_promotions", "Saves brought to the root", "process")
-        self._sent = counter(
-            "deltackpt_promoted_bytes", "Bytes of saves brought to the root", "process"
+        self._uploads = counter("deltackpt_uploads", "Uploaded saves", "process")
+        self._sent = counter("deltackpt_uploaded_bytes", "Bytes of uploaded saves", "process")
+        self._upload_secs = seconds(
+            "deltackpt_upload_seconds", "Time of an upload by stage", "process", "stage"
         )
-        self._promotion_secs = seconds(
-            "deltackpt_promotion_seconds", "Time of a promotion by stage", "process", "stage"
-        )
-        self._promoted_step = gauge(
-            "deltackpt_last_promoted_step", "Step of the newest save at the root", "process"
+        self._uploaded_step = gauge(
+            "deltackpt_last_uploaded_step", "Step of the newest uploaded save", "process"
         )
         self._waiting = gauge(
-            "deltackpt_waiting_bytes", "Bytes in the stage that are not at the root", "process"
+            "deltackpt_waiting_bytes",
+            "Bytes in the staging directory that are not uploaded yet",
+            "process",
         )
-        of_log = ("process", "kind")
-        self._marks = counter("deltackpt_marks", "Durable marks of the log", *of_log)
-        self._logged_rows = counter("deltackpt_logged_rows", "Rows in marks", *of_log)
-        self._logged_bytes = counter("deltackpt_logged_bytes", "Bytes of marks", *of_log)
-        self._log_secs = seconds(
-            "deltackpt_log_seconds", "Time of a mark by stage", *of_log, "stage"
+        of_append = ("process", "kind")
+        self._appends = counter("deltackpt_appends", "Durable WAL records", *of_append)
+        self._appended_rows = counter("deltackpt_appended_rows", "Rows in WAL records", *of_append)
+        self._appended_bytes = counter(
+            "deltackpt_appended_bytes", "Bytes of WAL records", *of_append
         )
-        self._logged_step = gauge(
-            "deltackpt_last_logged_step", "Step of the newest durable mark", *of_log
+        self._append_secs = seconds(
+            "deltackpt_append_seconds", "Time of a WAL record by stage", *of_append, "stage"
+        )
+        self._appended_step = gauge(
+            "deltackpt_last_appended_step", "Step of the newest durable WAL record", *of_append
         )
         of_failure = ("process", "operation", "code")
         self._failures = counter(
-            "deltackpt_failures", "Failed saves and restores, and skipped steps", *of_failure
+            "deltackpt_failures", "Failed operations, and skipped steps", *of_failure
         )
-        # A counter that begins at 1 shows no increase: alerts look at this one.
+        # A counter that first appears as 1 shows no increase: alert on this gauge instead.
         self._failed = gauge(
             "deltackpt_last_failure_timestamp_seconds",
-            "When the newest failure was told, in seconds since 1970",
+            "When the newest failure was reported, in seconds since 1970",
             *of_failure,
         )
 
     def receive(self, event: Event) -> None:
-        """See ``Sink``."""
+        """See ``EventHandler``."""
         if isinstance(event, SaveEvent):
             self._receive_save(event)
         elif isinstance(event, RestoreEvent):
@@ -490,21 +497,21 @@ class PrometheusSink:
             self._restores.labels(*labels).inc()
             self._read.labels(*labels).inc(event.bytes_read)
             _observe(self._restore_secs, labels, event, _RESTORE_STAGES)
-        elif isinstance(event, PromotionEvent):
+        elif isinstance(event, UploadEvent):
             labels = (str(event.process),)
-            self._promoted.labels(*labels).inc()
+            self._uploads.labels(*labels).inc()
             self._sent.labels(*labels).inc(event.bytes_sent)
-            self._promotion_secs.labels(*labels, "upload").observe(event.seconds)
-            self._promotion_secs.labels(*labels, "lag").observe(event.lag_secs)
-            self._promoted_step.labels(*labels).set(event.step)
+            self._upload_secs.labels(*labels, "upload").observe(event.seconds)
+            self._upload_secs.labels(*labels, "lag").observe(event.lag_secs)
+            self._uploaded_step.labels(*labels).set(event.step)
             self._waiting.labels(*labels).set(event.waiting_bytes)
-        elif isinstance(event, LogEvent):
+        elif isinstance(event, AppendEvent):
             labels = (str(event.process), event.kind)
-            self._marks.labels(*labels).inc()
-            self._logged_rows.labels(*labels).inc(event.rows)
-            self._logged_bytes.labels(*labels).inc(event.bytes_written)
-            _observe(self._log_secs, labels, event, _LOG_STAGES)
-            self._logged_step.labels(*labels).set(event.step)
+            self._appends.labels(*labels).inc()
+            self._appended_rows.labels(*labels).inc(event.rows)
+            self._appended_bytes.labels(*labels).inc(event.bytes_written)
+            _observe(self._append_secs, labels, event, _APPEND_STAGES)
+            self._appended_step.labels(*labels).set(event.step)
         else:
             labels = (str(event.process), event.operation, event.code)
             self._failures.labels(*labels).inc()
@@ -526,16 +533,16 @@ class PrometheusSink:
             self._table_error.labels(*place).set(figures.relative_error)
         self._dense_bytes.labels(*labels).inc(event.dense_bytes)
         for figures in event.dense:
-            # Of thousands of leaves that are exact nobody makes a series each.
-            if figures.codec != "exact" or figures.reason:
+            # A model may have thousands of lossless leaves: too many series.
+            if figures.codec != "lossless" or figures.reason:
                 self._leaf_bytes.labels(process, figures.leaf, figures.codec).inc(figures.nbytes)
                 self._leaf_error.labels(process, figures.leaf).set(figures.relative_error)
 
 
 _SAVE_STAGES = ("blocked", "extract", "room", "encode", "write", "digest", "commit", "total")
-_LOG_STAGES = ("blocked", "encode", "write", "sync", "durable")
+_APPEND_STAGES = ("blocked", "encode", "write", "sync", "durable")
 _RESTORE_STAGES = ("find", "read", "place", "total")
-# A small delta takes 30 ms, a base of a large model minutes; marks and touched rows, a few ms.
+# A small delta takes 30 ms, a base of a large model minutes, a WAL record a few ms.
 _SECONDS_BUCKETS = (
     *(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
     *(3.0, 10.0, 30.0, 100.0, 300.0, 1000.0),
@@ -552,17 +559,17 @@ def _name(event: Event) -> str:
 
 
 def _level(event: Event) -> int:
-    if isinstance(event, LogEvent):
+    if isinstance(event, AppendEvent):
         return logging.DEBUG
     if not isinstance(event, FailureEvent):
         return logging.INFO
-    return logging.WARNING if event.operation in ("skip", "promote") else logging.ERROR
+    return logging.WARNING if event.operation in ("skip", "upload") else logging.ERROR
 
 
-def _figures(event: Event) -> str:
-    """``key=value`` pairs in the order of the fields; the process is said before them."""
+def _figures(event: Event, left_out: tuple[str, ...]) -> str:
+    """Returns ``key=value`` pairs in the order of the fields, without the process."""
     names = [field.name for field in dataclasses.fields(event)]
-    left_out = ("process", "tables", "dense")
+    left_out = ("process", "tables", "dense", *left_out)
     figures = {name: getattr(event, name) for name in names if name not in left_out}
     if isinstance(event, SaveEvent):
         figures["relative_error"] = event.relative_error

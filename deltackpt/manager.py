@@ -1,61 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CheckpointManager: what a training loop holds; it wires the rest together.
+"""CheckpointManager: saves and restores training states; the entry point of the library.
 
-``handlers.saving`` has what a save does, ``handlers.restoring`` what a restore does, and both share
-a ``Run``. Here is the surface: one call at a time, in the process that made the manager, until it
-is closed by its owner, by the end of the program or by another manager of the same directory.
+``handlers.saving`` implements saves and ``handlers.restoring`` restores; both share a ``Run``. The
+manager runs one call at a time, in the process that created it. Its owner, the end of the program
+or another manager of the same directory closes it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import os
 import threading
 import time
 import warnings
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 from deltackpt import events, processes
 from deltackpt.errors import (
+    AppendFailed,
     ClosedError,
+    DeltackptError,
     FencedError,
     OptionError,
+    SaveFailed,
+    StorageError,
     TrackingError,
     WaitTimeout,
 )
 from deltackpt.format import names
-from deltackpt.handlers import decision, dense
+from deltackpt.handlers import decision
 from deltackpt.handlers.catalog import Catalog, Metric, Mode
 from deltackpt.handlers.flight import Failure, SaveArguments
 from deltackpt.handlers.items import json_args, sorted_handlers
 from deltackpt.handlers.restoring import Restorer
-from deltackpt.handlers.run import Run
+from deltackpt.handlers.run import Run, abandon, refuse
 from deltackpt.handlers.saving import Saver
 from deltackpt.ledger.steps import Steps
-from deltackpt.log import batch
-from deltackpt.log.recorder import Call, Recorder
-from deltackpt.options import LogOptions, ManagerOptions, WhenBusy
-from deltackpt.outcomes import Logged, ReadRows, ReadState, Restored, Saved
-from deltackpt.policy import Decision
+from deltackpt.options import ManagerOptions, WalOptions, WhenBusy
+from deltackpt.outcomes import Appended, ReadRows, ReadState, Restored, Saved
+from deltackpt.policies import Decision
 from deltackpt.reading.reader import Progress
-from deltackpt.reading.stretches import LogPoint
+from deltackpt.reading.stretches import RecoveryPoint
 from deltackpt.restore.steps import Items, RowRanges, Service
 from deltackpt.save import exits, snapshot
 from deltackpt.save.flight import Embeddings, SaveReport
 from deltackpt.save.proof import TrackingVerifier
 from deltackpt.save.termination import Termination
+from deltackpt.state import contexts, placement
+from deltackpt.state.choice import Tables
 from deltackpt.state.touch_state import Marks, TouchState
 from deltackpt.tiers import opening
+from deltackpt.wal import batch
+from deltackpt.wal.recorder import Call, Recorder
 
 
 class CheckpointManager:
-    """Saves and restores a training state whose tables change by rows.
+    """Saves and restores a training state, and writes only the table rows that changed.
 
-    Thread-safe. Use it as a context manager, or call ``close()``. Where a program ends without it,
-    the save in flight is waited for all the same.
+    Use it as a context manager, or call ``close()``. If a program ends without that, it still waits
+    for the save in flight.
 
-    Example:
+    Any thread may call any method, with these limits:
+
+    - Methods that save, append, restore, read, wait, delete or close run one at a time: each waits
+      for the calls of other threads. ``all_steps``, ``latest_step``, ``resume_step``,
+      ``best_step``, ``metrics``, ``custom_metadata``, ``item_metadata``, ``check_lease``,
+      ``reached_preemption`` and ``is_saving_in_progress`` do not wait for them.
+    - Only the main thread installs the SIGTERM handler, see ``reached_preemption``.
+    - In a job of several processes, each makes the same calls in the same order. Call the methods
+      that run one at a time from one thread there.
+
+    Examples:
       >>> import tempfile, jax.numpy as jnp, deltackpt
       >>> state = {"tables": {"words": jnp.ones((1000, 8))}, "bias": jnp.zeros(3)}
       >>> touched = deltackpt.touched.init(state["tables"])
@@ -65,7 +84,7 @@ class CheckpointManager:
       ...         _ = manager.save(0, state, touched=touched)
       ...         touched = deltackpt.touched.mark(touched, {"words": jnp.array([3, 5])})
       ...         saved = manager.save(1, state, touched=touched)
-      ...         _ = manager.wait()
+      ...         _ = manager.wait_until_finished()
       ...         result = manager.restore_latest(state)
       >>> saved.kind, result.step, result.chain
       ('delta', 1, (0, 1))
@@ -77,46 +96,79 @@ class CheckpointManager:
         *,
         handlers: Mapping[str, Any] | None = None,
         options: ManagerOptions | None = None,
-        sinks: tuple[events.Sink, ...] = (),
+        event_handlers: tuple[events.EventHandler, ...] = (),
     ):
-        """Opens a root, and takes its lease unless it is opened read-only.
+        """Opens a checkpoint directory and takes its lease, unless ``access="read"``.
 
         Args:
-          directory: root of the steps: a directory, made where it does not exist; or a bucket, by
-            its URL: ``s3://bucket/run``, ``gs://...``, ``az://...`` or ``nodes://...``. See
-            ``Tiers`` for how saves come there.
-          handlers: item names to what handles them: exactly one ``Tables`` (by default
-            ``{"embeddings": Tables(select="**/embedding")}``), the others Orbax v0 handlers. Items
-            of JSON need none.
-          options: how to save.
-          sinks: receivers of save and restore events.
+          directory: the checkpoint directory: a path (created if it does not exist; ``~`` is the
+            home directory) or a URL: ``s3://bucket/run``, ``gs://...``, ``az://...`` or
+            ``nodes://...``. ``Tiers`` sets how saves get to a URL.
+          handlers: item names to handlers: exactly one ``Tables`` (by default ``{"embeddings":
+            Tables(select="**/embedding")}``; a state may have no such table); the others are Orbax
+            v0 handlers. JSON items need none.
+          options: how to save and restore; None for the defaults.
+          event_handlers: receivers of events, see ``deltackpt.events``.
 
         Raises:
-          OptionError: the handlers or options cannot work.
+          OptionError: handlers or options are invalid.
           UnsupportedRoot, ForeignDirectory, StorageError: the directory cannot be used.
-          ClosedError: the main thread has ended, and no save could be finished.
+          FencedError: another trainer, which started later, has already taken over.
+          ClosedError: the main thread has ended, so that no save could be finished.
         """
-        if not (options is None or isinstance(options, ManagerOptions)):
-            raise OptionError(
-                "options: expected a deltackpt.ManagerOptions, found "
-                f"{type(options).__name__}; give e.g. ManagerOptions(retention=3)"
-            )
-        options = options or ManagerOptions()
-        item, choice, extra = sorted_handlers(handlers)
+        if not isinstance(directory, (str, os.PathLike)):
+            raise OptionError(f"directory: expected a path or a URL, found {directory!r}")
+        given, options = options, ManagerOptions() if options is None else options
+        try:
+            if not isinstance(options, ManagerOptions):
+                options = ManagerOptions()
+                raise OptionError(
+                    "options: expected a deltackpt.ManagerOptions, found "
+                    f"{type(given).__name__}; pass e.g. ManagerOptions(max_to_keep=3)"
+                )
+            if bad := [
+                one for one in event_handlers if not callable(getattr(one, "receive", None))
+            ]:
+                raise OptionError(
+                    f"event_handlers: expected objects with receive(event), found {bad[0]!r}"
+                )
+            item, choice, extra = sorted_handlers(handlers)
+        except OptionError as error:
+            refuse(directory, options, error)
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._closed = True  # Until it is open.
-        #: Who else closed it, and why.
+        #: Why something other than the owner closed it.
         self._ended: str | None = None
         #: Whether the program has ended.
         self._leaving = False
-        #: A failed save of which the owner was not told, because another manager was opened.
+        #: A failed save that was not reported to the owner, because another manager was opened.
         self._untold: Failure | None = None
-        #: The step that the last ``log()`` has saved in the place of a mark.
+        #: The step that the last ``append()`` saved instead of writing a WAL record.
         self._saved_by_log: Saved | None = None
         self._verifier = TrackingVerifier()
-        if not options.read_only:
-            for error in exits.take_over(opening.saves_to(directory, options, processes.index())):
+
+        with contextlib.ExitStack() as start:
+            self._open(directory, item, choice, options, extra, event_handlers, start)
+        self._closed = False
+
+    def _open(
+        self,
+        directory: str | os.PathLike[str],
+        item: str,
+        choice: Tables,
+        options: ManagerOptions,
+        extra: dict[str, Any],
+        event_handlers: tuple[events.EventHandler, ...],
+        start: contextlib.ExitStack,
+    ) -> None:
+        """Opens all resources or none; the caller closes ``start``."""
+
+        def path() -> Path:
+            return opening.saves_to(directory, options, processes.index())
+
+        def warn(errors: list[DeltackptError]) -> None:
+            for error in errors:
                 events.warn(f"another manager of this process was open on the directory: {error}")
 
         def open_root(writing: bool) -> Steps:
@@ -127,23 +179,43 @@ class CheckpointManager:
                 writing=writing,
                 process=processes.index(),
                 processes=processes.count(),
+                # A staging directory, with its extents and peers, has one manager per process.
+                taking=lambda: warn(exits.close_others(path())),
             )
 
-        self._run = Run.begin(directory, item, choice, options, sinks, open_root)
-        self._root = self._run.root
-        self._recorder: Recorder | None = None
-        if not options.read_only:
-            self._recorder = self._run.log = Recorder(self._run)
-        self._saver = Saver(self._run, extra, self)
-        self._restorer = Restorer(self._run, extra)
-        self._catalog = Catalog(self._run)
-        self._termination = Termination()
-        self._watch = None if options.read_only else exits.Watch(self._end, self._run.held.path)
+        def take_over() -> None:
+            if not options.read_only:
+                start.enter_context(exits.starting(path()))
+                warn(exits.take_over(path()))
+
+        self._run = Run.begin(
+            directory, item, choice, options, event_handlers, open_root, take_over
+        )
+        try:
+            self._root = self._run.root
+            self._recorder: Recorder | None = None
+            self._watch: exits.Watch | None = None
+            # Either all processes get a manager, or none does.
+            with self._run.among.together(f"{self._root.given}: opening it", fatal=True):
+                if not options.read_only:
+                    self._recorder = self._run.log = Recorder(self._run)
+                self._saver = Saver(self._run, extra, self)
+                self._restorer = Restorer(self._run, extra)
+                self._catalog = Catalog(self._run)
+                self._termination = Termination()
+            if not options.read_only:
+                held = self._run.held
+                held.confirm()
+                warn(exits.close_others(path(), held.epoch))
+                self._watch = exits.Watch(self._end, held.path, held.epoch)
+        except BaseException:
+            abandon(self._run.root)
+            raise
         self._closed = False
 
     @property
     def options(self) -> ManagerOptions:
-        """How it saves and restores; given when it was opened."""
+        """Returns the options that the manager was opened with."""
         return self._run.options
 
     # Saving.
@@ -160,51 +232,59 @@ class CheckpointManager:
         force_base: bool = False,
         force: bool = False,
     ) -> Saved:
-        """Saves a step; returns as soon as training may go on.
+        """Saves a step; returns as soon as training can continue.
 
         Args:
-          step: the training step, above every earlier one: an int, or an integer scalar of numpy or
-            jax, such as flax's ``TrainState.step``.
+          step: the training step, greater than all earlier ones: an int, or an integer scalar of
+            numpy or jax, such as flax's ``TrainState.step``.
           state: the whole training state, any pytree.
-          touched: a TouchState beside those in ``state``: a row is touched if any of them says so.
-            Not with ``tracking="fingerprints"``, which looks for itself.
-          items: Orbax save arguments of further items.
-          metrics: numbers kept with the step, for ``best_step`` and policies of retention.
-          custom_metadata: what JSON can write, kept with the step.
-          force_base: take a base whatever the policy says.
-          force: take the step whatever ``options.decision`` says; so does ``force_base``.
+          touched: a ``TouchState`` in addition to those in ``state``; a row is touched if any of
+            them marks it. Not allowed with ``tracking="fingerprints"``, which detects changed rows
+            itself.
+          items: Orbax save arguments of additional items.
+          metrics: values stored with the step, for ``best_step`` and preservation policies.
+          custom_metadata: JSON values stored with the step.
+          force_base: save a base regardless of the policy.
+          force: save even if ``save_interval_steps`` or ``save_decision_policy`` does not select
+            the step; ``force_base`` implies it.
 
         Returns:
-          What was saved; its kind is None where ``options`` had this step skipped. Where ``log()``
-          has just saved this very step in the place of a mark, that is it.
+          The result. Its kind is None if ``options`` skip this step, or if it is the restored
+          newest step and the state still has the restored values, bit for bit; if a leaf is not
+          the restored array object, the step is read again to compare it. If ``append()`` has just
+          saved this step instead of writing a WAL record, that save is returned.
 
         Raises:
-          SaveFailed: an earlier save failed in the background. This one *was* taken: its result
-            is ``error.taken``, and it covers what the failed one held. ``TrackingFailed`` where the
-            sampled proof found rows that changed and were not marked: then this one is a base.
-          FencedError: another trainer has taken over the directory.
-          OptionError: the step is not above those that the directory holds, or is no integer from
-            0 to 2**63 - 1.
+          SaveFailed: an earlier save failed in the background. This save *was* made: its result is
+            ``error.saved``, and it contains the rows of the failed save. ``TrackingFailed`` if the
+            tracking audit found rows that changed without being marked; this save is then a base.
+          FencedError: another trainer took over the directory.
+          OptionError: the step is not greater than the newest step in the directory, or is not an
+            integer from 0 to 2**63 - 1.
         """
         arguments = SaveArguments(touched, items, metrics, force_base, custom_metadata)
-        when_busy, started = self.options.writes.when_busy, time.perf_counter()
-        step = names.as_step(step)
-        if (done := self._saved_by_log) is not None and done.step == step and not force_base:
-            if metrics or items or custom_metadata:
-                events.warn(
-                    f"step {step}: log() has saved it already, without the metrics, items and "
-                    "metadata that save() was given; call save() before log() at steps of both"
+        started = time.perf_counter()
+        with self._use(writing=True):
+            when_busy, step = self.options.writes.when_busy, _as_step(step)
+            if (done := self._saved_by_log) is not None and done.step == step and not force_base:
+                if metrics or items or custom_metadata:
+                    events.warn(
+                        f"step {step}: append() has already saved it, without the metrics, items "
+                        "and metadata given to save(); call save() before append() at such steps"
+                    )
+                return dataclasses.replace(done, reason=f"{done.reason}; by append(), at this step")
+            if not (force or force_base or self.should_save(step, metrics=metrics)):
+                return Saved.skipped(
+                    step,
+                    "neither save_interval_steps nor save_decision_policy selects this step",
+                    started,
                 )
-            return dataclasses.replace(done, reason=f"{done.reason}; by log(), at this step")
-        if not (force or force_base or self.should_save(step, metrics=metrics)):
-            return Saved.skipped(step, "options.decision does not take this step", started)
-        return self._save(step, state, arguments, when_busy)
+            return self._saver.save(step, state, arguments, when_busy, started)
 
     def should_save(self, step: int, *, metrics: Mapping[str, float] | None = None) -> bool:
-        """Whether ``options.decision`` takes a step; of several processes what process 0 finds."""
-        with self._lock:
-            self._check_usable(writing=True)
-            step = names.as_step(step)
+        """Returns whether ``save()`` would save this step. Process 0 decides for all processes."""
+        with self._use(writing=True):
+            step = _as_step(step)
             flight, preempted = self._saver.in_flight, self.reached_preemption
             return decision.should_save(self._run, step, flight, metrics, preempted)
 
@@ -219,27 +299,30 @@ class CheckpointManager:
         custom_metadata: Mapping[str, Any] | None = None,
         force_base: bool = False,
     ) -> Saved | None:
-        """Takes a save that is due: a coalesced one, or that of a preemption.
+        """Saves if a save is due: a coalesced one, or one before a preemption.
 
-        Call it once per training step; it does nothing (in microseconds) where no save is due.
-        A save that ``when_busy="coalesce"`` made due is taken once the writer is free. When the
-        platform has announced a preemption, or a SIGTERM has come since the first call, the step is
-        saved whatever is in flight, and the call returns when it is durable.
+        Call it once per training step. If no save is due, it returns within microseconds. A save
+        that ``when_busy="coalesce"`` made due is made once the writer is free. If the platform
+        announced a preemption, or a SIGTERM arrived since the first call, the step is saved even if
+        another save is in flight, and the call returns when it is durable.
 
         Args:
-          step: the training step; a plain int costs least, a jax scalar is waited for.
+          step: the training step. A plain int costs least; the call waits for a jax scalar.
           state: the state at that step.
-          touched: as for ``save``, and so the others.
-          items: ditto.
-          metrics: ditto.
-          custom_metadata: ditto.
-          force_base: ditto.
+          touched: as for ``save``.
+          items: as for ``save``.
+          metrics: as for ``save``.
+          custom_metadata: as for ``save``.
+          force_base: as for ``save``.
 
         Returns:
-          What was saved; None where nothing was due.
+          The result; None if nothing was due.
+
+        Raises:
+          SaveFailed, FencedError, OptionError: as for ``save``.
         """
-        step = names.as_step(step)
-        with self._lock:
+        step = _as_step(step)
+        with self._use():
             preempted = self.reached_preemption(step)
             if not preempted and (self._saver.due is None or self._saver.all_busy()):
                 return None
@@ -248,56 +331,53 @@ class CheckpointManager:
                 return self._save(step, state, arguments, "wait")
             finally:
                 if preempted:
-                    # Also where an earlier save failed: this one was taken then.
-                    self.wait()
+                    # Also if an earlier save failed: this one was made nevertheless.
+                    self.wait_until_finished()
 
     def _save(self, step: int, state: Any, arguments: SaveArguments, when_busy: WhenBusy) -> Saved:
         started = time.perf_counter()
-        with self._lock:
-            self._check_usable(writing=True)
-            if self._watch is not None:
-                self._watch.trainer = threading.current_thread()
+        with self._use(writing=True):
             return self._saver.save(step, state, arguments, when_busy, started)
 
     def next_save(self, state: Any, *, touched: TouchState | None = None) -> Decision:
-        """What the next save would be, and why; notes nothing."""
-        with self._lock:
-            self._check_usable(writing=True)
-            split = self._saver.split(state)
-            if self._run.tracker is not None:
-                marks = (Marks("", self._run.tracker.touched),)
+        """Returns whether the next save would be a base or a delta, and why; changes nothing."""
+        with self._use(writing=True):
+            split = self._saver.parts(state, touched)
+            if (tracker := self._run.tracking.chosen(split, touched)) is not None:
+                marks = (Marks("", tracker.touched),)
             else:
                 marks = Embeddings(split=split, touched=touched).marks
             clocks = snapshot.clocks_of(split, marks)
             return self._run.lineage.next(clocks=clocks, layout=split.layout)
 
     def verify_tracking(self, state: Any, *, touched: TouchState | None = None) -> bool:
-        """Proves of every row that it is marked if it changed since the last call of this.
+        """Checks that every row that changed since the previous call is marked as touched.
 
-        The sampled proof of each save looks at some 1,536 rows, this at all: a pass over tables
-        and slots, and 8 bytes per row on their devices from the first call on. Call it for a few
-        steps when a training loop is set up, and after every change of the optimizer.
+        The tracking audit of each save checks about 1,536 rows; this method checks all rows. It
+        makes one pass over tables and slots, and keeps 8 bytes per row on their devices from the
+        first call on. Call it for a few steps when you set up a training loop, and after every
+        change of the optimizer.
 
         Args:
           state: the whole training state.
           touched: as for ``save``.
 
         Returns:
-          Whether there was anything to compare with: the first call, and the first one after the
-          tables or their TouchStates were made anew, only look.
+          Whether an earlier state was available for comparison. The first call, and the first call
+          after the tables or their ``TouchState`` were re-created, only record the state.
 
         Raises:
-          TrackingError: rows changed that are not marked; names every such table and its rows. The
-            next save is a base.
+          TrackingError: rows changed without being marked; the message lists every such table and
+            its rows. The next save is a base.
+          OptionError: the manager uses fingerprints, which check every row at each save.
         """
-        with self._lock:
-            self._check_usable()
-            if self._run.tracker is not None:
+        with self._use():
+            split = self._saver.parts(state, touched)
+            if self._run.tracking.chosen(split, touched) is not None:
                 raise OptionError(
-                    'verify_tracking: expected tracking="marks", found tracking="fingerprints", '
-                    "which looks at every row itself"
+                    "verify_tracking: expected a TouchState, found none, so fingerprints check "
+                    "every row; pass touched= or keep the TouchState in the state"
                 )
-            split = self._saver.split(state)
             marks = Embeddings(split=split, touched=touched).marks
             try:
                 return self._verifier.verify(split, marks, snapshot.clocks_of(split, marks))
@@ -308,30 +388,34 @@ class CheckpointManager:
                 raise
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether this job will be preempted at ``step``: by the platform's word, or by SIGTERM.
+        """Returns whether this job is preempted at ``step``, by the platform or by SIGTERM.
 
-        The first call in the main thread makes the manager listen for SIGTERM until it is closed:
-        the first step that is asked for after one is that of the preemption.
+        The first call in the main thread installs a SIGTERM handler until the manager is closed.
+        The first step that is queried after a SIGTERM is the step of the preemption.
         """
-        step = names.as_step(step)
+        self._check_usable()
+        step = _as_step(step)
+        if processes.count() > 1:
+            # All must save the same step. A process that handled SIGTERM itself would save alone,
+            # and would replace the handler through which JAX notifies the other processes.
+            return processes.reached_preemption(step)
         return self._termination.announced(step) or processes.reached_preemption(step)
 
-    def wait(self) -> list[SaveReport]:
-        """Waits until every save is committed, as durable as ``options.writes.durability`` says.
+    def wait_until_finished(self) -> list[SaveReport]:
+        """Waits until every save is committed with the durability of ``options.writes.durability``.
 
-        Of a bucket, until every save is where ``Tiers.wait_for`` says.
+        For a bucket, waits until every save has reached the tier that ``Tiers.wait_for`` sets.
 
         Returns:
-          Reports of the saves that were committed since the last call, the newest thousand.
+          Reports of the saves committed since the last call, at most the newest thousand.
 
         Raises:
           SaveFailed: a save failed in the background.
-          WaitTimeout: it did not end within ``timeouts.close_secs``.
-          FencedError: another trainer has taken the bucket.
+          WaitTimeout: the saves did not finish within ``timeouts.close_secs``.
+          FencedError: another trainer took over the bucket.
         """
         limit = self.options.timeouts.close_secs
-        with self._lock:
-            self._check_usable()
+        with self._use():
             failure = self._saver.settle(limit)
             if failure is not None:
                 self._saver.reports.clear()
@@ -344,24 +428,24 @@ class CheckpointManager:
         return reports
 
     def is_saving_in_progress(self) -> bool:
-        """Whether a save of this process is being written."""
+        """Returns whether a save of this process is being written."""
+        self._check_usable()
         return self._saver.busy()
 
     def check_for_errors(self) -> None:
-        """Raises what has failed in the background, without waiting for what goes on.
+        """Raises the error of a failed background save, without waiting for saves in flight.
 
         Raises:
           SaveFailed: a save failed; it is raised once.
         """
-        with self._lock:
-            self._check_usable()
+        with self._use():
             failure = self._saver.settle(0.0) if self._saver.is_lost else None
         if failure is not None:
             raise failure.error(None) from failure.cause
 
-    # The log between steps.
+    # The write-ahead log.
 
-    def log(
+    def append(
         self,
         step: int,
         state: Any,
@@ -370,59 +454,61 @@ class CheckpointManager:
         ids: Mapping[str, Any] | None = None,
         items: Mapping[str, Any] | None = None,
         full: bool | None = None,
-    ) -> Logged:
-        """Logs what has changed since the last call: a point to restore, in a few ms.
+    ) -> Appended:
+        """Appends the changes since the last call to the write-ahead log; blocks for a few ms.
 
-        Rows and dense leaves are copied before it returns, and are durable soon after: see
-        ``wait_logged``. All processes call it at the same steps. It goes on from the step or point
-        that was restored, or from a save; where there is none, where the tables have changed, and
-        where the log has grown to ``LogOptions.most_bytes``, it saves the step instead.
+        Rows and dense leaves are copied before it returns and become durable soon after: see
+        ``wait_appended``. All processes call it at the same steps. The WAL continues from the
+        restored step or recovery point, or from a save. The step is saved instead if no such state
+        exists, if the tables have changed, or if the WAL has grown to ``max_wal_ratio``. If the
+        sampled audit finds changed rows that are not marked, the call saves a base, with a warning.
 
         Args:
-          step: the training step, above those that were logged before.
+          step: the training step, greater than all appended before.
           state: the whole training state.
           touched: as for ``save``.
-          ids: table, or the end of its path, to the numbers of rows that were touched since the
-            last call of ``log()``, whatever was saved meanwhile, on the host: spares a look at the
-            stamps, for which an accelerator is waited for. Each save compares them with the stamps.
-          items: small things by name, bytes or what JSON can write, such as a data iterator's
-            position; a restored point has them in ``Restored.items``. A step that is saved instead
-            has them as items of JSON, bytes as ``{"base64": ...}``.
-          full: whether the mark has all dense leaves; by default as ``LogOptions`` say.
+          ids: table, or the end of its path, to the row indices (on the host) that were touched
+            since the last call of ``append()``, regardless of saves in between. The manager then
+            does not read the stamps, for which it would wait for an accelerator. Each save compares
+            them with the stamps. Fingerprints find the rows without ``ids``.
+          items: small values by name, bytes or JSON, such as a data iterator's position; a restored
+            recovery point has them in ``Restored.items``. If the step is saved instead, they become
+            JSON items, bytes as ``{"base64": ...}``.
+          full: whether the record contains all dense leaves; by default as ``WalOptions`` sets.
 
         Returns:
-          What was taken.
+          The result.
 
         Raises:
-          OptionError: the manager has no ``ManagerOptions.log``; the step is not above the last;
-            an item, or ids, cannot be used.
-          LogFailed: earlier marks could not be made durable, and ``on_failure="raise"``.
+          OptionError: ``ManagerOptions.wal`` is not set; the step is not greater than the last one;
+            an item or ids are invalid.
+          AppendFailed: earlier records could not be made durable, and ``on_failure="raise"``.
           WaitTimeout: the buffer was full for ``deadline_secs``.
-          TrackingError: a TouchState does not fit the tables.
-          FencedError: another trainer has taken over the directory.
-          SaveFailed: as ``save``, where the step was saved instead.
+          TrackingError: a ``TouchState`` does not fit the tables.
+          FencedError: another trainer took over the directory.
+          SaveFailed: as for ``save``, if the step was saved instead.
         """
         started = time.perf_counter()
-        with self._lock:
-            self._check_usable(writing=True)
-            if self.options.log is None:
+        with self._use(writing=True):
+            if self.options.wal is None:
                 raise OptionError(
-                    "log: expected a manager with a log, found none; make it with "
-                    "ManagerOptions(log=LogOptions())"
+                    "append: expected a manager with a WAL, found none; make it with "
+                    "ManagerOptions(wal=WalOptions())"
                 )
             assert self._recorder is not None
             self._saved_by_log = None
             self._recorder.count()
-            step = names.as_step(step)
-            split = self._saver.split(state, dense_fault=dense.fault)
+            step = _as_step(step)
+            split = self._saver.split(state, touched)
             self._saver.go_back(split, touched)
             call = Call(touched, ids, items, full, started, self._saver.may_commit)
-            found = self._recorder.log(step, split, call)
-            if isinstance(found, Logged):
+            found = self._recorder.append(step, split, call)
+            if isinstance(found, Appended):
                 return found
-            arguments = SaveArguments(touched=touched, items=json_args(batch.as_json(items)))
+            given = json_args(batch.as_json(items))
+            arguments = SaveArguments(touched=touched, items=given, ids=ids)
             saved = self._saved_by_log = self._save(step, state, arguments, "wait")
-            return Logged(
+            return Appended(
                 step=step,
                 kind=None,
                 reason=f"saved the step instead: {found.reason}",
@@ -431,31 +517,31 @@ class CheckpointManager:
                 saved=saved,
             )
 
-    def wait_logged(self, timeout_secs: float | None = None) -> LogPoint | int | None:
-        """Waits until all that this process has logged is as durable as steps are.
+    def wait_appended(self, timeout_secs: float | None = None) -> RecoveryPoint | int | None:
+        """Waits until everything that this process appended is as durable as a step.
 
-        So it waits as well for the save that the marks lead down to, where that is in flight: of a
-        new run the first one. Later marks lead down to a step that stands.
+        It also waits for the save that the records replay onto if that is still in flight, for
+        example the first save of a new run. Later records replay onto a committed step.
 
         Args:
-          timeout_secs: the longest wait; ``LogOptions.deadline_secs`` by default.
+          timeout_secs: maximum wait; ``WalOptions.deadline_secs`` by default.
 
         Returns:
-          What a restore would find now: the newest point that every process has, or a newer step;
-          None where there is none yet.
+          The newest restorable state: the newest recovery point that every process has, or a newer
+          step; None before the first one.
 
         Raises:
-          WaitTimeout: it is not within that time; nothing is lost.
-          LogFailed: some of it could not be made durable; no touched row is lost.
-          SaveFailed: the save that the marks lead down to has failed; the next ``log()`` saves.
-          FencedError: another trainer has taken over the directory.
+          WaitTimeout: the timeout expired; nothing is lost.
+          AppendFailed: some records could not be made durable; no touched row is lost.
+          TrackingError: rows changed without being marked; the next ``append()`` saves a base.
+          SaveFailed: the save that the records replay onto failed; the next ``append()`` saves.
+          FencedError: another trainer took over the directory.
         """
         limit = timeout_secs
         if limit is None:
-            limit = (self.options.log or LogOptions()).deadline_secs
+            limit = (self.options.wal or WalOptions()).deadline_secs
         deadline = time.monotonic() + limit
-        with self._lock:
-            self._check_usable(writing=True)
+        with self._use(writing=True):
             assert self._recorder is not None
             found = self._recorder.wait(limit)
             if self._recorder.is_anchored:
@@ -465,17 +551,17 @@ class CheckpointManager:
                 raise failure.error(None) from failure.cause
             return self._recorder.recovery(fresh=True)
 
-    def points(self) -> list[LogPoint]:
-        """Full points of the log that can be restored by way of a committed step, newest first.
+    def recovery_points(self) -> list[RecoveryPoint]:
+        """Returns the recovery points that can be restored, newest first.
 
-        One may be trimmed before it is restored, once two further steps are committed: ``restore``
-        says so then. Of a manager's own none is, as long as it neither saves, logs nor waits.
+        A point may be trimmed before it is restored, once two more steps are committed;
+        ``restore`` then reports that. Points of this manager's own WAL stay until it saves, appends
+        or waits.
 
         Raises:
-          Damaged: the newest head of the log cannot be read.
+          Damaged: the newest WAL epoch header cannot be read.
         """
-        with self._lock:
-            self._check_usable()
+        with self._use():
             if self._recorder is not None:
                 self._recorder.settle_trimming()
             return self._restorer.points()
@@ -489,250 +575,294 @@ class CheckpointManager:
         service: Service = "auto",
         items: Items | None = None,
         progress: Progress | None = None,
-        log: Literal["auto"] | None = "auto",
+        wal: bool = True,
     ) -> Restored | None:
-        """Restores the newest intact step, or a full point of the log above it.
+        """Restores the newest intact step, or a recovery point above it.
 
-        Tables and slots come from the memory of a restore service where one holds the step, else
-        from storage, bit for bit the same; ``Restored.source`` says where each save of its chain
-        was read. Each process finds that out for itself.
+        Tables and slots are read from the memory of a hot standby if one holds the step, otherwise
+        from storage; the result is bit-identical. ``Restored.source`` lists where each save of the
+        chain was read from. Each process decides that independently.
 
         Args:
-          abstract_state: the state's structure with arrays or ``jax.ShapeDtypeStruct`` leaves,
-            their shardings are used; without it nested dicts and lists of numpy arrays result.
-          service: ``"auto"``: the service of the directory, where this process is connected to
-            one; or a source of rows, such as ``deltackpt.service.connect(directory)``; or None
-            for storage alone. It is given ``timeouts.service_secs``.
-          items: Orbax restore arguments of further items; a point has its own.
-          progress: called with bytes read and bytes in all.
-          log: ``"auto"``: points of the log count, where there is one; None: steps alone. The next
-            save, or mark, then leaves the points behind.
+          abstract_state: the state's structure with arrays or ``jax.ShapeDtypeStruct`` leaves.
+            Restored arrays get their placement: sharding, memory kind, layout, and whether they are
+            committed. Without it, nested dicts and lists of numpy arrays are returned.
+          service: ``"auto"``: the hot standby of the directory, if this process is connected to
+            one; or a source of rows, such as ``deltackpt.service.connect(directory)``; or None for
+            storage only. The restore waits for it for at most ``timeouts.service_secs``.
+          items: Orbax restore arguments of additional items; a recovery point has its own items.
+          progress: called with the bytes read and the total bytes, from background threads, one
+            call at a time.
+          wal: whether to consider recovery points. If False, the next save or WAL record discards
+            the points above the restored step.
 
         Returns:
-          The step, or point, and what was skipped; None where no step was ever committed.
+          The step or recovery point, and the skipped ones; None if no step was ever committed.
 
         Raises:
-          NoIntactStep: steps were committed and none is intact.
+          NoIntactStep: steps were committed, but none is intact.
           StepGone: every step was removed while it was read.
-          ForeignDirectory: none of them is ours, or of the item's name.
-          TemplateMismatch, FormatTooNew: the newest step is intact and needs something else.
+          ForeignDirectory: no step was written by deltackpt with this item name.
+          TemplateMismatch, FormatTooNew: the newest step is intact, but does not match the abstract
+            state or needs a newer version.
         """
-        with self._lock:
-            self._check_usable()
+        abstract_state = placement.resolved(abstract_state)
+        with self._use():
             self._settle_quietly()
-            return self._restorer.newest(
-                abstract_state, items, progress, service, log=log is not None
-            )
+            return self._restorer.newest(abstract_state, items, progress, service, wal=wal)
 
     def restore(
         self,
-        step: int | LogPoint,
+        step: int | RecoveryPoint,
         abstract_state: Any = None,
         *,
         service: Service = "auto",
         items: Items | None = None,
         progress: Progress | None = None,
     ) -> Restored:
-        """Restores one step, or one point of the log.
+        """Restores one step or one recovery point.
 
-        Restoring an older one rolls back: at the next save, or mark, the later steps are moved
-        aside, and later points count no more.
+        Restoring an older one rolls back: the next save or WAL record moves later steps aside and
+        invalidates later recovery points.
 
         Args:
-          step: the step, a point of ``points``, or the number of the step of one.
+          step: the step; a recovery point from ``recovery_points()``; or the step of such a point.
           abstract_state: as for ``restore_latest``.
           service: as for ``restore_latest``.
           items: as for ``restore_latest``.
           progress: as for ``restore_latest``.
 
+        Returns:
+          The step or recovery point.
+
         Raises:
-          OptionError: it is no number of a step.
-          StepNotFound: there is no such step or point, or no more; the message names what can be
-            restored that is nearest to it.
-          StepGone: likewise, and it went while it was read.
-          RestoreError: what is wrong with the step, or the point.
+          OptionError: ``step`` is not a valid step.
+          StepNotFound: the step or recovery point does not exist; the message names the nearest
+            ones.
+          StepGone: it was removed while it was read; the message names the nearest ones.
+          RestoreError: the step or recovery point cannot be restored.
         """
-        asked = step if isinstance(step, LogPoint) else names.as_step(step)
-        with self._lock:
-            self._check_usable()
+        asked = step if isinstance(step, RecoveryPoint) else _as_step(step)
+        abstract_state = placement.resolved(abstract_state)
+        with self._use():
             self._settle_quietly()
             return self._restorer.one(asked, abstract_state, items, progress, service)
 
     def read(self, step: int, tables: RowRanges, *, progress: Progress | None = None) -> ReadRows:
-        """Reads rows of some tables of a step, and nothing else of it.
+        """Reads rows of some tables of a step, without the rest of the state.
 
-        The manager goes on as if nothing had been read; ``restore`` is what training goes on from.
+        Does not affect later saves; use ``restore`` to resume training from a step.
 
         Args:
           step: the step.
-          tables: which tables, by their paths or the ends of exactly one path each, and of each a
-            half-open range of rows, or None for all.
+          tables: table paths, or unique ends of paths, to half-open ranges of rows, or None for all
+            rows.
           progress: as for ``restore_latest``.
 
+        Returns:
+          The rows, on the host.
+
         Raises:
-          OptionError: it is no number of a step.
-          RestoreError: what is wrong with the step, or with what was asked for.
+          OptionError: ``step`` is not a valid step.
+          RestoreError: the step cannot be read, or does not have these tables or rows.
         """
-        step = names.as_step(step)
-        with self._lock:
-            self._check_usable()
+        step = _as_step(step)
+        with self._use():
             self._settle_quietly()
             return self._restorer.rows(step, tables, progress)
 
     def read_state(self, step: int, template: Any, progress: Progress | None = None) -> ReadState:
-        """Reads the leaves of a step that a template asks for, by their paths: to begin from them.
+        """Reads the leaves of a step that a template names, e.g. to initialize another state.
 
-        The template may be a part of the state, have leaves that the step lacks, other tables, and
-        other dtypes of the same kind; ``...`` in place of a leaf, and TouchStates, stay as they
-        are. The manager goes on as if nothing had been read.
+        The template may contain only a part of the state, leaves that the step lacks, different
+        tables, and different dtypes of the same kind. A table may have grown if the template has an
+        array, whose additional rows are kept. A typed PRNG key must have the same implementation.
+        Placeholders (``...``) and ``TouchState`` leaves are returned unchanged. Does not affect
+        later saves.
+
+        Args:
+          step: the step.
+          template: a pytree of arrays or ``jax.ShapeDtypeStruct`` leaves.
+          progress: as for ``restore_latest``.
+
+        Returns:
+          The filled template, and which paths were missing, unused or cast.
 
         Raises:
-          StepNotFound, RestoreError: the step is not there, or not intact.
-          TemplateMismatch: a leaf has another shape, a dtype of another kind, or one that does not
-            hold its integers.
+          StepNotFound, RestoreError: the step does not exist, or is not intact.
+          TemplateMismatch: a leaf has another shape, a dtype of another kind, or a dtype that
+            cannot represent the stored integers.
         """
-        step = names.as_step(step)
-        with self._lock:
-            self._check_usable()
+        step = _as_step(step)
+        template = placement.resolved(template)
+        with self._use():
             self._settle_quietly()
             return self._restorer.state(step, template, progress)
 
     # Committed steps.
 
     def metrics(self, step: int) -> dict[str, Any] | None:
-        """The metrics that were saved with a step, None without any; raises ``StepNotFound``."""
-        return dict(self._catalog.metadata(names.as_step(step)).get("metrics") or {}) or None
+        """Returns the metrics saved with a step, or None; raises ``StepNotFound``."""
+        self._check_usable()
+        return dict(self._catalog.metadata(_as_step(step)).get("metrics") or {}) or None
 
     def custom_metadata(self, step: int) -> dict[str, Any]:
-        """What ``save(custom_metadata=...)`` kept with a step; raises ``StepNotFound``."""
-        return dict(self._catalog.metadata(names.as_step(step)).get("custom_metadata") or {})
+        """Returns the ``custom_metadata`` saved with a step; raises ``StepNotFound``."""
+        self._check_usable()
+        return dict(self._catalog.metadata(_as_step(step)).get("custom_metadata") or {})
 
     def best_step(self, metric: Metric | None = None, *, mode: Mode = "max") -> int | None:
-        """The committed step whose metric is the best, the newest of equals; None without any.
+        """Returns the committed step with the best metric (the newest if tied), or None.
 
         Args:
-          metric: its name, or what makes a number of all metrics; by default that of the ``BestN``
-            policy in ``options.retention``, which then says the mode, too.
-          mode: whether more or less is better.
+          metric: name of the metric, or a function of all metrics that returns a number. By
+            default, the metric and mode of a ``BestN`` ``preservation_policy``.
+          mode: ``"max"`` or ``"min"``: whether higher or lower is better.
 
         Raises:
           OptionError: neither the call nor the options name a metric.
         """
+        self._check_usable()
         return self._catalog.best(metric, mode)
 
     def item_metadata(self, step: int) -> Any:
-        """A step's state without its data: nested dicts of ``jax.ShapeDtypeStruct``.
+        """Returns a step's structure without its data: nested dicts of ``jax.ShapeDtypeStruct``.
 
-        Of PRNG keys these are their numbers; what is no array is Orbax's description of it.
+        PRNG keys appear as their key data; leaves that are not arrays appear as Orbax describes
+        them.
 
         Raises:
-          StepNotFound, Damaged: it is not there, or cannot be read.
+          StepNotFound, Damaged: the step does not exist, or cannot be read.
         """
-        return self._catalog.abstract_state(names.as_step(step))
+        self._check_usable()
+        return self._catalog.abstract_state(_as_step(step))
 
     def delete(self, step: int) -> None:
-        """Removes a committed step, which no other needs; waits for the save in flight first.
+        """Deletes a committed step that no other step needs; first waits for the save in flight.
 
         Raises:
-          StepNotFound: it was not committed.
-          OptionError: other steps are deltas on top of it; they are named.
+          StepNotFound: the step was not committed.
+          OptionError: other steps are deltas on top of the step, or the newest recovery points
+            replay onto it; the message names them.
         """
-        step = names.as_step(step)
-        with self._lock:
-            self._check_usable(writing=True)
+        step = _as_step(step)
+        with self._use(writing=True):
             self._settle_quietly()
             self._catalog.delete(step)
 
     def check_lease(self) -> None:
-        """Checks that no newer trainer has taken the directory, as every save does.
+        """Checks that no other trainer took over the directory, as every save does.
 
         Raises:
-          FencedError: one has; it is named.
+          FencedError: another trainer took over the directory; the message names it.
         """
+        self._check_usable()
         self._root.check_lease(ask=True)
 
     @property
-    def goes_on_from(self) -> int | None:
-        """The step that the next save must be above: the newest one, or an older one restored."""
-        step = self.latest_step() if self._run.restored is None else self._run.restored
-        point = self._run.lineage.continues
+    def resume_step(self) -> int | None:
+        """Returns the step that the next save must exceed: the newest or the restored step."""
+        self._check_usable()
+        restored, point = self._run.restored, self._run.lineage.continues
+        step = self.latest_step() if restored is None else restored
         return step if point is None else max(step or 0, point.save_id.step)
 
     def all_steps(self) -> list[int]:
-        """Committed steps on disk, ascending."""
+        """Returns the committed steps in ascending order."""
+        self._check_usable()
         return sorted(self._root.steps())
 
     def latest_step(self) -> int | None:
-        """Newest committed step on disk, None where there is none."""
+        """Returns the newest committed step, or None."""
+        self._check_usable()
         return self._root.newest_step()
 
     def close(self) -> None:
-        """Waits for the saves in flight and gives the directory back.
+        """Waits for the saves in flight and releases the directory.
 
         Raises:
           SaveFailed: a save failed in the background.
+          ClosedError: this is a forked child of the process that created the manager.
         """
-        with self._lock:
+        self._check_process()
+        with contexts.neutral(), self._lock:
             if self._closed:
                 failure, self._untold = self._untold, None
                 if failure is not None:
                     raise failure.error(None) from failure.cause
                 return
+            self._check_outside_handlers()
             try:
-                self.wait()
+                self.wait_until_finished()
             finally:
                 self._close()
 
-    def _close(self) -> None:
-        self._closed = True
+    def _close(self, reason: str | None = None) -> None:
+        """Closes everything, or nothing if it is interrupted first."""
+        exits.uninterrupted(functools.partial(self._close_parts, reason))
+        # Once more: only the main thread can restore the previous handler.
         self._termination.close()
-        if self._watch is not None:
-            self._watch.cancel()
-        if not self.options.read_only:
-            self._run.held.give_up()
-        if self._recorder is not None:
-            self._recorder.close()
-        self._saver.close()
-        self._root.close()
 
-    def _end(self, reason: str, leaving: bool) -> None:
-        """Closes the manager in the place of its owner, who did not; see ``exits.Watch``."""
+    def _close_parts(self, reason: str | None) -> None:
+        self._closed = True
+        if reason is not None:
+            self._ended, self._untold = reason, self._saver.untold
+        self._termination.close()
+        with contextlib.ExitStack() as parts:
+            parts.callback(self._root.close)
+            parts.callback(self._saver.close)
+            if self._recorder is not None:
+                parts.callback(self._recorder.close)
+            if not self.options.read_only:
+                parts.callback(self._run.held.give_up)
+            if self._watch is not None:
+                parts.callback(self._watch.cancel)
+
+    def _end(self, reason: str, ending: exits.Ending) -> None:
+        """Closes the manager on behalf of its owner; see ``exits.Watch``."""
         limit = self.options.timeouts.close_secs
         if not self._lock.acquire(timeout=limit):
             raise WaitTimeout(
                 f"CheckpointManager of {self._root}: expected it to be free within {limit} s "
-                "(timeouts.close_secs), found another thread at work in it; look at the storage"
+                "(timeouts.close_secs), found it in use by another thread; check the storage"
             )
         try:
             if self._closed:
                 return
-            self._ended, self._leaving = reason, leaving
+            if ending == "close":
+                self._close(reason)
+                return
+            if ending == "leave":
+                self._ended, self._leaving = reason, True
             try:
-                failure = self._saver.settle(limit)
-                if self._recorder is not None:
-                    self._recorder.settle_quietly()
-                if failure is None:
-                    self._saver.settle_at_root(limit)
+                failure = self._saver.untold = self._saver.settle(limit)
+                try:
+                    if self._recorder is not None:
+                        if ending == "leave" and failure is None:
+                            self._recorder.wait(limit)
+                        else:
+                            self._recorder.settle_quietly()
+                finally:
+                    if failure is None and ending != "commit":
+                        self._saver.settle_at_root(limit)
             finally:
-                if leaving:
-                    # Threads and executors are ended by Python; the next trainer removes the rest.
+                if ending == "leave":
+                    # Python ends threads and executors; the next trainer removes the rest.
                     self._closed = True
-                else:
-                    self._close()
             if failure is not None:
-                self._untold = None if leaving else failure
                 raise failure.error(None) from failure.cause
         finally:
             self._lock.release()
 
     def _settle_quietly(self) -> None:
-        """What failed in the background does not stand in the way of a restore."""
+        """Warns of background failures instead of raising them, so that a restore can proceed."""
         self._saved_by_log = None
         self._saver.settle_quietly()
         if self._recorder is not None:
             self._recorder.settle_quietly()
 
     def __enter__(self) -> CheckpointManager:
+        self._check_usable()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -755,24 +885,63 @@ class CheckpointManager:
             stacklevel=1,
         )
 
-    def _check_usable(self, *, writing: bool = False) -> None:
+    @contextlib.contextmanager
+    def _use(self, *, writing: bool = False) -> Iterator[None]:
+        """Serializes calls; raises ``FencedError`` for failures that a takeover caused.
+
+        For example, the new trainer has removed the directory of a save in flight.
+        """
+        self._check_process()  # In a forked child, the thread that holds the lock may not exist.
+        with contexts.neutral(), self._lock:
+            self._check_usable(writing=writing)
+            self._check_outside_handlers()
+            try:
+                yield
+            except (SaveFailed, AppendFailed, StorageError) as error:
+                with contextlib.suppress(StorageError):
+                    try:
+                        self._root.check_lease()
+                    except FencedError as fenced:
+                        raise fenced from error
+                raise
+
+    def _check_process(self) -> None:
         if self._pid != os.getpid():
             raise ClosedError(
                 f"CheckpointManager of {self._root}: expected to be used in process "
-                f"{self._pid}, found process {os.getpid()}; make a manager in the child instead"
+                f"{self._pid}, found process {os.getpid()}; create a manager in the child instead"
             )
+
+    def _check_outside_handlers(self) -> None:
+        # The call that emits the event would overwrite what this one changes.
+        if self._run.is_emitting:
+            raise ClosedError(
+                f"CheckpointManager of {self._root}: expected no call from its own event "
+                "handlers, found one; let the handler note what to do, and call the manager "
+                "after the method that emitted the event has returned"
+            )
+
+    def _check_usable(self, *, writing: bool = False) -> None:
+        self._check_process()
         if self._ended is not None and not self._leaving:
             raise FencedError(
                 f"CheckpointManager of {self._root}: expected to hold the directory, found "
-                f"that {self._ended}; go on with that one"
+                f"that {self._ended}; use that one"
             )
         if self._closed:
             raise ClosedError(
                 f"CheckpointManager of {self._root}: expected an open manager, found it "
-                f"closed{f', because {self._ended}' if self._ended else ''}; make a new one"
+                f"closed{f', because {self._ended}' if self._ended else ''}; create a new one"
             )
         if writing and self.options.read_only:
             raise OptionError(
-                f"CheckpointManager of {self._root}: expected a manager that may write, "
+                f"CheckpointManager of {self._root}: expected a manager that can write, "
                 f"found access={self.options.access!r}; open it with access='write' to save"
             )
+
+
+def _as_step(step: Any) -> int:
+    if type(step) is int:
+        return names.as_step(step)
+    with contexts.neutral():
+        return names.as_step(step)

@@ -1,48 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the manager: frozen, validated when they are built."""
+"""Options of the manager: frozen dataclasses, validated when they are created."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 import os
+import threading
 from collections.abc import Collection, Mapping
 from typing import Literal
 
 from deltackpt.codecs import of_blocks
 from deltackpt.errors import OptionError
-from deltackpt.policy import BaseOrDelta, BitWidthPolicy, CodecChoice, Consecutive, Rolling
-from deltackpt.policy.bit_width import is_at_least_zero
-from deltackpt.policy.decision import SaveDecisionPolicy
-from deltackpt.policy.retention import PreservationPolicy
+from deltackpt.policies import BaseOrDelta, BitWidthPolicy, CodecChoice, Consecutive, Rolling
+from deltackpt.policies.bit_width import is_at_least_zero
+from deltackpt.policies.decision import SaveDecisionPolicy
+from deltackpt.policies.retention import PreservationPolicy
+from deltackpt.storage import files, redaction
 
 Durability = Literal["power", "process"]
 WhenBusy = Literal["wait", "skip", "coalesce"]
 BaseSnapshot = Literal["block", "hold"]
 Bases = Literal["periodic", "compacted"]
-Tracking = Literal["marks", "fingerprints"]
-Access = Literal["write", "read", "read alone"]
-DenseDeltas = Literal["orbax", "own"]
+Tracking = Literal["auto", "touched", "fingerprints"]
+Access = Literal["write", "read"]
+DenseDeltas = Literal["whole", "blocks"]
 WhenFull = Literal["wait", "coalesce"]
 LoggedDense = Literal["whole", "delta", "soft"]
 OnFailure = Literal["save", "raise"]
-WaitFor = Literal["root", "neighbours", "stage"]
+WaitFor = Literal["remote", "peers", "staging"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """Every wait of the manager, in seconds.
+    """Limits of every wait of the manager, in seconds.
 
     Attributes:
-      save_secs: for a save in flight, at the next ``save()`` that waits.
-      close_secs: for the saves in flight at ``wait()`` and ``close()``, when a program ends without
-        ``close()``, and when another manager of the process is opened on the directory.
-      processes_secs: for other processes, when a manager is made or a step restored, and in the
-        background of a save: process 0 waits so long for their parts once its own is done, the
-        others twice as long for process 0.
-      service_secs: for a restore service to hold the step, and for each of its answers; storage
-        takes over afterwards.
-      store_secs: for each answer of a bucket. What is asked for again and again, as a promotion
-        is, goes on afterwards; what a restore asks for fails.
+      save_secs: how long the next ``save()`` waits for a save in flight.
+      close_secs: how long ``wait_until_finished()`` and ``close()`` wait for saves in flight, also
+        if a program ends without ``close()`` or the same process opens the directory again.
+      processes_secs: how long to wait for other processes when a manager opens or restores. During
+        a save, process 0 waits this long for the other shards once its own is written; the other
+        processes wait twice as long for process 0.
+      service_secs: how long a restore waits for a hot standby to have the step, and for each of its
+        responses, before it reads from storage.
+      store_secs: how long to wait for each response of an object store before an upload retries or
+        a restore fails.
     """
 
     save_secs: float = 1800.0
@@ -52,15 +56,11 @@ class Timeouts:
     store_secs: float = 60.0
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if not getattr(self, field.name) > 0:
-                raise OptionError(
-                    f"Timeouts.{field.name}: expected a positive number of seconds, found "
-                    f"{getattr(self, field.name)!r}"
-                )
+        names = (field.name for field in dataclasses.fields(self))
+        _check_positive(self, *names, what="number of seconds", most=threading.TIMEOUT_MAX)
 
 
-def _check_known(options: object, **known: tuple[str, ...]) -> None:
+def _check_known(options: object, **known: tuple[str | None, ...]) -> None:
     for name, values in known.items():
         if (found := getattr(options, name)) not in values:
             raise OptionError(
@@ -68,29 +68,61 @@ def _check_known(options: object, **known: tuple[str, ...]) -> None:
             )
 
 
+def _check_positive(
+    options: object, *attributes: str, what: str = "number", most: float = math.inf
+) -> None:
+    for name in attributes:
+        found = getattr(options, name)
+        is_number = isinstance(found, numbers.Real) and not isinstance(found, bool)
+        if not (is_number and 0 < float(found) <= most):
+            limit = "" if most == math.inf else f" of at most {most:g}"
+            raise OptionError(
+                f"{type(options).__name__}.{name}: expected a positive {what}{limit}, found "
+                f"{found!r}"
+            )
+
+
+def _check_kind(options: object, kinds: type | tuple[type, ...], *attributes: str) -> None:
+    of = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+    for name in attributes:
+        if not isinstance(found := getattr(options, name), kinds):
+            raise OptionError(
+                f"{type(options).__name__}.{name}: expected {of}, found {type(found).__name__}"
+            )
+
+
+def _check_path(options: object, name: str, *, optional: bool = True) -> None:
+    found = getattr(options, name)
+    if not (isinstance(found, (str, os.PathLike)) or (optional and found is None)):
+        raise OptionError(
+            f"{type(options).__name__}.{name}: expected a path{' or None' if optional else ''}, "
+            f"found {type(found).__name__}"
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaOptions:
-    """What a save holds: all rows, or those that changed.
+    """What a save contains: all rows, or the rows that changed.
 
     Attributes:
-      tracking: how touched rows are known: ``"marks"``: by a ``TouchState`` in the state, or given
-        to ``save()``; ``"fingerprints"``: the manager itself hashes each row with its slots at
-        every save, and compares; 12 bytes per row on the devices, and no line in the training step.
-      sampled_proof: whether each save looks again at some 1,536 rows that its parent sampled: a
-        row that changed without being marked makes the save a base (with several processes: fails
-        it, and makes the next one a base) instead of a wrong delta. Less than 2 ms.
-      policy: base or delta.
-      bases: ``"periodic"``: the policy's bounds make the trainer write a base now and then;
-        ``"compacted"``: later bases are left to compaction, by the service or ``deltackpt
-        compact``, and the trainer takes one only where it must, or where nothing was compacted
-        for four times the bounds.
-      base_snapshot: a base holds the tables until it is written. ``"hold"`` returns from
-        ``save()`` at once, and a step that donates the tables meanwhile pays a copy of them;
-        ``"block"`` returns when the tables have been written, and needs no memory; so does
-        ``"hold"`` where one of them is a numpy array, which may change in place.
+      tracking: how the manager finds touched rows. ``"touched"``: from a ``TouchState`` in the
+        state or passed to ``save()``. ``"fingerprints"``: by hashing each row with its slots at
+        every save; this needs 12 bytes per row on the devices (about 24 at the peak of a save).
+        ``"auto"``: ``"touched"`` if there is a ``TouchState``, else ``"fingerprints"``.
+      sampled_proof: whether each save checks about 1,536 rows that its parent sampled, in less than
+        2 ms. If an unmarked row changed, the save becomes a base. With several processes, the save
+        fails and the next one is a base.
+      policy: decides between a base and a delta.
+      bases: ``"periodic"``: the trainer writes a base when the policy's limits require it.
+        ``"compacted"``: the standby or ``deltackpt compact`` writes later bases; the trainer writes
+        a base only if no delta is possible, or if nothing was compacted for four times the limits.
+      base_snapshot: ``"hold"``: ``save()`` returns at once, and the manager keeps references to the
+        tables until the base is written. A step that donates the tables before then copies them.
+        ``"block"``: ``save()`` returns when the tables are written, without extra memory. A save
+        of numpy arrays, which can change in place, always blocks.
     """
 
-    tracking: Tracking = "marks"
+    tracking: Tracking = "auto"
     sampled_proof: bool = True
     policy: BaseOrDelta = dataclasses.field(default_factory=Consecutive)
     bases: Bases = "periodic"
@@ -99,14 +131,20 @@ class DeltaOptions:
     def __post_init__(self) -> None:
         _check_known(
             self,
-            tracking=("marks", "fingerprints"),
+            tracking=("auto", "touched", "fingerprints"),
             bases=("periodic", "compacted"),
             base_snapshot=("block", "hold"),
         )
+        _check_kind(self, bool, "sampled_proof")
+        if not callable(getattr(self.policy, "decide", None)) or isinstance(self.policy, type):
+            raise OptionError(
+                "DeltaOptions.policy: expected a base-or-delta policy such as Consecutive(), "
+                f"found {self.policy!r}"
+            )
         if self.bases == "compacted" and isinstance(self.policy, Rolling):
             raise OptionError(
-                'DeltaOptions.policy: expected another than Rolling with bases="compacted", found '
-                f'{self.policy}; its saves need no bases: leave bases="periodic"'
+                'DeltaOptions.policy: expected a policy other than Rolling with bases="compacted", '
+                f'found {self.policy}; its saves need no bases: keep bases="periodic"'
             )
 
 
@@ -115,15 +153,15 @@ class WriteOptions:
     """How saves are written in the background.
 
     Attributes:
-      durability: ``"power"``: a step for which ``wait()`` has returned survives a power cut;
-        ``"process"``: it survives the end of the process, not of the machine.
-      when_busy: what ``save()`` does while a save is in flight: ``"wait"`` for it; ``"skip"``
-        this one; or ``"coalesce"``: make it due, to be taken by the first ``save_if_due()`` or
-        ``save()`` that finds the writer free. None of them loses a row: the next save covers
-        whatever was touched since its parent. With several processes the last two ask process 0
-        whether it is free, and so wait for it on the training thread.
-      staging_bytes: host memory for the rows of deltas in flight. A delta that needs more is
-        held like a base.
+      durability: ``"power"``: a step survives a power cut once ``wait_until_finished()`` has
+        returned. ``"process"``: a step survives the end of the process, but not of the machine.
+      when_busy: what ``save()`` does while another save is in flight. ``"wait"``: wait for it.
+        ``"skip"``: skip this save. ``"coalesce"``: save at the first later ``save_if_due()`` or
+        ``save()`` that finds the writer free. No row is lost: the next save contains all rows
+        touched since its parent. With several processes, ``"skip"`` and ``"coalesce"`` make the
+        training thread wait for process 0.
+      staging_bytes: host memory for the rows of deltas in flight. A larger delta keeps references
+        to the tables, like a base.
     """
 
     durability: Durability = "power"
@@ -132,25 +170,21 @@ class WriteOptions:
 
     def __post_init__(self) -> None:
         _check_known(self, durability=("power", "process"), when_busy=("wait", "skip", "coalesce"))
-        if self.staging_bytes <= 0:
-            raise OptionError(
-                f"WriteOptions.staging_bytes: expected at least 1, found {self.staging_bytes}"
-            )
+        _check_at_least_one(self, "staging_bytes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Extents:
-    """A file of fixed size on a disk of the node, in which whole saves are held durably.
+    """A preallocated file on the node's disk that holds whole saves durably.
 
-    Its space is taken when it is made, and written again in place: one write and one ``fdatasync``
-    a save, and no full disk in the middle of a run. With a stage in memory this is what survives a
-    power cut.
+    A save costs one write and one ``fdatasync``, and the disk cannot fill up during a run. Use
+    extents if the staging directory is in memory: saves then survive a power cut.
 
     Attributes:
-      directory: where the file is; of this root alone.
-      nbytes: its size: at least two bases and four deltas, so that none of those before is written
-        over.
-      extent_bytes: what is handed out at once; a save takes a whole number of them.
+      directory: where the file is. Each checkpoint directory needs its own.
+      nbytes: size of the file: at least two bases and four deltas, so that a new save never
+        overwrites the newest ones.
+      extent_bytes: unit of allocation; a save occupies a whole number of extents.
     """
 
     directory: str
@@ -159,6 +193,8 @@ class Extents:
 
     def __post_init__(self) -> None:
         block = 4096
+        _check_path(self, "directory", optional=False)
+        _check_at_least_one(self, "nbytes", "extent_bytes")
         if self.extent_bytes < 2 * block or self.extent_bytes % block:
             raise OptionError(
                 f"Extents.extent_bytes: expected a multiple of {block} of at least {2 * block}, "
@@ -173,11 +209,12 @@ class Extents:
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """Neighbours that each hold whole copies of a node's saves in memory.
+    """Peers that each keep complete copies of a node's saves in memory.
 
     Attributes:
-      copies: on how many other nodes: so many nodes beside one's own may be lost at once.
-      memory_bytes: the most that each node holds of others.
+      copies: number of peers with a copy. A save survives the loss of its node and of all but one
+        of these peers.
+      memory_bytes: memory limit of each node for other nodes' saves.
     """
 
     copies: int = 1
@@ -189,13 +226,13 @@ class Copies:
 
 @dataclasses.dataclass(frozen=True)
 class Erasure:
-    """Neighbours that hold fragments of a node's saves in memory, of which some may be lost.
+    """Peers that hold erasure-coded fragments of a node's saves in memory.
 
     Attributes:
-      k: fragments that a save is cut into: any so many restore it.
-      m: further ones: so many of the nodes that hold them may be lost. With 1 they are sums by
-        XOR; with more, Reed-Solomon codes (the extra ``erasure``).
-      memory_bytes: the most that each node holds of others.
+      k: number of data fragments of a save; any ``k`` fragments restore the save.
+      m: number of parity fragments. A save survives the loss of its node and ``m`` peers. Values
+        above 1 need the extra ``erasure`` (Reed-Solomon instead of XOR).
+      memory_bytes: memory limit of each node for other nodes' saves.
     """
 
     k: int
@@ -208,7 +245,8 @@ class Erasure:
 
 def _check_at_least_one(options: object, *attributes: str) -> None:
     for name in attributes:
-        if not (isinstance(found := getattr(options, name), int) and found >= 1):
+        found = getattr(options, name)
+        if not (isinstance(found, int) and not isinstance(found, bool) and found >= 1):
             raise OptionError(
                 f"{type(options).__name__}.{name}: expected at least 1, found {found!r}"
             )
@@ -216,82 +254,80 @@ def _check_at_least_one(options: object, *attributes: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiers:
-    """What stands between the training and a root that is far: a bucket, or ``nodes://``.
+    """How saves get to a remote checkpoint directory: a bucket, or ``nodes://``.
 
-    Saves are made in a directory of the node, the stage, and brought to the root in the background
-    by a process of their own, the promoter, which ends what a killed trainer has left. An outage of
-    the bucket is a growing lag, and no failed save.
+    Saves are written to a staging directory on the node. A separate process, the uploader, copies
+    them to the bucket, and finishes the uploads of a killed trainer. While the bucket is
+    unavailable, saves still succeed.
 
     Attributes:
-      stage: the directory: fast, such as a disk of the node or ``/dev/shm/run``, and of this root
-        alone; by default one for each root below ``$XDG_CACHE_HOME/deltackpt``, or
-        ``~/.cache/deltackpt``. What a power cut leaves is what ``WriteOptions.durability`` says of
-        it, and nothing of a stage in memory.
-      stage_bytes: the most bytes of saves that are not at the root yet. A save that does not fit
-        beside those is not written before there is room, so that the next ``save()`` waits for it;
-        one that never fits goes alone, with a warning.
-      extents: where each save is held beside the stage as soon as it is made, so that it survives
-        a power cut; such as for a stage in memory.
-      neighbours: how other nodes of a Ray cluster hold each save in memory, so that it survives the
-        node. For a single process, or ``shared=False``.
-      wait_for: what ``wait()`` and ``close()`` wait for: that the saves are at the ``"root"``, at
-        the ``"neighbours"``, or in the ``"stage"``, and in the extents where there are such.
-      keep_local: how many of the newest chains stay in the stage, so that a restart on the node
-        reads nothing from the bucket. Others leave it once they are at the root.
-      bytes_per_sec: the most that promotion sends; None for all that the network takes.
-      shared: whether all processes of a job see the one stage. If not, each has a stage of its
-        own, ``process-<number>`` below that, such as on a disk of its node; it is promoted from
-        there, and restores read the root.
-      endpoint: address of the service, where it is not the provider's own.
+      staging_dir: a fast local directory, such as ``/nvme/run`` or ``/dev/shm/run``. Each
+        checkpoint directory needs its own staging directory, by default in
+        ``$XDG_CACHE_HOME/deltackpt`` or ``~/.cache/deltackpt``. A power cut loses a staging
+        directory in memory; otherwise ``WriteOptions.durability`` applies.
+      max_staging_bytes: limit for saves that are not uploaded yet. A save that does not fit, and
+        the next ``save()``, wait for room. A save larger than the limit is written alone, with a
+        warning.
+      extents: a file that also holds each save, so that the save survives a power cut.
+      peers: how other nodes of a Ray cluster keep each save in memory, so that the save survives
+        the loss of its node. For a single process, or with ``shared=False``.
+      wait_for: what ``wait_until_finished()`` and ``close()`` wait for: that the saves are
+        ``"remote"``, held by ``"peers"``, or in the ``"staging"`` directory (and any extents).
+      keep_local: number of newest chains that stay in the staging directory after upload, so that
+        a restart on the same node downloads nothing.
+      bytes_per_sec: upload bandwidth limit; None for no limit.
+      shared: whether all processes of a job see the same staging directory. If not, each process
+        stages in its subfolder ``process-<number>`` and uploads its own shard, and restores read
+        the bucket.
+      endpoint: address of the object store, if it is not the provider's default.
     """
 
-    stage: str | None = None
-    stage_bytes: int = 8 << 30
+    staging_dir: str | None = None
+    max_staging_bytes: int = 8 << 30
     extents: Extents | None = None
-    neighbours: Copies | Erasure | None = None
-    wait_for: WaitFor = "root"
+    peers: Copies | Erasure | None = None
+    wait_for: WaitFor = "remote"
     keep_local: int = 2
     bytes_per_sec: float | None = None
     shared: bool = True
     endpoint: str | None = None
 
     def __post_init__(self) -> None:
-        _check_known(self, wait_for=("root", "neighbours", "stage"))
-        _check_at_least_one(self, "stage_bytes", "keep_local")
-        for name, kinds in (("extents", (Extents,)), ("neighbours", (Copies, Erasure))):
+        _check_known(self, wait_for=("remote", "peers", "staging"))
+        _check_at_least_one(self, "max_staging_bytes", "keep_local")
+        for name, kinds in (("extents", (Extents,)), ("peers", (Copies, Erasure))):
             found = getattr(self, name)
             if not (found is None or isinstance(found, kinds)):
-                expected = " or ".join(f"a deltackpt.{kind.__name__}" for kind in kinds)
+                expected = " or ".join(f"a deltackpt.tiers.{kind.__name__}" for kind in kinds)
                 raise OptionError(
                     f"Tiers.{name}: expected {expected}, or None, found {type(found).__name__}"
                 )
-        if self.wait_for == "neighbours" and self.neighbours is None:
+        if self.wait_for == "peers" and self.peers is None:
             raise OptionError(
-                "Tiers.wait_for: expected neighbours to wait for, found none; give "
-                "neighbours=Copies(copies=1)"
+                "Tiers.wait_for: expected peers to wait for, found none; pass "
+                "peers=Copies(copies=1)"
             )
-        if self.bytes_per_sec is not None and not self.bytes_per_sec > 0:
-            raise OptionError(
-                "Tiers.bytes_per_sec: expected a positive number of bytes per second, or None for "
-                f"no bound, found {self.bytes_per_sec!r}"
-            )
+        _check_path(self, "staging_dir")
+        _check_kind(self, bool, "shared")
+        _check_kind(self, (str, type(None)), "endpoint")
+        redaction.check_endpoint(self.endpoint)
+        if self.bytes_per_sec is not None:
+            _check_positive(self, "bytes_per_sec", what="number of bytes per second")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Background:
-    """What the background work of a manager may take, for hosts with cores or disks to spare.
+    """Limits of the background work of a manager, for hosts with spare cores or disks.
 
-    Of a host whose cores all train none of it makes training faster: what training loses there are
-    the cycles that background work takes, wherever and however slowly it takes them.
+    If training uses every core of a host, these limits do not make it faster.
 
     Attributes:
-      cpus: where the threads that write, encode and force saves run, and the promoter: such as
-        those that input pipelines leave free. None for wherever the process may run.
-      bytes_per_sec: the most that saves write in the background, of each process; bytes that are
-        compressed later count as they are before. Not while ``save()`` itself waits for what is
-        written, as with ``base_snapshot="block"``. What goes to a bucket is bounded by
-        ``Tiers.bytes_per_sec``.
-      threads: how many threads write arrays, and how many encode them; two of each by default.
+      cpus: CPU IDs for the threads that encode, write and fsync, and for the uploader. None
+        for any CPU of the process.
+      bytes_per_sec: limit of background writes of each process, before compression. It does not
+        apply while ``save()`` itself waits, as with ``base_snapshot="block"``.
+        ``Tiers.bytes_per_sec`` limits uploads.
+      threads: number of threads that write, and of threads that encode; two of each by default.
     """
 
     cpus: Collection[int] | None = None
@@ -300,29 +336,28 @@ class Background:
 
     def __post_init__(self) -> None:
         if self.cpus is not None:
-            if not self.cpus or not all(isinstance(cpu, int) and cpu >= 0 for cpu in self.cpus):
+            is_some = isinstance(self.cpus, Collection) and len(self.cpus) > 0
+            if not (is_some and all(isinstance(cpu, int) and cpu >= 0 for cpu in self.cpus)):
                 raise OptionError(
-                    "Background.cpus: expected numbers of CPUs, at least one, or None for all, "
+                    "Background.cpus: expected at least one CPU number, or None for all, "
                     f"found {self.cpus!r}"
                 )
             object.__setattr__(self, "cpus", frozenset(self.cpus))
-        if self.bytes_per_sec is not None and not self.bytes_per_sec > 0:
-            raise OptionError(
-                "Background.bytes_per_sec: expected a positive number of bytes per second, or None "
-                f"for no bound, found {self.bytes_per_sec!r}"
-            )
-        if self.threads is not None and not (isinstance(self.threads, int) and self.threads >= 1):
-            raise OptionError(f"Background.threads: expected at least 1, found {self.threads!r}")
+        if self.bytes_per_sec is not None:
+            _check_positive(self, "bytes_per_sec", what="number of bytes per second")
+        if self.threads is not None:
+            _check_at_least_one(self, "threads")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalLog:
-    """Keeps the log in files of a directory that all processes of a job see.
+class LocalWal:
+    """A write-ahead log in a directory that all processes of a job see.
 
     Attributes:
-      directory: where the frames go; by default ``log`` in the root, or in its stage. The heads,
-        which say what counts, are always there. Several roots may have one directory.
-      segment_bytes: how long a file grows before the next one is begun; at each step, too.
+      directory: where the segments are; by default ``log`` in the checkpoint directory or its
+        staging directory. Epoch headers are always in this ``log``. Checkpoint directories may
+        share a WAL directory.
+      segment_bytes: size at which a new segment file begins; each save also begins a segment.
     """
 
     directory: str | None = None
@@ -330,39 +365,37 @@ class LocalLog:
 
     def __post_init__(self) -> None:
         _check_at_least_one(self, "segment_bytes")
+        _check_path(self, "directory")
         if self.directory is not None:
-            # Heads bear it, and who reads them stands elsewhere.
-            object.__setattr__(self, "directory", os.path.abspath(self.directory))
+            # Epoch headers contain it, and are read from other working directories.
+            object.__setattr__(self, "directory", os.path.abspath(files.user_path(self.directory)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LogOptions:
-    """How ``CheckpointManager.log`` keeps what changes between steps.
+class WalOptions:
+    """How ``CheckpointManager.append`` keeps the changes between saves.
 
     Attributes:
-      backend: where the log is.
-      dense: what becomes of dense leaves in a full mark: ``"whole"``; ``"delta"``: what changed
-        since the full mark before, by the codecs of ``ManagerOptions.dense``, and all of them at
-        the first mark of a file and at every 16th; ``"soft"``: there are no full marks but those
-        that are asked for by ``full=True``.
-      dense_every: every so many marks one is full, and can be restored; the others hold rows.
-      codec: of the rows of the log; None for that of the deltas. An error budget holds here, too.
-      buffer_bytes: the most bytes that wait in memory until they are durable.
-      when_full: what ``log()`` does when that is full: ``"wait"``, for at most ``deadline_secs``;
-        ``"coalesce"``: take nothing, so that the next call takes these rows too.
-      on_failure: what the next ``log()`` does once a mark could not be made durable: ``"save"``:
-        goes on in a new file with all rows since the last durable mark, and where that fails as
-        well saves the step; ``"raise"`` ``LogFailed``.
-      deadline_secs: of waiting for room, and of ``wait_logged()`` where it is given no other; how
-        far a process may be behind the others before that is told, as ``log-behind``.
-      most_bytes: how long the log of all processes may grow beyond the last step before ``log()``
-        saves a step by itself, in bases (of 16 MiB at least, and dense leaves on top): what a
-        restore replays takes its time.
-
-    Of several processes all save at the same call, one that they have agreed on in the background.
+      backend: where the WAL is stored.
+      dense: which dense leaves a full record contains. ``"whole"``: all of them.
+        ``"delta"``: the changes since the last full record, encoded as ``ManagerOptions.dense``
+        sets; the first record of a segment and every 16th contain all. ``"soft"``: only records
+        appended with ``full=True`` are full.
+      dense_every: every Nth record is full and can be restored; the others contain rows only.
+      codec: codec of the rows, with its error budget; None for the codec of deltas.
+      buffer_bytes: memory limit for records that are not durable yet.
+      when_full: what ``append()`` does if the buffer is full. ``"wait"``: wait for at most
+        ``deadline_secs``. ``"coalesce"``: append nothing; the next call appends these rows too.
+      on_failure: what the next ``append()`` does if a record could not be made durable.
+        ``"save"``: begin a new segment with all rows since the last durable record, and if that
+        fails too, save the step. ``"raise"``: raise ``AppendFailed``.
+      deadline_secs: maximum wait for space, default timeout of ``wait_appended()``, and how far a
+        process may lag behind the others before a ``wal-behind`` event is emitted.
+      max_wal_ratio: ``append()`` saves the step once the WAL of all processes since the last save
+        reaches this multiple of a full checkpoint (of at least 16 MiB). This limits replay time.
     """
 
-    backend: LocalLog = LocalLog()
+    backend: LocalWal = LocalWal()
     dense: LoggedDense = "whole"
     dense_every: int = 1
     codec: str | BitWidthPolicy | CodecChoice | None = None
@@ -370,7 +403,7 @@ class LogOptions:
     when_full: WhenFull = "wait"
     on_failure: OnFailure = "save"
     deadline_secs: float = 120.0
-    most_bytes: float = 1.0
+    max_wal_ratio: float = 1.0
 
     def __post_init__(self) -> None:
         _check_known(
@@ -380,65 +413,63 @@ class LogOptions:
             on_failure=("save", "raise"),
         )
         _check_at_least_one(self, "dense_every", "buffer_bytes")
-        if not isinstance(self.backend, LocalLog):
+        if not isinstance(self.backend, LocalWal):
             raise OptionError(
-                "LogOptions.backend: expected a deltackpt.LocalLog, found "
-                f"{type(self.backend).__name__}; give e.g. LocalLog(directory='/nvme/log')"
+                "WalOptions.backend: expected a deltackpt.wal.LocalWal, found "
+                f"{type(self.backend).__name__}; pass e.g. LocalWal(directory='/nvme/log')"
             )
         if self.codec is not None:
             CodecChoice.of(self.codec)
-        for name in ("deadline_secs", "most_bytes"):
-            if not getattr(self, name) > 0:
-                raise OptionError(
-                    f"LogOptions.{name}: expected a positive number, found {getattr(self, name)!r}"
-                )
+        _check_positive(self, "max_wal_ratio")
+        _check_positive(self, "deadline_secs", most=threading.TIMEOUT_MAX)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dense:
-    """How the leaves that are neither tables nor slots are saved.
+    """How leaves that are neither tables nor slots are saved.
 
-    Bases always hold them exactly, in Orbax's layout, which stock Orbax reads.
+    Bases always contain them losslessly, in Orbax's layout, which stock Orbax reads.
 
     Attributes:
-      deltas: ``"orbax"``: deltas hold all of them, as bases do; ``"own"``: deltas hold what changed
-        since the parent, as blocks of 256 numbers in the item of the tables.
-      codec: of deltas that are ``"own"``: one for all leaves, or by glob over their paths (``*``
-        stays within one step of a path, ``**`` crosses them; the first that matches counts, and
-        leaves that none matches are exact). ``"exact"``: bit for bit, each block by what is
-        smallest. Lossy ones, for floats of 16 and 32 bits: ``"ef8"`` and ``"ef4"``, the difference
-        to what the parent decodes to, whose errors do not add up; ``"int8"``; for second moments
-        ``"log8"`` and, as a difference, ``"log4"``. Lossy ones are taken only where asked for.
-      max_error: most relative l2 error that a save may put into a leaf; one that would exceed it is
-        stored by the next more precise codec, at last exactly. So is a leaf without negative
-        numbers of which a linear code (``ef8``, ``ef4``, ``int8``) would lose more than one in a
-        hundred, by ``log8``. None for no bound.
-      skip_unchanged: whether blocks whose bits are those of the parent are left out.
-      max_reference_bytes: host memory of each process for what the last save decodes to, from which
-        the next delta takes the difference. Of leaves for which there is no room a 128-bit hash of
-        each 64 KiB is kept: blocks of 64 KiB that did not change are left out, others are whole, by
-        ``int8`` and ``log8`` where these are named, exact in the place of ``ef8``, ``ef4`` and
-        ``log4``. Between saves a process keeps the bytes of its dense leaves twice, as references
-        and for the copies of the next save; at the peak of a delta that is the same for exact
-        leaves, and 3.5 times the bytes for lossy ones (measured: 2.1 and 3.5, and for lossy leaves
-        3.4 between saves, too). Without room it is 2.1 at the peak and 0.1 between saves, and
-        hashing takes a pass over the leaves. Leaves on accelerators that have ``ef8`` or ``ef4``
-        keep their references there: their bytes once more, twice while a save is written.
+      deltas: ``"whole"``: deltas contain all dense leaves, as bases do. ``"blocks"``: deltas
+        contain the blocks of 256 elements that changed since the parent.
+      codec: codec of blocks: one name for all leaves, or a mapping from globs over leaf paths to
+        names (``*`` matches within one path component, ``**`` across components; the first match
+        applies; leaves without a match are lossless). Lossy codecs apply to floats of 16 and 32
+        bits: ``"ef8"`` and ``"ef4"`` encode the difference to the decoded parent, with error
+        feedback; ``"int8"`` encodes values; ``"log8"`` and, as a difference, ``"log4"`` suit second
+        moments.
+      max_error: largest relative L2 error of a leaf in one save; None for no limit. A leaf that
+        would exceed the limit is encoded with the next more precise codec, and finally losslessly.
+        If ``ef8``, ``ef4`` or ``int8`` would zero more than 1% of a leaf without negative elements,
+        ``log8`` is used.
+      skip_unchanged: whether unchanged blocks are omitted.
+      max_reference_bytes: limit of the references that each process keeps between saves: the
+        decoded last save, from which the next delta computes differences. Reused buffers may take
+        up to twice as much again; the copy of a save in flight is not limited. For leaves that do
+        not fit, changed blocks of 64 KiB are saved whole, as ``int8`` or ``log8`` if these are
+        named, else losslessly: ``ef8``, ``ef4`` and ``log4`` need a reference. Measured host
+        memory between saves and at the peak of a delta, as multiples of the dense leaves: lossless
+        2.1 and 2.1; lossy 3.4 and 3.5; without references 0.1 and 2.1. For leaves on accelerators
+        with ``ef8`` or ``ef4``, references stay on the accelerator: the leaves' bytes once more,
+        twice while a save is written.
 
-    Example:
-      >>> Dense(deltas="own", codec={"params/**": "ef4", "opt_state/**/nu/**": "log8"}).max_error
+    Examples:
+      >>> Dense(deltas="blocks", codec={"params/**": "ef4", "opt_state/**/nu/**": "log8"}).max_error
       0.05
     """
 
-    deltas: DenseDeltas = "orbax"
-    codec: str | Mapping[str, str] = "exact"
+    deltas: DenseDeltas = "whole"
+    codec: str | Mapping[str, str] = "lossless"
     max_error: float | None = 0.05
     skip_unchanged: bool = True
     max_reference_bytes: int = 16 << 30
 
     def __post_init__(self) -> None:
-        _check_known(self, deltas=("orbax", "own"))
+        _check_known(self, deltas=("whole", "blocks"))
         _check_at_least_one(self, "max_reference_bytes")
+        _check_kind(self, bool, "skip_unchanged")
+        _check_kind(self, (str, Mapping), "codec")
         given = [self.codec] if isinstance(self.codec, str) else list(self.codec.values())
         for name in given:
             if name not in of_blocks.names():
@@ -455,37 +486,42 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ManagerOptions:
-    """How a CheckpointManager works.
+    """Options of a ``CheckpointManager``.
 
     Attributes:
-      deltas: what a save holds.
-      writes: how it is written.
+      deltas: what a save contains.
+      writes: how saves are written.
       dense: how leaves that are neither tables nor slots are saved.
-      retention: which committed steps stay: a number of newest steps, an Orbax
-        ``PreservationPolicy``, or None for all. A kept step always keeps its chain.
-      decision: which steps ``save()`` takes of those that it is called for: those that a number
-        divides, those that an Orbax ``SaveDecisionPolicy`` takes, or None for all.
+      max_to_keep: number of newest steps to keep; None keeps all. A kept step always keeps its
+        chain.
+      preservation_policy: an Orbax ``PreservationPolicy`` that decides which steps to keep,
+        instead of ``max_to_keep``.
+      save_interval_steps: ``save()`` saves only multiples of this; None saves at every call.
+      save_decision_policy: an Orbax ``SaveDecisionPolicy`` that decides which steps ``save()``
+        saves, instead of ``save_interval_steps``.
       timeouts: limits of all waits.
-      tiers: how saves come to a root that is a bucket; None for the defaults of ``Tiers``, and for
-        a root that is a directory, which needs none.
-      background: what the work in the background may take.
-      log: how ``log()`` keeps what changes between steps; None where it is not used.
-      access: ``"write"``: the manager saves and restores, and holds the directory's lease;
-        ``"read"``: it restores only: no lease, no collection, no directory is made; ``"read
-        alone"``: and of a job of several processes this one only uses it, where otherwise all
-        processes make and use a manager.
+      tiers: how saves get to a remote checkpoint directory; None for the defaults of ``Tiers``.
+      background: limits of the background work.
+      wal: how ``append()`` keeps the changes between saves; None for no WAL.
+      access: ``"write"``: save and restore, with the directory's lease. ``"read"``: only restore,
+        without a lease; nothing is written.
+      multiprocess: whether all processes of the job create and use this manager together. With
+        ``access="read"``, False lets one process use the manager alone.
     """
 
     deltas: DeltaOptions = DeltaOptions()
     writes: WriteOptions = WriteOptions()
     dense: Dense = Dense()
-    retention: int | PreservationPolicy | None = None
-    decision: int | SaveDecisionPolicy | None = None
+    max_to_keep: int | None = None
+    preservation_policy: PreservationPolicy | None = None
+    save_interval_steps: int | None = None
+    save_decision_policy: SaveDecisionPolicy | None = None
     timeouts: Timeouts = Timeouts()
     tiers: Tiers | None = None
     background: Background = Background()
-    log: LogOptions | None = None
+    wal: WalOptions | None = None
     access: Access = "write"
+    multiprocess: bool = True
 
     def __post_init__(self) -> None:
         for name, kind in (
@@ -498,38 +534,58 @@ class ManagerOptions:
             if not isinstance(found := getattr(self, name), kind):
                 raise OptionError(
                     f"ManagerOptions.{name}: expected a deltackpt.{kind.__name__}, found "
-                    f"{type(found).__name__}; give e.g. {name}={_EXAMPLES[kind]}"
+                    f"{type(found).__name__}; pass e.g. {name}={_EXAMPLES[kind]}"
                 )
         if not (self.tiers is None or isinstance(self.tiers, Tiers)):
             raise OptionError(
                 "ManagerOptions.tiers: expected a deltackpt.Tiers or None, found "
-                f"{type(self.tiers).__name__}; give e.g. tiers=Tiers(stage='/dev/shm/run')"
+                f"{type(self.tiers).__name__}; pass e.g. tiers=Tiers(staging_dir='/dev/shm/run')"
             )
-        if not (self.log is None or isinstance(self.log, LogOptions)):
+        if not (self.wal is None or isinstance(self.wal, WalOptions)):
             raise OptionError(
-                "ManagerOptions.log: expected a deltackpt.LogOptions or None, found "
-                f"{type(self.log).__name__}; give e.g. log=LogOptions(dense_every=16)"
+                "ManagerOptions.wal: expected a deltackpt.WalOptions or None, found "
+                f"{type(self.wal).__name__}; pass e.g. wal=WalOptions(dense_every=16)"
             )
-        _check_known(self, access=("write", "read", "read alone"))
-        for name in ("retention", "decision"):
-            if isinstance(found := getattr(self, name), int) and found < 1:
-                raise OptionError(f"ManagerOptions.{name}: expected at least 1 step, found {found}")
+        _check_known(self, access=("write", "read"))
+        _check_kind(self, bool, "multiprocess")
+        if not (self.multiprocess or self.read_only):
+            raise OptionError(
+                "ManagerOptions.multiprocess: expected True if access is 'write', found False; "
+                "all processes of a job save together"
+            )
+        for number, policy, kind in (
+            ("max_to_keep", "preservation_policy", PreservationPolicy),
+            ("save_interval_steps", "save_decision_policy", SaveDecisionPolicy),
+        ):
+            steps, found = getattr(self, number), getattr(self, policy)
+            if steps is not None:
+                _check_at_least_one(self, number)
+            if not (found is None or (isinstance(found, kind) and not isinstance(found, type))):
+                raise OptionError(
+                    f"ManagerOptions.{policy}: expected an Orbax {kind.__name__} or None, found "
+                    f"{found!r}; pass a number of steps as {number}"
+                )
+            if steps is not None and found is not None:
+                raise OptionError(
+                    f"ManagerOptions.{policy}: expected None if {number} is given, found both; "
+                    "set one of them"
+                )
 
     @property
     def read_only(self) -> bool:
-        """Whether nothing is ever saved."""
+        """Whether the manager never saves."""
         return self.access != "write"
 
     @property
     def alone(self) -> bool:
-        """Whether this process takes no notice of the others of its job."""
-        return self.access == "read alone"
+        """Whether this process ignores the other processes of its job."""
+        return not self.multiprocess
 
 
 _EXAMPLES = {
     DeltaOptions: "DeltaOptions(bases='compacted')",
     WriteOptions: "WriteOptions(when_busy='skip')",
-    Dense: "Dense(deltas='own')",
+    Dense: "Dense(deltas='blocks')",
     Timeouts: "Timeouts(save_secs=600)",
     Background: "Background(threads=1)",
 }

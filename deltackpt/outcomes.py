@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the manager's ``save`` and ``restore`` give back."""
+"""Results of the manager's ``save``, ``append``, ``restore`` and ``read``."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ import numpy as np
 
 from deltackpt.errors import RestoreError, ServiceError
 from deltackpt.format.manifest import Kind
-from deltackpt.reading.stretches import LogPoint
+from deltackpt.reading.stretches import RecoveryPoint
 from deltackpt.state.touch_state import TouchState
+from deltackpt.units import count, size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Saved:
-    """What ``save()`` did.
+    """Result of ``save()``.
 
     Attributes:
-      step: the step asked for.
-      kind: base or delta; None where the save was skipped.
-      reason: why.
-      blocked_secs: how long ``save()`` kept the training thread.
+      step: the training step.
+      kind: ``"base"`` or ``"delta"``; None if the save was skipped.
+      reason: why the step was saved in this way, or not saved.
+      blocked_secs: how long ``save()`` blocked, in seconds.
     """
 
     step: int
@@ -34,54 +35,59 @@ class Saved:
 
     @classmethod
     def skipped(cls, step: int, why: str, started: float) -> Saved:
-        """No save, and why; ``started`` is of ``time.perf_counter()``."""
+        """Returns the result of a skipped save; ``started`` is a ``time.perf_counter()`` value."""
         seconds = time.perf_counter() - started
         return cls(step=step, kind=None, reason=f"skipped: {why}", blocked_secs=seconds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Logged:
-    """What ``log()`` did.
+class Appended:
+    """Result of ``append()``.
 
     Attributes:
-      step: the step asked for.
-      kind: ``"full"``: a mark with dense leaves, which can be restored once every process has it;
-        ``"soft"``: one of rows alone; None where no mark was taken.
-      reason: why.
-      blocked_secs: how long ``log()`` kept the training thread.
-      recovery: what a restore would find if the job were killed now, as far as is known: the newest
-        point that is durable, or a committed step; None without any.
-      saved: what was saved instead, where ``log()`` has taken a step.
+      step: the training step.
+      kind: ``"full"``: a record with dense leaves, a recovery point once every process has it;
+        ``"soft"``: rows only; None if nothing was appended.
+      reason: why the step was saved in this way, or not saved.
+      blocked_secs: how long ``append()`` blocked, in seconds.
+      recovery: the state that a restore would find if the job were killed now, as far as this
+        process knows: the newest durable recovery point, or a committed step; None if neither
+        exists.
+      saved: the save that was made instead, if any.
     """
 
     step: int
     kind: Literal["full", "soft"] | None
     reason: str
     blocked_secs: float
-    recovery: LogPoint | int | None
+    recovery: RecoveryPoint | int | None
     saved: Saved | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Restored:
-    """A restored step.
+    """A restored step or recovery point.
 
     Attributes:
-      step: its number; that of the point where one was restored.
+      step: the training step.
       state: the state, like the template; without one, nested dicts and lists of numpy arrays.
-      touched: a fresh TouchState for what follows; None where the step was read only.
-      items: further items that were asked for.
+      touched: a fresh ``TouchState`` for the following saves; None if the run continues with
+        fingerprints, or if there was no template.
+      items: the requested additional items.
       chain: the steps that were read, base first.
-      skipped: newer steps that are not intact, with what is wrong with them.
-      source: where each save of the chain was read, base first: the ``"root"``; where there are
-        tiers, the ``"stage"``, or ``"extents"`` or ``"neighbours"``, from which it came back there;
-        or ``"service"``, which has all of them merged. ``"log"`` behind them where marks were
-        replayed, which those of a point that the service holds were already.
-      service_error: why they did not come from the service that there is; None where they did,
-        or where there is none.
+      skipped: newer steps that are not intact, each with its error, which names the damaged object
+        and the other steps that need it; also steps in extents or on peers that could not be
+        recovered.
+      source: where each save of the chain was read from, base first: ``"directory"`` (the
+        checkpoint directory); with tiers also ``"staging"`` (the staging directory), or
+        ``"extents"`` or ``"peers"``, from which it was recovered; or ``"service"`` (a hot standby),
+        which holds them merged. ``"wal"`` follows if WAL records were replayed; a hot standby has
+        already replayed those of its own point.
       bytes_read: bytes of tables and slots that were read.
       seconds: wall time of the whole restore.
-      point: the point of the log that it is; None where it is a step.
+      service_error: why the connected hot standby did not provide the tables; None if it did, or if
+        none is connected.
+      point: the restored recovery point; None if a step was restored.
     """
 
     step: int
@@ -94,23 +100,33 @@ class Restored:
     bytes_read: int
     seconds: float
     service_error: ServiceError | None = None
-    point: LogPoint | None = None
+    point: RecoveryPoint | None = None
 
     def __getitem__(self, item: str) -> Any:
-        """A further item, as of Orbax's ``Composite``."""
+        """Returns an additional item, as Orbax's ``Composite`` does."""
         return self.items[item]
+
+    def __repr__(self) -> str:
+        what = f"step {self.step}" if self.point is None else str(self.point)
+        skipped = ", ".join(str(step) for step, _ in self.skipped)
+        return (
+            f"<Restored {what}, from {', '.join(dict.fromkeys(self.source)) or 'no tables'}: "
+            f"{size(self.bytes_read)} in {self.seconds:.2g} s"
+            f"{f'; skipped {skipped}, see skipped' if skipped else ''}>"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ReadState:
-    """Leaves of a step in a template of another structure; what ``read_state()`` gives back.
+    """Leaves of a step in the structure of a template; result of ``read_state()``.
 
     Attributes:
-      step: its number.
-      state: like the template.
-      missing: paths that the step does not have: the template's leaves are there.
-      unused: paths of the step that the template does not ask for.
-      cast: paths whose dtype is the template's, not the stored one.
+      step: the training step.
+      state: the filled template.
+      missing: template paths that the step lacks; the template's own leaves are kept.
+      unused: paths of the step that the template does not name, without None and empty containers
+        such as optax's ``MaskedNode`` and ``EmptyState``.
+      cast: paths whose values were cast to the template's dtype.
     """
 
     step: int
@@ -119,17 +135,22 @@ class ReadState:
     unused: tuple[str, ...]
     cast: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        counts = {name: len(getattr(self, name)) for name in ("missing", "unused", "cast")}
+        shown = ", ".join(f"{number} {name}" for name, number in counts.items())
+        return f"<ReadState of step {self.step}: {shown}>"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ReadRows:
-    """Rows of some tables of a step; what ``read()`` gives back.
+    """Rows of some tables of a step; the result of ``read()``.
 
     Attributes:
-      step: its number.
-      tables: table path to ``"values"`` and the names of slots to the rows asked for, on the host.
+      step: the training step.
+      tables: table path to ``"values"`` and the names of slots to the requested rows, on the host.
       chain: the steps that were read, base first.
       bytes_read: bytes of tables and slots that were read.
-      seconds: wall time.
+      seconds: wall time in seconds.
     """
 
     step: int
@@ -137,3 +158,9 @@ class ReadRows:
     chain: tuple[int, ...]
     bytes_read: int
     seconds: float
+
+    def __repr__(self) -> str:
+        return (
+            f"<ReadRows of step {self.step}: {count(len(self.tables), 'table')}, "
+            f"{size(self.bytes_read)} in {self.seconds:.2g} s>"
+        )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Touched rows as stamps: what a training loop calls, inside jit or out of it.
+"""Records touched rows as stamps, inside or outside jit.
 
-``mark`` stamps the rows whose ids a step used, ``track`` wraps an optimizer so that it stamps the
-rows that it changed; ``save`` finds the ``TouchState`` in the state, or is given it.
+``mark`` stamps the rows whose ids a step used. ``track`` wraps an optimizer so that it stamps the
+rows that it changes. ``save`` finds the ``TouchState`` in the state or takes it as an argument.
 """
 
 from __future__ import annotations

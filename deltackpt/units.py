@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How numbers of bytes and of things are said to people."""
+"""Formats byte sizes and counts for people."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 def size(nbytes: float) -> str:
     """Bytes in a unit that suits, powers of 1024.
 
-    Example:
+    Examples:
       >>> size(1536), size(12), size(5 << 30)
       ('1.5 KiB', '12 B', '5.0 GiB')
     """
@@ -19,9 +19,9 @@ def size(nbytes: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """A number of things.
+    """Returns a count with its noun.
 
-    Example:
+    Examples:
       >>> count(1, "delta"), count(1200, "file")
       ('1 delta', '1,200 files')
     """

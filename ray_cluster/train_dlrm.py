@@ -116,9 +116,9 @@ def parsed() -> argparse.Namespace:
         default=True,
         help="hold the newest step in memory, for restarts",
     )
-    group.add_argument("--service-shards", type=int, help="members that share it; default: nodes")
-    group.add_argument("--service-replicas", type=int, default=1, help="members with equal rows")
-    group.add_argument("--service-bytes", type=int, help="most memory of a member")
+    group.add_argument("--service-shards", type=int, help="shards of the rows; default: nodes")
+    group.add_argument("--service-replicas", type=int, default=1, help="replicas of each shard")
+    group.add_argument("--service-bytes", type=int, help="maximum memory of a replica")
     options = parser.parse_args()
     for name in ("directory", "storage"):
         if not getattr(options, name).is_absolute():

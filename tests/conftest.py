@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eight virtual CPU devices for every test, and the data that lies beside the repository."""
+"""Sets up eight virtual CPU devices for every test, and locates data next to the repository."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Both are read once, when jax first makes its backends: set before anything imports jax.
+# Both are read once, when JAX creates its backends: set them before anything imports jax.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     ).strip()
 
-# What was compiled is kept: workers, and the processes that tests start, compile much the same.
+# Cache compiled programs: workers and the processes that tests start compile the same ones.
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).resolve().parent.parent / "build" / "compiled")
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
-# Read when ray is imported. Its nodes stay on the loopback interface, keep no token under the home
-# directory, and report to nobody.
+# Read when ray is imported. Ray stays on the loopback interface, writes no token to the home
+# directory, and reports no usage.
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -38,17 +38,25 @@ import campaign
 import hypothesis
 import pytest
 
-# A time limit for each example would be an assertion on time.
-hypothesis.settings.register_profile("deltackpt", deadline=None)
-hypothesis.settings.load_profile("deltackpt")
+# A time limit for an example, or for drawing some, would be a timing assertion.
+UNTIMED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("deltackpt", **UNTIMED)
+# A test that reached its time limit would be shrunk without one.
+hypothesis.settings.register_profile(
+    "ci",
+    **UNTIMED,
+    phases=[phase for phase in hypothesis.Phase if phase.name not in ("shrink", "explain")],
+)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "deltackpt")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+_STARTED = time.monotonic()
 _IN_MEMORY = Path("/dev/shm")
-#: More than the directories of all tests ever hold.
+#: More than the directories of all tests ever need.
 _IN_MEMORY_BYTES = 4 << 30
 _RECORD = "record"
 _FIGURES = "figures"
-#: Files whose tests start clusters of Ray, which never run two at once.
+#: Files whose tests start Ray clusters; they never run concurrently.
 CLUSTERS = {
     "test_jax_trainer",
     "test_ray_demo",
@@ -57,7 +65,7 @@ CLUSTERS = {
     "test_service_buckets",
     "test_service_kills",
 }
-#: Files whose tests start many processes, which never run two at once, but beside a cluster.
+#: Files whose tests start many processes; they never run concurrently, except with a cluster.
 CROWDED = {
     "test_benchmarks",
     "test_dlrm_multi",
@@ -90,27 +98,28 @@ PROCESSES = {
     "without_jax",
 }
 
-#: How long the library lets others go on, where it has to look twice. Not that of readers beside
-#: a removal: tests run these at the same time.
+#: Pauses in the library before it checks something twice, without those of readers during a
+#: removal, which tests exercise.
 PAUSES = {
     "deltackpt.upkeep.verify": "_INTERVAL_SECS",
 }
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options of the long loops; workers get those of the process that starts them."""
+    """Adds the options of the long loops; workers inherit them from their parent."""
     group = parser.getgroup("long loops")
-    group.addoption("--long", choices=("part", "full"), default="part", help="how much they do")
-    group.addoption("--long-seed", type=int, help="what they draw from; fresh by default")
-    group.addoption("--long-summary", default="build/long_loops", help="where it is written to")
+    group.addoption("--long", choices=("part", "full"), default="part", help="all, or a twentieth")
+    group.addoption("--long-seed", type=int, help="random seed (default: a new one)")
+    group.addoption("--long-secs", type=float, help="start no long test later than this")
+    group.addoption("--long-summary", default="build/long_loops", help="directory of the summary")
     parser.addoption(
-        "--in-memory", action="store_true", help="directories of tests lie in /dev/shm, if they fit"
+        "--in-memory", action="store_true", help="put test directories in /dev/shm if they fit"
     )
 
 
 @pytest.hookimpl(tryfirst=True)  # Before pytest makes them.
 def pytest_configure(config: pytest.Config) -> None:
-    """Draws a seed where none was given, once for all workers; places the tests' directories."""
+    """Draws a seed if none is given, once for all workers; chooses the tests' directories."""
     if (
         config.option.in_memory
         and config.option.basetemp is None
@@ -125,7 +134,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Of pytest-xdist, for each worker."""
+    """Called by pytest-xdist for each worker."""
     node.workerinput["long_seed"] = node.config.option.long_seed
 
 
@@ -134,17 +143,25 @@ def _campaign(config: pytest.Config) -> campaign.Campaign:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """What repeats the long loops."""
+    """Prints how to repeat the long loops."""
     return str(_campaign(config)) if config.option.markexpr == "long" else None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Imports only the files with long tests if no others are selected: all take a minute."""
+    if config.option.markexpr != "long" or not collection_path.name.startswith("test_"):
+        return None
+    return True if "mark.long" not in collection_path.read_text() else None
 
 
 @pytest.hookimpl(tryfirst=True)  # Before pytest selects by marks.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Gives each test its make target and its worker.
+    """Assigns each test to its make target and worker.
 
-    Each file is the work of one of pytest-xdist's workers, all crowded ones of the same, and so are
-    those with clusters; a test with a group of its own may run beside the others of its file.
+    Each file is run by one pytest-xdist worker; all crowded files share a worker, and so do those
+    with clusters. A test with its own group may run concurrently with the rest of its file.
     """
+    _draw(config, items)
     for item in items:
         long = item.get_closest_marker("long") is not None
         if not long and (item.path.stem in PROCESSES or item.path.parent.name in PROCESSES):
@@ -160,26 +177,70 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(group))
 
 
+def _draw(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Selects the marked number of tests of each drawn group, unless the loops run in full.
+
+    Of a long test with several parameters, one is drawn if no mark says otherwise.
+    """
+    if (run := _campaign(config)).full:
+        return
+    groups: dict[tuple[str, int], list[pytest.Item]] = {}
+    for item in items:
+        if mark := item.get_closest_marker("drawn"):
+            groups.setdefault(mark.args, []).append(item)
+        elif item.get_closest_marker("long"):
+            groups.setdefault((item.nodeid.partition("[")[0], 1), []).append(item)
+    left_out: set[pytest.Item] = set()
+    for (group, most), found in groups.items():
+        drawn = run.random("drawn", group).sample(found, min(most, len(found)))
+        left_out |= {*found} - {*drawn}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips long tests once the time given for them is over."""
+    secs = item.config.option.long_secs
+    if secs and item.get_closest_marker("long") and time.monotonic() - _STARTED > secs:
+        pytest.skip(f"the {secs:,.0f} s given for long tests are over")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_programs_of_other_files() -> Iterator[None]:
+    """Frees what JAX compiled for a file: those of all files take gigabytes."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def no_open_logs() -> Iterator[None]:
+    """Closes the WAL files that a test has made by hand: hundreds with hypothesis."""
+    yield
+    if "made_up_logs" in sys.modules:
+        sys.modules["made_up_logs"].close_all()
+
+
 @pytest.fixture(autouse=True)
 def no_pauses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks again at once, where the library lets a moment pass first: nobody else is at work."""
+    """Removes the library's pauses, since no other process is involved."""
     if request.node.get_closest_marker("processes") or request.node.get_closest_marker("long"):
         return
     for module, name in PAUSES.items():
-        # Looked up, not imported: neither each test nor each environment has use for all.
+        # Looked up, not imported: not every test or environment needs them.
         if module in sys.modules:
             monkeypatch.setattr(sys.modules[module], name, 0.0)
 
 
 @pytest.fixture
 def record(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
-    """What takes lines about a test that are printed at the end, with its name."""
+    """Returns a function that records lines to print at the end, with the test's name."""
     return functools.partial(record_property, _RECORD)
 
 
 @pytest.fixture
 def figures(record_property: Callable[[str, object], None]) -> Callable[..., None]:
-    """What takes the name of a loop and its figures; those of several tests are added up."""
+    """Returns a function that adds to the figures of a named loop."""
 
     def take(loop: str, **found: object) -> None:
         record_property(_FIGURES, (loop, found))
@@ -187,10 +248,16 @@ def figures(record_property: Callable[[str, object], None]) -> Callable[..., Non
     return take
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Prints the name of a failed test at once: a run that is cut off prints no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nfailed in {report.when}: {report.nodeid}", file=sys.__stderr__, flush=True)
+
+
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Prints what tests recorded; their own output stays in the workers."""
+    """Prints the recorded lines; the workers' own output is not shown."""
     figures = []
     for outcome in ("passed", "failed"):
         for report in terminalreporter.getreports(outcome):
@@ -200,7 +267,7 @@ def pytest_terminal_summary(
                 terminalreporter.section(report.nodeid)
                 terminalreporter.write_line("\n".join(map(str, lines)))
     if figures:
-        started = terminalreporter._session_start.time  # As the last line of pytest.
+        started = terminalreporter._session_start.time  # As the last line of pytest's output.
         found = campaign.summary(_campaign(config), figures, time.time() - started)
         campaign.write(found, REPOSITORY / config.option.long_summary)
         terminalreporter.section(str(_campaign(config)))
@@ -215,8 +282,27 @@ def repository() -> Path:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder of real inputs beside the repository."""
+    """The folder of real inputs next to the repository."""
     path = REPOSITORY.parent / "shared" / "data"
     if not path.is_dir():
-        pytest.skip(f"{path.relative_to(REPOSITORY.parent)} is not beside this checkout")
+        pytest.skip(f"{path.relative_to(REPOSITORY.parent)} is not next to this checkout")
     return path
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Any]:
+    """A ``deltackpt.testing.Disk`` of the test's directory."""
+    from deltackpt.testing import Disk
+
+    with Disk(tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def nobody_removes_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers report damage at once: no other process may be removing the step meanwhile."""
+    from deltackpt.reading import removal
+    from deltackpt.upkeep import verify
+
+    monkeypatch.setattr(removal, "_GONE_CHECKS", 1)
+    monkeypatch.setattr(verify, "_CHECKS", 1)

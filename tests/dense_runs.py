@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import deltackpt
-from deltackpt.reading import chains, dense_values
+from deltackpt import inspect
 from deltackpt.upkeep import compact
 
 HANDLERS = {"embeddings": deltackpt.Tables(select="emb")}
@@ -22,7 +22,7 @@ STEPS = (1, 2, 3, 4, 5)
 
 
 def options(**how) -> deltackpt.ManagerOptions:
-    dense = deltackpt.Dense(deltas="own", codec=CODECS)
+    dense = deltackpt.Dense(deltas="blocks", codec=CODECS)
     writes = deltackpt.WriteOptions(durability="process")
     return deltackpt.ManagerOptions(dense=dense, writes=writes, **how)
 
@@ -76,15 +76,15 @@ def marked(touched, step: int):
     return deltackpt.touched.mark(touched, {"emb": jnp.array([step])})
 
 
-def write(root: Path, steps=STEPS, **how) -> dict[int, dict]:
+def write(root: Path, steps=STEPS, state=None, **how) -> dict[int, dict]:
     """Saves a base and deltas; what each step was given."""
-    state = initial()
+    state = initial() if state is None else state
     touched = deltackpt.touched.init({"emb": state["emb"]})
     found = {}
     with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options(**how)) as one:
         for step in steps:
             one.save(step, state, touched=touched)
-            one.wait()
+            one.wait_until_finished()
             found[step] = state
             state = trained(state, step)
             touched = marked(touched, step)
@@ -122,16 +122,8 @@ def restored(root: Path, step: int, template=None) -> list[bytes]:
         return bits(one.restore(step, template).state)
 
 
-def values(root: Path, step: int, **how) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    found = dense_values.of_step(chains.read_chain(root / str(step), **how))
-    return (
-        {key: bytes(value) for key, value in found.values.items()},
-        {key: bytes(value) for key, value in found.files.items()},
-    )
-
-
 def chain(root: Path, step: int) -> list[str]:
-    return [save.name for save in chains.read_chain(root / str(step))]
+    return [*inspect.open(root).at(step).reads]
 
 
 def fold(root: Path, step: int, **how):

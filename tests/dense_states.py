@@ -3,20 +3,19 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import shutil
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import model
 import numpy as np
+from shown import dense_leaves
 
 import deltackpt
-from deltackpt.reading import chains, dense_values, saves
-from deltackpt.save import coded_dense
+from deltackpt import inspect
+from deltackpt.reading import saves
 
 ROWS, WIDTH = 64, 8
 HANDLERS = {"embeddings": deltackpt.Tables(select="emb", slots={})}
@@ -94,7 +93,7 @@ class Loop:
         """Saves the state and waits."""
         self.states[step] = self.state
         saved = saver.save(step, self.state, touched=self.touched, **options)
-        saver.wait()
+        saver.wait_until_finished()
         return saved
 
     def steps(self, saver: deltackpt.CheckpointManager, *steps: int) -> list[str]:
@@ -117,7 +116,7 @@ def opened(root: Path, dense: deltackpt.Dense | None = None, **options: Any):
         root,
         handlers=handlers,
         options=deltackpt.ManagerOptions(
-            dense=deltackpt.Dense(deltas="own") if dense is None else dense,
+            dense=deltackpt.Dense(deltas="blocks") if dense is None else dense,
             deltas=deltas,
             writes=deltackpt.WriteOptions(durability="process"),
             **options,
@@ -125,37 +124,32 @@ def opened(root: Path, dense: deltackpt.Dense | None = None, **options: Any):
     )
 
 
-class Encoded:
-    """What the deltas of this process decode to, by what their encoder says, in turn."""
+def assert_kept_as_stored(root: Path, loop: Loop, step: int, **options: Any) -> None:
+    """What a trainer kept of a delta's parent is what it stored.
 
-    def __init__(self) -> None:
-        self.saves: list[dict[tuple[bool, str], bytes]] = []
+    Another trainer, which restores the parent, therefore writes the same delta.
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[Encoded]:
-        """Takes down what is encoded meanwhile."""
-        real = coded_dense.encode
-
-        def encode(*arguments: Any, **options: Any) -> Any:
-            found = real(*arguments, **options)
-            values = {}
-            for one in found:
-                flat = one.decoded.reshape(-1)[: one.taken.count]
-                values[one.taken.file, one.taken.key] = flat.tobytes()
-            self.saves.append(values)
-            return found
-
-        with mock.patch.object(coded_dense, "encode", encode):
-            yield self
-
-
-def stored(root: Path, step: int) -> dict[tuple[bool, str], bytes]:
-    """What a step's dense item is read as."""
-    found = dense_values.of_step(chains.read_chain(root / str(step)))
-    return {
-        **{(False, key): bytes(data) for key, data in found.values.items()},
-        **{(True, key): bytes(data) for key, data in found.files.items()},
-    }
+    Args:
+      root: checkpoint directory; nothing is changed there.
+      loop: has the state that was saved at ``step``.
+      step: the delta.
+      **options: of ``opened``.
+    """
+    twin, state = root.with_name(f"{root.name}.twin"), loop.states[step]
+    shutil.copytree(root, twin, ignore=shutil.ignore_patterns("lease.*"))
+    before = inspect.open(root).save_of(step).parent
+    assert before is not None
+    for later in [one for one in inspect.open(twin).steps if one > before]:
+        shutil.rmtree(twin / str(later))
+    with opened(twin, **options) as saver:
+        found = saver.restore(before, state)
+        assert found.touched is not None
+        # All rows: which ones have changed since is of no interest here.
+        touched = deltackpt.touched.mark(found.touched, {"emb": jnp.arange(ROWS)})
+        assert saver.save(step, state, touched=touched).kind == "delta"
+        saver.wait_until_finished()
+    assert dense_leaves(twin, step) == dense_leaves(root, step)
+    shutil.rmtree(twin)
 
 
 def assert_exact(saver: deltackpt.CheckpointManager, states: dict[int, dict[str, Any]]) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from unittest import mock
 
 import proxy
@@ -55,13 +55,19 @@ def opened(network: Proxy, name: str, deadline_secs: float, *, retries: bool = T
     return place.open(deadline_secs=deadline_secs)
 
 
-def chain(root: Spot) -> list[entries.Entry]:
-    """All entries of a journal of which none was collected, the oldest first."""
-    names = (root / JOURNAL).keys()
+def chain(root: Spot, damaged: Mapping[str, bytes] | None = None) -> list[entries.Entry]:
+    """All entries of a journal of which none was collected, the oldest first.
+
+    Args:
+      root: where the journal is.
+      damaged: by their names what entries were that were damaged since.
+    """
+    damaged = damaged or {}
+    names = {name for name in (root / JOURNAL).keys() if entries.copied_name(name) is None}
     found = []
-    for number, name in enumerate(names, 1):
+    for number, name in enumerate(sorted(names | damaged.keys()), 1):
         assert f"{JOURNAL}/{name}" == entry_name(number)
-        data = (root / JOURNAL / name).read()
+        data = damaged[name] if name in damaged else (root / JOURNAL / name).read()
         found.append(entries.entry_from(data, name=name, number=number))
     assert [one.previous for one in found] == ["", *(one.nonce for one in found)][:-1]
     return found

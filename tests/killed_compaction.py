@@ -7,6 +7,7 @@ is one, and without it: both must give the same. Run as a script; see ``killed_a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
@@ -14,14 +15,14 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import tensorstore  # noqa: F401  Loaded before the first child is forked.
+from shown import dense_leaves, table_fields
 
 from deltackpt.format import names
-from deltackpt.reading import chains, dense_values, reader
 from deltackpt.upkeep import compact
 
 #: Audit events at which a compaction is killed.
@@ -51,17 +52,7 @@ def killed_anywhere(root: Path, part: str, *, every: int = 1) -> Killed:
     return Killed(kills, published)
 
 
-def _tables(root: Path, step: int, compacted: bool) -> Mapping[object, bytes]:
-    found = reader.restore_tables(chains.read_chain(root / str(step), compacted=compacted))
-    return {(t, f): a.tobytes() for t, fields in found.fields.items() for f, a in fields.items()}
-
-
-def _dense(root: Path, step: int, compacted: bool) -> Mapping[object, bytes]:
-    found = dense_values.of_step(chains.read_chain(root / str(step), compacted=compacted))
-    return {key: bytes(value) for part in found for key, value in part.items()}
-
-
-_PARTS = {"tables": _tables, "dense": _dense}
+_PARTS = {"tables": table_fields, "dense": dense_leaves}
 
 
 def _in_child(call: Callable[[], None]) -> int:
@@ -78,13 +69,21 @@ def _in_child(call: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def _named(argument: object) -> str:
+    """A path, or that of a folder whose descriptor is given."""
+    if isinstance(argument, int):
+        with contextlib.suppress(OSError):
+            return os.readlink(f"/proc/self/fd/{argument}")
+    return str(argument)
+
+
 def _compact(root: Path, at: int) -> None:
     """Compacts step 3, and is killed at its ``at``-th call below the root."""
     seen = 0
 
     def hook(event: str, arguments: tuple[object, ...]) -> None:
         nonlocal seen
-        if event in _CALLS and any(str(root) in one for one in map(str, arguments)):
+        if event in _CALLS and any(str(root) in _named(one) for one in arguments):
             seen += 1
             if seen == at:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -94,9 +93,16 @@ def _compact(root: Path, at: int) -> None:
 
 
 def _check(root: Path, part: str) -> None:
-    for step in (3, 4):
-        with_base, without = (_PARTS[part](root, step, compacted) for compacted in (True, False))
-        assert with_base == without, f"step {step} is restored otherwise"
+    compacted, aside = root / names.COMPACTED, root.with_name("aside")
+    with_base = [_PARTS[part](root, step) for step in (3, 4)]
+    if compacted.exists():
+        compacted.rename(aside)
+    try:
+        without = [_PARTS[part](root, step) for step in (3, 4)]
+    finally:
+        if aside.exists():
+            aside.rename(compacted)
+    assert with_base == without
 
 
 def _main(root: Path, part: str, every: int) -> None:

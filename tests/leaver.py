@@ -83,7 +83,7 @@ def train(task: dict[str, Any], keep: Callable[[Any], None]) -> None:
     found = states(2)
     state, marks = found[1]
     manager.save(1, state, touched=marks)
-    manager.wait()
+    manager.wait_until_finished()
     hold_back(task)
     state, marks = found[2]
     manager.save(2, state, touched=marks, force_base=task["kind"] == "base")
@@ -122,23 +122,37 @@ def in_daemon(task: dict[str, Any]) -> None:
     begun.wait()
 
 
-def in_thread(task: dict[str, Any], *, opens_late: bool) -> None:
-    """Trains on in a thread when the main thread has ended."""
-    begun = threading.Event()
+def in_thread(task: dict[str, Any]) -> None:
+    """Trains on in a thread when the main thread has ended.
+
+    ``where`` says when the manager is opened: late, or by whom else; or that the thread only logs.
+    """
+    where, begun, managers = task["where"], threading.Event(), []
+
+    def opened() -> None:
+        log = deltackpt.WalOptions() if where == "logging thread" else None
+        options = deltackpt.ManagerOptions(wal=log)
+        managers.append(
+            deltackpt.CheckpointManager(task["root"], handlers=HANDLERS, options=options)
+        )
 
     def run() -> None:
-        if opens_late:
+        if where == "late thread":
             leaving.wait()
             time.sleep(LONGER_SECS)
-        manager = deltackpt.CheckpointManager(task["root"], handlers=HANDLERS)
+        if not managers:
+            opened()
         begun.set()
         leaving.wait()
         time.sleep(LONGER_SECS)
         for step, (state, marks) in enumerate(states(2)[1:], 1):
-            manager.save(step, state, touched=marks)
+            save = managers[0].append if where == "logging thread" else managers[0].save
+            save(step, state, touched=marks)
 
+    if where in ("thread of another's", "logging thread"):
+        opened()
     threading.Thread(target=run).start()
-    if not opens_late:
+    if where != "late thread":
         begun.wait()
 
 
@@ -184,10 +198,8 @@ if __name__ == "__main__":
         in_daemon(task)
     elif task["where"] == "worker":
         concurrent.futures.ThreadPoolExecutor(1).submit(train, task, kept.append).result()
-    elif task["where"] == "thread":
-        in_thread(task, opens_late=False)
-    elif task["where"] == "late thread":
-        in_thread(task, opens_late=True)
+    elif "thread" in task["where"]:
+        in_thread(task)
     elif task["where"] == "forked":
         train(task, kept.append)
         children(task, "fork", idle)

@@ -11,6 +11,7 @@ import numpy as np
 
 from deltackpt import events
 from deltackpt.errors import Damaged
+from deltackpt.inspect.logs import Wal
 from deltackpt.storage.store import FileStore, Spot
 
 #: Different deltas; the figures of many saves are the same.
@@ -120,6 +121,10 @@ class MadeUp:
     def newest(self):
         return self.steps[-1] if self.saves else None
 
+    @property
+    def wal(self):
+        return Wal(epochs=())
+
     def with_save(self, number: int, **changes):
         """The same directory, with one save otherwise."""
         saves = list(self.saves)
@@ -143,7 +148,7 @@ class MadeUp:
         }
         place = self.saves.index(save)
         chain = self.steps[place - save.chain_length : place + 1]
-        return SimpleNamespace(step=save.step, chain=chain, tables=tables)
+        return SimpleNamespace(step=save.step, chain=chain, tables=tables, dense={}, dense_saved=())
 
     def touched(self, step, *, tables=None):
         rng = np.random.default_rng([self._seed, step])

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import google_crc32c
 import msgpack
@@ -13,6 +14,7 @@ import numpy as np
 
 from deltackpt.format import frames, gaps, names, stretches
 from deltackpt.format.frames import (
+    BeginHead,
     DenseHead,
     DenseValue,
     ItemsHead,
@@ -23,12 +25,14 @@ from deltackpt.format.frames import (
 from deltackpt.format.manifest import DenseLeaf, Layout, SaveId, TableEntry
 from deltackpt.format.segments import ArrayEntry, FieldSpec, GroupEntry, Segment
 from deltackpt.format.stretches import Continues, StretchHead
-from deltackpt.log.frame import Frame
-from deltackpt.log.segments import SegmentWriter
+from deltackpt.layers.targets import empty_buffers
 from deltackpt.reading import logged_dense, replay
-from deltackpt.reading.stretches import LogPoint, Logs, Way
-from deltackpt.reading.targets import empty_buffers
+from deltackpt.reading.log_files import ProcessLog
+from deltackpt.reading.log_places import LogFolder, LogLayers
+from deltackpt.reading.stretches import History, Logs, RecoveryPoint, Way, newest_way
 from deltackpt.storage.store import spot
+from deltackpt.wal.frame import Frame
+from deltackpt.wal.segments import SegmentWriter
 
 ROWS, WIDTH = 16, 2
 TABLE = "tables/t"
@@ -115,6 +119,16 @@ def batch_of(number: int, parent: SaveId, run: str = "a0") -> list[Frame]:
     ]
 
 
+#: The writers of the running test: each has a file open.
+_WRITERS: list[SegmentWriter] = []
+
+
+def close_all() -> None:
+    """Closes the files of the logs that a test has made."""
+    while _WRITERS:
+        _WRITERS.pop().close()
+
+
 @dataclasses.dataclass
 class MadeUpLog:
     """The log of one process, and how it is read.
@@ -133,8 +147,9 @@ class MadeUpLog:
 
     def __post_init__(self) -> None:
         self.writer = SegmentWriter(
-            self.folder, stretch=self.stretch, process=self.process, fsync=False
+            self.at.parent, self.folder, stretch=self.stretch, process=self.process, fsync=False
         )
+        _WRITERS.append(self.writer)
 
     @property
     def folder(self) -> Path:
@@ -190,18 +205,29 @@ def contents_after(
 class Read:
     """What replaying the way to a point gave."""
 
-    point: LogPoint
+    point: RecoveryPoint
     table: np.ndarray
     rows: np.ndarray
     dense: Mapping[str, bytes]
     items: Mapping[str, object]
 
 
-def way_to(logs: Logs, point: LogPoint | None = None) -> Way | None:
-    """The way to a point, by default the newest one; None where there is none."""
-    history = logs.read()
-    points = [one for one in history.points() if point is None or one == point]
-    return history.way(points[0], BASE) if points else None
+def history_of(*at: Path) -> History:
+    """The WAL that a reader finds in a directory, or in several, nearest first."""
+    folders = [LogFolder(spot(one)) for one in at]
+    return Logs(folders[0] if len(folders) == 1 else LogLayers(folders)).read()
+
+
+def scan_of(log: MadeUpLog) -> ProcessLog:
+    """The records of a log as it stands; ``advance`` scans what is written later."""
+    found = ProcessLog(spot(log.folder), log.stretch, log.process)
+    found.advance()
+    return found
+
+
+def way_to(at: Path, skipped: Sequence[SaveId] = ()) -> Way | None:
+    """The way to the newest point above the base, without some records; None without one."""
+    return newest_way(history_of(at), {BASE.step: BASE}, skipped)
 
 
 def follow(way: Way) -> Read:
@@ -216,7 +242,7 @@ def follow(way: Way) -> Read:
 
 def read_newest(at: Path) -> Read | None:
     """The newest point of a root as it stands; None where there is none."""
-    way = way_to(Logs(spot(at)))
+    way = way_to(at)
     return None if way is None else follow(way)
 
 
@@ -227,6 +253,57 @@ def bounds_of(data: bytes) -> list[tuple[int, int]]:
         nbytes = frames.prefix_of(data[start : start + frames.PREFIX_BYTES], "a frame").nbytes
         found.append((start, start + nbytes))
         start += nbytes
+    return found
+
+
+class StoredFrame(NamedTuple):
+    """A frame as a segment holds it.
+
+    Attributes:
+      path: the segment.
+      number: index of the frame in the segment.
+      start: where the body begins in the segment.
+      place, head, body: of the frame.
+    """
+
+    path: Path
+    number: int
+    start: int
+    place: frames.Place
+    head: Any
+    body: bytes
+
+
+def frames_in(path: Path) -> Iterator[StoredFrame]:
+    """Parses the frames of a segment, up to the first that is incomplete."""
+    data, start, crc, number = path.read_bytes(), 0, 0, 0
+    while start + frames.PREFIX_BYTES <= len(data):
+        prefix = frames.prefix_of(data[start : start + frames.PREFIX_BYTES], path.name)
+        first, end = start + frames.PREFIX_BYTES, start + prefix.nbytes
+        if end > len(data):
+            return
+        body = first + prefix.head_bytes
+        head = frames.head_of(prefix, data[first:body], crc, path.name)
+        crc = frames.body_crc32c(data[end - frames.CRC_BYTES : end])
+        crc = head.crc32c if isinstance(head, BeginHead) else crc
+        held = data[body : end - frames.CRC_BYTES]
+        yield StoredFrame(path, number, body, prefix.place, head, held)
+        start, number = end, number + 1
+
+
+def records_in(folder: Path) -> list[list[StoredFrame]]:
+    """The frames of each valid WAL record of a process, oldest first; a record's mark is last."""
+    found: list[list[StoredFrame]] = []
+    for path in sorted(folder.glob("*.seg")):
+        record: list[StoredFrame] = []
+        for frame in frames_in(path):
+            if not isinstance(frame.head, BeginHead):
+                record.append(frame)
+            elif (after := frame.head.after) is not None:
+                found = [one for one in found if one[-1].place.seq <= after.seq]
+            if isinstance(frame.head, MarkHead):
+                found.append(record)
+                record = []
     return found
 
 

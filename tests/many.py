@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 import queue
-import random
 import signal
 import socket
 import subprocess
@@ -26,6 +25,7 @@ from typing import Any
 
 import many_worker
 import pytest
+from machine import free_port
 
 #: A process that says nothing for so long hangs.
 SILENCE_SECS = 120.0
@@ -231,7 +231,7 @@ class Job:
                 listener.listen(self.count + 1)
                 listener.settimeout(SILENCE_SECS)
                 self._start(listener)
-            address = f"127.0.0.1:{_free_port()}"
+            address = f"127.0.0.1:{free_port()}"
             if self._leader is not None:
                 self._leader.ask("lead", address=address)
                 assert "error" not in self._leader.answer()
@@ -360,11 +360,3 @@ def _first_line(link: socket.socket) -> bytes:
     while not found.endswith(b"\n"):
         found += link.recv(1)
     return found
-
-
-def _free_port() -> int:
-    """A port that is free, and that no process gets by chance before it is used."""
-    while True:
-        port = random.randrange(20000, 30000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port

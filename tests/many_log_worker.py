@@ -3,48 +3,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import os
 import time
+from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import many_worker
 from many_worker import Worker
 
-from deltackpt import LocalLog, LogOptions
-from deltackpt.log import segments
-from deltackpt.log.writer import LogWriter
-from deltackpt.reading.stretches import LogPoint, Logs
+from deltackpt import RecoveryPoint, WalOptions
+from deltackpt.testing import Disk
+from deltackpt.wal import LocalWal, segments
+from deltackpt.wal.writer import LogWriter
 
 #: A test would wait for ever where a process was looked for more often, and not at all.
 _SECS = 60.0
 
 
-def _plain(recovery: LogPoint | int | None) -> Any:
+def _plain(recovery: RecoveryPoint | int | None) -> Any:
     """A point as the step and whether it is full; a step as it is."""
-    return [recovery.step, recovery.full] if isinstance(recovery, LogPoint) else recovery
+    return [recovery.step, recovery.full] if isinstance(recovery, RecoveryPoint) else recovery
 
 
 class Logger(Worker):
     """What a process with a log can be asked for, too."""
 
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self._disks = contextlib.ExitStack()
+
     def open(self, root: str, log: dict[str, Any] | None = None, **options: Any) -> None:
-        """Makes the manager; ``log``: its ``LogOptions``, of which ``directory`` is ``LocalLog``'s.
+        """Makes the manager; ``log``: its ``WalOptions``, of which ``directory`` is ``LocalWal``'s.
 
         Its events are kept.
         """
         given = dict(log or {})
-        backend = LocalLog(
+        backend = LocalWal(
             **{key: given.pop(key) for key in ("directory", "segment_bytes") if key in given}
         )
-        super().open(root, log=LogOptions(backend=backend, **given), **options)
+        self._disks.close()
+        self._disk = self._disks.enter_context(Disk(Path(root).parent))
+        super().open(root, wal=WalOptions(backend=backend, **given), **options)
         self._events: list[Any] = []
         run = self._manager._run
-        run.sinks = (*run.sinks, self)
+        run.event_handlers = (*run.event_handlers, self)
 
     def receive(self, event: Any) -> None:
-        """See ``events.Sink``."""
+        """See ``events.EventHandler``."""
         self._events.append(event)
 
     def told(self, name: str = "FailureEvent") -> dict[str, Any]:
@@ -67,7 +73,7 @@ class Logger(Worker):
             changed = self._model.changed(self._step)
             more = 10**6 if beyond == self._task["process"] else 0
             arguments["ids"] = {name: rows[without:] + more for name, rows in changed.items()}
-        found = self._manager.log(
+        found = self._manager.append(
             self._step,
             self._state,
             touched=self._given(),
@@ -95,16 +101,16 @@ class Logger(Worker):
                 return found
         return {"saved": [], "skipped": []}
 
-    def wait_logged(self, timeout_secs: float | None = None) -> dict[str, Any]:
+    def wait_appended(self, timeout_secs: float | None = None) -> dict[str, Any]:
         """Waits until what was logged is durable."""
-        return {"recovery": _plain(self._manager.wait_logged(timeout_secs))}
+        return {"recovery": _plain(self._manager.wait_appended(timeout_secs))}
 
     def wait_recovery(self, step: int) -> dict[str, Any]:
         """Waits until a point, or a step, is what a restore would find."""
         deadline = time.monotonic() + _SECS
         while True:
-            found = self._manager.wait_logged()
-            at = found.step if isinstance(found, LogPoint) else found
+            found = self._manager.wait_appended()
+            at = found.step if isinstance(found, RecoveryPoint) else found
             if at == step:
                 return {"recovery": _plain(found)}
             assert time.monotonic() < deadline, f"expected {step}, found {found}"
@@ -115,26 +121,21 @@ class Logger(Worker):
 
     def points(self) -> dict[str, Any]:
         """Steps of the full points."""
-        return {"points": [point.step for point in self._manager.points()]}
+        return {"points": [point.step for point in self._manager.recovery_points()]}
 
     def refuse_writes(self, times: int, number: int = 28) -> None:
         """Has the next writes of the log fail by an error of the operating system."""
-        left = [times]
-        real = os.writev
+        self._disk.fail("write", "[.]seg$", errno=number, times=times)
 
-        def writev(descriptor: int, buffers: Any) -> int:
-            if left[0]:
-                left[0] -= 1
-                raise OSError(number, os.strerror(number))
-            return real(descriptor, buffers)
-
-        mock.patch.object(segments.os, "writev", writev).start()
+    def refuse_reads(self, number: int) -> None:
+        """Has the next read of a head of the log fail by an error of the operating system."""
+        self._disk.fail("read", r"/\d+[.]msgpack$", errno=number)
 
     def run_until_told(self, at_most: int) -> dict[str, Any]:
         """Trains and logs until something is told to have failed."""
         while self._step < at_most:
             self.run_on(self._step + 1)
-            self._manager.wait_logged()
+            self._manager.wait_appended()
             failed = self.told()["events"]
             if failed:
                 return {
@@ -161,7 +162,6 @@ class Logger(Worker):
 
 
 many_worker.POINTS["before the log is forced"] = many_worker._before(segments.SegmentWriter, "sync")
-many_worker.POINTS["looking for the log"] = many_worker._before(Logs, "head")
 many_worker.Worker = Logger  # What the forked processes are.
 
 if __name__ == "__main__":

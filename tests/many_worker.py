@@ -39,10 +39,11 @@ from jax._src import distributed
 from orbax.checkpoint import v1
 
 import deltackpt
-from deltackpt import touched
-from deltackpt.handlers import saving
+from deltackpt import manager, touched
+from deltackpt.handlers import dense, saving
 from deltackpt.ledger.directory import Root
 from deltackpt.options import Extents, Tiers, Timeouts
+from deltackpt.resources import priority
 from deltackpt.restore import placing
 from deltackpt.restore import steps as restoring
 from deltackpt.save import exits, flight, rendezvous, snapshot
@@ -92,10 +93,10 @@ LAYOUTS: dict[str, dict[str, list[Any]]] = {
     },
 }
 POLICIES = {
-    "consecutive": deltackpt.policy.Consecutive,
-    "one_shot": deltackpt.policy.OneShot,
-    "intermittent": deltackpt.policy.Intermittent,
-    "rolling": deltackpt.policy.Rolling,
+    "consecutive": deltackpt.policies.Consecutive,
+    "one_shot": deltackpt.policies.OneShot,
+    "intermittent": deltackpt.policies.Intermittent,
+    "rolling": deltackpt.policies.Rolling,
 }
 #: After so long jax itself would abort the processes that miss another.
 _NEVER_SECS = 600
@@ -347,7 +348,8 @@ class Worker:
         bounds: dict[str, Any] | None = None,
         notes: bool = False,
         tiers: dict[str, Any] | None = None,
-        dense: str = "orbax",
+        dense: str = "whole",
+        event_handlers: tuple[Any, ...] = (),
         **options: Any,
     ) -> None:
         """Makes the manager.
@@ -360,6 +362,7 @@ class Worker:
           notes: whether steps have a further item, of Orbax's.
           tiers: options of ``Tiers``, where the root is a bucket.
           dense: how deltas hold the dense leaves.
+          event_handlers: of the manager.
           **options: other options of the manager.
         """
         self._notes = notes
@@ -374,6 +377,7 @@ class Worker:
                 dense=deltackpt.Dense(deltas=dense),
                 **options,
             ),
+            event_handlers=event_handlers,
         )
 
     def limit(self, processes_secs: float) -> None:
@@ -413,6 +417,30 @@ class Worker:
         """Makes the marks anew in mid-run."""
         self._marks = self._fresh()
 
+    def copy(self, process: int) -> None:
+        """Replaces the arrays of one process by new ones over the same shards."""
+        if jax.process_index() == process:
+            self._state = jax.tree.map(
+                lambda leaf: jax.make_array_from_single_device_arrays(
+                    leaf.shape, leaf.sharding, [shard.data for shard in leaf.addressable_shards]
+                ),
+                self._state,
+            )
+
+    def alter(self, process: int) -> None:
+        """Changes an element of the dense leaves that one process holds."""
+
+        def altered(leaf: jax.Array) -> jax.Array:
+            shards = [np.array(shard.data) for shard in leaf.addressable_shards]
+            if jax.process_index() == process:
+                for shard in shards:
+                    shard.flat[0] += 1
+            devices = (shard.device for shard in leaf.addressable_shards)
+            arrays = [jax.device_put(*pair) for pair in zip(shards, devices, strict=True)]
+            return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
+
+        self._state["dense"] = jax.tree.map(altered, self._state["dense"])
+
     def look(self, step: int) -> dict[str, Any]:
         """Restores a step, and goes on with the state in memory."""
         template = self._place.template(self._model.at(step))
@@ -420,7 +448,7 @@ class Worker:
         return {"wrong": difference(found.state, self._model.at(step))}
 
     def _given(self) -> touched.TouchState | None:
-        return self._marks if self._manager.options.deltas.tracking == "marks" else None
+        return self._marks if self._manager.options.deltas.tracking != "fingerprints" else None
 
     def next_save(self) -> dict[str, Any]:
         """What the next save would be."""
@@ -454,7 +482,7 @@ class Worker:
                         f"{table.table}:{table.field}": table.rows for table in report.tables
                     },
                 }
-                for report in self._manager.wait()
+                for report in self._manager.wait_until_finished()
             ]
         }
 
@@ -506,11 +534,11 @@ class Worker:
 
     def stock_save(self, root: str, api: str) -> None:
         """Saves the tables with our handler under a stock manager of Orbax."""
-        split = deltackpt.split(self._state, tables())
-        embeddings = deltackpt.Embeddings(split=split, touched=self._marks)
+        split = deltackpt.handlers.split(self._state, tables())
+        embeddings = deltackpt.handlers.Embeddings(split=split, touched=self._marks)
         if api == "v0":
             with ocp.CheckpointManager(root) as saver:
-                args = ocp.args.Composite(embeddings=deltackpt.DeltaSave(embeddings))
+                args = ocp.args.Composite(embeddings=deltackpt.handlers.DeltaSave(embeddings))
                 saver.save(self._step, args=args)
         else:
             with _registered(), v1.training.Checkpointer(root) as saver:
@@ -518,16 +546,16 @@ class Worker:
 
     def stock_load(self, root: str, api: str, place: dict[str, Any], step: int) -> dict[str, Any]:
         """Restores the tables with our handler under a stock manager of Orbax."""
-        split = deltackpt.split(_place(place).template(self._model.at(step)), tables())
+        split = deltackpt.handlers.split(_place(place).template(self._model.at(step)), tables())
         wanted = placing.AbstractEmbeddings(tables=split.fields)
         if api == "v0":
             with ocp.CheckpointManager(root) as saver:
-                args = ocp.args.Composite(embeddings=deltackpt.DeltaRestore(wanted))
+                args = ocp.args.Composite(embeddings=deltackpt.handlers.DeltaRestore(wanted))
                 found = saver.restore(step, args=args)["embeddings"]
         else:
             with _registered(), v1.training.Checkpointer(root) as saver:
                 found = saver.load_checkpointables(step, {"embeddings": wanted})["embeddings"]
-        expected = deltackpt.split(self._model.at(step), tables()).fields
+        expected = deltackpt.handlers.split(self._model.at(step), tables()).fields
         wrong = difference({name: dict(fields) for name, fields in found.fields.items()}, expected)
         return {"wrong": wrong, "kinds": [save.kind for save in found.chain]}
 
@@ -578,7 +606,7 @@ class Worker:
 
     def read_alone(self, root: str, step: int) -> None:
         """Reads a step by a manager of this process alone."""
-        options = deltackpt.ManagerOptions(access="read alone")
+        options = deltackpt.ManagerOptions(access="read", multiprocess=False)
         with deltackpt.CheckpointManager(
             root, handlers={"embeddings": tables()}, options=options
         ) as reader:
@@ -591,7 +619,7 @@ class Worker:
         Args:
           first: the step of a base; what the deltas after it must hold of the same comes on top.
         """
-        fields = deltackpt.split(self._state, tables()).fields
+        fields = deltackpt.handlers.split(self._state, tables()).fields
         changed = [self._model.changed(step) for step in range(first + 1, self._step + 1)]
         total = 0
         for name, arrays_ in fields.items():
@@ -638,7 +666,9 @@ class Worker:
         wrong = difference(result.state, expected)
         if place is not None:
             self._place, self._step = _place(place), result.step
-            self._state, self._marks = result.state, result.touched
+            self._state = result.state
+            # A run that continues with fingerprints needs no TouchState.
+            self._marks = self._fresh() if result.touched is None else result.touched
         return {
             "step": result.step,
             "chain": result.chain,
@@ -692,7 +722,7 @@ def _told(error: BaseException) -> dict[str, Any]:
 def _registered() -> Iterator[None]:
     context = v1.Context()
     context.checkpointables.registry = v1.handlers.local_registry()
-    context.checkpointables.registry.add(deltackpt.DeltaCheckpointableHandler)
+    context.checkpointables.registry.add(deltackpt.handlers.DeltaCheckpointableHandler)
     with context:
         yield
 
@@ -778,11 +808,14 @@ POINTS: dict[str, Callable[[Callable[[], None]], None]] = {
     "commit: before the rename": _around_rename(True),
     "commit: between the rename and the fsync": _before(files, "fsync_path"),
     "commit: after the rename": _around_rename(False),
+    "checking the options": _before(priority, "check"),
+    "the end of a start": _before(manager, "Catalog"),
     "before the save": _before(saving.Saver, "_start"),
     "snapshot": _before(snapshot, "take"),
     "listing steps": _before(Root, "steps"),
     "reading arrays": _before(arrays, "read_array"),
     "reading dense leaves": _before(restoring.StepReader, "_dense"),
+    "reading through Orbax": _before(dense, "from_folder"),
     "reading notes": _before(ocp.JsonCheckpointHandler, "restore"),
 }
 

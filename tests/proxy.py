@@ -312,7 +312,9 @@ class _Upstream:
 
     def gone(self) -> bool:
         """Whether the server closed it; nothing else can be there to be read."""
-        return bool(select.select([self._connection], [], [], 0)[0])
+        polled = select.poll()
+        polled.register(self._connection, select.POLLIN)
+        return bool(polled.poll(0))
 
     def ask(self, message: _Message) -> _Message:
         """Sends a request; returns its answer."""

@@ -90,7 +90,7 @@ def train(config: dict[str, Any]) -> None:
         directory,
         handlers={"embeddings": deltackpt.Tables(select="tables/*")},
         options=deltackpt.ManagerOptions(timeouts=deltackpt.Timeouts(processes_secs=30)),
-        sinks=(session,),
+        event_handlers=(session,),
     ) as manager:
         found = manager.restore_latest(template)
         if found is None:
@@ -110,11 +110,11 @@ def train(config: dict[str, Any]) -> None:
                 while not session.preempted():
                     time.sleep(0.1)
                 manager.save(step, state)
-                manager.wait()
+                manager.wait_until_finished()
                 session.report({"loss": state["bias"][0], "at": step})
                 assert not session.preempted()
                 note("saved", step, state)
                 threading.Event().wait()
-        manager.wait()
+        manager.wait_until_finished()
         session.report({"loss": state["bias"][0], "at": config["steps"]})
         note("end", config["steps"], state)

@@ -21,7 +21,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from machine import required
+from machine import free_port, required
 
 HERE = Path(__file__).resolve().parent.parent
 #: Where `make servers` puts them.
@@ -208,13 +208,6 @@ def program(name: str) -> str:
     required(found is not None, f"{name} is not built: make servers")
     assert found is not None
     return found
-
-
-def free_port() -> int:
-    """A port of loopback that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def _scheme(certificate: Certificate | None) -> str:

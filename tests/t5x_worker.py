@@ -134,7 +134,7 @@ class Worker(many_worker.Worker):
 
     def settle(self) -> None:
         """Waits until the save in flight is committed."""
-        self._manager._writer.wait()
+        self._manager._writer.wait_until_finished()
 
     def restore(
         self, path: str | None = None, step: int | None = None, renames: bool = False

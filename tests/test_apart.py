@@ -57,6 +57,8 @@ class Nodes(Job):
     def __init__(self, tmp_path: Path, count: int):
         super().__init__(tmp_path / "node0", count)
         self.board, self.folder = MemoryBoard(), tmp_path
+        for process in range(count):
+            (tmp_path / f"node{process}").mkdir(exist_ok=True)
 
     def at(self, process: int) -> Apart:
         return Apart(
@@ -94,7 +96,7 @@ def test_process_0_has_what_describes_all_parts(job):
 
 def test_process_0_names_the_processes_whose_parts_are_missing(job):
     job.write(2)
-    with pytest.raises(ProcessMissing, match=r"step 3: expected process 1, 3 to write its part"):
+    with pytest.raises(ProcessMissing, match=r"step 3: expected process 1, 3 to write its shard"):
         job.collect()
 
 
@@ -155,6 +157,8 @@ def test_a_failure_that_cannot_be_told_is_no_error_of_its_own(job):
 def test_what_was_said_of_saves_that_are_over_is_removed(tmp_path):
     board = MemoryBoard()
     meetings = [Meetings(board, process, 2, 1.0) for process in range(2)]
+    for process in range(2):
+        (tmp_path / f"{process}").mkdir()
     for step in range(6):
         made = [
             each.of(tmp_path / f"{process}" / f"{step}.tmp-run-{step}", fsync=False)

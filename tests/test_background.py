@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import google_crc32c
 import hypothesis
@@ -20,6 +21,8 @@ from hypothesis import strategies
 
 import deltackpt
 from deltackpt.errors import OptionError
+from deltackpt.format.manifest import SaveId
+from deltackpt.ledger.entries import Unit
 from deltackpt.ledger.journal import Journal
 from deltackpt.options import Background, ManagerOptions
 from deltackpt.resources.pace import Pace
@@ -27,11 +30,12 @@ from deltackpt.resources.workers import Workers
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.crc import joined
 from deltackpt.storage.store import spot
-from deltackpt.tiers import running, stagger
+from deltackpt.tiers import part_promotion, running, stagger
 from deltackpt.tiers.arrivals import Arrivals
+from deltackpt.tiers.meeting import Meeting, Told, token_of
 from deltackpt.tiers.part_promotion import Look, PartPromotion
 from deltackpt.tiers.promoter import HURRY, WAKE, PipeTrainer
-from deltackpt.tiers.stage import Orders, Progress, Stage
+from deltackpt.tiers.stage import Orders, Progress, Stage, key_of
 
 
 class Clock:
@@ -53,11 +57,11 @@ def one_cpu() -> int:
     return cpus[-1]
 
 
-def threads_of(name: str) -> Iterator[int]:
+def threads_of(name: str, others: Sequence[threading.Thread]) -> Iterator[int]:
     return (
         thread.native_id
         for thread in threading.enumerate()
-        if thread.name.startswith(name) and thread.native_id is not None
+        if thread.name.startswith(name) and thread.native_id is not None and thread not in others
     )
 
 
@@ -127,15 +131,16 @@ def test_a_joined_checksum_is_that_of_both(first, second):
 def test_the_threads_of_saves_run_on_the_cpus_that_are_given(tmp_path, one_cpu):
     state = {"tables": {"a": jnp.ones((512, 16))}}
     options = ManagerOptions(background=Background(cpus=[one_cpu], threads=1))
+    others = threading.enumerate()
     with deltackpt.CheckpointManager(
         tmp_path / "run",
         handlers={"embeddings": deltackpt.Tables(select="tables/*")},
         options=options,
     ) as manager:
         manager.save(0, state, touched=deltackpt.touched.init(state["tables"]))
-        manager.wait()
+        manager.wait_until_finished()
         found = {
-            name: [cpus_of(Path(f"/proc/self/task/{one}")) for one in threads_of(name)]
+            name: [cpus_of(Path(f"/proc/self/task/{one}")) for one in threads_of(name, others)]
             for name in ("deltackpt-save", "deltackpt-write", "deltackpt-force")
         }
     assert all(cpus and set(cpus) == {str(one_cpu)} for cpus in found.values()), found
@@ -223,6 +228,20 @@ def test_background_is_a_group_of_its_own():
         ManagerOptions(background=2)  # pyright: ignore[reportArgumentType]
 
 
+def orders_of(process: int) -> Orders:
+    """Orders of a process of two."""
+    return Orders(
+        number=1,
+        lease=1,
+        stage="a",
+        url="s3://a/b",
+        endpoint=None,
+        item="e",
+        process=process,
+        processes=2,
+    )
+
+
 def test_only_the_newest_save_waits_for_its_turn_and_none_that_somebody_waits_for(tmp_path):
     stage = Stage(tmp_path / "stage")
     now = time.time()
@@ -231,14 +250,11 @@ def test_only_the_newest_save_waits_for_its_turn_and_none_that_somebody_waits_fo
         folder.mkdir(parents=True)
         made = now - 1000.0 * (2 - step)
         os.utime(folder, (made, made))
-    orders = Orders(
-        number=1, stage="a", url="s3://a/b", endpoint=None, item="e", process=1, processes=2
-    )
     work = PartPromotion(stage, Arrivals(stage, Progress(holder="")))
 
     def secs(step: int, process: int = 1, is_hurried: bool = False) -> float | None:
         look = Look(
-            orders=dataclasses.replace(orders, process=process),
+            orders=orders_of(process),
             journal=Journal(spot(tmp_path / "root")),
             found=[(1, None), (2, None)],
             pace=Pace(),
@@ -251,3 +267,44 @@ def test_only_the_newest_save_waits_for_its_turn_and_none_that_somebody_waits_fo
     assert secs(1) is None
     assert 0.0 < (secs(2) or 0.0) <= stagger.MOST_SECS
     assert secs(2, process=0) is None
+
+
+def test_a_part_that_arrives_during_a_look_is_not_taken_for_one_that_never_comes(
+    tmp_path, monkeypatch
+):
+    root = spot(tmp_path / "root")
+    journal: Any = types.SimpleNamespace(
+        root=root, prefix=lambda unit, token: f"saves/{1:020}/{unit.step}-{token}"
+    )
+    infos: dict[int, Any] = {
+        step: types.SimpleNamespace(save_id=SaveId("run", step, step), parent=None)
+        for step in (1, 2)
+    }
+    look = Look(
+        orders=orders_of(0),
+        journal=journal,
+        found=[*infos.items()],
+        pace=Pace(),
+        is_hurried=True,
+        on_bytes=lambda count: None,
+    )
+    stage = Stage(tmp_path / "stage")
+    work = PartPromotion(stage, Arrivals(stage, Progress(holder="")))
+    monkeypatch.setattr(part_promotion, "_send", lambda *_: Told(process=0))
+    assert work.promote(1, infos[1], look) and work.promote(2, infos[2], look)
+
+    def meeting(step: int) -> Meeting:
+        return Meeting(root, journal.prefix(Unit(step), token_of(infos[step].save_id)))
+
+    real = Meeting.told
+
+    def told(self: Meeting) -> dict[int, Told]:
+        if self is work._meetings[key_of(2, infos[2].save_id)]:
+            for step in (1, 2):  # Process 1 has caught up after the reports on step 1 were read.
+                meeting(step).tell(Told(process=1))
+        return real(self)
+
+    monkeypatch.setattr(Meeting, "told", told)
+    assert not work.promote(1, infos[1], look)
+    found = meeting(1).told()
+    assert sorted(found) == [0, 1] and not any(one.problem for one in found.values())

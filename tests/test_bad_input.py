@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import model
 import msgpack
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from click.testing import CliRunner
@@ -88,7 +89,7 @@ def with_table(state: dict, name: str, table) -> dict:
                 **with_table(state, "users", jnp.zeros((699, 8))),
                 "slots": {**state["slots"], "users": jnp.zeros(699)},
             },
-            r"step 2, table tables/users.*expected by the template .*699.*found in the step .*700",
+            r"step 2, table tables/users.*expected .*699.* as in the template.*.*700.* in the step",
         ),
         (
             lambda state: with_table(state, "users", jnp.zeros((700, 9))),
@@ -108,7 +109,7 @@ def with_table(state: dict, name: str, table) -> dict:
         ),
         (
             lambda state: {**state, "slots": {**state["slots"], "users": jnp.zeros((700, 2))}},
-            r"tables/users, slot\S* *: expected.*\[700, 2\].*\[700\]",
+            r"slots/users, a slot of table tables/users: expected.*\[700, 2\].*\[700\]",
         ),
     ],
     ids=["rows", "width", "dtype", "missing table", "slot"],
@@ -126,12 +127,62 @@ def test_a_template_that_does_not_fit_is_named_with_both_sides(written, spoil, m
         assert reader.restore_latest().step == 2
 
 
+def optax_state(tables=("items", "users"), optimizer=None) -> dict:
+    optimizer = optimizer or optax.adagrad(0.1)
+    params = {"tables": {name: jnp.ones((50, 4)) for name in tables}, "w": jnp.ones(3)}
+    return {"params": params, "opt_state": optimizer.init(params)}
+
+
+@pytest.mark.parametrize(
+    ("template", "first", "only_template", "only_step"),
+    [
+        (optax_state(["ads", "items", "users"]), "table params/tables/ads", ["tables/ads"], []),
+        (optax_state(["users"]), "table params/tables/items", [], ["tables/items"]),
+        (
+            optax_state(["items", "people"]),
+            "table params/tables/people",
+            ["tables/people"],
+            ["tables/users"],
+        ),
+        (
+            optax_state(optimizer=optax.sgd(0.1, momentum=0.9)),
+            "opt_state/0/sum_of_squares/tables/items, a slot of table params/tables/items",
+            ["opt_state/0/trace/tables/items", "opt_state/0/trace/w: a dense leaf"],
+            ["opt_state/0/sum_of_squares/w: a dense leaf"],
+        ),
+        ({**optax_state(), "extra": jnp.ones(2)}, "dense leaf extra", [], []),
+    ],
+    ids=["new table", "table that is gone", "rename", "new optimizer", "new dense leaf"],
+)
+def test_a_template_of_other_leaves_names_what_each_side_has_and_the_remedy(
+    tmp_path, template, first, only_template, only_step
+):
+    handlers = {"embeddings": deltackpt.Tables(select="params/tables/*")}
+    state = optax_state()
+    with manager(tmp_path, handlers) as saver:
+        saver.save(7, state)
+    with manager(tmp_path, handlers, access="read") as reader:
+        with pytest.raises(TemplateMismatch) as raised:
+            reader.restore_latest(template)
+        headline, *rest = str(raised.value).splitlines()
+        assert headline.startswith(f"step 7, {first}: expected ")
+        assert " as in the template, found " in headline
+        assert "read_state(7, template)" in headline
+        found = "\n".join(rest)
+        of_template, _, of_step = found.partition("only the step has")
+        assert all(name in of_template for name in only_template), found
+        assert all(name in of_step for name in only_step), found
+        # The remedy does what the message says.
+        read = reader.read_state(7, template)
+        assert bool(read.missing) == ("only the template has" in found or "extra" in first)
+
+
 @pytest.mark.parametrize(
     ("leaf", "match"),
     [
-        (jnp.zeros((9, 9)), r"kernel.*float32\[9, 9\], found in the step float32\[4, 3\]"),
-        (jnp.zeros((4, 3), jnp.int32), r"kernel.*int32\[4, 3\], found in the step float32"),
-        (np.zeros((4, 3), np.float64), r"kernel.*float64\[4, 3\], found in the step float32"),
+        (jnp.zeros((9, 9)), r"kernel.*float32\[9, 9\] as in the template, found float32\[4, 3\]"),
+        (jnp.zeros((4, 3), jnp.int32), r"kernel.*int32\[4, 3\] as in the template, found float"),
+        (np.zeros((4, 3), np.float64), r"kernel.*float64\[4, 3\] as in the template, found float"),
     ],
     ids=["shape", "dtype", "numpy dtype"],
 )
@@ -200,7 +251,7 @@ def test_an_integer_of_any_kind_is_a_step(tmp_path, kind):
     state = model.initial()
     with manager(tmp_path) as saver:
         saved = saver.save(kind(7), state)
-        [report] = saver.wait()
+        [report] = saver.wait_until_finished()
         restored = saver.restore(kind(7), state)
         assert saver.save_if_due(kind(8), state) is None
     for step in (saved.step, report.intent.save_id.step, restored.step, *restored.chain):
@@ -257,7 +308,7 @@ def test_a_touch_state_of_other_tables_is_refused_and_nothing_is_lost(copied, ma
             saver.save(3, state, touched=wrong)
         moved, good = model.train(found.state, found.touched, 5)
         assert saver.save(3, moved, touched=good).kind == "delta"
-        saver.wait()
+        saver.wait_until_finished()
         model.assert_same(saver.restore_latest(moved).state, moved)
 
 
@@ -267,7 +318,7 @@ def test_a_touch_state_of_other_tables_is_refused_and_nothing_is_lost(copied, ma
         {"durability": "disk"},
         {"when_busy": "drop"},
         {"base_snapshot": "copy"},
-        {"retention": 0},
+        {"max_to_keep": 0},
         {"staging_bytes": 0},
     ],
     ids=lambda options: next(iter(options)),
@@ -301,7 +352,7 @@ def test_a_forked_child_must_make_a_manager_of_its_own(tmp_path):
     pid = saver._pid
     try:
         saver._pid = pid + 1  # As a child sees it; forking with threads is no test.
-        with pytest.raises(ClosedError, match="make a manager in the child"):
+        with pytest.raises(ClosedError, match="create a manager in the child"):
             saver.save(1, model.initial())
     finally:
         saver._pid = pid
@@ -423,7 +474,7 @@ def fill_the_disk(place: Path) -> None:
     ballast = place / "ballast"
     with manager(place / "root") as saver:
         saver.save(1, state, touched=marks)
-        saver.wait()
+        saver.wait_until_finished()
         first = state
         state, marks = model.train(state, marks, 1)
         ballast.write_bytes(filler.tobytes())
@@ -433,13 +484,13 @@ def fill_the_disk(place: Path) -> None:
                     file.write(bytes(4096))
         with pytest.raises((OutOfSpace, SaveFailed), match=r"full|room") as caught:
             saver.save(2, state, touched=marks)
-            saver.wait()
+            saver.wait_until_finished()
         assert "no touched row is lost" in str(caught.value)
         assert saver.all_steps() == [1]
         ballast.unlink()
         state, marks = model.train(state, marks, 2)
         assert saver.save(3, state, touched=marks).kind == "delta"
-        saver.wait()
+        saver.wait_until_finished()
         model.assert_same(saver.restore_latest(state).state, state)
         model.assert_same(saver.restore(1, state).state, first)
 
@@ -455,21 +506,21 @@ def turn_read_only(place: Path) -> None:
     marks = model.new_touched(state)
     with manager(place / "root") as saver:
         saver.save(1, state, touched=marks)
-        saver.wait()
+        saver.wait_until_finished()
         first = state
         state, marks = model.train(state, marks, 1)
         subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
         try:
             with pytest.raises((StorageError, SaveFailed), match="Read-only"):
                 saver.save(2, state, touched=marks)
-                saver.wait()
+                saver.wait_until_finished()
             with manager(place / "root", access="read") as reader:
                 model.assert_same(reader.restore_latest(first).state, first)
         finally:
             subprocess.run(["mount", "-o", "remount,rw", str(place)], check=True)
         state, marks = model.train(state, marks, 2)
         with contextlib.suppress(SaveFailed):
-            saver.wait()
+            saver.wait_until_finished()
         assert saver.save(3, state, touched=marks).kind == "delta"
-        saver.wait()
+        saver.wait_until_finished()
         model.assert_same(saver.restore_latest(state).state, state)

@@ -63,10 +63,12 @@ def test_markdown_has_a_line_for_each_row_and_no_markup():
 
 
 @pytest.mark.long
+@pytest.mark.drawn("benchmarks", 2)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
+        ("plain.py", ["--scale", "0.01", "--repeats", "1", "--steps", "40"]),
         ("save_restore.py", ["--scale", "0.01", "--repeats", "1"]),
         (
             "accuracy.py",

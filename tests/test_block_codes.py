@@ -18,7 +18,7 @@ from deltackpt.format.dense_blocks import BLOCK
 from deltackpt.save import block_codes
 from deltackpt.save.block_codes import CodedLeaf
 
-LOSSY = [name for name in of_blocks.names() if name != of_blocks.EXACT]
+LOSSY = [name for name in of_blocks.names() if name != of_blocks.LOSSLESS]
 DIFFERENCES = ["ef4", "ef8"]
 SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 1e-39, 2.0**-126, -(2.0**-60), 1.0, 65504.0, -70000.0]
 SPECIAL += [3.4e38, -3.4e38, np.inf, -np.inf, np.nan]
@@ -103,7 +103,7 @@ def test_what_is_stored_decodes_to_the_bits_that_the_leaf_is_said_to_have(
     reference = before if known else None
     leaf = encode(now, reference, name, pool, skip_unchanged=skip)
     assert np.array_equal(bits(decoded(leaf, reference, now)), bits(leaf.decoded))
-    if leaf.codec == of_blocks.EXACT:
+    if leaf.codec == of_blocks.LOSSLESS:
         assert np.array_equal(bits(leaf.decoded), bits(now))
     # What is not finite is kept as it is, and nothing else becomes so.
     strange = ~np.isfinite(now.astype(np.float32))
@@ -121,7 +121,7 @@ def test_exact_keeps_every_bit_of_every_dtype(dtype, pool):
     now[3] ^= 1
     before, now = before.view(kind), now.view(kind)
     for reference in (None, before):
-        leaf = encode(now, reference, "exact", pool)
+        leaf = encode(now, reference, "lossless", pool)
         assert decoded(leaf, reference, now).tobytes() == now.tobytes()
         assert leaf.decoded is now
 
@@ -195,11 +195,11 @@ def test_the_stated_error_is_that_of_the_decoded_numbers(name, dtype, pool):
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
-        ("ef4", ["ef4", "ef8", "exact"]),
-        ("log4", ["log4", "log8", "exact"]),
-        ("int8", ["int8", "exact"]),
-        ("ef8", ["ef8", "exact"]),
-        ("log8", ["log8", "exact"]),
+        ("ef4", ["ef4", "ef8", "lossless"]),
+        ("log4", ["log4", "log8", "lossless"]),
+        ("int8", ["int8", "lossless"]),
+        ("ef8", ["ef8", "lossless"]),
+        ("log8", ["log8", "lossless"]),
     ],
 )
 def test_a_leaf_beyond_its_budget_takes_the_next_wider_code(name, steps, pool):
@@ -223,7 +223,7 @@ def test_a_leaf_beyond_its_budget_takes_the_next_wider_code(name, steps, pool):
 def test_without_a_reference_a_leaf_is_exact_and_says_why(name, pool):
     now = np.ones((3, BLOCK), np.float32)
     leaf = encode(now, None, name, pool)
-    assert (leaf.codec, leaf.error) == ("exact", 0) and "no reference" in leaf.reason
+    assert (leaf.codec, leaf.error) == ("lossless", 0) and "no reference" in leaf.reason
 
 
 @pytest.mark.parametrize("name", ["int8", "ef4"])

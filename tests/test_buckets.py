@@ -16,11 +16,12 @@ from unittest import mock
 import pytest
 import servers
 from servers import environment_of
-from store_suite import MemoryStore, StoreSuite
 
 from deltackpt.errors import MissingExtra, OptionError, StorageError, UnsupportedRoot
 from deltackpt.storage import buckets
 from deltackpt.storage.store import Exists, Missing, Refused, Spot, Unanswered
+from deltackpt.testing import MemoryStore
+from deltackpt.testing.store_suite import StoreSuite
 
 _numbers = itertools.count()
 
@@ -111,7 +112,7 @@ def test_a_bucket_that_is_not_there_is_named(server):
 def test_a_server_that_says_nothing_is_given_up(server):
     secs = 3.0 if server.scheme == "az" else 0.5  # Azurite takes as long where all is busy.
     at = opened(server, deadline_secs=secs)
-    at.store.put("x", b"abc")
+    opened(server).store.put("x", b"abc")  # The server has answered before.
     os.kill(server.process.pid, signal.SIGSTOP)
     os.waitpid(server.process.pid, os.WUNTRACED)  # Each of its threads has stopped.
     try:
@@ -208,9 +209,9 @@ def test_a_url_is_a_bucket_and_a_folder(url, driver, bucket, path):
     ("url", "expected", "message"),
     [
         ("ftp://b/x", UnsupportedRoot, "found the scheme 'ftp'"),
-        ("s3://", OptionError, "the name of a bucket after s3://, found none"),
+        ("s3://", OptionError, "expected a bucket name after s3://, found none"),
         ("s3://key:hush@b/x", OptionError, "found credentials or a port"),
-        ("{", OptionError, "kvstore spec of TensorStore as JSON"),
+        ("{", OptionError, "expected a TensorStore kvstore spec as JSON"),
         ('{"a": 1}', OptionError, "a driver"),
     ],
 )
@@ -240,7 +241,10 @@ def test_a_store_that_takes_every_write_is_refused():
         def put(self, key, data, *, absent=False):
             raise Exists(key)
 
-    for store, found in ((Careless(), "both accepted"), (Stubborn(), "one of a fresh key refused")):
+    for store, found in (
+        (Careless(), "both accepted"),
+        (Stubborn(), "write of a new key rejected"),
+    ):
         with pytest.raises(UnsupportedRoot, match=found):
             buckets.probe(Spot(store, ""))
         assert store.keys("") == []

@@ -37,7 +37,7 @@ def save_all(manager: deltackpt.CheckpointManager, steps: range = range(4), **mo
         metrics = {"loss": LOSSES[step]} if step in LOSSES else None
         state, touched = model.train(state, touched, step)
         manager.save(step, state, touched=touched, metrics=metrics, **more)
-    manager.wait()
+    manager.wait_until_finished()
     return state
 
 
@@ -65,17 +65,42 @@ def test_the_best_step_is_known_after_a_restart(tmp_path):
 def test_the_policy_of_retention_ranks_and_sees_what_was_saved_before_a_restart(tmp_path, wrapped):
     policy = policies.BestN(get_metric_fn=lambda found: found["loss"], reverse=True, n=1)
     kept = policies.AnyPreservationPolicy([policy, policies.LatestN(1)]) if wrapped else policy
-    bases = deltackpt.Consecutive(max_chain=1)
+    bases = deltackpt.policies.Consecutive(max_chain=1)
     with manager_of(tmp_path, policy=bases) as manager:
         state = save_all(manager, range(3))
-    with manager_of(tmp_path, policy=bases, retention=kept) as manager:
+    with manager_of(tmp_path, policy=bases, preservation_policy=kept) as manager:
         restored = manager.restore_latest(state)
         manager.save(3, state, touched=restored.touched, metrics={"loss": 9.0})
         manager.save(4, state, touched=restored.touched, metrics={"loss": 8.0})
-        manager.wait()
+        manager.wait_until_finished()
         assert manager.best_step() == 1
         # The best, its base, and the newest, which the next save builds on.
         assert set(manager.all_steps()) >= {0, 1, 4} and 2 not in manager.all_steps()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(
+    ("reverse", "losses", "kept"),
+    [
+        (True, (3.0, 1.0, math.nan, math.nan, 9.0), {1, 4}),
+        (False, (math.nan, 3.0, -math.inf, math.nan, 1.0), {1, 4}),
+        (False, (math.nan, -math.inf, math.nan, math.nan), {1, 3}),
+        (True, (math.nan,) * 4, {3}),
+    ],
+)
+def test_a_nan_ranks_below_every_metric_and_never_takes_the_place_of_the_best(
+    tmp_path, reverse, losses, kept, wrapped
+):
+    policy = policies.BestN(get_metric_fn=lambda found: found["loss"], reverse=reverse, n=1)
+    if wrapped:
+        policy = policies.AnyPreservationPolicy([policy, policies.CustomSteps([])])
+    with manager_of(tmp_path, preservation_policy=policy) as manager:
+        state = model.initial()
+        for step, loss in enumerate(losses):
+            manager.save(step, state, metrics={"loss": loss}, force_base=True)
+            manager.wait_until_finished()
+        # The newest stays, whatever its metric: training goes on from it.
+        assert {*manager.all_steps()} == kept
 
 
 def test_stock_orbax_knows_the_metrics_and_the_best_step(tmp_path):
@@ -98,7 +123,7 @@ def test_metrics_that_are_none_are_refused_before_anything_is_saved(tmp_path, gi
             manager.save(0, state, metrics=given)
         assert manager.all_steps() == []
         manager.save(0, state, metrics={"loss": jnp.float32(0.5), "nested": {"a": [1]}})
-        manager.wait()
+        manager.wait_until_finished()
         assert manager.metrics(0) == {"loss": 0.5, "nested": {"a": [1]}}
 
 
@@ -115,7 +140,7 @@ def test_item_metadata_is_a_template(tmp_path):
     state = {name: leaf for name, leaf in model.initial().items() if name != "key"}
     with manager_of(tmp_path) as manager:
         manager.save(1, state)
-        manager.wait()
+        manager.wait_until_finished()
         found = manager.item_metadata(1)
         arrays = [leaf for leaf in jax.tree.leaves(found) if hasattr(leaf, "shape")]
         shapes = [(leaf.shape, leaf.dtype) for leaf in arrays]
@@ -141,7 +166,7 @@ def test_a_step_that_others_need_is_not_deleted(tmp_path):
             manager.delete(3)
         # The number is free again, and the save that lost its parent builds on an older one.
         saved = manager.save(3, state, touched=model.new_touched(state))
-        manager.wait()
+        manager.wait_until_finished()
         assert saved.kind == "base"
         np.testing.assert_array_equal(
             manager.restore(3, state).state["tables"]["users"], state["tables"]["users"]
@@ -161,7 +186,7 @@ def test_training_goes_on_after_its_newest_step_was_deleted(tmp_path):
         for step in range(5):
             state, touched = model.train(state, touched, step)
             kinds[step] = manager.save(step, state, touched=touched).kind
-            manager.wait()
+            manager.wait_until_finished()
             if step == 2:
                 manager.delete(2)
                 assert manager.latest_step() == 1
@@ -179,9 +204,9 @@ def test_a_reader_deletes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("decision", "taken"),
+    ("policy", "taken"),
     [
-        (3, [0, 3, 6]),
+        (None, [0, 3, 6]),
         (policies.FixedIntervalPolicy(4), [0, 4]),
         (policies.SpecificStepsPolicy((2, 5)), [2, 5]),
         (policies.InitialSavePolicy(), [0]),
@@ -192,16 +217,17 @@ def test_a_reader_deletes_nothing(tmp_path):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_the_decision_is_that_of_the_policy(tmp_path, decision, taken):
+def test_the_decision_is_that_of_the_policy(tmp_path, policy, taken):
     state = model.initial()
     touched = model.new_touched(state)
-    with manager_of(tmp_path, decision=decision) as manager:
+    interval = 3 if policy is None else None
+    with manager_of(tmp_path, save_interval_steps=interval, save_decision_policy=policy) as manager:
         for step in range(8):
             expected = manager.should_save(step)
             saved = manager.save(step, state, touched=touched)
             assert (saved.kind is not None) == expected == (step in taken)
-            assert expected or "options.decision" in saved.reason
-        manager.wait()
+            assert expected or "save_interval_steps" in saved.reason
+        manager.wait_until_finished()
         assert manager.all_steps() == taken
         assert manager.save(9, state, touched=touched, force=True).kind is not None
         assert manager.save(10, state, touched=touched, force_base=True).kind == "base"
@@ -209,8 +235,17 @@ def test_the_decision_is_that_of_the_policy(tmp_path, decision, taken):
 
 @pytest.mark.parametrize("bad", [0, -2])
 def test_no_interval_is_below_one(bad):
-    with pytest.raises(OptionError, match="decision"):
-        deltackpt.ManagerOptions(decision=bad)
+    with pytest.raises(OptionError, match="save_interval_steps"):
+        deltackpt.ManagerOptions(save_interval_steps=bad)
+
+
+def test_a_number_and_a_policy_exclude_each_other():
+    keep = policies.LatestN(2)
+    with pytest.raises(OptionError, match="preservation_policy"):
+        deltackpt.ManagerOptions(max_to_keep=2, preservation_policy=keep)
+    every = policies.FixedIntervalPolicy(2)
+    with pytest.raises(OptionError, match="save_decision_policy"):
+        deltackpt.ManagerOptions(save_interval_steps=2, save_decision_policy=every)
 
 
 def test_what_failed_in_the_background_is_raised_once_without_a_wait(tmp_path, monkeypatch):
@@ -229,5 +264,5 @@ def test_what_failed_in_the_background_is_raised_once_without_a_wait(tmp_path, m
             manager.check_for_errors()
         manager.check_for_errors()
         manager.save(0, state)
-        manager.wait()
+        manager.wait_until_finished()
         assert manager.latest_step() == 0

@@ -21,10 +21,13 @@ def test_compact_folds_the_newest_step_and_says_so(tmp_path):
     write_chain(tmp_path)
     found = run("compact", tmp_path, "--workers", 2, "--memory", "64MiB")
     assert found.returncode == 0, found.stderr
-    assert found.stdout.startswith("step 4: folded 4 deltas into a base of ")
+    assert found.stdout.startswith("step 4: merged 4 deltas into a base of ")
     assert chain(tmp_path, 4) == ["compacted/4/embeddings"]
     found = run("compact", tmp_path)
-    assert (found.returncode, found.stdout) == (0, "nothing to fold: the step is a base alone\n")
+    assert (found.returncode, found.stdout) == (
+        0,
+        "nothing to compact: the chain of the step is only a base\n",
+    )
 
 
 def test_compact_prints_json_where_asked(tmp_path):

@@ -214,7 +214,7 @@ def test_packed_bytes_are_as_few_as_their_planes_allow():
 
 @pytest.mark.parametrize("name", UNIFORM)
 def test_decoding_is_the_arithmetic_of_the_format_page(name):
-    """A second decoder, written from docs/format.md one number at a time."""
+    """A second decoder, written from docs/reference/format.md one number at a time."""
     codec = codecs.get(name)
     rng = np.random.default_rng(2)
     rows = (rng.normal(size=(40, 13)) * 10.0 ** rng.integers(-12, 12, (40, 1))).astype(np.float32)
@@ -286,10 +286,10 @@ def test_ever_wider_codecs_end_in_raw(name):
         ("bf16", (4,), "int32", "bf16: expected float32 rows, found int32; use codec raw"),
         ("fp16", (4,), "float64", "fp16: expected float32 rows, found float64"),
         ("int4", (4,), "int8", "int4: expected rows of float32, bfloat16, float16, found int8"),
-        ("int8", (), "float32", r"int8: .*wide enough.*shape \(\): 4 bytes as they are, 5 encoded"),
+        ("int8", (), "float32", r"int8: .*wide enough.*shape \(\): 4 bytes raw, 5 encoded"),
         ("int4", (1,), "float32", "int4: .*wide enough to gain.*use codec raw or bf16"),
-        ("int8", (4,), "bfloat16", r"8 bytes as they are, 8 encoded"),
-        ("lossless", (4,), "int8", "lossless: expected numbers of two bytes or more, found int8"),
+        ("int8", (4,), "bfloat16", r"8 bytes raw, 8 encoded"),
+        ("lossless", (4,), "int8", "lossless: expected elements of at least two bytes, found int8"),
     ],
 )
 def test_a_codec_that_cannot_hold_the_rows_says_so(name, trailing, dtype, message):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``deltackpt collect``: what nothing needs goes, what anything needs stays, whoever is at work."""
+"""``deltackpt gc``: what nothing needs goes, what anything needs stays, whoever is at work."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -17,6 +18,7 @@ import hypothesis
 import model
 import pytest
 from command import run
+from damages import flip
 from hypothesis import strategies as st
 from test_compact import contents, fold, manager, write_chain
 
@@ -34,6 +36,7 @@ from deltackpt.ledger.directory import Root
 from deltackpt.ledger.lease import Lease
 from deltackpt.reading import saves
 from deltackpt.storage import files
+from deltackpt.testing import Disk
 from deltackpt.upkeep import collect as collection
 from deltackpt.upkeep import compact
 from deltackpt.upkeep.collect import collect, collectable
@@ -47,11 +50,11 @@ def written(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("written") / "root"
     state = model.initial()
     touched = model.new_touched(state)
-    with manager(root, policy=deltackpt.Consecutive(max_chain=2)) as trainer:
+    with manager(root, policy=deltackpt.policies.Consecutive(max_chain=2)) as trainer:
         for step in range(5):
             trainer.save(step, state, touched=touched)
             state, touched = model.train(state, touched, step)
-        trainer.wait()
+        trainer.wait_until_finished()
     fold(root, 1)
     return root
 
@@ -159,7 +162,7 @@ def test_rolled_back_runs_go_only_where_asked(root):
 def test_a_step_that_cannot_be_read_keeps_everything(root):
     (root / "1" / "embeddings" / layout.manifest_name(0)).write_bytes(b"damaged")
     found = collectable(root, retention=Retention(keep_last=1))
-    assert names(found) == [] and "[1] cannot be read" in found.notes[0]
+    assert names(found) == [] and "[1] are unreadable" in found.notes[0]
 
 
 def test_a_damaged_compacted_base_stands_for_nothing_and_stays(root):
@@ -191,9 +194,9 @@ def test_retention_keeps_what_it_says_and_the_newest(steps, keep_last, keep_ever
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"pid": os.getpid()}, "which lives"),
-        ({"pid": 1}, "which lives"),
-        ({"host": "another-host"}, "of which nothing is known here"),
+        ({"pid": os.getpid()}, "which is running"),
+        ({"pid": 1}, "which is running"),
+        ({"host": "another-host"}, "which may be running"),
     ],
 )
 def test_a_trainer_that_may_live_is_never_disturbed(changes, expected, root):
@@ -227,9 +230,9 @@ def test_a_live_trainer_is_refused_and_its_save_in_flight_stays(tmp_path):
     touched = model.new_touched(state)
     with manager(tmp_path) as trainer:
         trainer.save(1, state, touched=touched)
-        with pytest.raises(InUse, match="which lives"):
+        with pytest.raises(InUse, match="which is running"):
             collect(tmp_path)
-        trainer.wait()
+        trainer.wait_until_finished()
         assert trainer.all_steps() == [1]
 
 
@@ -239,7 +242,7 @@ def test_offline_fences_a_trainer_that_lives_nevertheless(tmp_path):
     trainer = manager(tmp_path)
     for step in (1, 2):
         trainer.save(step, state, touched=touched)
-    trainer.wait()
+    trainer.wait_until_finished()
     collect(tmp_path, offline=True)
     with pytest.raises(FencedError):
         trainer.save(3, state, touched=touched)
@@ -256,14 +259,8 @@ def test_a_compaction_under_way_is_left_alone(root):
 
 
 def test_a_trainer_that_starts_meanwhile_keeps_what_is_left(root):
-    real, first = files.rename, iter([True])
-
-    def rename(source: Path, target: Path, *, fsync: bool) -> None:
-        real(source, target, fsync=fsync)
-        if next(first, False):
-            Root.open(root)
-
-    with mock.patch.object(files, "rename", rename), pytest.raises(FencedError):
+    with Disk(root) as disk, pytest.raises(FencedError):
+        disk.on("fsync", lambda _: Root.open(root), f"^{layout.TRASH}/", times=1)
         collect(root, retention=Retention(keep_last=1))
     assert sorted(path.name for path in root.glob("[0-9]*")) == ["0", "1", "3", "4"]
     assert verify_root(root).intact
@@ -274,27 +271,9 @@ def test_a_collection_that_is_cut_leaves_each_step_whole_or_gone(cut_after, root
     """At each rename and each removal."""
     leave(root)
     before = {step: contents(root, step) for step in (3, 4)}
-    left = iter(range(cut_after))
-
-    class Cut(Exception):
-        pass
-
-    def counted(real):
-        def call(*args, **kwargs):
-            if next(left, None) is None:
-                raise Cut
-            return real(*args, **kwargs)
-
-        return call
-
-    with (
-        mock.patch.object(files, "rename", counted(files.rename)),
-        mock.patch.object(files, "remove_tree", counted(files.remove_tree)),
-    ):
-        try:
-            collect(root, retention=Retention(keep_last=1))
-        except Cut:
-            pass
+    with Disk(root) as disk, contextlib.suppress(StorageError):
+        disk.fail(("rename", "rmdir"), after=cut_after, times=None)
+        collect(root, retention=Retention(keep_last=1))
     assert verify_root(root).intact
     collect(root, retention=Retention(keep_last=1), offline=True)
     assert sorted(path.name for path in root.glob("[0-9]*")) == ["3", "4"]
@@ -330,7 +309,7 @@ def test_a_trainer_that_starts_before_the_lease_is_taken_keeps_it(root):
 
     with (
         mock.patch.object(collection, "exclusive", exclusive),
-        pytest.raises(InUse, match="started meanwhile"),
+        pytest.raises(InUse, match="started concurrently"),
     ):
         collect(root, retention=Retention(keep_last=1))
     started[0].check_lease()
@@ -344,12 +323,6 @@ def test_a_copy_to_the_directory_and_a_collection_exclude_each_other(root):
     assert not (root / layout.COPYING).exists()
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[0] ^= 1
-    path.write_bytes(data)
-
-
 def values(folder: Path) -> Path:
     return sorted(folder.rglob("values/c/0/0"))[0]
 
@@ -359,17 +332,17 @@ def test_a_damaged_base_never_replaces_the_chain_that_it_stands_for(root):
     fold(root, 4)
     ended(root)
     before = contents(root, 4, compacted=False)
-    flip(values(root / "compacted" / "4"))
+    flip(values(root / "compacted" / "4"), 0)
     done = collect(root, retention=Retention(keep_last=1))
-    assert done.kept == (3, 4) and "compacted/4 stays, it is damaged" in done.notes[0]
+    assert done.kept == (3, 4) and "compacted/4 stays because it is damaged" in done.notes[0]
     assert contents(root, 4, compacted=False) == before
 
 
 def test_nothing_is_removed_where_nothing_that_is_kept_is_intact(root):
-    flip(values(root / "3"))
+    flip(values(root / "3"), 0)
     before = snapshot(root)
     found = collectable(root, retention=Retention(keep_last=1))
-    assert names(found) == [] and "nothing that is kept is intact" in found.notes[-1]
+    assert names(found) == [] and "no kept step is intact" in found.notes[-1]
     assert "step 4 cannot be restored: 3/embeddings" in found.notes[-2]
     assert snapshot(root) == before
     older = collectable(root, retention=Retention(keep_last=1, keep_every=2))
@@ -378,7 +351,7 @@ def test_nothing_is_removed_where_nothing_that_is_kept_is_intact(root):
 
 def test_steps_that_only_chains_need_are_told(root):
     (note,) = collectable(root, retention=Retention(keep_last=1)).notes
-    assert "[3] stay only because chains" in note and "deltackpt compact" in note
+    assert "[3] stay only because kept chains" in note and "deltackpt compact" in note
 
 
 def test_chains_of_another_item_of_ours_stay(root):
@@ -420,22 +393,22 @@ def test_files_that_vanish_while_sizes_are_summed_are_skipped(root):
 def test_a_dry_run_lists_all_with_sizes_and_reasons_and_changes_nothing(root):
     leave(root)
     before = snapshot(root)
-    found = run("collect", root, "--dry-run", "--keep-last", 1)
+    found = run("gc", root, "--dry-run", "--keep-last", 1)
     assert found.returncode == 0, found.stderr
-    assert "no step that is kept needs it" in found.stdout
+    assert "no kept step needs it" in found.stdout
     assert "would remove 7 objects" in found.stdout
     assert snapshot(root) == before
-    told = json.loads(run("collect", root, "--dry-run", "--json").stdout)
+    told = json.loads(run("gc", root, "--dry-run", "--json").stdout)
     assert told["dry_run"] and len(told["removable"]) == 3
 
 
 def test_exit_codes_say_whether_to_try_again(root, tmp_path):
     ended(root, pid=os.getpid())
-    found = run("collect", root)
+    found = run("gc", root)
     assert found.returncode == 75 and found.stderr.endswith("[in-use]\n")
-    assert run("collect", root, "--offline").returncode == 0
-    assert run("collect", tmp_path / "none").returncode == 1
-    assert run("collect", root, "--keep-last", 0).returncode == 2
+    assert run("gc", root, "--offline").returncode == 0
+    assert run("gc", tmp_path / "none").returncode == 1
+    assert run("gc", root, "--keep-last", 0).returncode == 2
 
 
 def test_steps_of_a_chain_that_was_written_anew_stay(tmp_path):

@@ -14,7 +14,6 @@ import old_copies
 import pytest
 import servers
 from command import run as command
-from store_suite import MemoryStore
 from test_compact import fold, write_chain
 
 from deltackpt import inspect
@@ -35,6 +34,7 @@ from deltackpt.reading import inventory, saves
 from deltackpt.storage import buckets
 from deltackpt.storage.digests import digest_tree
 from deltackpt.storage.store import FileStore, Spot, spot
+from deltackpt.testing import MemoryStore
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,7 @@ def test_what_is_altered_or_lost_is_named(run, tmp_path):
     (at / COMMIT).write_bytes((at / COMMIT).read_bytes()[:-1])
     with pytest.raises(Damaged, match=COMMIT):
         (as_directory(root) / "0").keys()
-    with pytest.raises(StorageError, match="read only"):
+    with pytest.raises(StorageError, match="expected only reads"):
         found.store.put("1/x", b"")
 
 
@@ -250,6 +250,7 @@ def test_large_files_are_put_in_segments(run, tmp_path):
 
 def test_copies_of_before_there_were_journals_are_read(run, tmp_path):
     copies = tmp_path / "copies"
+    copies.mkdir()
     old_copies.make(run, Spot(FileStore(copies), ""), "2", "compacted/1/embeddings")
     found = Spot(Committed(Copied(Spot(FileStore(copies), ""))), "")
     expected = inspect.open(run)

@@ -42,7 +42,8 @@ from deltackpt.errors import (
 from deltackpt.format import names
 from deltackpt.reading import chains, reader, removal
 from deltackpt.reading.reader import RestoredTables
-from deltackpt.storage import arrays, digests, writer
+from deltackpt.storage import arrays, digests
+from deltackpt.testing import Disk
 from deltackpt.upkeep import compact
 from deltackpt.upkeep import fold as folding
 
@@ -74,7 +75,7 @@ def write_chain(root: Path, steps: int = 5, *, rows: int = 40, **options) -> dic
             one.save(step, state, touched=touched)
             states[step] = state
             state, touched = model.train(state, touched, step, rows=0 if step == 2 else rows)
-        one.wait()
+        one.wait_until_finished()
     return states
 
 
@@ -111,7 +112,7 @@ def leftovers(root: Path) -> list[str]:
         {"codec": "adaptive4", "slot_codec": "bf16"},
         {"codec": "int8"},
         {"always": ("accumulator",)},
-        {"policy": deltackpt.OneShot()},
+        {"policy": deltackpt.policies.OneShot()},
     ],
     ids=str,
 )
@@ -231,7 +232,7 @@ def test_tables_of_other_dtypes_compact(tmp_path):
         state["tables"]["half"] = state["tables"]["half"].at[3].set(-0.0)
         touched = deltackpt.touched.mark(touched, {"tables/half": jnp.array([3])})
         one.save(1, state, touched=touched)
-        one.wait()
+        one.wait_until_finished()
         before = contents(tmp_path, 1)
         assert fold(tmp_path, 1) is not None
         assert contents(tmp_path, 1) == before
@@ -276,14 +277,8 @@ def test_what_cannot_be_compacted_is_a_typed_error(tmp_path):
 def test_a_full_disk_leaves_everything_as_it_was(tmp_path):
     write_chain(tmp_path)
     before = contents(tmp_path, 4)
-    real, calls = writer.ArrayWriter.write, iter(range(1000))
-
-    def full(self, rows):
-        if next(calls) == 1:
-            raise OutOfSpace("no room") from OSError(errno.ENOSPC, "No space left on device")
-        return real(self, rows)
-
-    with mock.patch.object(writer.ArrayWriter, "write", full), pytest.raises(OutOfSpace):
+    with Disk(tmp_path) as disk, pytest.raises(OutOfSpace):
+        disk.fail("write", f"^{names.COMPACTED}/.*/c/", errno=errno.ENOSPC, after=1)
         fold(tmp_path, 4)
     assert os.listdir(tmp_path / names.COMPACTED) == [names.COMPACTION_LOCK]
     with (
@@ -375,7 +370,7 @@ def test_a_base_whose_manifest_is_damaged_is_replaced(tmp_path):
     before = contents(tmp_path, 3)
     fold(tmp_path, 3)
     (tmp_path / "compacted/3/embeddings/manifest.0.msgpack").write_bytes(b"")
-    with pytest.warns(UserWarning, match="passed over"):
+    with pytest.warns(UserWarning, match="is skipped"):
         assert fold(tmp_path, 3) is not None
     assert contents(tmp_path, 3) == before
     assert chain(tmp_path, 3) == ["compacted/3/embeddings"]
@@ -400,7 +395,7 @@ def test_a_chain_that_is_replaced_while_it_is_read_is_read_through_its_new_base(
     fold(tmp_path, 3)
     for step in (0, 1, 2, 3):
         shutil.rmtree(tmp_path / str(step))
-    with pytest.warns(UserWarning, match="read through compacted/3/embeddings instead"):
+    with pytest.warns(UserWarning, match="reading it through compacted/3/embeddings instead"):
         assert of(reader.restore_tables(saves)) == before
 
 
@@ -410,12 +405,16 @@ def test_a_chain_that_is_replaced_while_it_is_read_is_read_through_its_new_base(
 def test_retention_drops_what_a_base_replaces_and_deltas_go_on_from_it(tmp_path):
     state = model.initial()
     touched = model.new_touched(state)
-    options = {"bases": "compacted", "retention": 1, "policy": deltackpt.Consecutive(max_chain=3)}
+    options = {
+        "bases": "compacted",
+        "max_to_keep": 1,
+        "policy": deltackpt.policies.Consecutive(max_chain=3),
+    }
     with manager(tmp_path, **options) as one:
         for step in range(12):
             saved = one.save(step, state, touched=touched)
             assert saved.kind == ("base" if step == 0 else "delta"), saved
-            one.wait()
+            one.wait_until_finished()
             if step in (4, 8):
                 before = contents(tmp_path, step)
                 assert fold(tmp_path, step) is not None
@@ -433,7 +432,7 @@ def test_retention_drops_what_a_base_replaces_and_deltas_go_on_from_it(tmp_path)
 def test_without_compaction_the_trainer_takes_a_base_in_the_end(tmp_path):
     state = model.initial()
     touched = model.new_touched(state)
-    policy = deltackpt.Consecutive(max_chain=2, max_restore_ratio=100.0)
+    policy = deltackpt.policies.Consecutive(max_chain=2, max_restore_ratio=100.0)
     with manager(tmp_path, bases="compacted", policy=policy) as one:
         saved = []
         for step in range(10):
@@ -447,10 +446,10 @@ def test_without_compaction_the_trainer_takes_a_base_in_the_end(tmp_path):
 def test_one_shot_deltas_are_taken_since_the_compacted_base(tmp_path):
     state = model.initial()
     touched = model.new_touched(state)
-    with manager(tmp_path, bases="compacted", policy=deltackpt.OneShot()) as one:
+    with manager(tmp_path, bases="compacted", policy=deltackpt.policies.OneShot()) as one:
         for step in range(7):
             one.save(step, state, touched=touched)
-            one.wait()
+            one.wait_until_finished()
             if step == 3:
                 assert fold(tmp_path, 3) is not None
             expected, (state, touched) = state, model.train(state, touched, step)
@@ -467,7 +466,7 @@ def test_a_rollback_takes_the_bases_of_later_steps_aside(tmp_path):
         found = one.restore(3, states[3])
         with pytest.warns(UserWarning, match="were moved"):
             one.save(5, found.state, touched=found.touched)
-        one.wait()
+        one.wait_until_finished()
         assert chain(tmp_path, 5) == ["compacted/2/embeddings", "3/embeddings", "5/embeddings"]
         model.assert_same(one.restore(5, states[3]).state, states[3])
     [aside] = (tmp_path / "rolled-back").iterdir()
@@ -507,11 +506,15 @@ def test_a_reader_beside_trainer_compaction_and_retention_sees_whole_steps(tmp_p
                 continue
         return count
 
-    options = {"bases": "compacted", "retention": 1, "policy": deltackpt.Consecutive(max_chain=5)}
+    options = {
+        "bases": "compacted",
+        "max_to_keep": 1,
+        "policy": deltackpt.policies.Consecutive(max_chain=5),
+    }
     with concurrent.futures.ThreadPoolExecutor(3) as pool, manager(tmp_path, **options) as one:
         sums[0] = contents_of(state)
         one.save(0, state, touched=touched)
-        one.wait()
+        one.wait_until_finished()
         # Warnings are turned off for all threads at a time: two readers would turn them on again.
         reading, compacting = pool.submit(read), pool.submit(compact_on)
         try:
@@ -519,7 +522,7 @@ def test_a_reader_beside_trainer_compaction_and_retention_sees_whole_steps(tmp_p
                 state, touched = model.train(state, touched, step)
                 sums[step] = contents_of(state)
                 one.save(step, state, touched=touched)
-                one.wait()
+                one.wait_until_finished()
         finally:
             stop.set()
         assert reading.result() > 0 and compacting.result() > 0
@@ -563,7 +566,7 @@ def test_compaction_folds_four_times_its_memory_budget_under_a_hard_limit(tmp_pa
         ) as one:
             for step in range(3):
                 one.save(step, state, touched=touched)
-                one.wait()
+                one.wait_until_finished()
                 ids = rng.choice(rows, rows // 10, replace=False)
                 state["t"][ids] += 1
                 touched = deltackpt.touched.mark(touched, {"t": jnp.asarray(ids)})

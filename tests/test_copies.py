@@ -47,6 +47,7 @@ from deltackpt.ledger.upload import InFlight
 from deltackpt.options import Tiers
 from deltackpt.reading import chains, inventory, saves
 from deltackpt.storage import buckets, digests, files
+from deltackpt.testing import Disk
 from deltackpt.tiers import bucket as bucket_places
 from deltackpt.tiers import copy as copies
 from deltackpt.tiers import directory
@@ -152,7 +153,7 @@ def test_a_trainer_goes_on_in_a_copy(run, tmp_path):
         assert result is not None
         model.assert_same(result.state, states[2])
         trainer.save(3, result.state, touched=result.touched)
-        trainer.wait()
+        trainer.wait_until_finished()
         assert trainer.all_steps() == [2, 3]
 
 
@@ -307,6 +308,9 @@ def test_damage_in_a_bucket_is_found_on_the_way_back_and_mended(run, target, tmp
     assert verify_root(tmp_path / "again").intact
     # What was damaged is not there any more.
     assert len({key.split("/")[1] for key in at.keys() if key.startswith("saves/")}) == 1
+    at.store.delete(key for key in at.keys() if key.endswith("/commit.msgpack"))
+    assert copy(root, **target).copied == ("compacted/1/embeddings", "2")
+    assert verify_root(target["target"], endpoint=target["endpoint"]).intact
 
 
 def test_copies_with_markers_are_read_and_not_written(run, server, bucket, tmp_path):
@@ -328,13 +332,13 @@ def test_copies_with_markers_are_read_and_not_written(run, server, bucket, tmp_p
 
 def test_a_copy_takes_no_root_from_a_trainer(run, server, bucket, tmp_path):
     root, _ = run
-    tiers = Tiers(stage=str(tmp_path / "stage"), endpoint=server.endpoint)
+    tiers = Tiers(staging_dir=str(tmp_path / "stage"), endpoint=server.endpoint)
     given = {"target": bucket, "endpoint": server.endpoint}
     with manager(bucket, tiers=tiers) as trainer:  # type: ignore[arg-type]
         state = model.initial()
         trainer.save(7, state, touched=model.new_touched(state))
-        trainer.wait()
-        with pytest.raises(InUse, match="a trainer holds it: epoch 1"):
+        trainer.wait_until_finished()
+        with pytest.raises(InUse, match="a trainer that holds it: epoch 1"):
             copy(root, **given, steps=[2])
         trainer.check_lease()
     assert copy(root, **given, steps=[2], offline=True).copied[-1] == "2"
@@ -346,12 +350,15 @@ def test_what_was_not_written_as_it_should_be_is_noticed(run, tmp_path):
     """A disk that keeps other bytes than it was given."""
     real = directory.Directory.write
 
-    def garbled(self, unit, name, data):
-        real(self, unit, name, data[:-1] + b"x" if name.endswith("0/0") else data)
+    def garbled(self, unit, name, pieces):
+        data = b"".join(pieces)
+        real(self, unit, name, [data[:-1] + b"x" if name.endswith("0/0") else data])
 
     with (
         mock.patch.object(directory.Directory, "write", garbled),
-        pytest.raises(StorageError, match="found other bytes"),
+        pytest.raises(
+            StorageError, match="expected to read back the written bytes, found different"
+        ),
     ):
         copy(run[0], tmp_path / "target")
     assert not (tmp_path / "target" / "2").exists()
@@ -384,7 +391,7 @@ def test_what_cannot_be_told_to_be_the_save_is_never_touched(make, run, tmp_path
     copy(run[0], target)
     make(target / "2")
     before = sorted((path, path.is_file() and path.read_bytes()) for path in target.rglob("*"))
-    with pytest.raises(TargetDiffers, match="move what has this name away"):
+    with pytest.raises(TargetDiffers, match="move this entry away"):
         copy(run[0], target, recheck=True)
     assert before == sorted(
         (path, path.is_file() and path.read_bytes()) for path in target.rglob("*")
@@ -396,14 +403,8 @@ def test_a_damaged_step_is_put_back_where_its_replacement_fails(killed, run, tmp
     target = tmp_path / "target"
     copy(run[0], target)
     chunk(target / "2").unlink()
-    real, left = files.rename, iter([True])
-
-    def rename(source, into, *, fsync):
-        if into == target / "2" and (next(left, False) or killed):
-            raise StorageError("no")
-        real(source, into, fsync=fsync)
-
-    with mock.patch.object(files, "rename", rename), pytest.raises(StorageError, match="no"):
+    with Disk(target) as disk, pytest.raises(StorageError, match="Input/output"):
+        disk.fail("rename", "^2$", times=None if killed else 1)
         copy(run[0], target)
     assert (target / "2").exists() != killed
     assert copy(run[0], target).copied == ("2",)
@@ -417,7 +418,7 @@ def rolled_back(root: Path, step: int, new: int) -> None:
         assert result.touched is not None
         state, touched = model.train(result.state, result.touched, 77)
         trainer.save(new, state, touched=touched)
-        trainer.wait()
+        trainer.wait_until_finished()
 
 
 def test_steps_that_were_rolled_back_are_never_left_newest_at_the_target(run, target, tmp_path):
@@ -452,7 +453,7 @@ def test_a_damaged_base_is_not_copied_where_what_it_stands_for_is(run, tmp_path)
     root = tmp_path / "root"
     shutil.copytree(run[0], root)
     flip(chunk(root / "compacted" / "1"), root)
-    with pytest.warns(UserWarning, match="compacted/1/embeddings is not copied"):
+    with pytest.warns(UserWarning, match="compacted/1/embeddings: expected an intact comp"):
         done = copy(root, tmp_path / "target")
     assert done.copied == ("0", "1", "2")
     assert sorted(path.name for path in (tmp_path / "target").iterdir()) == ["0", "1", "2"]
@@ -469,7 +470,7 @@ def test_names_that_lead_out_of_a_save_are_damage(name, run, tmp_path):
     found = digests.digests_from(record.read_bytes(), name="record")
     found.files[name] = (1, 2, 3)
     at = buckets.place(spec).open()
-    digest = digests.digests_bytes(found)
+    digest = manifest.to_bytes(found, digests._MAGIC)
     at.store.put(f"saves/{record.parent.name}/commit.msgpack", digest)
     ledger = Journal(at)
     ledger.resume()
@@ -524,7 +525,7 @@ def test_of_two_copies_to_one_bucket_the_later_goes_on(store, run, tmp_path, req
 
 def test_a_target_whose_trainer_may_live_is_refused_without_the_callers_word(run, tmp_path):
     with manager(tmp_path / "target", codec="lossless") as trainer:
-        with pytest.raises(InUse, match="which lives"):
+        with pytest.raises(InUse, match="which is running"):
             copy(run[0], tmp_path / "target")
         assert trainer.all_steps() == []
     assert copy(run[0], tmp_path / "target", offline=True).copied[-1] == "2"
@@ -591,15 +592,15 @@ def test_a_unit_that_lost_files_before_it_is_published_stays_hidden(run, tmp_pat
 def test_a_step_that_is_removed_meanwhile_is_gone_and_not_half_there(run, removed, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(run[0], root)
-    real, first = directory.Directory.read, iter([True])
+    real, first = copies.pieces_of, iter([True])
 
-    def read(self, unit, name):
+    def pieces_of(at, expected):
         if next(first, False):
             os.rename(root / removed, tmp_path / "removed")
-        return real(self, unit, name)
+        return real(at, expected)
 
     with (
-        mock.patch.object(directory.Directory, "read", read),
+        mock.patch.object(copies, "pieces_of", pieces_of),
         pytest.raises(StepGone, match="copy again"),
     ):
         copy(root, tmp_path / "target")
@@ -609,7 +610,7 @@ def test_a_step_that_is_removed_meanwhile_is_gone_and_not_half_there(run, remove
 def test_copying_beside_a_trainer_with_retention_gives_whole_steps(tmp_path):
     state = model.initial()
     touched = model.new_touched(state)
-    options = {"retention": 1, "policy": deltackpt.Consecutive(max_chain=1)}
+    options = {"max_to_keep": 1, "policy": deltackpt.policies.Consecutive(max_chain=1)}
     with manager(tmp_path / "run", **options) as trainer:
         for step in range(6):
             trainer.save(step, state, touched=touched)

@@ -25,7 +25,7 @@ from deltackpt.errors import (
     RestoreError,
 )
 from deltackpt.format import manifest, names
-from deltackpt.reading import inventory, removal
+from deltackpt.reading import inventory
 from deltackpt.storage import digests
 from deltackpt.upkeep import compact, verify
 
@@ -82,10 +82,10 @@ def damages(path: Path) -> Iterator[tuple[str, bytes | None]]:
             yield f"{name} byte flipped", bytes(flipped)
 
 
-def test_damage_of_any_file_is_named_and_an_older_step_restores(written, tmp_path, monkeypatch):
+def test_damage_of_any_file_is_named_and_an_older_step_restores(
+    written, tmp_path, nobody_removes_steps
+):
     root, states = written
-    # Nobody removes steps meanwhile, which a restore would otherwise wait for at each damage.
-    monkeypatch.setattr(removal, "_GONE_CHECKS", 1)
     copy = tmp_path / "copy"
     shutil.copytree(root, copy)
     for path in files_of(copy):
@@ -164,11 +164,10 @@ def test_a_chunk_of_another_save_is_noticed(written, tmp_path):
 
 
 def test_no_flipped_bit_of_the_newest_record_keeps_an_older_step_from_being_restored(
-    written, tmp_path, monkeypatch
+    written, tmp_path, nobody_removes_steps
 ):
     """Its version stands before the body: one bit of it, and it asks for a newer deltackpt."""
     root, states = written
-    monkeypatch.setattr(removal, "_GONE_CHECKS", 1)
     copy = tmp_path / "copy"
     shutil.copytree(root, copy)
     for name in (f"embeddings/{names.manifest_name(0)}", names.STEP_DIGESTS):

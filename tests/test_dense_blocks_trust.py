@@ -11,95 +11,87 @@ from pathlib import Path
 from typing import Any
 
 import dense_states
-import faults
 import jax
 import many_worker
 import model
 import pytest
-from dense_states import LOSSY, Encoded, Loop, opened, own, stored
+from dense_states import LOSSY, Loop, assert_kept_as_stored, opened, own
 from many import Job, Server
+from shown import dense_leaves
+from test_dense_blocks import assert_close
 from test_hostile_records import MANIFEST, MOST_BYTES, at, body_of, change, read_all
 from test_processes import saved as saved_by
 from test_processes import started, step_numbers
 
 import deltackpt
 from deltackpt.errors import DeltackptError, SaveFailed
-from deltackpt.reading import removal
-from deltackpt.storage import writer
+from deltackpt.testing import Disk
 from deltackpt.upkeep import verify
 
-CODED = deltackpt.Dense(deltas="own", codec=LOSSY)
+CODED = deltackpt.Dense(deltas="blocks", codec=LOSSY)
 #: Calls of our writers, and the commit.
 OURS = r"embeddings[^/]*/.|\d+$"
 
 
 @pytest.fixture
-def calls(tmp_path, monkeypatch) -> Iterator[faults.Faults]:
-    """What changes the directory ``root``, writers in C++ too."""
-    found = faults.Faults(tmp_path / "root")
-    real = writer.write_array
-
-    def write(directory: Path, *arguments: Any, **named: Any) -> Any:
-        found.enter(str(directory))
-        return real(directory, *arguments, **named)
-
-    monkeypatch.setattr(writer, "write_array", write)
-    yield found
-    found.close()
+def disk(tmp_path) -> Iterator[Disk]:
+    with Disk(tmp_path / "root") as found:
+        yield found
 
 
-def test_a_delta_fails_at_any_write_and_nothing_is_lost(tmp_path, calls):
+def test_a_delta_fails_at_any_write_and_nothing_is_lost(tmp_path, disk):
     """What was staged of it is no reference: the next goes on from the one before."""
-    loop, seen = Loop(), Encoded()
-    committed: dict[int, dict] = {}
-    with opened(tmp_path / "root", CODED) as saver, seen.watching():
+    loop = Loop()
+    committed: list[int] = []
+    with opened(tmp_path / "root", CODED) as saver:
         loop.steps(saver, 1, 2)
-        for number in range(0, 200, 3):
+        for number in range(0, 400, 6):
             step = 3 + number
-            calls.fired = False
-            calls.fail_once(number, OURS)
+            failed = len(disk.failures)
+            disk.fail(path=OURS, after=number)
             loop.train()
+            loop.states[step] = loop.state
             saver.save(step, loop.state, touched=loop.touched)
             try:
-                saver.wait()
-                committed[step] = seen.saves[-1]
+                saver.wait_until_finished()
+                committed.append(step)
             except SaveFailed:
-                assert calls.fired
-            calls.disarm()
-            if not calls.fired:
+                assert len(disk.failures) > failed
+            disk.clear()
+            if len(disk.failures) == failed:
                 break
-            loop.train()
-            saver.save(step + 1, loop.state, touched=loop.touched)
-            saver.wait()
-            committed[step + 1] = seen.saves[-1]
+            loop.steps(saver, step + 1)
+            committed.append(step + 1)
         else:
             pytest.fail("every save failed")
         assert saver.all_steps() == [1, 2, *committed]
-        for step, expected in committed.items():
-            if own(tmp_path / "root", step):
-                assert stored(tmp_path / "root", step) == expected
         kept = saver._run.dense.references
         assert len(kept._kept) == 1
+        for step in committed:
+            assert_close(saver.restore(step, loop.states[step]).state, loop.states[step])
+    deltas = [step for step in committed if own(tmp_path / "root", step)]
+    for step in deltas[:: max(1, len(deltas) // 5)]:
+        assert_kept_as_stored(tmp_path / "root", loop, step, dense=CODED)
 
 
-@pytest.mark.parametrize("policy", [None, deltackpt.Rolling(window=2)], ids=["chain", "rolling"])
-def test_killed_before_any_call_what_is_committed_is_whole(tmp_path, calls, policy):
+@pytest.mark.parametrize(
+    "policy", [None, deltackpt.policies.Rolling(window=2)], ids=["chain", "rolling"]
+)
+def test_killed_before_any_call_what_is_committed_is_whole(tmp_path, disk, policy):
     loop, known = Loop(), {}
     root = tmp_path / "root"
     with opened(root, policy=policy) as saver:
         loop.steps(saver, 1, 2, 3)
         known |= loop.states
-        for number in range(0, 200, 4):
+        for number in range(0, 400, 8):
             step, image = 4 + number, tmp_path / f"image{number}"
             loop.train()
             known[step] = loop.state
-            calls.copy_once(number, image)
+            disk.copy(image, after=number)
             saver.save(step, loop.state, touched=loop.touched)
-            saver.wait()
-            done = calls.image is None
-            calls.image = None
-            calls.disarm()
-            if done:
+            saver.wait_until_finished()
+            disk.clear()
+            if disk.image != image:
                 break
             with opened(image, policy=policy) as other:
                 steps = other.all_steps()
@@ -147,15 +139,8 @@ def chain(tmp_path_factory) -> Path:
     return root
 
 
-@pytest.fixture
-def nobody_at_work(monkeypatch):
-    """Nobody removes steps meanwhile, which would otherwise be waited for at each damage."""
-    monkeypatch.setattr(removal, "_GONE_CHECKS", 1)
-    monkeypatch.setattr(verify, "_CHECKS", 1)
-
-
-def test_a_flipped_bit_in_any_file_of_a_delta_is_found(chain, tmp_path, nobody_at_work):
-    sound = stored(chain, 4)
+def test_a_flipped_bit_in_any_file_of_a_delta_is_found(chain, tmp_path, nobody_removes_steps):
+    sound = dense_leaves(chain, 4)
     segments = {path.parts[-4] for path in (chain / "4").glob("embeddings/part.0/dense.*/*/c/*")}
     assert len(segments) >= 3
     paths = [path for path in sorted((chain / "3").rglob("*")) if path.is_file()]
@@ -172,14 +157,14 @@ def test_a_flipped_bit_in_any_file_of_a_delta_is_found(chain, tmp_path, nobody_a
         assert not verify.verify_root(root).intact, path
         try:
             # What is not needed of it is not read; wrong data is never given.
-            assert stored(root, 4) == sound, path
+            assert dense_leaves(root, 4) == sound, path
         except DeltackptError:
             read += 1
         shutil.rmtree(root)
     assert read >= 10
 
 
-def test_the_newest_intact_step_is_restored_instead(chain, tmp_path, nobody_at_work):
+def test_the_newest_intact_step_is_restored_instead(chain, tmp_path, nobody_removes_steps):
     root = tmp_path / "root"
     shutil.copytree(chain, root)
     for path in (root / "4").glob("embeddings/part.0/dense.*/blocks/c/*"):
@@ -300,17 +285,17 @@ CASES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_hand_made_record_of_dense_blocks_is_damage(case, chain, tmp_path, nobody_at_work):
+def test_a_hand_made_record_of_dense_blocks_is_damage(case, chain, tmp_path, nobody_removes_steps):
     root = tmp_path / "root"
     shutil.copytree(chain, root)
-    sound = stored(chain, 4)
+    sound = dense_leaves(chain, 4)
     change(root, 4, MANIFEST, CASES[case])
     assert body_of(root / "4" / MANIFEST) != body_of(chain / "4" / MANIFEST)
     tracemalloc.start()
     try:
         read_all(root, "list", "verify")
         with pytest.raises(DeltackptError):
-            found = stored(root, 4)
+            found = dense_leaves(root, 4)
             # A count that is smaller is what the record says, and never another leaf's data.
             assert found != sound
             with opened(root, CODED) as saver:
@@ -338,7 +323,7 @@ def test_processes_go_on_with_as_many_as_there_are(server, tmp_path, before, aft
     root, known = tmp_path / "root", many_worker.Model(kernel=[256, 64])
     for count, first in ((before, 0), (after, 3)):
         with Job(server, tmp_path / f"jobs{count}", processes=count, devices=1, model=known) as job:
-            started(job, root, {"mesh": [count, 1], "layout": "cut"}, dense="own")
+            started(job, root, {"mesh": [count, 1], "layout": "cut"}, dense="blocks")
             if first:
                 place = {"mesh": [count, 1], "layout": "cut"}
                 found = job.all("restore_latest", place=place, like=2)

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from unittest import mock
 
+import jax.numpy as jnp
 import pytest
 from damages import HOWS, damage
 from dense_runs import (
@@ -21,18 +23,20 @@ from dense_runs import (
     options,
     restored,
     trained,
-    values,
+    write,
     written,
     written_once,
 )
 from killed_compaction import killed_anywhere
+from shown import dense_leaves
 
 import deltackpt
 from deltackpt.errors import Damaged, OptionError, OutOfSpace, RestoreError
 from deltackpt.reading import removal
 from deltackpt.reading import saves as stored
 from deltackpt.storage import ocdbt
-from deltackpt.upkeep import compact, fold_dense
+from deltackpt.testing import Disk, DiskCall
+from deltackpt.upkeep import compact
 
 __all__ = ["written", "written_once"]
 
@@ -40,16 +44,16 @@ __all__ = ["written", "written_once"]
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_compacted_base_has_orbax_s_item_with_the_bits_of_the_chain(written, workers):
     root, states = written
-    before = {step: values(root, step) for step in STEPS}
+    before = {step: dense_leaves(root, step) for step in STEPS}
     state = {step: restored(root, step, states[step]) for step in STEPS}
     done = fold(root, 4, workers=workers)
     assert done is not None and done.deltas == 3
-    assert done.bytes_written > sum(len(value) for value in before[4][0].values())
-    assert chain(root, 4) == ["compacted/4/embeddings"]
+    assert done.bytes_written > sum(len(value) for value in before[4].values())
+    assert chain(root, 4) == ["compacted/4"]
     for step in (1, 2, 3):
         shutil.rmtree(root / str(step))
     for step in (4, 5):
-        assert values(root, step) == before[step]
+        assert dense_leaves(root, step) == before[step]
         assert restored(root, step, states[step]) == state[step]
     # Stock Orbax reads the item as that of any other step.
     tree = by_orbax(root / "compacted/4/embeddings/dense")
@@ -58,25 +62,24 @@ def test_a_compacted_base_has_orbax_s_item_with_the_bits_of_the_chain(written, w
         assert leaf.tobytes() in state[4], name
 
 
-def test_a_base_is_compacted_in_pieces_that_fit_into_the_memory(written):
-    root, states = written
-    before, state = values(root, 5), restored(root, 5, states[5])
-    with mock.patch.object(fold_dense, "_READ_BYTES", (12 << 20) - (100 << 10)):
-        assert fold(root, 5, memory_bytes=12 << 20, workers=1) is not None
-    item = root / "compacted/5/embeddings/dense"
+def test_a_base_is_compacted_in_pieces_that_fit_into_the_memory(tmp_path):
+    root = tmp_path / "run"
+    large = {f"large {n}": jnp.full((800, 500), n, jnp.float32) for n in range(3)}
+    states = write(root, steps=(1, 2, 3), state={**initial(), **large})
+    before, state = dense_leaves(root, 3), restored(root, 3, states[3])
+    with pytest.raises(OptionError, match="memory_bytes: expected at least") as refused:
+        fold(root, 3, memory_bytes=1)
+    [least] = re.findall(r"at least ([\d,]+)", str(refused.value))
+    assert fold(root, 3, memory_bytes=int(least.replace(",", "")), workers=1) is not None
+    item = root / "compacted/3/embeddings/dense"
     assert (item / "ocdbt.process_1").is_dir(), "several pieces"
-    assert values(root, 5) == before
-    assert restored(root, 5, states[5]) == state
-    assert compact.compact(root, step=5) is None
+    assert dense_leaves(root, 3) == before
+    assert restored(root, 3, states[3]) == state
+    assert compact.compact(root, step=3) is None
 
 
-def test_memory_that_does_not_suffice_is_refused_before_anything_is_read(written):
+def test_a_disk_without_room_is_refused_before_anything_is_read(written):
     root, _ = written
-    with (
-        mock.patch.object(fold_dense, "_READ_BYTES", 1 << 30),
-        pytest.raises(OptionError, match="at least 1,07"),
-    ):
-        fold(root, 5)
     with (
         mock.patch.object(compact.files, "free_bytes", lambda path: 4000),
         pytest.raises(OutOfSpace, match="expected room for"),
@@ -89,18 +92,18 @@ def test_a_compacted_base_is_folded_again_and_deltas_go_on_from_it(written):
     fold(root, 3)
     for step in (1, 2, 3):
         shutil.rmtree(root / str(step))
-    before = values(root, 5)
+    before = dense_leaves(root, 5)
     assert fold(root, 5).deltas == 2
-    assert values(root, 5) == before
+    assert dense_leaves(root, 5) == before
     shutil.rmtree(root / "compacted/3")
     shutil.rmtree(root / "4")
     with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options()) as one:
         found = one.restore(5, states[5])
         state = trained(found.state, 5)
         saved = one.save(6, state, touched=marked(found.touched, 5))
-        one.wait()
+        one.wait_until_finished()
         assert saved.kind == "delta"
-    assert chain(root, 6) == ["compacted/5/embeddings", "6/embeddings"]
+    assert chain(root, 6) == ["compacted/5", "6"]
     record = stored.read_save(root / "6").head.dense_blocks
     assert record is not None
     used = {one.codec for segment in record.segments for one in segment.encodings}
@@ -112,9 +115,9 @@ def test_a_compacted_base_is_folded_again_and_deltas_go_on_from_it(written):
 def test_retention_keeps_a_compacted_base_and_its_item(tmp_path):
     root = tmp_path / "run"
     how = {
-        "retention": 1,
+        "max_to_keep": 1,
         "deltas": deltackpt.DeltaOptions(
-            bases="compacted", policy=deltackpt.Consecutive(max_chain=3)
+            bases="compacted", policy=deltackpt.policies.Consecutive(max_chain=3)
         ),
     }
     state = initial()
@@ -122,11 +125,11 @@ def test_retention_keeps_a_compacted_base_and_its_item(tmp_path):
     with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options(**how)) as one:
         for step in range(9):
             assert one.save(step, state, touched=touched).kind == ("delta" if step else "base")
-            one.wait()
+            one.wait_until_finished()
             if step in (3, 6):
-                before = values(root, step)
+                before = dense_leaves(root, step)
                 assert fold(root, step) is not None
-                assert values(root, step) == before
+                assert dense_leaves(root, step) == before
             last, state = state, trained(state, step)
             touched = marked(touched, step)
         one._root._collected.result()
@@ -142,7 +145,7 @@ def write_items(root: Path) -> dict:
     with deltackpt.CheckpointManager(root, handlers=HANDLERS) as one:
         for step in (1, 2):
             one.save(step, state, touched=touched)
-            one.wait()
+            one.wait_until_finished()
     return state
 
 
@@ -160,7 +163,7 @@ def test_no_delta_goes_on_from_an_item_that_compaction_takes_away(tmp_path):
     with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options()) as one:
         found = one.restore(2, state)
         one.save(3, trained(found.state, 2), touched=marked(found.touched, 2))
-        one.wait()
+        one.wait_until_finished()
     fold(root, 2)
     before = restored(root, 3, state)
     for step in (1, 2):
@@ -170,39 +173,38 @@ def test_no_delta_goes_on_from_an_item_that_compaction_takes_away(tmp_path):
 
 def test_two_attempts_at_a_part_leave_one_item(written):
     root, _ = written
-    before = values(root, 4)
+    before = dense_leaves(root, 4)
     planned = compact.plan(root, step=4)
-    assert planned is not None and planned.dense_bytes == sum(
-        len(value) for found in before for value in found.values()
-    )
-    real, second = fold_dense.move, []
+    assert planned is not None
+    nbytes = sum(len(value) for value in before.values())
+    assert nbytes < planned.dense_bytes < nbytes + 20_000  # With the descriptions.
 
-    def late(plan):
-        if not second:  # Another worker folds the part from its beginning to its end.
-            second.append(None)
-            compact.fold(planned, 0, memory_bytes=64 << 20)
-        real(plan)
-
-    with mock.patch.object(fold_dense, "move", late), compact.exclusive(root):
+    def fold_part(_: DiskCall | None = None) -> None:
         compact.fold(planned, 0, memory_bytes=64 << 20)
+
+    with Disk(root) as disk, compact.exclusive(root):
+        # Another worker folds the part from its beginning to its end.
+        disk.on("rename", fold_part, "/embeddings/dense$", times=1)
+        fold_part()
+        assert sum(path.endswith("/embeddings/dense") for path in disk.paths("rename")) == 2
         compact.publish(planned)
     shutil.rmtree(planned.workspace)
-    assert values(root, 4) == before
-    assert chain(root, 4) == ["compacted/4/embeddings"]
+    assert dense_leaves(root, 4) == before
+    assert chain(root, 4) == ["compacted/4"]
 
 
 @pytest.mark.processes
 def test_killed_at_any_call_everything_restores(written):
     root, _ = written
     assert killed_anywhere(root, "dense", every=3).kills > 20
-    assert chain(root, 3) == ["compacted/3/embeddings"]
+    assert chain(root, 3) == ["compacted/3"]
 
 
 @pytest.mark.parametrize("how", HOWS)
 @mock.patch.object(removal, "_GONE_INTERVAL_SECS", 0.0)
 def test_a_damaged_item_of_a_compacted_base_is_passed_over_or_an_error(written, how):
     root, _ = written
-    before = values(root, 4)
+    before = dense_leaves(root, 4)
     fold(root, 3)
     bare = root.with_name("bare")
     shutil.copytree(root, bare)
@@ -215,12 +217,12 @@ def test_a_damaged_item_of_a_compacted_base_is_passed_over_or_an_error(written, 
         for place in (root, bare):
             damage(place / name, how)
         with pytest.warns(UserWarning, match="reading it through compacted/3/embeddings failed"):
-            assert values(root, 4) == before
+            assert dense_leaves(root, 4) == before
         with pytest.raises(RestoreError, match=r"compacted/3/embeddings|parent 2"):
-            values(bare, 4)
+            dense_leaves(bare, 4)
         for place in (root, bare):
             (place / name).write_bytes(data)
-    assert values(bare, 4) == before
+    assert dense_leaves(bare, 4) == before
 
 
 def test_a_step_that_lacks_a_value_of_its_arrays_is_not_folded(written):
@@ -230,4 +232,4 @@ def test_a_step_that_lacks_a_value_of_its_arrays_is_not_folded(written):
         pytest.raises(Damaged, match="the values of dense leaves that their arrays imply"),
     ):
         fold(root, 3)
-    assert chain(root, 3)[0] == "1/embeddings"
+    assert chain(root, 3)[0] == "1"

@@ -20,14 +20,14 @@ import deltackpt
 from deltackpt import events
 from deltackpt.reading import saves
 
-CODED = deltackpt.Dense(deltas="own", codec=LOSSY)
+CODED = deltackpt.Dense(deltas="blocks", codec=LOSSY)
 
 
 class Told(list):
     """A sink that keeps the events of saves."""
 
     def receive(self, event: events.Event) -> None:
-        """See ``Sink``."""
+        """See ``EventHandler``."""
         if isinstance(event, events.SaveEvent):
             self.append(event)
 
@@ -39,7 +39,7 @@ def run(root: Path, dense: deltackpt.Dense, count: int, **options: Any) -> tuple
         root,
         handlers=dense_states.HANDLERS,
         options=deltackpt.ManagerOptions(dense=dense, deltas=deltas),
-        sinks=(told,),
+        event_handlers=(told,),
     ) as saver:
         loop.steps(saver, *range(1, count + 1))
     return loop, told
@@ -54,7 +54,7 @@ def test_an_event_tells_of_each_leaf_how_it_was_kept(tmp_path):
     assert w.blocks == w.changed_blocks == 75 and 0 < w.relative_error < 0.01
     assert 0 < w.nbytes < w.raw_bytes / 5
     assert (frozen.changed_blocks, frozen.nbytes, frozen.relative_error) == (0, 0, 0.0)
-    assert (count.codec, count.blocks, count.raw_bytes) == ("exact", 1, 4)
+    assert (count.codec, count.blocks, count.raw_bytes) == ("lossless", 1, 4)
     assert delta.dense_relative_error >= w.relative_error
     record = saves.read_save(tmp_path / "2").head.dense_blocks
     on_disk = sum(encoding.nbytes for one in record.segments for encoding in one.encodings)
@@ -67,14 +67,14 @@ def test_an_event_tells_of_each_leaf_how_it_was_kept(tmp_path):
 
 
 def test_a_leaf_that_was_widened_is_named_with_its_reason(tmp_path, caplog):
-    strict = deltackpt.Dense(deltas="own", codec=LOSSY, max_error=1e-6)
+    strict = deltackpt.Dense(deltas="blocks", codec=LOSSY, max_error=1e-6)
     registry = prometheus_client.CollectorRegistry()
     given: list[dict] = []
     with caplog.at_level(logging.INFO, "deltackpt.events"):
         _, (_, delta) = run(tmp_path, strict, 2)
     widened = {figures.leaf: figures for figures in delta.widened}
     assert {"params/w", "nu"} <= widened.keys()
-    assert "more than 1e-06" in widened["nu"].reason and widened["nu"].codec == "exact"
+    assert "more than 1e-06" in widened["nu"].reason and widened["nu"].codec == "lossless"
     assert "widened=['" in caplog.text and "nu: int8 would change it" in caplog.text
     told = [
         encoding.reason
@@ -83,7 +83,7 @@ def test_a_leaf_that_was_widened_is_named_with_its_reason(tmp_path, caplog):
     ]
     assert any("nu: int8 would change it" in reason for reason in told)
     logger = mock.Mock(log_entry=given.append)
-    events.emit(delta, [events.PrometheusSink(registry), events.OrbaxLoggerSink(logger)])
+    events.emit(delta, [events.PrometheusHandler(registry), events.OrbaxLoggerHandler(logger)])
     assert given[0]["dense"][0].keys() >= {"leaf", "codec", "reason"}
     labels = {"process": "0", "kind": "delta"}
     found = registry.get_sample_value("deltackpt_saved_dense_bytes_total", labels)
@@ -122,9 +122,9 @@ def test_deltas_that_do_not_pay_become_bases_and_those_that_do_go_on(tmp_path):
                 found.append(loop.save(saver, step).kind)
         return found
 
-    small = deltackpt.Dense(deltas="own", codec={"large": "ef4", **LOSSY})
+    small = deltackpt.Dense(deltas="blocks", codec={"large": "ef4", **LOSSY})
     assert kinds(tmp_path / "small", small).count("base") == 1
-    assert kinds(tmp_path / "exact", deltackpt.Dense(deltas="own")).count("base") > 2
+    assert kinds(tmp_path / "exact", deltackpt.Dense(deltas="blocks")).count("base") > 2
 
 
 def test_rows_all_of_which_moved_are_no_reason_to_write_all_dense_leaves(tmp_path):
@@ -141,7 +141,7 @@ def test_rows_all_of_which_moved_are_no_reason_to_write_all_dense_leaves(tmp_pat
 
 @pytest.mark.parametrize("most", [1, 1 << 30])
 def test_what_is_kept_between_saves_is_bounded(tmp_path, most):
-    dense = deltackpt.Dense(deltas="own", codec=LOSSY, max_reference_bytes=most)
+    dense = deltackpt.Dense(deltas="blocks", codec=LOSSY, max_reference_bytes=most)
     loop = Loop()
     with opened(tmp_path, dense) as saver:
         loop.steps(saver, 1, 2, 3)

@@ -109,8 +109,8 @@ def changed(rng: np.random.Generator, leaf: Any, lossy: bool) -> Any:
 
 def moved(rng: np.random.Generator, state: dict[str, Any]) -> dict[str, Any]:
     found = {"table": state["table"]}
-    for kind in ("exact", *LOSSY):
-        lossy = kind != "exact"
+    for kind in ("lossless", *LOSSY):
+        lossy = kind != "lossless"
         leaves = state.get(kind, {})
         found[kind] = {
             name: changed(rng, leaf, lossy) for name, leaf in leaves.items() if rng.random() < 0.95
@@ -158,7 +158,7 @@ def assert_shown(version: serving.Version, state: dict[str, Any]) -> None:
     """A version has all arrays with elements, and no others."""
     wanted = {
         f"{kind}/{name}": host(leaf)
-        for kind in ("exact", *LOSSY)
+        for kind in ("lossless", *LOSSY)
         for name, leaf in state[kind].items()
         if isinstance(leaf, (np.ndarray, jax.Array, bool, int, float)) and np.size(leaf)
     }
@@ -174,7 +174,9 @@ def assert_shown(version: serving.Version, state: dict[str, Any]) -> None:
 )
 @given(
     seed=st.integers(0, 1 << 32),
-    policy=st.sampled_from([deltackpt.Consecutive(), deltackpt.Rolling(window=3)]),
+    policy=st.sampled_from(
+        [deltackpt.policies.Consecutive(), deltackpt.policies.Rolling(window=3)]
+    ),
     logged=st.sampled_from(["whole", "delta"]),
     room=st.sampled_from([16 << 30, 30_000, 1]),
     skip=st.booleans(),
@@ -186,22 +188,22 @@ def test_whoever_reads_finds_what_was_given(seed, policy, logged, room, skip, tm
         deltas=deltackpt.DeltaOptions(policy=policy),
         writes=deltackpt.WriteOptions(durability="process"),
         dense=deltackpt.Dense(
-            deltas="own",
+            deltas="blocks",
             codec=CODECS,
             max_error=MAX_ERROR,
             max_reference_bytes=room,
             skip_unchanged=skip,
         ),
-        log=deltackpt.LogOptions(dense=logged),
+        wal=deltackpt.WalOptions(dense=logged),
     )
     state: dict[str, Any] = moved(rng, {"table": jnp.ones((40, 2))})
     marks = touched.init({"table": state["table"]})
-    live = serving.follow(root, ["exact/**", *CODECS], poll_secs=None)
+    live = serving.follow(root, ["lossless/**", *CODECS], poll_secs=None)
     with live, deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options) as manager:
         for step in range(8):
             expected = copied(state)
             if step and rng.random() < 0.5:
-                manager.log(step, state, touched=marks)
+                manager.append(step, state, touched=marks)
             else:
                 manager.save(step, state, touched=marks)
             for leaf in jax.tree.leaves(state):
@@ -209,8 +211,8 @@ def test_whoever_reads_finds_what_was_given(seed, policy, logged, room, skip, tm
                     leaf[...] = np.zeros((), leaf.dtype)
             state = expected
             if rng.random() < 0.7:
-                manager.wait()
-                manager.wait_logged()
+                manager.wait_until_finished()
+                manager.wait_appended()
                 found = manager.restore_latest(expected)
                 assert found is not None and found.step == step
                 assert_is(found.state, expected)
@@ -221,5 +223,5 @@ def test_whoever_reads_finds_what_was_given(seed, policy, logged, room, skip, tm
                 if rng.random() < 0.5:  # Else training goes on as if nobody had looked.
                     state, marks = found.state, found.touched
             state = moved(rng, copied(state))
-        manager.wait()
+        manager.wait_until_finished()
     assert not verify.verify_root(root).problems

@@ -24,10 +24,12 @@ from dense_runs import (
     written,
     written_once,
 )
+from test_dense_blocks_trust import EF4, of_segment
+from test_hostile_records import MANIFEST, change
 
 from deltackpt import inspect, interchange
 from deltackpt.errors import Damaged
-from deltackpt.reading import dense_work, orbax_values
+from deltackpt.reading import orbax_values
 from deltackpt.tiers import copy as copying
 from deltackpt.upkeep import collect, compact, doctor, estimate, verify
 from deltackpt.upkeep.unneeded import Retention
@@ -182,7 +184,7 @@ def test_a_chain_that_does_not_complete_a_value_is_told(written):
     assert [one.restorable for one in report.steps] == [True, False, False, False, False]
     told = [str(problem) for problem in report.problems]
     assert told[0].startswith(
-        "1/dense: expected 12000 bytes of frozen/0.0, from which 2/embeddings goes on, found none"
+        "1/dense: expected 12000 bytes of frozen/0.0, which 2/embeddings builds on, found none"
     )
 
 
@@ -198,14 +200,10 @@ def _without(key: str):
 
 def test_blocks_of_an_unknown_code_are_told(written):
     root, _ = written
-
-    def unknown(segment, name):
-        raise Damaged(name, f"a codec of {segment.name}", "['new']")
-
-    with mock.patch.object(dense_work, "codec_of", unknown):
-        report = verify.verify_root(root, steps=[3])
+    change(root, 3, MANIFEST, of_segment(EF4, "encodings", 0, "codec", to="new"))
+    report = verify.verify_root(root, steps=[3])
     assert not any(one.restorable for one in report.steps)
-    assert any("a codec of dense." in str(problem) for problem in report.problems)
+    assert any("dense.float32.ef4" in str(problem) for problem in report.problems)
 
 
 def test_doctor_looks_at_what_dense_leaves_go_on_from(written):
@@ -245,7 +243,7 @@ def test_an_estimate_counts_blocks_and_the_item_that_they_go_on_from(written):
     found = estimate.restore_plan(root, 3)
     assert found.dense_bytes == expected
     tables = 50 * 8 * 4
-    assert found.memory_bytes == tables and found.folded_bytes > tables + 60_000
+    assert found.memory_bytes == tables and found.merged_bytes > tables + 60_000
     fold(root, 3)
     item = root / "compacted/3/embeddings/dense"
     folded = sum(path.stat().st_size for path in item.rglob("*") if path.is_file())

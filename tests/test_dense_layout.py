@@ -6,7 +6,6 @@ from __future__ import annotations
 import collections
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from machine import free_port
 from orbax.checkpoint import v1
 from written import write_dense
 
@@ -183,11 +184,34 @@ def test_a_missing_child_is_not_merged(missing: int, tmp_path: Path) -> None:
         if process != missing:
             _write_part(tmp_path, process, part)
     with pytest.raises(Disagreement, match="missing"):
-        ocdbt.merge(tmp_path, [0, 1], plan.names)
+        ocdbt.merge(tmp_path, [0, 1], plan.described)
     assert not (tmp_path / "manifest.ocdbt").exists()
     _write_part(tmp_path, missing, parts[missing])
-    ocdbt.merge(tmp_path, [0, 1], plan.names)
+    ocdbt.merge(tmp_path, [0, 1], plan.described)
     assert ocdbt.read(tmp_path) == ocdbt.read(_stock(tmp_path / "stock", _sharded()))
+
+
+def test_a_merge_of_many_leaves_reads_files_as_often_as_one_of_few(tmp_path: Path) -> None:
+    def reads(count: int) -> int:
+        item = tmp_path / str(count)
+        item.mkdir()
+        plan = dense_layout.plan({f"leaf{number}": np.arange(4) for number in range(count)})
+        values = list(plan.values())
+        for process, part in enumerate((values[:count], values[count:])):
+            _write_part(item, process, part)
+        before = _file_reads()
+        ocdbt.merge(item, [0, 1], plan.described)
+        return _file_reads() - before
+
+    # TensorStore reads and decodes a whole node for each value that is read.
+    assert reads(200) == reads(2) > 0
+
+
+def _file_reads() -> int:
+    """Counts TensorStore's reads of files in this process."""
+    name = "/tensorstore/kvstore/file/read"
+    found = ts.experimental_collect_matching_metrics(name)  # Empty before the first.
+    return sum(one["values"][0]["value"] for one in found if one["name"] == name)
 
 
 def test_two_writers_of_one_value_are_refused(tmp_path: Path) -> None:
@@ -195,7 +219,7 @@ def test_two_writers_of_one_value_are_refused(tmp_path: Path) -> None:
     for process in (0, 1):
         _write_part(tmp_path, process, list(plan.values()))
     with pytest.raises(Disagreement, match="processes 0 and 1"):
-        ocdbt.merge(tmp_path, [0, 1], plan.names)
+        ocdbt.merge(tmp_path, [0, 1], plan.described)
 
 
 def test_equal_names_are_refused() -> None:
@@ -241,9 +265,7 @@ def test_another_process_writes_its_chunks_only() -> None:
     ],
 )
 def test_several_processes_equal_stock(count: int, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     worker = Path(__file__).with_name("dense_layout_worker.py")
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     jobs = [
@@ -253,7 +275,7 @@ def test_several_processes_equal_stock(count: int, tmp_path: Path) -> None:
         for number in range(count)
     ]
     try:
-        assert [job.wait(120) for job in jobs] == [0] * count
+        assert [job.wait(250) for job in jobs] == [0] * count
     finally:
         for job in jobs:
             job.kill()

@@ -10,7 +10,9 @@ import contextlib
 import itertools
 import re
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import hypothesis.strategies as st
@@ -27,22 +29,24 @@ import deltackpt
 from deltackpt import touched
 from deltackpt.errors import Damaged, TemplateMismatch
 from deltackpt.format.names import DENSE_ITEM
-from deltackpt.handlers import dense, dense_leaves
+from deltackpt.handlers import dense, dense_leaves, reading
 from deltackpt.handlers.dense_leaves import DenseLeaves
 from deltackpt.handlers.reading import OrbaxItems
+from deltackpt.ledger.committed import Committed
 from deltackpt.ledger.directory import Root
-from deltackpt.reading import chains, dense_values, dense_work, orbax_values
+from deltackpt.reading import chains, orbax_values
 from deltackpt.reading.dense_values import DenseItem
-from deltackpt.restore.step_files import DenseFiles
 from deltackpt.state import tables
 from deltackpt.storage import digests, kv_store, ocdbt, ocdbt_index
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.store import spot
+from deltackpt.testing import Disk
 from deltackpt.tiers.copy import copy
+from deltackpt.upkeep import compact
 
 P = jax.sharding.PartitionSpec
 HANDLERS = {"embeddings": deltackpt.Tables(select="table", slots={})}
-OPTIONS = deltackpt.ManagerOptions(dense=deltackpt.Dense(deltas="own"))
+OPTIONS = deltackpt.ManagerOptions(dense=deltackpt.Dense(deltas="blocks"))
 LAST = 3
 _numbers = itertools.count()
 
@@ -119,7 +123,7 @@ def write(root: Path | str) -> list[dict]:
             state = changed(state, step) if step else state
             marks = touched.mark(marks, {"table": jnp.arange(2)})
             assert manager.save(step, state, touched=marks).kind == ("delta" if step else "base")
-            manager.wait()
+            manager.wait_until_finished()
             states.append(state)
     return states
 
@@ -130,26 +134,35 @@ def dense_of(state: dict) -> dict:
     return tables.split(state, choice).dense
 
 
-def by_folder(chain, abstract: dict | None) -> dict:
-    """Orbax's handler on the item as files."""
-    handler = dense.handler()
-    with contextlib.closing(DenseFiles(dense_values.of_step(chain))) as files:
-        folder = dense_leaves.epath.Path(files.folder(DENSE_ITEM))
-        metadata = handler.metadata(folder)
-        if abstract is not None:
-            dense.check(abstract, metadata.tree, LAST)
-        args = dense.restore_args(abstract, metadata)
-        return dense.restored(handler.restore(folder, args=args), abstract, LAST)
+@pytest.fixture(scope="module")
+def managers(run, tmp_path_factory) -> Iterator[tuple[Any, Any]]:
+    """Readers of the deltas, and of a copy in which the last step is compacted to Orbax's item."""
+    compacted = tmp_path_factory.mktemp("compacted") / "run"
+    shutil.copytree(run[0], compacted)
+    assert compact.compact(compacted, step=LAST) is not None
+    options = deltackpt.ManagerOptions(access="read")
+    with contextlib.ExitStack() as stack:
+        yield tuple(
+            stack.enter_context(
+                deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options)
+            )
+            for root in (run[0], compacted)
+        )
 
 
-def straight(chain, abstract: dict | None) -> dict:
-    return DenseLeaves(DenseItem(chain)).restored(abstract, LAST).leaves
+def assert_both_ways_alike(managers, template: dict | None) -> Any:
+    """The same leaves, or the same error, of the chain and by Orbax's handler; returns them."""
+    of_chain, of_item = managers
+    found = told(lambda: of_chain.restore(LAST, template).state)
+    with not_straight():
+        assert found == told(lambda: of_item.restore(LAST, template).state)
+    return found
 
 
-def told(way, chain, abstract):
+def told(read: Callable[[], Any]):
     """Leaves with all that tells them apart, or the error."""
     try:
-        found = way(chain, abstract)
+        found = read()
     except Exception as error:
         return type(error), str(error)
     leaves, structure = jax.tree.flatten(found, is_leaf=lambda leaf: leaf is None)
@@ -206,35 +219,29 @@ def templates(leaf) -> list:
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_both_ways_give_the_same_leaves_or_the_same_error(run, data):
-    root, states = run
-    chain = chains.read_chain(root / str(LAST))
-    abstract = dense_of(states[-1])
-    flat, structure = jax.tree.flatten(abstract, is_leaf=lambda leaf: leaf is None)
+def test_both_ways_give_the_same_leaves_or_the_same_error(run, managers, data):
+    template = dict(run[1][-1])
+    table = template.pop("table")
+    flat, structure = jax.tree.flatten(template, is_leaf=lambda leaf: leaf is None)
     wrong = data.draw(st.integers(0, 2), "leaves that may be wrong")
     at = data.draw(st.sets(st.integers(0, len(flat) - 1), max_size=wrong + 1), "which")
     for number in at:
         flat[number] = data.draw(st.sampled_from(templates(flat[number])), f"leaf {number}")
-    given_ = jax.tree.unflatten(structure, flat)
-    assert told(straight, chain, given_) == told(by_folder, chain, given_)
+    assert_both_ways_alike(managers, {**jax.tree.unflatten(structure, flat), "table": table})
 
 
-@pytest.mark.parametrize("step", range(LAST + 1))
-def test_without_a_template_both_ways_give_the_same(run, step):
-    chain = chains.read_chain(run[0] / str(step))
-    assert told(straight, chain, None) == told(by_folder, chain, None)
+def test_without_a_template_both_ways_give_the_same(managers):
+    structure, _ = assert_both_ways_alike(managers, None)
+    assert structure.num_leaves > 20
 
 
-def test_leaves_that_only_one_side_has_are_named(run):
-    root, states = run
-    chain = chains.read_chain(root / str(LAST))
-    abstract = dense_of(states[-1])
+def test_leaves_that_only_one_side_has_are_named(run, managers):
+    state = run[1][-1]
     for template in (
-        {**abstract, "more": jnp.zeros(3)},
-        {key: leaf for key, leaf in abstract.items() if key != "w"},
+        {**state, "more": jnp.zeros(3)},
+        {key: leaf for key, leaf in state.items() if key != "w"},
     ):
-        found = told(straight, chain, template)
-        assert found == told(by_folder, chain, template) and found[0] is TemplateMismatch
+        assert assert_both_ways_alike(managers, template)[0] is TemplateMismatch
 
 
 def test_a_restored_state_is_bit_for_bit_the_saved_one_and_may_be_donated(run):
@@ -249,24 +256,24 @@ def test_a_restored_state_is_bit_for_bit_the_saved_one_and_may_be_donated(run):
         assert bits(manager.restore(LAST, state).state["w"]) == bits(state["w"])
 
 
-def test_only_the_leaves_that_are_asked_for_are_decoded(run):
+def test_only_the_leaves_that_are_asked_for_are_read(run):
     root, states = run
-    asked: list[set[str]] = []
-    real = DenseItem.read
-
-    def read(self, wanted):
-        found = real(self, wanted)
-        names = {key.rpartition("/")[0] for key in found.values if not key.endswith(ocdbt.ZARRAY)}
-        if names:
-            asked.append(names)
-        return found
-
     options = deltackpt.ManagerOptions(access="read")
-    with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options) as manager:
-        with mock.patch.object(DenseItem, "read", read):
-            found = manager.read_state(LAST, {"w": states[-1]["w"], "text": ""})
-    assert asked == [{"w"}] and found.state["text"] == "a text"
-    assert bits(found.state["w"]) == bits(states[-1]["w"])
+    with (
+        deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options) as manager,
+        Disk(root) as disk,
+    ):
+        disk.on("read", lambda call: None, r"/dense[.]\w+[.].*/c/")
+        found = manager.read_state(LAST, {"w": states[-1]["w"], "text": ""})
+        assert found.state["text"] == "a text" and bits(found.state["w"]) == bits(states[-1]["w"])
+        groups = {"float32", "bfloat16"}
+        assert {group for group in groups if _of_group(disk, group)} == {"float32"}
+        manager.read_state(LAST, {"half": states[-1]["half"]})
+        assert {group for group in groups if _of_group(disk, group)} == groups
+
+
+def _of_group(disk: Disk, group: str) -> list[str]:
+    return [path for path in disk.paths("read") if f"/dense.{group}." in path]
 
 
 def test_of_arrays_on_few_devices_no_other_chunk_is_read(run):
@@ -276,27 +283,35 @@ def test_of_arrays_on_few_devices_no_other_chunk_is_read(run):
     of_first = {
         device: box for device, box in dense_leaves._boxes(states[0]["cut"], (64, 96)).items()
     }
-    array = DenseLeaves(item)._stored["cut",]
+    array = DenseLeaves(item, "it")._stored["cut",]
     assert array.chunks == (16, 48)
     keys = array.keys([of_first[jax.devices()[0]]])
     assert keys == {"cut/0.0"} and set(item.read(keys.__contains__).values) == keys
 
 
-@pytest.mark.parametrize("piece", [1000, 4096, 8 << 20])
-@pytest.mark.parametrize("stretch", [512, 2048, 4 << 20])
-def test_however_a_base_is_cut_all_that_is_above_it_is_decoded_once(run, piece, stretch):
-    root, states = run
-    chain = chains.read_chain(root / str(LAST))
-    with (
-        mock.patch.object(orbax_values, "_PIECE_BYTES", piece),
-        mock.patch.object(dense_work, "_STRETCH_BYTES", stretch),
-    ):
-        found = straight(chain, dense_of(states[-1]))
-    assert bits(found) == bits(dense_of(states[-1]))
+def test_a_leaf_that_is_read_in_several_pieces_is_whole(tmp_path, monkeypatch):
+    """Blocks are decoded in spans of 4 MiB, each once all that it changes was read."""
+    monkeypatch.setattr(orbax_values, "_PIECE_BYTES", (4 << 20) + 100)
+    state = {"table": jnp.zeros((16, 4)), "large": jnp.arange((9 << 20) // 2, dtype=jnp.float32)}
+    marks = touched.init({"table": state["table"]})
+    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=OPTIONS) as manager:
+        for step in range(3):
+            # Some elements of each block of 256.
+            changed = jnp.arange(step, state["large"].size, 251)
+            state = {**state, "large": state["large"].at[changed].add(step + 0.5)}
+            marks = touched.mark(marks, {"table": jnp.arange(2)})
+            assert manager.save(step, state, touched=marks).kind == ("delta" if step else "base")
+            manager.wait_until_finished()
+        assert bits(manager.restore(2, state).state) == bits(state)
 
 
 def items_of(root: Path) -> OrbaxItems:
     return OrbaxItems(Root.open(root, read_only=True), {})
+
+
+def not_straight():
+    """Orbax's handler reads what else is read without it."""
+    return mock.patch.object(reading, "_straight", return_value=None)
 
 
 @pytest.mark.parametrize("with_template", [True, False])
@@ -306,10 +321,76 @@ def test_orbaxs_item_is_read_straight_and_gives_what_orbax_gives(run, with_templ
     items = items_of(root)
     read = items.straight(0, abstract)
     assert read is not None
-    found, by_orbax = read(), items.dense(0, abstract)
-    assert told(lambda *_: found.leaves, None, None) == told(lambda *_: by_orbax.leaves, None, None)
+    found = read()
+    with not_straight():
+        by_orbax = items.dense(0, abstract)
+    assert told(lambda: found.leaves) == told(lambda: by_orbax.leaves)
     # Deltas are read by their chains.
     assert items.straight(LAST, abstract) is None and not by_orbax.chunks
+
+
+def test_8000_small_leaves_cost_no_call_of_orbax(tmp_path, monkeypatch):
+    """Orbax takes over a millisecond for each; their descriptions alone are more than a MiB."""
+    _check_reads_need_no_orbax(tmp_path, monkeypatch, 8000, lambda _, manager: [manager.restore(0)])
+
+
+def test_no_way_to_read_small_leaves_calls_orbax(tmp_path, monkeypatch):
+    monkeypatch.setattr(dense_leaves, "_LEFT_BYTES", 0)  # As if there were 8,000.
+
+    def reads(state, manager):
+        yield manager.restore(0)
+        yield manager.restore(0, state)
+        yield manager.read_state(0, {"leaves": state["leaves"]})
+        yield mock.Mock(state=OrbaxItems(manager._root, {}).dense(0, None).leaves)
+        assert manager.item_metadata(0)["leaves"]["leaf 7"].shape == (2,)
+
+    _check_reads_need_no_orbax(tmp_path, monkeypatch, 20, reads)
+
+
+def test_no_way_to_read_python_numbers_calls_orbax(tmp_path, monkeypatch):
+    """It takes over a millisecond for each. Their types and values stay."""
+    monkeypatch.setattr(dense_leaves, "_LEFT_BYTES", 0)
+    numbers = {"int": 3, "-": -(1 << 40), "unsigned": (1 << 63) + 5, "float": 0.1, "true": True}
+    state = {"table": np.ones((4, 2)), "of": numbers, "array": np.arange(3)}
+    other = {name: type(number)(0) for name, number in numbers.items()}
+    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as manager:
+        manager.save(0, state)
+        manager.wait_until_finished()
+        without = manager.restore(0).state["of"]
+        described = manager.item_metadata(0)["of"]
+        monkeypatch.setattr(dense, "handler", None)
+        for found in (
+            manager.restore(0, {**state, "of": other}).state["of"],
+            manager.read_state(0, {"of": other}).state["of"],
+        ):
+            assert found == numbers
+            assert {name: type(found[name]) for name in numbers} == {
+                name: type(number) for name, number in numbers.items()
+            }
+        arrays = {name: np.zeros((), without[name].dtype) for name in numbers}
+        assert told_values(manager.restore(0, {**state, "of": arrays}).state["of"]) == (
+            told_values(manager.restore(0).state["of"])
+        )
+        again = manager.item_metadata(0)["of"]
+        assert told_values(manager.restore(0).state["of"]) == told_values(without)
+        assert {name: (type(one), one.dtype, one.shape) for name, one in again.items()} == {
+            name: (type(one), one.dtype, one.shape) for name, one in described.items()
+        }
+
+
+def told_values(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: (type(one), one.dtype, one.shape, one.item()) for name, one in found.items()}
+
+
+def _check_reads_need_no_orbax(root, monkeypatch, count, reads):
+    leaves = {f"leaf {i}": np.full(2, i) for i in range(count)}
+    state = {"table": np.ones((4, 2)), "leaves": leaves}
+    with deltackpt.CheckpointManager(root, handlers=HANDLERS) as manager:
+        manager.save(0, state)
+        manager.wait_until_finished()
+        monkeypatch.setattr(dense, "handler", None)
+        for found in reads(state, manager):
+            assert all(found.state["leaves"][name][1] == i for i, name in enumerate(leaves))
 
 
 def test_what_does_not_go_straight_is_left_to_orbax(run):
@@ -324,9 +405,10 @@ def test_what_does_not_go_straight_is_left_to_orbax(run):
         template = {**abstract, "w": leaf}
         read = items.straight(0, template)
         assert read is not None
-        found = told(lambda _, __, read=read: read(), None, None)
+        found = told(read)
         assert found[0] is TemplateMismatch
-        assert found == told(lambda _, wanted: items.dense(0, wanted), None, template)
+        with not_straight():
+            assert found == told(lambda wanted=template: items.dense(0, wanted))
     # A chunk that is not there stands for zeros.
     with mock.patch.object(orbax_values.OrbaxValues, "nbytes", return_value=None):
         assert items.straight(0, abstract) is None
@@ -378,10 +460,8 @@ def test_a_reference_that_shares_memory_with_a_leaf_outlives_its_donation(run, t
         jax.block_until_ready(moved)
         marks = touched.mark(marked, {"table": jnp.arange(2)})
         assert manager.save(step + 1, moved, touched=marks).kind == "delta"
-        manager.wait()
+        manager.wait_until_finished()
         assert bits(manager.restore(step + 1, moved).state) == bits(moved)
-    chain = chains.read_chain(root / str(step + 1))
-    assert bits(straight(chain, dense_of(moved))) == bits(dense_of(moved))
 
 
 def blocks(root: Path, step: int, name: str) -> list[Path]:
@@ -414,12 +494,11 @@ def test_damage_is_found_and_named_and_an_older_step_is_restored(run, tmp_path, 
             path.unlink()
         else:
             path.write_bytes(data if how == "flip" else data[:at])
-    chain = chains.read_chain(root / str(LAST)) if name != "embeddings/manifest.0.msgpack" else ()
-    with pytest.raises(Damaged) as error:
-        straight(chain, dense_of(states[-1]))
-    assert str(error.value).startswith(f"{step}/") or f"/{step}/" in str(error.value)
     options = deltackpt.ManagerOptions(access="read")
     with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options) as manager:
+        with pytest.raises(Damaged) as error:
+            manager.restore(LAST, states[-1])
+        assert str(error.value).startswith(f"{step}/") or f"/{step}/" in str(error.value)
         if not step:
             return
         with pytest.warns(UserWarning, match="skipped"):
@@ -435,13 +514,15 @@ def test_an_intact_file_of_another_save_is_none_of_ours(run, tmp_path):
     [ours] = (root / "0" / "dense" / "d").iterdir()
     [theirs] = (other / "0" / "dense" / "d").iterdir()
     shutil.copy(theirs, ours)
-    with pytest.raises(Damaged, match="0/dense/d/"):
-        straight(chains.read_chain(root / str(LAST)), None)
+    options = deltackpt.ManagerOptions(access="read")
+    with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options) as manager:
+        with pytest.raises(Damaged, match="0/dense/d/"):
+            manager.restore(LAST)
 
 
 def test_codes_that_need_no_reference_are_read_once(tmp_path):
     options = deltackpt.ManagerOptions(
-        dense=deltackpt.Dense(deltas="own", codec={"nu": "int8"}, max_error=None)
+        dense=deltackpt.Dense(deltas="blocks", codec={"nu": "int8"}, max_error=None)
     )
     state = {"table": jnp.zeros((16, 4)), "nu": jnp.linspace(0.0, 1.0, 1 << 16)}
     marks = touched.init({"table": state["table"]})
@@ -449,19 +530,14 @@ def test_codes_that_need_no_reference_are_read_once(tmp_path):
         for step in range(5):
             marks = touched.mark(marks, {"table": jnp.arange(2)})
             manager.save(step, {**state, "nu": state["nu"] + step}, touched=marks)
-            manager.wait()
-    chain = chains.read_chain(tmp_path / "4")
-    read: list[str] = []
-    real = dense_values.PartSource.read
-
-    def record(self, segment, entry, start, stop):
-        read.append(self.name)
-        return real(self, segment, entry, start, stop)
-
-    with mock.patch.object(dense_values.PartSource, "read", record):
-        with mock.patch.object(orbax_values._FileReader, "read", side_effect=AssertionError):
-            found = straight(chain, None)
-    assert {name.partition("/")[0] for name in read} == {"4"}
+            manager.wait_until_finished()
+        with Disk(tmp_path) as disk:
+            disk.on("read", lambda call: None, r"/dense(/d/|[.].*/c/)")
+            found = manager.restore(4, state).state
+            below = [Path(path).relative_to(tmp_path).parts[0] for path in disk.paths("read")]
+            assert {*below} == {"4"}
+            manager.restore(0, state)
+            assert "/0/dense/d/" in disk.paths("read")[-1]
     np.testing.assert_allclose(found["nu"], np.asarray(state["nu"]) + 4, atol=2.5e-2)
 
 
@@ -528,8 +604,9 @@ def dense_restore_digests(step: Path):
     return {name.removeprefix(f"{DENSE_ITEM}/"): digest for name, digest in found.items()}
 
 
-def test_a_chain_in_a_bucket_is_restored(run, tmp_path):
-    root, states = run
+@contextlib.contextmanager
+def reader_of_a_bucket(root: Path, tmp_path: Path) -> Iterator[deltackpt.CheckpointManager]:
+    """A manager that reads a copy of a directory in a new bucket."""
     with servers.s3(tmp_path) as server, servers.environment_of(server):
         url = server.bucket(f"bucket{next(_numbers)}") + "/run"
         copy(root, url, all_steps=True, endpoint=server.endpoint)
@@ -537,5 +614,33 @@ def test_a_chain_in_a_bucket_is_restored(run, tmp_path):
             access="read", tiers=deltackpt.Tiers(endpoint=server.endpoint)
         )
         with deltackpt.CheckpointManager(url, handlers=HANDLERS, options=options) as manager:
-            found = manager.restore(LAST, states[-1]).state
+            yield manager
+
+
+def test_a_chain_in_a_bucket_is_restored(run, tmp_path):
+    root, states = run
+    with reader_of_a_bucket(root, tmp_path) as manager:
+        found = manager.restore(LAST, states[-1]).state
     assert bits(found) == bits(states[-1])
+
+
+def test_a_base_in_a_bucket_is_downloaded_once_and_read_straight(run, tmp_path):
+    root, states = run
+    read: list[str] = []
+
+    def counted(name: str):
+        real = getattr(Committed, name)
+
+        def call(self: Committed, key: str, *arguments, **options):
+            read.append(key)
+            return real(self, key, *arguments, **options)
+
+        return mock.patch.object(Committed, name, call)
+
+    with reader_of_a_bucket(root, tmp_path) as manager:
+        with counted("get"), counted("read_into"):
+            with mock.patch.object(dense, "from_folder", side_effect=AssertionError):
+                found = manager.restore(0, states[0]).state
+    assert bits(found) == bits(states[0])
+    data = [key for key in read if key.startswith(f"0/{DENSE_ITEM}/d/")]
+    assert data and len(data) == len({*data})

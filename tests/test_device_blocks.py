@@ -104,10 +104,10 @@ def test_a_leaf_beyond_its_budget_is_wider_and_at_last_exact() -> None:
     wide = device_blocks.encode_leaf_there(jnp.asarray(now), jnp.asarray(before), "ef4", 0.02, POOL)
     assert wide.codec == "ef8" and "ef4 would change it" in wide.reason
     exact = device_blocks.encode_leaf_there(jnp.asarray(now), jnp.asarray(before), "ef4", 0.0, POOL)
-    assert exact.codec == "exact" and same_bits(decoded(exact, before), now)
+    assert exact.codec == "lossless" and same_bits(decoded(exact, before), now)
     assert same_bits(exact.decoded, now)
     alone = device_blocks.encode_leaf_there(jnp.asarray(now), None, "ef4", None, POOL)
-    assert alone.codec == "exact" and same_bits(decoded(alone, np.zeros_like(now)), now)
+    assert alone.codec == "lossless" and same_bits(decoded(alone, np.zeros_like(now)), now)
 
 
 def test_numbers_that_are_all_positive_stay_so_whatever_code_was_asked_for() -> None:
@@ -165,7 +165,7 @@ def test_a_state_on_devices_restores_to_what_they_keep(tmp_path: Path, codec: st
         "count": jnp.zeros((), jnp.int32),
     }
     options = deltackpt.ManagerOptions(
-        dense=deltackpt.Dense(deltas="own", codec={"w": codec, "h": codec}),
+        dense=deltackpt.Dense(deltas="blocks", codec={"w": codec, "h": codec}),
         writes=deltackpt.WriteOptions(durability="process"),
     )
     tables = deltackpt.Tables(select="emb", slots={})
@@ -182,7 +182,7 @@ def test_a_state_on_devices_restores_to_what_they_keep(tmp_path: Path, codec: st
             state = {**state, "w": state["w"] + 1e-3 * noise, "h": state["h"] * 1.01}
             state["count"] = state["count"] + 1
             manager.save(step, state, touched=touched)
-            manager.wait()
+            manager.wait_until_finished()
             keeper = manager._run.dense
             left = keeper.references.of(manager._run.lineage.newest_committed)
             kept = {key: data for (_, key), data in left.data.items()}

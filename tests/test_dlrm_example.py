@@ -133,7 +133,7 @@ def test_foreign_files_are_refused(tmp_path):
     path.write_text("a,b,c\n")
     with pytest.raises(ValueError, match="expected 40 fields"):
         data.CriteoFile(path, {"C1": 10}, 2)
-    with pytest.raises(ValueError, match="1 to 26 numbers"):
+    with pytest.raises(ValueError, match="1 to 26 row counts"):
         data.table_rows(str(path))
 
 
@@ -233,7 +233,7 @@ def test_a_kill_costs_what_was_logged_above_where_the_next_trainer_went_on(tmp_p
 
 def test_state_splits_into_tables_with_their_accumulators():
     sizes = trainer.ModelOptions(rows={"C1": 5, "C2": 6}, width=4, bottom=(8,), top=(8,))
-    split = deltackpt.split(trainer.init_state(sizes, 0), trainer.checkpoint_tables())
+    split = deltackpt.handlers.split(trainer.init_state(sizes, 0), trainer.checkpoint_tables())
     assert sorted(split.fields) == ["tables/C1", "tables/C2"]
     assert all(len(fields) == 2 for fields in split.fields.values())
     assert split.touched is not None
@@ -246,6 +246,7 @@ def assert_equal_batches(first: data.Batch, second: data.Batch) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.drawn("demos", 2)
 @pytest.mark.parametrize("criteo", [False, True])
 def test_demo_proves_that_nothing_is_lost(tmp_path, request, criteo):
     data_file = request.getfixturevalue("shared") / "criteo_sample.txt" if criteo else None
@@ -260,6 +261,7 @@ def test_demo_proves_that_nothing_is_lost(tmp_path, request, criteo):
 
 
 @pytest.mark.long
+@pytest.mark.drawn("demos", 2)
 def test_demo_of_the_log_loses_no_acknowledged_step(tmp_path):
     arguments = ["--scale", "0.1", "--steps=24", "--kills=3", f"--directory={tmp_path}"]
     done = subprocess.run(
@@ -272,6 +274,7 @@ def test_demo_of_the_log_loses_no_acknowledged_step(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.drawn("demos", 2)
 def test_a_node_that_is_lost_in_an_upload_loses_nothing_at_the_root(tmp_path):
     servers.program("versitygw")
     done = subprocess.run(
@@ -280,4 +283,4 @@ def test_a_node_that_is_lost_in_an_upload_loses_nothing_at_the_root(tmp_path):
         stdout=subprocess.PIPE,
     )
     assert done.returncode == 0
-    assert b"nothing was lost" in done.stdout and b"PutObject" in done.stdout
+    assert b"no step in the bucket was lost" in done.stdout and b"PutObject" in done.stdout

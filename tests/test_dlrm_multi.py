@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from dlrm_jax import data, demo_multi, main, model, trainer
 from dlrm_jax.placement import Placement
+from machine import free_port
 from running import journal
 from running.digest import digest
 
@@ -137,7 +138,7 @@ def test_two_processes_save_what_one_restores(tmp_path):
     directory, path = tmp_path / "run", tmp_path / "two.jsonl"
     arguments = [*SMALL, "--save-every=3", "--print-every=3", "--durability=process", "--digests"]
     arguments += ["--directory", str(directory)]
-    coordinator = f"127.0.0.1:{demo_multi.free_port()}"
+    coordinator = f"127.0.0.1:{free_port()}"
     processes = []
     try:
         for number in range(2):
@@ -149,7 +150,7 @@ def test_two_processes_save_what_one_restores(tmp_path):
                     env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
                 )
             )
-        assert [process.wait(120) for process in processes] == [0, 0]
+        assert [process.wait(250) for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()
@@ -173,6 +174,7 @@ def test_losses_are_compared_relatively():
 
 
 @pytest.mark.long
+@pytest.mark.drawn("demos", 2)
 @pytest.mark.timeout(900)
 def test_demo_goes_on_with_other_numbers_of_processes(tmp_path):
     done = subprocess.run(

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
 import shutil
 from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -44,12 +47,12 @@ def test_python_on_a_page_runs_from_top_to_bottom_and_again_where_it_ended(
 def test_the_readme_s_loop_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_blocks(REPOSITORY / "README.md")
-    shutil.rmtree(tmp_path / "checkpoints" / "20")  # As if it had been stopped before that.
+    shutil.rmtree(tmp_path / "checkpoints" / "30")  # As if it had been stopped before that.
     run_blocks(REPOSITORY / "README.md")
     found = inspect_checkpoints.open(tmp_path / "checkpoints")
-    assert [(save.step, save.chain_length) for save in found.saves] == [(0, 0), (10, 1), (20, 2)]
+    assert [(save.step, save.chain_length) for save in found.saves] == [(10, 0), (20, 1), (30, 2)]
     assert not (tmp_path / "checkpoints" / "rolled-back").exists()
-    assert found.at(20)["bias"][0] == np.float32(sum([np.float32(0.1)] * 21, np.float32(0)))
+    assert found.at(30)["bias"][0] == np.float32(sum([np.float32(0.1)] * 30, np.float32(0)))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -63,8 +66,8 @@ def test_links_between_pages_lead_to_a_file(page):
     assert broken == []
 
 
-def test_every_error_has_a_row_in_troubleshooting():
-    page = (REPOSITORY / "docs" / "guide" / "troubleshooting.md").read_text()
+def test_every_error_has_a_row_on_the_errors_page():
+    page = (REPOSITORY / "docs" / "reference" / "errors.md").read_text()
     rows = dict(re.findall(r"^\| `([\w-]+)` \| `(\w+)` \|", page, re.MULTILINE))
     classes = {
         value.code: value.__name__
@@ -72,3 +75,60 @@ def test_every_error_has_a_row_in_troubleshooting():
         if inspect.isclass(value) and issubclass(value, errors.DeltackptError)
     }
     assert rows == classes
+
+
+#: Absolute links to our own files, which README needs on PyPI: prefix to folder.
+OWN_LINKS = {
+    "https://deltackpt.github.io/deltackpt/": "docs",
+    "https://github.com/deltackpt/deltackpt/blob/main/": "",
+    "https://github.com/deltackpt/deltackpt/tree/main/": "",
+    "https://raw.githubusercontent.com/deltackpt/deltackpt/main/": "",
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_absolute_links_to_own_pages_lead_to_a_file(page):
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    broken = []
+    for link in LINK.findall(prose):
+        for prefix, folder in OWN_LINKS.items():
+            if link.startswith(prefix):
+                target = REPOSITORY / folder / (link.removeprefix(prefix).rstrip("/") or "index")
+                if not any(
+                    target.with_name(target.name + end).exists() for end in ("", ".md", ".ipynb")
+                ):
+                    broken.append(link)
+    assert broken == []
+
+
+def script(name: str) -> ModuleType:
+    """Imports a script of tools/."""
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "tools" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_options_page_matches_the_dataclasses():
+    written = (REPOSITORY / "docs" / "reference" / "options.md").read_text()
+    assert written == script("options_page").page(), "run: make generated"
+
+
+def test_the_figures_match_their_script():
+    for name, drawn in script("figures").figures().items():
+        assert (REPOSITORY / "docs" / "assets" / name).read_text() == drawn, "run: make generated"
+
+
+@pytest.mark.parametrize("name", sorted(script("figures").figures()))
+def test_a_figure_is_small_and_accessible_and_loads_nothing(name):
+    text = (REPOSITORY / "docs" / "assets" / name).read_text()
+    assert len(text) < 30_000
+    svg = ElementTree.fromstring(text)
+    space = "{http://www.w3.org/2000/svg}"
+    title, description = svg.find(f"{space}title"), svg.find(f"{space}desc")
+    assert title is not None and title.text and description is not None and description.text
+    assert svg.get("role") == "img"
+    assert svg.get("aria-labelledby") == f"{title.get('id')} {description.get('id')}"
+    assert not re.search(r"<script|<image|@import|url\((?!#)", text)
+    assert "prefers-color-scheme: dark" in text

@@ -93,7 +93,7 @@ def test_a_directory_of_others_is_a_problem(tmp_path):
 def test_a_scheme_that_nothing_is_committed_on_is_a_problem():
     found = of("hdfs://name/run")
     assert [finding.severity for finding in found.values()] == ["problem"]
-    assert "does not commit on" in found["bucket"].found
+    assert "does not support" in found["bucket"].found
 
 
 @pytest.mark.parametrize("call", ["os.fsync", "os.rename", "os.replace", "os.urandom"])
@@ -214,7 +214,7 @@ def save(directory: Path, *more: str) -> str:
             "tables = deltackpt.Tables(select='t')",
             f"saver = deltackpt.CheckpointManager({str(directory)!r}, handlers={{'e': tables}})",
             "saver.save(1, {'t': jnp.ones((10, 2))})",
-            "saver.wait()",
+            "saver.wait_until_finished()",
             *more,
         ]
     )
@@ -224,10 +224,10 @@ def test_the_holder_of_the_lease_is_named(tmp_path):
     tables = deltackpt.Tables(select="t")
     with deltackpt.CheckpointManager(tmp_path, handlers={"e": tables}) as saver:
         saver.save(1, {"t": jnp.ones((10, 2))})
-        saver.wait()
+        saver.wait_until_finished()
         found = of(tmp_path, read_only=True)
     lease = found["lease"]
-    assert lease.severity == "note" and "which runs" in lease.found
+    assert lease.severity == "note" and "which is running" in lease.found
     assert (lease.figures["pid"], lease.figures["epoch"]) == (os.getpid(), 1)
     assert found["steps"].found == "1 committed, newest 1"
 
@@ -251,7 +251,7 @@ def test_leftovers_are_named_and_not_touched(tmp_path):
         "moved-aside steps": f"{layout.ROLLED_BACK}/run/7",
         "deleted steps": f"{layout.TRASH}/0123/6",
         "unfinished compactions": f"{layout.COMPACTED}/5.{'0' * 32}.tmp",
-        "measurements cut off": ".deltackpt-doctor.abc",
+        "interrupted measurements": ".deltackpt-doctor.abc",
     }
     for name in left.values():
         (tmp_path / name).mkdir(parents=True)
@@ -317,17 +317,17 @@ def mounted(kind: str, *options: str, source: str = "/dev/vda") -> Mount:
         (mounted("ext4"), "ok", ""),
         (mounted("xfs", "noatime"), "ok", ""),
         (mounted("ext4", "barrier=0"), "problem", "power cut"),
-        (mounted("xfs", "ro"), "problem", "none can be saved"),
-        (mounted("nfs4", "hard"), "note", "what the server keeps"),
+        (mounted("xfs", "ro"), "problem", "but not saved"),
+        (mounted("nfs4", "hard"), "note", "depend on the server's rename"),
         (mounted("nfs", "soft"), "warning", "slow to answer"),
-        (mounted("lustre"), "note", "what the server keeps"),
+        (mounted("lustre"), "note", "depend on the server's rename"),
         (mounted("tmpfs"), "warning", "power cut"),
         (mounted("overlay"), "warning", "container"),
         (mounted("fuse.gcsfuse", source="bucket"), "problem", "not atomic"),
         (mounted("fuse", source="mountpoint-s3"), "problem", "not atomic"),
         (mounted("fuse.sshfs"), "warning", "fsync"),
         (mounted("exfat"), "warning", "fsync"),
-        (None, "note", "cannot be told"),
+        (None, "note", "cannot be determined"),
     ],
 )
 def test_a_file_system_is_judged_by_what_it_promises(mount, severity, match):
@@ -434,7 +434,7 @@ def test_the_versions_that_are_installed_here_are_supported():
     for name in ("python", "jax", "orbax-checkpoint", "tensorstore", "numpy", "flax"):
         assert found[name].severity == "ok", found[name]
     assert {finding.area for finding in found.values()} == {"machine", "software"}
-    assert {"memory", "shared memory", "open files", "processors"} <= {*found}
+    assert {"memory", "shared memory", "open files", "CPUs"} <= {*found}
 
 
 def test_slow_checksums_are_a_problem(monkeypatch):
@@ -475,7 +475,7 @@ def test_a_package_that_is_missing_is_a_finding_and_no_traceback(tmp_path):
     assert found.returncode == 1 and found.stderr == ""
     for subject in ("contents", "huge pages", "checksums"):
         line = next(line for line in found.stdout.splitlines() if subject in line)
-        assert "problem" in line and "cannot be looked at" in line
+        assert "problem" in line and "cannot be checked" in line
 
 
 def test_each_finding_is_one_line_for_pipes_with_a_summary_below(tmp_path):

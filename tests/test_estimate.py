@@ -63,7 +63,7 @@ def test_memory_is_what_a_restore_fills(written):
         for name, fields in found.fields.items()
     }
     assert {table.table: table.memory_bytes for table in plan.tables} == filled
-    assert plan.memory_bytes == plan.folded_bytes == sum(filled.values())
+    assert plan.memory_bytes == plan.merged_bytes == sum(filled.values())
     assert (plan.dense_file_count, plan.dense_bytes) != (0, 0)
 
 
@@ -112,7 +112,7 @@ def test_columns_of_several_processes_count_rows_once():
 def test_a_step_with_no_touched_row_reads_nothing_more(tmp_path):
     state = model.initial()
     touched = model.new_touched(state)
-    with manager(tmp_path, policy=deltackpt.Consecutive()) as trainer:
+    with manager(tmp_path, policy=deltackpt.policies.Consecutive()) as trainer:
         for step in (1, 2):
             trainer.save(step, state, touched=touched)
     plan = restore_plan(tmp_path)

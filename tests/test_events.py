@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import re
@@ -30,10 +32,11 @@ from deltackpt.format.blocks import VALUES
 from deltackpt.save import encode
 from deltackpt.save.pieces import BusyClock, HostPiece
 from deltackpt.storage import writer
+from deltackpt.testing import STEP_FILES, Disk, failing_saves, paused_saves
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DASHBOARD = REPOSITORY / "docs" / "assets" / "grafana-dashboard.json"
-PAGE = REPOSITORY / "docs" / "guide" / "metrics.md"
+PAGE = REPOSITORY / "docs" / "reference" / "events.md"
 STAGES = ("blocked", "extract", "room", "encode", "write", "digest", "commit", "total")
 
 
@@ -74,8 +77,8 @@ def restore_event() -> events.RestoreEvent:
     )
 
 
-def promotion_event() -> events.PromotionEvent:
-    return events.PromotionEvent(
+def upload_event() -> events.UploadEvent:
+    return events.UploadEvent(
         step=1200,
         process=0,
         bytes_sent=4096,
@@ -88,24 +91,26 @@ def promotion_event() -> events.PromotionEvent:
     )
 
 
-def test_a_promotion_is_logged_counted_and_handed_on(caplog):
+def test_an_upload_is_logged_counted_and_handed_on(caplog):
     registry = prometheus_client.CollectorRegistry()
     given: list[dict] = []
     logger = mock.Mock(log_entry=given.append)
-    sinks = [events.PrometheusSink(registry), events.OrbaxLoggerSink(logger)]
+    event_handlers = [events.PrometheusHandler(registry), events.OrbaxLoggerHandler(logger)]
     with caplog.at_level("INFO", "deltackpt.events"):
-        events.emit(promotion_event(), sinks)
-    assert "promotion step=1200 bytes_sent=4096" in caplog.text
-    assert given[0]["event"] == "promotion" and given[0]["waiting_bytes"] == 8192
+        events.emit(upload_event(), event_handlers)
+    assert "process 0: upload step=1200 bytes_sent=4096" in caplog.text
+    assert given[0]["event"] == "upload" and given[0]["waiting_bytes"] == 8192
     labels = {"process": "0"}
-    assert registry.get_sample_value("deltackpt_promotions_total", labels) == 1
-    assert registry.get_sample_value("deltackpt_promoted_bytes_total", labels) == 4096
+    assert registry.get_sample_value("deltackpt_uploads_total", labels) == 1
+    assert registry.get_sample_value("deltackpt_uploaded_bytes_total", labels) == 4096
     assert registry.get_sample_value("deltackpt_waiting_bytes", labels) == 8192
-    assert registry.get_sample_value("deltackpt_last_promoted_step", labels) == 1200
+    assert registry.get_sample_value("deltackpt_last_uploaded_step", labels) == 1200
+    stages = {**labels, "stage": "upload"}
+    assert registry.get_sample_value("deltackpt_upload_seconds_count", stages) == 1
 
 
-def log_event(**changes) -> events.LogEvent:
-    event = events.LogEvent(
+def append_event(**changes) -> events.AppendEvent:
+    event = events.AppendEvent(
         step=1201,
         process=0,
         kind="full",
@@ -123,20 +128,20 @@ def log_event(**changes) -> events.LogEvent:
     return dataclasses.replace(event, **changes)
 
 
-def test_a_mark_is_a_line_at_debug_and_is_counted_by_kind(caplog):
+def test_a_wal_record_is_a_line_at_debug_and_is_counted_by_kind(caplog):
     registry = prometheus_client.CollectorRegistry()
-    sinks = [events.PrometheusSink(registry)]
+    event_handlers = [events.PrometheusHandler(registry)]
     with caplog.at_level("DEBUG", "deltackpt.events"):
-        events.emit(log_event(), sinks)
-        events.emit(log_event(kind="soft", step=1202, dense_bytes=0), sinks)
-    assert "log step=1201 kind='full' rows=500" in caplog.text
+        events.emit(append_event(), event_handlers)
+        events.emit(append_event(kind="soft", step=1202, dense_bytes=0), event_handlers)
+    assert "process 0: append step=1201 kind='full' rows=500" in caplog.text
     assert {record.levelname for record in caplog.records} == {"DEBUG"}
     for kind, step in (("full", 1201), ("soft", 1202)):
         labels = {"process": "0", "kind": kind}
-        assert registry.get_sample_value("deltackpt_marks_total", labels) == 1
-        assert registry.get_sample_value("deltackpt_logged_rows_total", labels) == 500
-        assert registry.get_sample_value("deltackpt_last_logged_step", labels) == step
-        count = "deltackpt_log_seconds_count"
+        assert registry.get_sample_value("deltackpt_appends_total", labels) == 1
+        assert registry.get_sample_value("deltackpt_appended_rows_total", labels) == 500
+        assert registry.get_sample_value("deltackpt_last_appended_step", labels) == step
+        count = "deltackpt_append_seconds_count"
         assert registry.get_sample_value(count, {**labels, "stage": "durable"}) == 1
 
 
@@ -217,15 +222,24 @@ def test_a_text_with_a_line_break_stays_one_line(event, caplog):
     assert "\n" not in caplog.records[0].getMessage()
 
 
+def test_a_message_that_is_raised_or_warned_is_not_logged_again(caplog):
+    event = failure_event(message="the disk is on fire")
+    with caplog.at_level(logging.INFO, logger="deltackpt"):
+        events.emit(event, log_message=False)
+    (record,) = caplog.records
+    assert "code=" in record.getMessage() and "on fire" not in record.getMessage()
+    assert record.event is event
+
+
 # Sinks.
 
 
 def test_every_sink_is_told_once_in_order():
-    sinks = [Kept(), Kept()]
+    event_handlers = [Kept(), Kept()]
     told = [save_event(step=1), save_event(step=2), restore_event(), failure_event()]
     for event in told:
-        events.emit(event, sinks)
-    assert [sink.received for sink in sinks] == [told, told]
+        events.emit(event, event_handlers)
+    assert [sink.received for sink in event_handlers] == [told, told]
 
 
 def test_a_failing_sink_is_reported_and_does_not_silence_the_others():
@@ -249,7 +263,7 @@ def test_an_error_of_deltackpt_is_told_by_its_code_and_another_by_its_class():
 
 
 def test_orbax_own_logger_takes_each_event_as_one_entry(caplog):
-    sink = events.OrbaxLoggerSink(ocp.logging.StandardLogger())
+    sink = events.OrbaxLoggerHandler(ocp.logging.StandardLogger())
     with caplog.at_level(logging.INFO, logger="absl"):
         for event in EVENTS.values():
             sink.receive(event)
@@ -268,7 +282,7 @@ def test_an_orbax_logger_is_given_every_figure_in_the_types_of_json():
             msg["job_name"] = "run-17"
             told.append(msg)
 
-    sink = events.OrbaxLoggerSink(ocp.logging.CompositeLogger(Cloud()))
+    sink = events.OrbaxLoggerHandler(ocp.logging.CompositeLogger(Cloud()))
     figures = events.TableFigures(
         table="words",
         field=VALUES,
@@ -296,7 +310,7 @@ def registry() -> prometheus_client.CollectorRegistry:
 
 
 def test_prometheus_counts_saves_and_restores_by_process(registry):
-    sink = events.PrometheusSink(registry)
+    sink = events.PrometheusHandler(registry)
     for step in (1200, 1300):
         events.emit(save_event(step=step), [sink])
     events.emit(restore_event(), [sink])
@@ -322,7 +336,7 @@ def test_prometheus_counts_saves_and_restores_by_process(registry):
 
 
 def test_prometheus_counts_failures_by_what_failed_and_why(registry):
-    sink = events.PrometheusSink(registry)
+    sink = events.PrometheusHandler(registry)
     before = time.time()
     events.emit(failure_event(), [sink])
     events.emit(failure_event(operation="skip", code="damaged"), [sink])
@@ -336,11 +350,11 @@ def test_prometheus_counts_failures_by_what_failed_and_why(registry):
 def test_prometheus_sink_without_its_library_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(errors.MissingExtra, match=r"deltackpt\[metrics\]"):
-        events.PrometheusSink()
+        events.PrometheusHandler()
 
 
 def test_prometheus_can_scrape_the_figures_over_http(registry):
-    sink = events.PrometheusSink(registry)
+    sink = events.PrometheusHandler(registry)
     server, thread = prometheus_client.start_http_server(0, "127.0.0.1", registry)
     try:
         events.emit(save_event(), [sink])
@@ -363,21 +377,21 @@ def new_state(seed: int = 0) -> dict:
     return {"tables": {"words": jnp.asarray(rows), "users": jnp.asarray(rows[:600])}, "bias": 1.0}
 
 
-def manager(root: Path, *sinks, codec="raw", **options) -> deltackpt.CheckpointManager:
+def manager(root: Path, *event_handlers, codec="raw", **options) -> deltackpt.CheckpointManager:
     tables = deltackpt.Tables(select="tables/*", codec=codec)
     return deltackpt.CheckpointManager(
         root,
         handlers={"embeddings": tables},
         options=manager_options(**options),
-        sinks=sinks,
+        event_handlers=event_handlers,
     )
 
 
-def train(root: Path, *sinks, codec="raw", **options) -> dict:
+def train(root: Path, *event_handlers, codec="raw", **options) -> dict:
     """A base and a delta, committed; returns the state."""
     state = new_state()
     touched = deltackpt.touched.init(state["tables"])
-    with manager(root, *sinks, codec=codec, **options) as saver:
+    with manager(root, *event_handlers, codec=codec, **options) as saver:
         saver.save(1, state, touched=touched)
         touched = deltackpt.touched.mark(touched, {"words": jnp.arange(0, 4000, 3)})
         saver.save(2, state, touched=touched)
@@ -397,7 +411,7 @@ def no_room(*_: object, **__: object) -> None:
 @pytest.mark.parametrize("codec", ["raw", "lossless", "adaptive4"])
 def test_the_stages_of_a_save_add_up_to_no_more_than_its_whole(tmp_path, codec, durability):
     kept = Kept()
-    choice = deltackpt.CodecChoice(base="bf16", delta=codec)
+    choice = deltackpt.policies.CodecChoice(base="bf16", delta=codec)
     before = time.time()
     train(tmp_path, kept, codec=choice, durability=durability)
     after = time.time()
@@ -425,7 +439,7 @@ def test_a_slow_stage_is_told_by_its_name(tmp_path, stage, owner, name):
 
     kept = Kept()
     with mock.patch.object(owner, name, slow):
-        with manager(tmp_path, kept, codec=deltackpt.CodecChoice(base="bf16")) as saver:
+        with manager(tmp_path, kept, codec=deltackpt.policies.CodecChoice(base="bf16")) as saver:
             saver.save(1, new_state())
     (event,) = kept.received
     assert getattr(event, f"{stage}_secs") > 0.2
@@ -438,15 +452,20 @@ def test_a_save_that_fails_is_one_event_and_one_line_at_error(tmp_path, stage, c
     state = new_state()
     where = {
         "before the write": "deltackpt.save.snapshot.require_room",
-        "in the background": "deltackpt.storage.writer.ArrayWriter",
-        "at the commit": "deltackpt.save.step._commit",
+        "in the background": ("write", STEP_FILES),
+        "at the commit": ("rename", "^1$"),
     }[stage]
     with caplog.at_level(logging.INFO, logger="deltackpt.events"):
         with manager(tmp_path, kept) as saver:
-            with mock.patch(where, no_room):
+            with contextlib.ExitStack() as stack:
+                if isinstance(where, str):
+                    stack.enter_context(mock.patch(where, no_room))
+                else:
+                    disk = stack.enter_context(Disk(tmp_path))
+                    disk.fail(*where, errno=errno.ENOSPC)
                 with pytest.raises((errors.OutOfSpace, errors.SaveFailed), match="full"):
                     saver.save(1, state)
-                    saver.wait()
+                    saver.wait_until_finished()
             assert saver.save(2, state).kind == "base"
     failed, saved = kept.received
     assert (failed.step, failed.operation, failed.code) == (1, "save", "out-of-space")
@@ -454,19 +473,20 @@ def test_a_save_that_fails_is_one_event_and_one_line_at_error(tmp_path, stage, c
     assert (saved.step, saved.kind) == (2, "base")
     assert kept.threads == {threading.current_thread()}
     assert levels(caplog) == [logging.ERROR, logging.INFO]
+    assert "found the file system full" not in caplog.text  # the exception has the message
 
 
 def test_the_next_save_tells_the_failure_before_it_first(tmp_path):
     kept = Kept()
     state = new_state()
     with manager(tmp_path, kept) as saver:
-        with mock.patch("deltackpt.storage.writer.ArrayWriter", no_room):
+        with failing_saves(tmp_path, errno.ENOSPC):
             saver.save(1, state)
             flight = saver._saver.in_flight
             assert flight is not None and flight.pending.released.wait(60)
         with pytest.raises(errors.SaveFailed) as caught:
             saver.save(2, state)
-        assert caught.value.taken is not None
+        assert caught.value.saved is not None
     assert [(type(event), event.step) for event in kept.received] == [
         (events.FailureEvent, 1),
         (events.SaveEvent, 2),
@@ -484,22 +504,15 @@ def test_a_step_that_cannot_be_saved_is_told(tmp_path):
 
 def test_a_wait_that_runs_out_is_no_failure_and_the_save_is_told(tmp_path):
     kept = Kept()
-    go_on = threading.Event()
-    real = writer.ArrayWriter
-
-    def held_up(*arguments, **options):
-        assert go_on.wait(60)
-        return real(*arguments, **options)
-
     timeouts = deltackpt.Timeouts(save_secs=0.05)
-    choice = deltackpt.CodecChoice(base="bf16")
+    choice = deltackpt.policies.CodecChoice(base="bf16")
     options = {"base_snapshot": "block", "timeouts": timeouts}
-    with mock.patch.object(writer, "ArrayWriter", held_up):
+    with paused_saves(tmp_path) as held:
         with manager(tmp_path, kept, codec=choice, **options) as saver:
             with pytest.raises(errors.WaitTimeout):
                 saver.save(1, new_state())
-            go_on.set()
-            saver.wait()
+            held.release()
+            saver.wait_until_finished()
     assert [type(event) for event in kept.received] == [events.SaveEvent]
 
 
@@ -522,6 +535,8 @@ def test_a_failed_step_is_no_checkpoint_for_ray():
         session.report({"loss": 0.5})
         session.receive(restore_event())
         session.receive(failure_event(operation="skip"))
+        for later in (append_event(step=1300), dataclasses.replace(upload_event(), step=900)):
+            session.receive(later)
         session.report({"loss": 0.25})
     assert told == [{"loss": 0.5}, {"loss": 0.25, "checkpoint_step": 1200}]
 
@@ -551,6 +566,7 @@ def test_a_skipped_step_is_told_before_the_one_that_is_restored(tmp_path, caplog
             with pytest.warns(UserWarning, match="step 2 is skipped"):
                 reader.restore_latest(state)
     skipped, restored = kept.received
+    assert skipped.message and skipped.message not in caplog.text  # the warning has it
     assert (skipped.operation, skipped.step, skipped.code) == ("skip", 2, "damaged")
     assert restored.step == 1
     assert levels(caplog) == [logging.WARNING, logging.INFO]
@@ -626,11 +642,11 @@ BY = re.compile(r"\b(?:by|on|without|ignoring)\s*\(([^)]*)\)")
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> dict[str, set[str]]:
-    """Sample names to labels, after a real run: saves, a restore, failures; a mark, a promotion."""
+    """Sample names to labels after saves, a restore, failures, an append and an upload."""
     root = tmp_path_factory.mktemp("run")
     registry = prometheus_client.CollectorRegistry()
-    sink = events.PrometheusSink(registry)
-    state = train(root, sink, codec=deltackpt.CodecChoice(delta="int4"))
+    sink = events.PrometheusHandler(registry)
+    state = train(root, sink, codec=deltackpt.policies.CodecChoice(delta="int4"))
     with manager(root, sink) as saver:
         with mock.patch("deltackpt.save.snapshot.require_room", no_room):
             with pytest.raises(errors.OutOfSpace):
@@ -640,9 +656,9 @@ def exported(tmp_path_factory) -> dict[str, set[str]]:
             saver.restore_latest(state)
         with pytest.raises(errors.Damaged):
             saver.restore(2, state)
-    sink.receive(log_event())
-    # Of a run with a log, and of one against a bucket, which other tests have.
-    sink.receive(promotion_event())
+    # Runs with a WAL and with a bucket have tests of their own.
+    sink.receive(append_event())
+    sink.receive(upload_event())
     return {
         sample.name: set(sample.labels)
         for metric in registry.collect()
@@ -693,15 +709,21 @@ def test_every_metric_is_on_the_dashboard_or_explained_on_the_page(exported):
 
 
 def test_the_alerts_of_the_page_use_only_what_is_exported(exported):
-    expressions = re.findall(r"^ +expr: (.+)$", PAGE.read_text(), re.MULTILINE)
-    assert len(expressions) >= 4 and wrong_names(expressions, exported) == []
+    page = (REPOSITORY / "docs" / "how-to" / "monitoring.md").read_text()
+    until = r"\n +(?:for|labels|annotations):"
+    expressions = re.findall(rf"^ +expr: (?:>-\s+)?(.+?){until}", page, re.MULTILINE | re.DOTALL)
+    assert len(expressions) == page.count("expr:") >= 4
+    assert wrong_names(expressions, exported) == []
 
 
 def test_every_figure_is_explained_on_the_page():
     page = PAGE.read_text()
-    promotion = events.PromotionEvent
     for kind in (
-        *(events.SaveEvent, events.RestoreEvent, promotion, events.LogEvent, events.FailureEvent),
+        events.SaveEvent,
+        events.RestoreEvent,
+        events.UploadEvent,
+        events.AppendEvent,
+        events.FailureEvent,
         events.TableFigures,
     ):
         for field in dataclasses.fields(kind):

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +23,8 @@ import pytest
 
 import deltackpt
 from deltackpt.errors import DeltackptError, FencedError, SaveFailed
-from deltackpt.save import exits, flight
+from deltackpt.save import exits
+from deltackpt.testing import Pause, paused_saves
 
 #: How a program ends, and the exit code of that.
 ENDINGS = {"end": 0, "raise": 1, "exit": 3}
@@ -97,6 +98,7 @@ def test_a_save_that_fails_while_the_program_ends_is_told_and_ends_in_120(tmp_pa
     found = leave(tmp_path, ending=ending, stage="write", fault="fail", where=where)
     assert found.returncode == exits.EXIT_CODE
     assert "the save of step 2 failed: OSError: the disk is on fire" in found.stderr
+    assert found.stderr.count("the disk is on fire") == 1
     assert "deltackpt.errors.SaveFailed" in found.stderr
     assert ("ValueError: the training diverged" in found.stderr) == (ending == "raise")
     assert_restores(tmp_path, 1)
@@ -160,8 +162,10 @@ def test_the_save_of_a_thread_that_never_ends_by_itself_is_finished(tmp_path, wh
     assert_restores(tmp_path, 2)
 
 
-def test_a_thread_that_trains_on_when_the_main_thread_has_ended_saves(tmp_path):
-    found = leave(tmp_path, where="thread")
+@pytest.mark.parametrize("where", ["thread", "thread of another's", "logging thread"])
+def test_a_thread_that_trains_on_when_the_main_thread_has_ended_saves(tmp_path, where):
+    """Also if the main thread has opened its manager, and if it only logs."""
+    found = leave(tmp_path, where=where)
     assert found.returncode == 0, found.stderr
     assert_restores(tmp_path, 2)
 
@@ -200,27 +204,12 @@ def opened(root: Path, **timeouts: float) -> deltackpt.CheckpointManager:
 
 
 @contextlib.contextmanager
-def held_back(fault: Exception | None = None) -> Iterator[threading.Event]:
-    """Saves write nothing before the event is set, and then fail where they shall."""
-    go, real = threading.Event(), flight.PendingSave.write
-
-    def later(*args: Any, **kwargs: Any) -> Any:
-        assert go.wait(LIMIT_SECS)
-        if fault is not None:
-            raise fault
-        return real(*args, **kwargs)
-
-    with mock.patch.object(flight.PendingSave, "write", later):
-        yield go
-
-
-@contextlib.contextmanager
-def set_by_another(go: threading.Event) -> Iterator[None]:
-    """Sets the event as soon as the managers of a directory are asked to end."""
+def set_by_another(held: Pause) -> Iterator[None]:
+    """Releases the saves as soon as the managers of a directory are asked to end."""
     real = exits.take_over
 
     def take_over(directory: Any) -> Any:
-        go.set()
+        held.release()
         return real(directory)
 
     with mock.patch.object(exits, "take_over", take_over):
@@ -249,13 +238,17 @@ def test_another_manager_on_the_directory_ends_the_saves_of_the_first(tmp_path, 
     """A cell of a notebook that is run twice: nothing was closed."""
     root, (state, marks) = tmp_path / "root", leaver.states(0)[0]
     first = opened(root)
-    with held_back() as go, set_by_another(go):
+    with paused_saves(root) as held, set_by_another(held):
         first.save(1, state, touched=marks)
         second = opened(named(root, how, monkeypatch))
     with second:
         found = second.restore_latest(state)
         assert found.step == 1
-        for call in (lambda: first.save(2, state), first.wait, lambda: first.restore(1)):
+        for call in (
+            lambda: first.save(2, state),
+            first.wait_until_finished,
+            lambda: first.restore(1),
+        ):
             with pytest.raises(FencedError, match="another manager of this process was opened"):
                 call()
         first.close()
@@ -274,10 +267,10 @@ def test_a_failed_save_of_the_first_is_told_to_both(tmp_path):
     state, marks = leaver.states(0)[0]
     first = opened(tmp_path)
     first.save(1, state, touched=marks)
-    first.wait()
-    with held_back(OSError("the disk is on fire")) as go, set_by_another(go):
+    first.wait_until_finished()
+    with paused_saves(tmp_path, errno.EIO) as held, set_by_another(held):
         first.save(2, state, touched=marks)
-        with pytest.warns(UserWarning, match="the save of step 2 failed: OSError: the disk"):
+        with pytest.warns(UserWarning, match="the save of step 2 failed: .*Input/output error"):
             second = opened(tmp_path)
     with second:
         assert second.restore_latest(state).step == 1
@@ -289,12 +282,12 @@ def test_a_failed_save_of_the_first_is_told_to_both(tmp_path):
 def test_a_save_that_hangs_does_not_keep_another_manager_from_the_directory(tmp_path):
     state, marks = leaver.states(0)[0]
     first = opened(tmp_path, close_secs=1.0)
-    with held_back() as go:
+    with paused_saves(tmp_path) as held:
         first.save(1, state, touched=marks)
         late = first._saver.in_flight.future
         with pytest.warns(UserWarning, match="expected it to end within 1.0 s"):
             second = opened(tmp_path)
-        go.set()
+        held.release()
         assert isinstance(late.exception(LIMIT_SECS), DeltackptError)
     with second:
         assert second.restore_latest(state) is None
@@ -308,7 +301,7 @@ def test_readers_and_managers_of_other_directories_stay_open(tmp_path):
     reader_options = deltackpt.ManagerOptions(access="read")
     with opened(tmp_path / "a") as first:
         first.save(1, state, touched=marks)
-        first.wait()
+        first.wait_until_finished()
         with (
             deltackpt.CheckpointManager(
                 tmp_path / "a", handlers=leaver.HANDLERS, options=reader_options
@@ -317,11 +310,12 @@ def test_readers_and_managers_of_other_directories_stay_open(tmp_path):
         ):
             other.save(1, state, touched=marks)
             first.save(2, state, touched=marks)
-            first.wait()
-        with opened(tmp_path / "a"):
-            pass
-        assert reader.all_steps() == [1, 2]
-        assert other.all_steps() == [1]
+            first.wait_until_finished()
+            other.wait_until_finished()
+            with opened(tmp_path / "a"):
+                pass
+            assert reader.all_steps() == [1, 2]
+            assert other.all_steps() == [1]
 
 
 def test_a_manager_that_is_not_closed_warns_when_it_goes(tmp_path):

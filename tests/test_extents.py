@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from damages import flip
 from golden import make_golden
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -60,14 +61,6 @@ def holds(held: ExtentFile, *packs: MemoryPack) -> None:
     assert held.labels() == [pack.label for pack in packs]
     for pack in packs:
         assert read(held, pack.label) == pack.data
-
-
-def flip(path: Path, at: int, bit: int = 0) -> None:
-    with open(path, "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1 << bit]))
 
 
 class Disk:
@@ -263,12 +256,12 @@ def test_a_pack_with_a_flipped_bit_in_a_header_is_not_offered(tmp_path, at):
         held.hold(pack)
     held.close()
     for bit in range(8):
-        flip(tmp_path / "extents", Division(EXTENT_BYTES, COUNT).start(0) + at, bit)
-        with pytest.warns(UserWarning, match=r"found those of \[0\] damaged"):
+        flip(tmp_path / "extents", Division(EXTENT_BYTES, COUNT).start(0) + at, 1 << bit)
+        with pytest.warns(UserWarning, match=r"found \[0\] damaged"):
             held = opened(tmp_path)
         holds(held, packs[1])
         held.close()
-        flip(tmp_path / "extents", Division(EXTENT_BYTES, COUNT).start(0) + at, bit)
+        flip(tmp_path / "extents", Division(EXTENT_BYTES, COUNT).start(0) + at, 1 << bit)
 
 
 def test_a_flipped_bit_in_a_payload_is_found_when_it_is_read(tmp_path):
@@ -307,7 +300,8 @@ def test_another_process_cannot_use_the_same_file(held, tmp_path):
     program = (
         "from pathlib import Path; from deltackpt.errors import InUse\n"
         "from deltackpt.tiers.extents import ExtentFile\n"
-        f"try: ExtentFile(Path({str(tmp_path)!r}), nbytes={COUNT * EXTENT_BYTES})\n"
+        f"try: ExtentFile(Path({str(tmp_path)!r}), nbytes={COUNT * EXTENT_BYTES}, "
+        f"extent_bytes={EXTENT_BYTES})\n"
         "except InUse as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
@@ -442,7 +436,7 @@ def test_what_a_failed_hold_left_on_disk_can_be_dropped(tmp_path, monkeypatch, a
 def test_a_pack_that_is_not_as_its_label_says_is_not_held(tmp_path):
     held, pack = opened(tmp_path), MemoryPack("run", 2 * PAYLOAD_BYTES)
     pack.label = pack.label._replace(crc32c=pack.label.crc32c ^ 1)
-    with pytest.raises(Damaged, match="run: expected a pack of crc32c"):
+    with pytest.raises(Damaged, match="run: expected a bundle with crc32c"):
         held.hold(pack)
     holds(held)
     held.close()
@@ -499,7 +493,7 @@ def test_a_file_that_is_divided_otherwise_is_left_as_it_is(tmp_path, count, exte
     held.hold(pack)
     held.close()
     before = held.path.read_bytes()
-    with pytest.raises(OptionError, match=r"which hold 1 saves; give nbytes=98304 and extent_byte"):
+    with pytest.raises(OptionError, match=r"which hold 1 saves; set nbytes=98304 and extent_byte"):
         ExtentFile(tmp_path, nbytes=count * extent_bytes, extent_bytes=extent_bytes)
     assert held.path.read_bytes() == before
     held = opened(tmp_path)
@@ -510,7 +504,7 @@ def test_a_file_that_is_divided_otherwise_is_left_as_it_is(tmp_path, count, exte
 def test_something_else_of_that_name_is_left_as_it_is(tmp_path):
     for contents in (b"x" * 10_000, b"", b"x"):
         (tmp_path / "extents").write_bytes(contents)
-        with pytest.raises(Damaged, match="move the file away|its end"):
+        with pytest.raises(Damaged, match="move the file away|the end of the file"):
             opened(tmp_path)
         assert (tmp_path / "extents").read_bytes() == contents
 
@@ -518,7 +512,7 @@ def test_something_else_of_that_name_is_left_as_it_is(tmp_path):
 def test_a_file_that_was_cut_short_is_damaged(tmp_path):
     opened(tmp_path).close()
     os.truncate(tmp_path / "extents", 3 * EXTENT_BYTES)
-    with pytest.raises(Damaged, match="expected 4096 more bytes, found its end"):
+    with pytest.raises(Damaged, match="expected 4096 more bytes, found the end of the file"):
         opened(tmp_path)
 
 
@@ -533,7 +527,7 @@ def test_a_later_version_is_refused(tmp_path, monkeypatch):
 def test_no_room_for_the_file_is_said_at_the_start(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
-        with pytest.raises(OutOfSpace, match=r"take 102,400 bytes.*a smaller Extents\.nbytes"):
+        with pytest.raises(OutOfSpace, match=r"allocate 102,400 bytes.*a smaller Extents\.nbytes"):
             opened(tmp_path)
     assert not {path.name for path in tmp_path.iterdir()} - {"extents.lock"}
     opened(tmp_path).close()
@@ -584,7 +578,7 @@ def test_a_closed_one_says_so(tmp_path):
     held.close()
     held.close()
     for call in (held.labels, lambda: held.hold(pack), lambda: held.drop([pack.label])):
-        with pytest.raises(ClosedError, match="open it anew"):
+        with pytest.raises(ClosedError, match="open it again"):
             call()
 
 

@@ -24,7 +24,7 @@ from deltackpt.errors import OptionError, SaveFailed, TrackingError
 from deltackpt.format import blocks
 from deltackpt.state.choice import Tables
 from deltackpt.state.tables import split
-from deltackpt.storage import writer
+from deltackpt.testing import failing_saves
 from deltackpt.tracking import stamps
 from deltackpt.tracking.fingerprints import (
     RowTracker,
@@ -360,23 +360,23 @@ def test_saves_hold_what_changed_without_any_mark_before_and_after_a_restore(
     state = initial()
     with tracked(tmp_path) as manager:
         manager.save(0, state)
-        assert [report.rows for report in manager.wait()] == [1000]
+        assert [report.rows for report in manager.wait_until_finished()] == [1000]
         state = trained(state, [3, 999])
         assert manager.next_save(state).kind == "delta"
         assert manager.save(1, state).kind == "delta"
-        assert [report.rows for report in manager.wait()] == [2]
+        assert [report.rows for report in manager.wait_until_finished()] == [2]
     with tracked(tmp_path) as manager:
         result = manager.restore_latest(initial() if with_template else None)
         assert result is not None
         state = trained(result.state, [7])
         assert manager.save(2, state).kind == "delta"
-        assert [report.rows for report in manager.wait()] == [1]
+        assert [report.rows for report in manager.wait_until_finished()] == [1]
         # A rollback goes on from what was stored then.
         result = manager.restore(1, initial())
         state = trained(result.state, [8, 9])
         with pytest.warns(UserWarning, match="later steps"):
             assert manager.save(2, state).kind == "delta"
-        assert [report.rows for report in manager.wait()] == [2]
+        assert [report.rows for report in manager.wait_until_finished()] == [2]
         found = manager.restore_latest(initial())
     assert found is not None
     assert jax.tree.all(jax.tree.map(np.array_equal, found.state, state))
@@ -386,15 +386,15 @@ def test_rows_of_a_failed_save_are_in_the_next_one(tmp_path):
     state = initial()
     with tracked(tmp_path) as manager:
         manager.save(0, state)
-        manager.wait()
+        manager.wait_until_finished()
         state = trained(state, [3])
-        with mock.patch.object(writer, "write_array", side_effect=OSError(5, "injected")):
+        with failing_saves(tmp_path):
             manager.save(1, state)
             with pytest.raises(SaveFailed):
-                manager.wait()
+                manager.wait_until_finished()
         state = trained(state, [4])
         manager.save(2, state)
-        assert [report.rows for report in manager.wait()] == [2]
+        assert [report.rows for report in manager.wait_until_finished()] == [2]
         found = manager.restore_latest(initial())
     assert found is not None
     assert jax.tree.all(jax.tree.map(np.array_equal, found.state, state))
@@ -410,7 +410,7 @@ def test_a_touch_state_within_the_state_plays_no_part(tmp_path):
     with tracked(tmp_path) as manager:
         manager.save(0, state)
         manager.save(1, {**trained(state, [5]), "touched": state["touched"]})
-        assert [report.rows for report in manager.wait()] == [1000, 1]
+        assert [report.rows for report in manager.wait_until_finished()] == [1000, 1]
 
 
 def test_a_look_that_fails_is_taken_back(tmp_path):
@@ -418,7 +418,7 @@ def test_a_look_that_fails_is_taken_back(tmp_path):
     state = initial()
     with tracked(tmp_path) as manager:
         manager.save(0, state)
-        manager.wait()
+        manager.wait_until_finished()
         state = trained(state, [3])
         with (
             mock.patch.object(stamps, "mark_rows", side_effect=MemoryError("injected")),
@@ -427,13 +427,13 @@ def test_a_look_that_fails_is_taken_back(tmp_path):
             manager.save(1, state)
         state = trained(state, [4])
         manager.save(2, state)
-        assert [report.rows for report in manager.wait()] == [2]
+        assert [report.rows for report in manager.wait_until_finished()] == [2]
         found = manager.restore_latest(initial())
     assert found is not None
     assert jax.tree.all(jax.tree.map(np.array_equal, found.state, state))
 
 
-@pytest.mark.parametrize("tracking", ["marks", "fingerprints"])
+@pytest.mark.parametrize("tracking", ["touched", "fingerprints"])
 def test_tables_of_the_host_may_change_in_place_as_soon_as_save_returns(tmp_path, tracking):
     """Also after a restore, which gives numpy arrays where it has no template."""
     table = np.zeros((400_000, 32), np.float32)
@@ -447,4 +447,4 @@ def test_tables_of_the_host_may_change_in_place_as_soon_as_save_returns(tmp_path
         if tracking == "fingerprints":
             restored.state["tables"]["a"][-7:] += 1
             manager.save(1, restored.state)
-            assert [report.rows for report in manager.wait()][-1] == 7
+            assert [report.rows for report in manager.wait_until_finished()][-1] == 7

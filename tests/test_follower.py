@@ -18,6 +18,7 @@ from unittest import mock
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import machine
 import model
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ from deltackpt.errors import (
     TooLittleMemory,
 )
 from deltackpt.format.manifest import Layout, SaveId
-from deltackpt.reading import chains, reader, removal
+from deltackpt.reading import chains, reader
 from deltackpt.reading.saves import StoredPart
 from deltackpt.standby import candidates, difference, gate, memory, shards
 from deltackpt.standby import follower as follower_module
@@ -45,7 +46,8 @@ from deltackpt.standby.gate import Gate
 from deltackpt.standby.memory import MemoryReader, SharedMemory
 from deltackpt.standby.shards import Region
 from deltackpt.state import tables
-from deltackpt.storage import arrays, writer
+from deltackpt.storage import arrays
+from deltackpt.testing import Disk, DiskCall, failing_saves
 
 P = jax.sharding.PartitionSpec
 #: Guards against hangs only.
@@ -57,10 +59,7 @@ SHARDS = [(0, 1), (0, 2), (1, 2), (2, 3), (0, 7), (5, 7)]
 Tables = dict[str, dict[str, np.ndarray]]
 
 
-@pytest.fixture(autouse=True)
-def nobody_removes_steps(monkeypatch) -> None:
-    """Where they do not, there is no need to look at damage for a moment."""
-    monkeypatch.setattr(removal, "_GONE_CHECKS", 1)
+pytestmark = pytest.mark.usefixtures("nobody_removes_steps")
 
 
 def opened(root: Path, shard: int = 0, count: int = 1, **options) -> Follower:
@@ -191,19 +190,17 @@ class Trainer:
     def save(self, **options) -> int:
         self.step += 1
         self.manager.save(self.step, self.state, touched=self.marks, **options)
-        self.manager.wait()
+        self.manager.wait_until_finished()
         self.states[self.step] = self.state
         return self.step
 
     def fail(self) -> None:
         """A save whose storage fails part way."""
         self.step += 1
-        failing = mock.patch.object(writer, "write_array", side_effect=OSError(5, "injected"))
-        written = mock.patch.object(writer.ArrayWriter, "write", side_effect=OSError(5, "injected"))
-        with failing, written:
+        with failing_saves(self.root):
             try:
                 self.manager.save(self.step, self.state, touched=self.marks)
-                self.manager.wait()
+                self.manager.wait_until_finished()
                 self.states[self.step] = self.state
             except SaveFailed:
                 pass
@@ -260,7 +257,7 @@ def test_members_together_hold_each_row_once(rows, count):
 
 #: Of deltas and of bases alike.
 LOSSY = [
-    deltackpt.CodecChoice(delta=name, base=name)
+    deltackpt.policies.CodecChoice(delta=name, base=name)
     for name in ("adaptive4", "int8", "bf16", "greedy2")
 ]
 ACTIONS = st.sampled_from(
@@ -280,26 +277,28 @@ ACTIONS = st.sampled_from(
     codec=st.sampled_from(["raw", "raw", "lossless", *LOSSY]),
     policy=st.sampled_from(
         [
-            deltackpt.Consecutive(max_chain=4),
-            deltackpt.OneShot(),
-            deltackpt.Intermittent(),
-            deltackpt.Rolling(window=2),
+            deltackpt.policies.Consecutive(max_chain=4),
+            deltackpt.policies.OneShot(),
+            deltackpt.policies.Intermittent(),
+            deltackpt.policies.Rolling(window=2),
         ]
     ),
     retention=st.sampled_from([None, None, 1]),
     slots=st.booleans(),
     seed=st.integers(0, 1000),
 )
-@example(["save", "base", "save", "look"], LOSSY[0], deltackpt.Consecutive(), None, True, 1)
+@example(
+    ["save", "base", "save", "look"], LOSSY[0], deltackpt.policies.Consecutive(), None, True, 1
+)
 def test_after_each_look_the_held_bytes_are_those_of_the_newest_step(
     tmp_path_factory, actions, codec, policy, retention, slots, seed
 ):
-    if isinstance(policy, deltackpt.Rolling):
+    if isinstance(policy, deltackpt.policies.Rolling):
         retention = None  # Of the steps that it leaves not all restore by themselves.
     root = tmp_path_factory.mktemp("root")
     draw = np.random.default_rng(seed)
     late = draw.choice(len(SHARDS), 2, replace=False)
-    with Trainer(root, codec, policy, slots, retention=retention) as trainer:
+    with Trainer(root, codec, policy, slots, max_to_keep=retention) as trainer:
         trainer.save()
         followers = [opened(root, *SHARDS[number]) for number in range(len(SHARDS))]
         for action in [*actions, "look"]:
@@ -343,16 +342,12 @@ def test_a_new_base_of_the_same_rows_is_compared_and_not_reloaded(tmp_path):
         trainer.save(force_base=True)
         in_place = []
 
-        def pieces(save, targets, *more):
+        def note(_: DiskCall) -> None:
             # What was held is there while the base is read.
             in_place.append(one.holding is not None and one.holding.save.save_id.step == 1)
-            return real(save, targets, *more)
 
-        real = reader.pieces
-        with (
-            mock.patch.object(reader, "pieces", pieces),
-            mock.patch.object(reader, "fill", side_effect=AssertionError("it was reloaded")),
-        ):
+        with Disk(tmp_path) as disk:
+            disk.on("read", note, "^2/.*/c/")
             assert one.advance()
         assert in_place and all(in_place)
         assert_holds(one, 2, in_state(trainer.state))
@@ -374,7 +369,7 @@ def test_rows_that_a_lossy_codec_does_not_hold_survive_a_new_base(tmp_path, code
         assert_holds(one, 2, in_storage(tmp_path, 2))
 
 
-@pytest.mark.parametrize("policy", [deltackpt.OneShot(), deltackpt.Consecutive()])
+@pytest.mark.parametrize("policy", [deltackpt.policies.OneShot(), deltackpt.policies.Consecutive()])
 def test_several_saves_are_taken_as_one(tmp_path, policy):
     """Nobody sees a state that is older than the one before, nor one in between."""
     with Trainer(tmp_path, policy=policy) as trainer:
@@ -386,16 +381,9 @@ def test_several_saves_are_taken_as_one(tmp_path, policy):
         for _ in range(3):
             trainer.train()
             trainer.save()
-        seen = []
-        real = follower_module.Follower._changing
-
-        def changing(self, *arguments):
-            seen.append(self.holding.save.save_id.step)
-            return real(self, *arguments)
-
-        with mock.patch.object(follower_module.Follower, "_changing", changing):
-            one.advance()
-        assert seen == [2]
+        before = one.holding.sequence
+        one.advance()
+        assert one.holding.sequence == before + 2
         assert_holds(one, 5, in_state(trainer.state))
         assert [save.save_id.step for save in one.holding.chain] == [
             save.info.save_id.step for save in chains.read_chain(tmp_path / "5")
@@ -403,7 +391,7 @@ def test_several_saves_are_taken_as_one(tmp_path, policy):
 
 
 def test_training_that_goes_back_in_memory_leaves_nothing_of_what_it_gave_up(tmp_path):
-    with Trainer(tmp_path, policy=deltackpt.OneShot()) as trainer:
+    with Trainer(tmp_path, policy=deltackpt.policies.OneShot()) as trainer:
         trainer.save()
         one = opened(tmp_path)
         advanced(one)
@@ -471,14 +459,14 @@ def test_only_its_own_rows_are_read(tmp_path):
             trainer.train(400)
             trainer.save()
     read: dict[int, int] = {}
-    real = StoredPart.read_array
+    real = StoredPart.read_into
 
     def counted(part, segment, entry, start, stop, out):
         read[count] = read.get(count, 0) + out.nbytes
         return real(part, segment, entry, start, stop, out)
 
     expected = in_state(trainer.state)
-    with mock.patch.object(StoredPart, "read_array", counted):
+    with mock.patch.object(StoredPart, "read_into", counted):
         for count in (1, 4):
             one = opened(tmp_path, 1 if count > 1 else 0, count)
             one.advance()
@@ -489,8 +477,8 @@ def test_only_its_own_rows_are_read(tmp_path):
 def test_a_first_step_is_waited_for(tmp_path):
     one = opened(tmp_path)
     assert not one.advance() and one.holding is None and one.newest_step() is None
-    assert one.health == "waits for a first step"
-    with pytest.raises(ServiceUnavailable, match="waits for a first step"):
+    assert one.health == "waiting for a first step"
+    with pytest.raises(ServiceUnavailable, match="waiting for a first step"):
         one.pin(SaveId("run", 1, 0), 0)
     with Trainer(tmp_path) as trainer:
         trainer.save()
@@ -504,7 +492,10 @@ def test_a_first_step_is_waited_for(tmp_path):
 @pytest.fixture(scope="module", params=["consecutive", "one-shot"])
 def written(request, tmp_path_factory) -> tuple[Path, dict[int, dict]]:
     """A base, a delta, one that is to be damaged, and a base after it."""
-    policy = {"consecutive": deltackpt.Consecutive(), "one-shot": deltackpt.OneShot()}
+    policy = {
+        "consecutive": deltackpt.policies.Consecutive(),
+        "one-shot": deltackpt.policies.OneShot(),
+    }
     return write(tmp_path_factory.mktemp("written") / "root", policy[request.param])
 
 
@@ -538,8 +529,10 @@ def test_a_damaged_delta_changes_nothing_and_the_next_intact_step_is_taken(writt
         else:
             refused += 1
             # It is not read over and over again.
-            with mock.patch.object(chains, "read_chain", side_effect=AssertionError):
+            with Disk(root) as disk:
+                disk.fail("read", "^3/", times=None)
                 assert not one.advance()
+            assert not disk.failures
             assert one.health.startswith("follows; ") and path.name in one.health, one.health
             assert one.place == place and one.holding is holding
             assert {key[:3]: key[3].tobytes() for key in held_regions(one)} == before
@@ -570,11 +563,12 @@ def test_a_damaged_base_changes_nothing(tmp_path, relaid):
         assert not one.advance()
         assert_holds(one, 1, in_state(trainer.states[1]))
         assert one.place == place and one.health.startswith("follows; ")
-        open_files = len(os.listdir("/proc/self/fd"))
+        open_files = len(machine.open_files(tmp_path))
         trainer.save(force_base=True)
         assert one.advance()
         assert_holds(one, 3, in_state(trainer.state))
-        assert len(os.listdir("/proc/self/fd")) <= open_files
+        # The collection of the trainer may have a descriptor for a moment.
+        wait_until(lambda: len(machine.open_files(tmp_path)) <= open_files)
 
 
 def test_a_step_that_is_mended_is_taken(tmp_path, monkeypatch):
@@ -648,14 +642,8 @@ def test_a_file_that_cannot_be_read_for_a_while_is_read_later(tmp_path):
     one = opened(root)
     one.advance()
     os.rename(tmp_path / "3", root / "3")
-    real = os.open
-
-    def refused(path, *args, **kwargs):
-        if Path(path).parts[-3:-1] == ("3", "embeddings"):
-            raise OSError(5, "injected")
-        return real(path, *args, **kwargs)
-
-    with mock.patch.object(os, "open", refused), pytest.raises(StorageError):
+    with Disk(root) as disk, pytest.raises(StorageError):
+        disk.fail("read", "^3/embeddings/[^/]+$", times=None)
         one.advance()
     assert_holds_still(one, states[2])
     assert one.advance()
@@ -669,13 +657,8 @@ def test_a_step_that_vanishes_while_it_is_read_changes_nothing(tmp_path):
     one = opened(root)
     one.advance()
     os.rename(tmp_path / "3", root / "3")
-    real = StoredPart.read_array
-
-    def vanishing(part, *arguments):
-        shutil.rmtree(root / "3", ignore_errors=True)
-        return real(part, *arguments)
-
-    with mock.patch.object(StoredPart, "read_array", vanishing):
+    with Disk(root) as disk:
+        disk.on("read", lambda _: shutil.rmtree(root / "3"), "^3/.*/c/", times=1)
         assert not one.advance()
     assert_holds_still(one, states[2])
     assert not one.advance() and one.health == "follows"

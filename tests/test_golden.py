@@ -13,15 +13,16 @@ import msgpack
 import numpy as np
 import pytest
 from golden import make_golden
+from made_up_logs import records_in
 
 import deltackpt
+from deltackpt import inspect
 from deltackpt.format import frames, names
-from deltackpt.format.frames import Kind
+from deltackpt.format.frames import BlocksHead, DenseHead, RowsHead
 from deltackpt.format.records import FORMAT_VERSION
 from deltackpt.ledger.opening import BucketSteps
 from deltackpt.ledger.view import JournalView
 from deltackpt.reading import chains, inventory, reader, saves
-from deltackpt.reading.stretches import Logs
 from deltackpt.storage.store import spot
 
 PLAIN = sorted(path for path in Path(make_golden.__file__).parent.glob("v*"))
@@ -152,36 +153,39 @@ def test_golden_dense_blocks_are_of_every_codec(version):
 
 @pytest.mark.parametrize("version", LOGS, ids=lambda path: path.name)
 def test_golden_log_has_the_points_that_it_once_had(version):
-    history = Logs(spot(version / names.LOG)).read()
-    found = [(point.stretch, point.step, point.full) for point in history.points()]
+    wal = inspect.open(version).wal
+    found = [(point.epoch, point.step, point.full) for point in wal.recovery_points()]
     # Of the first run nothing counts beyond the point that the second one goes on from.
     assert found == [
         *((1, step, step not in make_golden.SOFT) for step in (20, 19, 18, 17, 16)),
         *((0, step, step not in make_golden.SOFT) for step in (15, 13, 12, 11)),
     ]
-    logs = [era.processes[0].log for era in history.eras]
-    assert [log.damage for log in logs] == [[], []]
-    frames_of = [frame for log in logs for mark in log.marks for frame in mark.frames]
-    assert {frame.place.part for frame in frames_of} == {0, 1}
+    assert [epoch.ends for epoch in wal.epochs] == [(), ()]
+    stored = [
+        frame
+        for number in (1, 0)
+        for record in records_in(version / names.LOG / str(number) / "0")
+        for frame in record
+    ]
+    assert {frame.place.part for frame in stored} == {0, 1}
+    heads = [frame.head for frame in stored]
     if version.name == "log-v1":
-        dense = [
-            value for frame in frames_of if frame.kind == Kind.DENSE for value in frame.head.values
-        ]
+        dense = [value for head in heads if isinstance(head, DenseHead) for value in head.values]
         assert any(value.against is not None for value in dense)
     else:
-        heads = [frame.head for frame in frames_of if frame.kind == Kind.BLOCKS]
-        assert {head.against is None for head in heads} == {True, False}
-        used = {segment.encodings[0].codec for head in heads for segment in head.record.segments}
+        blocks = [head for head in heads if isinstance(head, BlocksHead)]
+        assert {head.against is None for head in blocks} == {True, False}
+        used = {segment.encodings[0].codec for head in blocks for segment in head.record.segments}
         assert used == {"raw", "sparse", "planes", "xor", "ef8", "int8"}
-        compressed = [head for head in heads if head.sizes]
+        compressed = [head for head in blocks if head.sizes]
         assert any(
             0 < sum(own) < entry.nbytes
             for head in compressed
             for entry, own in zip(head.arrays, head.sizes, strict=True)
         )
-    rows = [frame.head.segment for frame in frames_of if frame.kind == Kind.ROWS]
-    stored = {entry.name for segment in rows for entry in segment.arrays}
-    assert {"values.scale", "values.raw_at", "slot.accumulator", names.GAPS} <= stored
+    rows = [head.segment for head in heads if isinstance(head, RowsHead)]
+    arrays = {entry.name for segment in rows for entry in segment.arrays}
+    assert {"values.scale", "values.raw_at", "slot.accumulator", names.GAPS} <= arrays
 
 
 @pytest.mark.parametrize("version", LOGS, ids=lambda path: path.name)

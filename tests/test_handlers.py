@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
-import os
 import re
 from pathlib import Path
 from unittest import mock
@@ -22,7 +21,7 @@ from deltackpt.errors import StorageError, TemplateMismatch
 from deltackpt.handlers import orbax_private, retention, steps
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.restore.placing import AbstractEmbeddings
-from deltackpt.storage import files, writer
+from deltackpt.testing import Disk, failing_saves
 
 TABLES = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)
 
@@ -34,25 +33,25 @@ def state() -> dict:
 
 @pytest.fixture(scope="module")
 def parts(state) -> deltackpt.state.tables.Split:
-    return deltackpt.split(state, TABLES)
+    return deltackpt.handlers.split(state, TABLES)
 
 
 def save_v0(root: Path, parts, step: int = 0, touched=None) -> None:
-    embeddings = deltackpt.Embeddings(split=parts, touched=touched)
+    embeddings = deltackpt.handlers.Embeddings(split=parts, touched=touched)
     with ocp.CheckpointManager(root) as manager:
-        args = ocp.args.Composite(embeddings=deltackpt.DeltaSave(embeddings))
+        args = ocp.args.Composite(embeddings=deltackpt.handlers.DeltaSave(embeddings))
         manager.save(step, args=args)
 
 
 def save_v1(root: Path, parts, step: int = 0) -> None:
     with registered(), v1.training.Checkpointer(root) as checkpointer:
-        embeddings = deltackpt.Embeddings(split=parts)
+        embeddings = deltackpt.handlers.Embeddings(split=parts)
         checkpointer.save_checkpointables(step, {"embeddings": embeddings})
 
 
 def load_v0(root: Path, step: int, abstract=None) -> RestoredTables:
     with ocp.CheckpointManager(root) as manager:
-        args = ocp.args.Composite(embeddings=deltackpt.DeltaRestore(abstract))
+        args = ocp.args.Composite(embeddings=deltackpt.handlers.DeltaRestore(abstract))
         return manager.restore(step, args=args)["embeddings"]
 
 
@@ -65,7 +64,7 @@ def load_v1(root: Path, step: int, abstract: AbstractEmbeddings | None) -> Resto
 def registered() -> v1.Context:
     context = v1.Context()
     context.checkpointables.registry = v1.handlers.local_registry()
-    context.checkpointables.registry.add(deltackpt.DeltaCheckpointableHandler)
+    context.checkpointables.registry.add(deltackpt.handlers.DeltaCheckpointableHandler)
     return context
 
 
@@ -129,9 +128,9 @@ def test_under_a_stock_manager_every_save_is_a_base_whatever_was_touched(tmp_pat
 @pytest.mark.parametrize("load", [load_v0, load_v1])
 @pytest.mark.parametrize("save", [save_v0, save_v1])
 def test_bases_under_stock_managers_are_stored_by_the_codec_for_bases(tmp_path, state, save, load):
-    choice = deltackpt.CodecChoice(delta="adaptive2", base="int8")
+    choice = deltackpt.policies.CodecChoice(delta="adaptive2", base="int8")
     chosen = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS, codec=choice)
-    save(tmp_path, deltackpt.split(state, chosen))
+    save(tmp_path, deltackpt.handlers.split(state, chosen))
     found = load(tmp_path, 0, None)
     for name, table in state["tables"].items():
         expected = model.decoded("int8", np.asarray(table))
@@ -141,7 +140,7 @@ def test_bases_under_stock_managers_are_stored_by_the_codec_for_bases(tmp_path, 
 def test_metadata_tells_tables_and_slots(tmp_path, state, parts):
     save_v0(tmp_path, parts)
     with ocp.CheckpointManager(
-        tmp_path, item_handlers={"embeddings": deltackpt.DeltaHandler()}
+        tmp_path, item_handlers={"embeddings": deltackpt.handlers.DeltaHandler()}
     ) as manager:
         told = manager.item_metadata(0)["embeddings"]
     leaf = told.tables["tables/users"]["values"]
@@ -150,14 +149,13 @@ def test_metadata_tells_tables_and_slots(tmp_path, state, parts):
 
 
 def test_a_failure_in_the_background_surfaces_and_commits_nothing(tmp_path, parts):
-    embeddings = deltackpt.Embeddings(split=parts)
-    failing = mock.patch.object(
-        writer, "write_array", side_effect=StorageError("disk: expected to write, found nothing")
-    )
+    embeddings = deltackpt.handlers.Embeddings(split=parts)
     manager = ocp.CheckpointManager(tmp_path)
-    with failing:
-        manager.save(1, args=ocp.args.Composite(embeddings=deltackpt.DeltaSave(embeddings)))
-        with pytest.raises(StorageError, match="disk: expected to write"):
+    with failing_saves(tmp_path):
+        manager.save(
+            1, args=ocp.args.Composite(embeddings=deltackpt.handlers.DeltaSave(embeddings))
+        )
+        with pytest.raises(StorageError, match="Input/output error"):
             manager.wait_until_finished()
     assert not (tmp_path / "1").exists()
     manager.close()
@@ -196,32 +194,20 @@ def test_the_final_place_of_a_step_is_told_from_a_temporary_one(name, step, suff
 @pytest.mark.parametrize("durability", ["power", "process"])
 def test_everything_is_on_disk_before_the_step_is_visible(tmp_path, state, durability):
     """In the order of the system calls; the power cuts show that it is enough."""
-    calls: list[tuple[str, str]] = []
-    real_fsync, real_rename = os.fsync, os.rename
-
-    def fsync(descriptor: int) -> None:
-        calls.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
-        real_fsync(descriptor)
-
-    def rename(source, target, **options) -> None:
-        calls.append(("rename", str(target)))
-        real_rename(source, target, **options)
-
     root = tmp_path / "root"
     options = deltackpt.ManagerOptions(writes=deltackpt.WriteOptions(durability=durability))
     with (
-        mock.patch.object(files.os, "fsync", fsync),
-        mock.patch.object(files.os, "rename", rename),
+        Disk(root) as disk,
         deltackpt.CheckpointManager(
             root, handlers={"embeddings": TABLES}, options=options
         ) as manager,
     ):
-        calls.clear()
+        disk.calls.clear()
         manager.save(3, state)
-        manager.wait()
-    visible = calls.index(("rename", str(root / "3")))
-    forced = {Path(path) for call, path in calls[:visible] if call == "fsync"}
-    forced_late = {path for call, path in calls[visible:] if call == "fsync"}
+        manager.wait_until_finished()
+    visible = disk.calls.index(("rename", str(root / "3"), None))
+    forced = {Path(call.path) for call in disk.calls[:visible] if call.name == "fsync"}
+    forced_late = {call.path for call in disk.calls[visible:] if call.name == "fsync"}
     if durability == "process":
         assert not forced and str(root) not in forced_late
         return
@@ -233,18 +219,18 @@ def test_everything_is_on_disk_before_the_step_is_visible(tmp_path, state, durab
 
 def test_a_commit_that_is_refused_leaves_no_step(tmp_path, state):
     with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": TABLES}) as manager:
-        answers = [None, deltackpt.errors.FencedError("another trainer")]
+        answers = [None, *[deltackpt.errors.FencedError("another trainer")] * 9]
         with mock.patch.object(manager._run.root, "check_lease", side_effect=answers):
             manager.save(5, state)
-            with pytest.raises(deltackpt.errors.SaveFailed, match="another trainer"):
-                manager.wait()
+            with pytest.raises(deltackpt.errors.FencedError, match="another trainer"):
+                manager.wait_until_finished()
         assert manager.all_steps() == []
     assert [path.name for path in tmp_path.iterdir()] == ["lease.1.msgpack"]
 
 
 def test_retention_as_a_number_keeps_that_many_and_none_keeps_all():
     for number, expected in ((2, [False] * 3 + [True] * 2), (None, [True] * 5)):
-        policy = retention.as_policy(number)
+        policy = retention.policy_of(deltackpt.ManagerOptions(max_to_keep=number))
         infos = [mock.Mock(step=step) for step in range(5)]
         context = ocp.checkpoint_managers.PreservationContext()
         assert list(policy.should_preserve(infos, context=context)) == expected

@@ -31,7 +31,7 @@ from deltackpt.errors import Damaged, DeltackptError
 from deltackpt.format import manifest
 from deltackpt.format import names as layout
 from deltackpt.ledger import directory
-from deltackpt.reading import chains, reader, removal
+from deltackpt.reading import chains, reader
 from deltackpt.storage import digests
 from deltackpt.tiers import copy
 from deltackpt.upkeep import verify
@@ -64,11 +64,7 @@ def written(tmp_path_factory) -> dict[str, Path]:
     return found
 
 
-@pytest.fixture(autouse=True)
-def nobody_at_work(monkeypatch):
-    """Nobody removes steps meanwhile, which would otherwise be waited for at each damage."""
-    monkeypatch.setattr(removal, "_GONE_CHECKS", 1)
-    monkeypatch.setattr(verify, "_CHECKS", 1)
+pytestmark = pytest.mark.usefixtures("nobody_removes_steps")
 
 
 def body_of(path: Path) -> dict[str, Any]:
@@ -242,7 +238,9 @@ import resource, sys, warnings
 from pathlib import Path
 import test_hostile_records as t
 warnings.simplefilter("ignore")
-t.removal._GONE_CHECKS = t.verify._CHECKS = 1
+from deltackpt.reading import removal
+from deltackpt.upkeep import verify
+removal._GONE_CHECKS = verify._CHECKS = 1
 sound, hostile = map(Path, sys.argv[1:])
 assert not t.read_all(sound)  # Threads and libraries have their memory.
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -159,7 +159,7 @@ def test_a_change_of_sign_of_zero_or_of_a_nan_is_a_difference(tmp_path):
     handlers = {"embeddings": deltackpt.Tables(select="t")}
     with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:
         saver.save(0, {"t": jax.numpy.asarray(table)}, touched=touched)
-        saver.wait()
+        saver.wait_until_finished()
         table[0], table[3] = -0.0, np.inf
         touched = deltackpt.touched.mark(touched, {"t": jax.numpy.arange(4)})
         saver.save(1, {"t": jax.numpy.asarray(table)}, touched=touched)
@@ -177,14 +177,14 @@ def test_history_says_which_rows_there_were_when_a_table_grew(tmp_path):
     with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:
         for step, table in enumerate((small, large)):
             saver.save(step, {"t": table}, touched=deltackpt.touched.init({"t": table}))
-            saver.wait()
+            saver.wait_until_finished()
     ck = deltackpt.inspect.open(tmp_path)
     found = ck.history("t", [4, 0])
     assert found.present.tolist() == [[False, True], [True, True]]
     assert found.values.tolist() == [[[0, 0], [0, 0]], [[1, 1], [1, 1]]]
     assert found.to_pandas().index.tolist() == [(0, 0), (1, 4), (1, 0)]
     assert ck.diff(0, 1)["t"].added == 2
-    with pytest.raises(errors.TemplateMismatch, match=r"within \[0, 5\), found row 5"):
+    with pytest.raises(errors.TemplateMismatch, match=r"within \[0, 5\), found 5;"):
         ck.history("t", 5)
 
 
@@ -291,7 +291,7 @@ def test_saves_say_what_each_step_is(tmp_path):
     assert saves[0].rows == saves[0].total_rows == sum(model.ROWS.values())
     assert saves[0].disk_bytes > saves[0].nbytes > 0 and saves[0].committed_at is not None
     assert saves[0].problem == "" and "manifest.0" in saves[1].problem
-    assert "its parent, step 1, is missing, damaged" in saves[2].problem
+    assert "its parent, step 1, is missing or damaged" in saves[2].problem
 
 
 @pytest.mark.processes
@@ -329,7 +329,7 @@ def test_pages_of_a_notebook_escape_names(tmp_path):
     handlers = {"embeddings": deltackpt.Tables(select="*")}
     with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:
         saver.save(0, {"<b>&": np.ones((12, 30), np.float32)})
-        saver.wait()
+        saver.wait_until_finished()
         saver.save(1, {"<b>&": np.zeros((12, 30), np.float32)})
     ck = deltackpt.inspect.open(tmp_path)
     for shown in (ck, ck.at(), ck.at()["<b>&"], ck.diff(0, 1)):
@@ -349,11 +349,11 @@ def test_wrong_names_say_what_there_is(tmp_path):
         ck.diff(0, 1, tables=["nope"])
     with pytest.raises(errors.TemplateMismatch, match="none"):
         ck.history("nope", 0)
-    with pytest.raises(errors.TemplateMismatch, match="from 0 on"):
+    with pytest.raises(errors.TemplateMismatch, match="indices of at least 0"):
         ck.history(TABLE, -1)
     with pytest.raises(errors.StorageError):
         deltackpt.inspect.open(tmp_path / "nothing")
-    with pytest.raises(errors.ForeignDirectory, match="found a step; give"):
+    with pytest.raises(errors.ForeignDirectory, match="found a step; pass"):
         deltackpt.inspect.open(tmp_path / "1")
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -398,7 +398,7 @@ def test_a_history_never_mixes_steps_of_two_runs(tmp_path):
                 with pytest.warns(UserWarning, match="rolled-back"):
                     saver.save(2, result.state, touched=result.touched)
                 saver.save(3, result.state, touched=result.touched)
-                saver.wait()
+                saver.wait_until_finished()
         return real(step_dir, item, **how)
 
     with mock.patch.object(stored, "read_save", racing):
@@ -468,9 +468,9 @@ def test_histories_over_two_kinds_of_rows_say_which_step_has_which(tmp_path):
     with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:
         for step, width in enumerate((2, 3)):
             saver.save(step, {"t": np.ones((4, width), np.float32)})
-            saver.wait()
+            saver.wait_until_finished()
     ck = deltackpt.inspect.open(tmp_path)
-    with pytest.raises(errors.TemplateMismatch, match=r"float32\[2\] from step 0 on, float32\[3\]"):
+    with pytest.raises(errors.TemplateMismatch, match=r"float32\[2\] from step 0, float32\[3\]"):
         ck.history("t", 0)
     assert ck.history("t", 0, steps=[1]).values.shape == (1, 1, 3)
     assert ck.diff(0, 1).only_a == ck.diff(0, 1).only_b == ("t",)
@@ -483,13 +483,13 @@ def test_changes_of_large_integers_and_of_nan_keep_the_other_figures(tmp_path):
     handlers = {"embeddings": deltackpt.Tables(select="*")}
     with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:
         saver.save(0, {"ids": ids, "rows": rows})
-        saver.wait()
+        saver.wait_until_finished()
         later = ids + np.array([[1], [-3], [0]])
         saver.save(1, {"ids": later, "rows": np.array([[np.nan], [3.0], [2.0]], np.float32)})
     found = deltackpt.inspect.open(tmp_path).diff(0, 1)
     assert found["ids"].norms.tolist() == [1.0, 3.0]
     assert found["rows"].quantiles((0.0, 0.5, 1.0)) == {0.0: 1.0, 0.5: 2.0, 1.0: np.inf}
-    with pytest.raises(errors.TemplateMismatch, match="of no table"):
+    with pytest.raises(errors.TemplateMismatch, match="no table with it"):
         deltackpt.inspect.open(tmp_path).diff(0, 1, field="slot.typo")
 
 

@@ -160,7 +160,7 @@ def test_a_stock_checkpoint_goes_on_with_a_delta(tmp_path, write, with_template)
         moved = trained(found.state, ids)
         marks = touched.mark(found.touched, {"params/emb/a": ids, "params/emb/b": ids})
         assert manager.save(8, moved, touched=marks).kind == "delta"
-        manager.wait()
+        manager.wait_until_finished()
     with deltackpt.CheckpointManager(tmp_path / "run", handlers={"embeddings": TABLES}) as manager:
         found = manager.restore_latest(train_state(seed=9))
         assert found.chain == (7, 8)
@@ -213,7 +213,7 @@ def train(run: Path, last: int, kill_at: int | None) -> None:
             if step == kill_at:
                 writer.write_array = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
             saves.append((step, manager.save(step, state, touched=marks).kind))
-            manager.wait()
+            manager.wait_until_finished()
     print(json.dumps(saves))
 
 
@@ -266,7 +266,7 @@ def test_a_template_brings_the_shardings_and_the_tracking_that_training_has(tmp_
         assert found.state.params["emb"]["a"].sharding == by_rows
         moved = trained(found.state, ids_of(1))
         assert manager.save(8, moved).kind == "delta"
-        manager.wait()
+        manager.wait_until_finished()
         same_bits(manager.restore_latest(abstract(moved)).state.params, moved.params)
 
 
@@ -342,10 +342,10 @@ def test_what_cannot_be_imported_is_named(tmp_path):
     with pytest.raises(TemplateMismatch, match="lacks\n  params/further\n"):
         importing(source, tmp_path / "run", abstract_state=template)
     template = state.replace(params={"emb": state.params["emb"]})
-    with pytest.raises(TemplateMismatch, match="besides\n  params/w\n"):
+    with pytest.raises(TemplateMismatch, match="also has\n  params/w\n"):
         importing(source, tmp_path / "run", abstract_state=template)
     importing(source, tmp_path / "run")
-    with pytest.raises(ForeignDirectory, match="deltackpt wrote"):
+    with pytest.raises(ForeignDirectory, match="written by deltackpt"):
         importing(tmp_path / "run", tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
@@ -410,7 +410,7 @@ def saved_every_kind(run: Path) -> dict:
     state = every_kind()
     with deltackpt.CheckpointManager(run, handlers=EVERY_KIND) as manager:
         manager.save(4, state)
-        manager.wait()
+        manager.wait_until_finished()
     return state
 
 
@@ -534,7 +534,7 @@ def test_keys_that_orbax_would_join_to_one_name_are_refused(tmp_path):
     handlers = {"embeddings": deltackpt.Tables(select="emb")}
     with deltackpt.CheckpointManager(tmp_path / "run", handlers=handlers) as manager:
         manager.save(1, state)
-        manager.wait()
+        manager.wait_until_finished()
     with pytest.raises(OptionError, match="a.b"):
         interchange.export_orbax(tmp_path / "run", None, tmp_path / "plain")
 
@@ -548,8 +548,8 @@ def test_an_import_beside_a_trainer_that_has_not_saved_yet_is_refused(tmp_path):
     ocp.StandardCheckpointer().save(tmp_path / "stock" / "7", {"params": state.params})
     handlers = {"embeddings": TABLES}
     with deltackpt.CheckpointManager(tmp_path / "run", handlers=handlers) as manager:
-        with pytest.raises(InUse, match="its lease taken by process"):
+        with pytest.raises(InUse, match="the lease held by process"):
             interchange.import_orbax(tmp_path / "stock" / "7", tmp_path / "run", tables=TABLES)
         manager.save(1, {"params": state.params})
-        manager.wait()
+        manager.wait_until_finished()
         assert manager.all_steps() == [1]

@@ -16,6 +16,7 @@ import jax
 import ml_dtypes
 import model
 import numpy as np
+import orbax.checkpoint as ocp
 import pyarrow.parquet as pq
 import pytest
 import safetensors
@@ -61,7 +62,7 @@ def write_table(root: Path, table: np.ndarray, **others: np.ndarray) -> None:
         options=deltackpt.ManagerOptions(writes=deltackpt.WriteOptions(durability="process")),
     ) as manager:
         manager.save(1, {"deep": {"table": table}, **others})
-        manager.wait()
+        manager.wait_until_finished()
 
 
 tables = st.builds(
@@ -103,7 +104,7 @@ def raw_tensors(path: Path) -> dict[str, np.ndarray]:
 def test_safetensors_hold_every_leaf_that_is_a_tensor(tmp_path):
     state = saved_every_kind(tmp_path / "run")
     done = interchange.export_safetensors(tmp_path / "run", None, tmp_path / "out")
-    assert done.left_out == ("list/1", "none", "nothing", "text")
+    assert done.left_out == ("text",)  # Not what has no value: "list/1", "none", "nothing".
     assert done.changed == {"int4": "int8"}
     # The library's numpy side reads these; bf16 and 8-bit floats it reads by other names.
     with safetensors.safe_open(tmp_path / "out" / "model.safetensors", "np") as found:
@@ -122,6 +123,24 @@ def test_safetensors_hold_every_leaf_that_is_a_tensor(tmp_path):
     raw = raw_tensors(tmp_path / "out" / "model.safetensors")
     for name in ("bf16", "fp8"):
         assert raw[name].tobytes() == np.asarray(state[name]).tobytes()
+
+
+def test_some_leaves_alone_are_exported(tmp_path):
+    state = saved_every_kind(tmp_path / "run")
+    done = interchange.export_safetensors(
+        tmp_path / "run", None, tmp_path / "out", leaves=["emb/*", "list/**", "text"]
+    )
+    assert done.left_out == ("text",) and not done.changed
+    found = raw_tensors(tmp_path / "out" / "model.safetensors")
+    assert {*found} == {"emb/a", "list/0", "list/2/deep"}
+    assert found["emb/a"].tobytes() == np.asarray(state["emb"]["a"]).tobytes()
+    with pytest.raises(OptionError, match=r"'nowhere/\*', found\n  bf16\n"):
+        interchange.export_safetensors(tmp_path / "run", None, tmp_path / "no", leaves="nowhere/*")
+    told = in_process("export", "orbax", tmp_path / "run", tmp_path / "orbax", "--leaf", "list/**")
+    assert told.returncode == 0 and "left out" not in told.stdout, told.stderr
+    restored = ocp.PyTreeCheckpointer().restore(tmp_path / "orbax" / "4" / "default")
+    assert {*restored} == {"list"}
+    same_bits(np.asarray(restored["list"]["2"]["deep"]), np.asarray(state["list"][2]["deep"]))
 
 
 def test_shards_are_bounded_and_their_index_says_where_each_tensor_is(tmp_path):
@@ -297,7 +316,7 @@ def test_commands_export_and_say_what_they_did(tmp_path):
     write_chain(tmp_path / "run")
     found = in_process("export", "safetensors", tmp_path / "run", tmp_path / "st", "--step", 2)
     assert found.returncode == 0, found.stderr
-    assert found.stdout.startswith("step 2: 1 file of ") and "left out: dense/none" in found.stdout
+    assert found.stdout.startswith("step 2: 1 file of ") and "left out" not in found.stdout
     arguments = ("--table", "tables/users", "--no-slots", "--rows", "5:9", "--json")
     found = in_process("export", "parquet", tmp_path / "run", tmp_path / "pq", *arguments)
     assert json.loads(found.stdout)["files"] == ["tables%2Fusers.parquet"], found.stderr

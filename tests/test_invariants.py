@@ -15,9 +15,7 @@ import contextlib
 import shutil
 import tempfile
 from pathlib import Path
-from unittest import mock
 
-import faults
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -25,19 +23,20 @@ import model
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from user_contexts import CONTEXTS, MESHES, InContext
 
 import deltackpt
 from deltackpt import touched
 from deltackpt.errors import DeltackptError, SaveFailed, StepGone, StepNotFound
-from deltackpt.storage import writer
+from deltackpt.testing import Disk
 from deltackpt.touched import TouchState, TrackState
 from deltackpt.upkeep import compact
 
 POLICIES = (
-    deltackpt.Consecutive(max_chain=4),
-    deltackpt.Rolling(window=3),
-    deltackpt.OneShot(max_chain=3),
-    deltackpt.Intermittent(max_chain=6),
+    deltackpt.policies.Consecutive(max_chain=4),
+    deltackpt.policies.Rolling(window=3),
+    deltackpt.policies.OneShot(max_chain=3),
+    deltackpt.policies.Intermittent(max_chain=6),
 )
 #: How touched rows are known: a TouchState given to ``save``, one in the state as ``track`` keeps
 #: it, both, each of which knows some of the rows only, or none.
@@ -46,8 +45,16 @@ TRACKING = ("given", "in the state", "both", "fingerprints")
 #: without any.
 DENSE = (
     deltackpt.Dense(),
-    deltackpt.Dense(deltas="own"),
-    deltackpt.Dense(deltas="own", max_reference_bytes=1),
+    deltackpt.Dense(deltas="blocks"),
+    deltackpt.Dense(deltas="blocks", max_reference_bytes=1),
+)
+#: Where tables and slots lie.
+PLACEMENTS = (
+    "uncommitted",
+    "uncommitted",
+    jax.sharding.SingleDeviceSharding(jax.devices()[2]),
+    jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"),
+    jax.sharding.NamedSharding(MESHES["Auto"], jax.sharding.PartitionSpec()),
 )
 #: Numbers of a dense leaf that is made of blocks; a step changes one of them.
 WEIGHTS = 3000
@@ -56,13 +63,10 @@ WEIGHTS = 3000
 WHICH = st.integers(0, 7)
 ROWS = st.sampled_from([0, 5, 400])
 #: A save changes the directory in some dozens of calls, a removal in more.
-CALLS = st.one_of(st.integers(0, 30), st.integers(0, 200))
-#: Calls that may fail: those of our writers, and the commit. Where Orbax cannot make a directory,
-#: its own threads wait for one another for a minute.
+CALLS = st.one_of(st.integers(0, 60), st.integers(0, 300))
+#: Calls that may fail: those of our writers, and the commit. If Orbax cannot make a directory, its
+#: own threads wait for one another for a minute.
 OURS = r"embeddings[^/]*/.|\d+$"
-
-
-WRITE_ARRAY = writer.write_array
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -71,7 +75,7 @@ class ManagerMachine(RuleBasedStateMachine):
     Of a step that was cut off by a kill while another of its number stood, either may be there.
     """
 
-    manager: deltackpt.CheckpointManager | None = None
+    manager: InContext | None = None
 
     @initialize(
         policy=st.sampled_from(POLICIES),
@@ -81,20 +85,37 @@ class ManagerMachine(RuleBasedStateMachine):
         bases=st.sampled_from(["periodic", "compacted"]),
         when_busy=st.sampled_from(["wait", "wait", "skip", "coalesce"]),
         tracking=st.sampled_from(TRACKING),
+        auto=st.booleans(),
         dense=st.sampled_from(DENSE),
+        tables_lie=st.sampled_from(PLACEMENTS),
+        context=st.sampled_from(["none", *CONTEXTS]),
     )
-    def start(self, policy, retention, staging_bytes, codec, bases, when_busy, tracking, dense):
-        if isinstance(policy, deltackpt.Rolling):
+    def start(
+        self,
+        policy,
+        retention,
+        staging_bytes,
+        codec,
+        bases,
+        when_busy,
+        tracking,
+        auto,
+        dense,
+        tables_lie,
+        context,
+    ):
+        if isinstance(policy, deltackpt.policies.Rolling):
             # Of the steps that retention leaves, not all restore by themselves.
             bases, retention = "periodic", None
         self.folder = Path(tempfile.mkdtemp(prefix="deltackpt-test-"))
         self.roots = 0
-        self.patch = mock.patch.object(writer, "write_array", self.write_array)
-        self.patch.start()
         self.tracking = tracking
+        #: Where tables and slots lie, and what the program has set when it calls a manager.
+        self.placement = tables_lie
+        self.context = CONTEXTS.get(context, contextlib.nullcontext)
         self.options = deltackpt.ManagerOptions(
             deltas=deltackpt.DeltaOptions(
-                tracking="fingerprints" if tracking == "fingerprints" else "marks",
+                tracking=tracking_named(tracking == "fingerprints", auto),
                 policy=policy,
                 bases=bases,
             ),
@@ -102,7 +123,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 staging_bytes=staging_bytes, when_busy=when_busy, durability="process"
             ),
             dense=dense,
-            retention=retention,
+            max_to_keep=retention,
         )
         self.codec = codec
         #: Step to the states of which one is to be found there; no other step may be there.
@@ -116,7 +137,10 @@ class ManagerMachine(RuleBasedStateMachine):
         self.start_training()
 
     def open(self, root):
-        self.root, self.faults = root, faults.Faults(root)
+        self.root, self.disk = root, Disk(root)
+        self.disk.__enter__()
+        #: Failures of the disk that were reported, and whether the process was killed.
+        self.reported, self.killed = 0, False
         self.manager = self.new_manager(self.codec, self.options)
         self.reader = self.new_manager("raw", deltackpt.ManagerOptions(access="read"))
         #: TouchStates of which it has committed a save, or that it made; the step that it restored
@@ -126,15 +150,17 @@ class ManagerMachine(RuleBasedStateMachine):
         self.untold: int | None = None
         self.looked: tuple[int, int] | None = None
 
-    def write_array(self, directory, *arguments, **named):
-        self.faults.enter(str(directory))
-        return WRITE_ARRAY(directory, *arguments, **named)
+    @property
+    def fired(self) -> bool:
+        """Whether a call failed that was not reported yet."""
+        return self.killed or len(self.disk.failures) > self.reported
 
     def new_manager(self, codec, options):
         tables = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS, codec=codec)
-        return deltackpt.CheckpointManager(
+        manager = deltackpt.CheckpointManager(
             self.root, handlers={"embeddings": tables}, options=options
         )
+        return InContext(manager, self.context)
 
     def teardown(self):
         if self.manager is None:
@@ -145,17 +171,16 @@ class ManagerMachine(RuleBasedStateMachine):
                 self.check(self.reader.restore(step, self.state).state, step)
         finally:
             self.close()
-            self.patch.stop()
             shutil.rmtree(self.folder)
 
     def close(self):
         try:
             self.manager.close()
         except (DeltackptError, OSError):
-            assert self.faults.fired
+            assert self.fired
         finally:
             self.reader.close()
-            self.faults.close()
+            self.disk.__exit__()
 
     # Training.
 
@@ -163,6 +188,9 @@ class ManagerMachine(RuleBasedStateMachine):
         self.step = 0
         self.touched: TouchState | None = None
         self.state = {**model.initial(), "weights": jnp.zeros(WEIGHTS)}
+        if self.placement != "uncommitted":
+            parts = {name: self.state[name] for name in ("tables", "slots")}
+            self.state |= jax.device_put(parts, self.placement)
         self.track_anew()
         self.remember()
 
@@ -237,11 +265,11 @@ class ManagerMachine(RuleBasedStateMachine):
     def save(self, force_base):
         self.take(force_base=force_base)
 
-    @rule(rows=ROWS, at=st.integers(0, 30))
+    @rule(rows=ROWS, at=st.integers(0, 60))
     def save_and_fail(self, rows, at):
         """One call fails, if not of this save then of a later one: a typed error, nothing lost."""
         self.move(rows)
-        self.faults.fail_once(at, OURS)
+        self.disk.fail(path=OURS, after=at)
         self.take()
 
     @rule()
@@ -265,13 +293,13 @@ class ManagerMachine(RuleBasedStateMachine):
                 self.step, self.state, touched=self.touched, **arguments
             )
         except SaveFailed as error:
-            assert self.faults.fired, error
+            assert self.fired, error
             failed = self.pending if self.untold is None else self.untold
             assert failed is not None and f"step {failed} failed" in str(error)
-            self.pending, self.untold, saved = None, None, error.taken
+            self.pending, self.untold, saved = None, None, error.saved
         except (DeltackptError, OSError) as error:
             # It failed before it was in flight, and tells what failed before it, too.
-            assert self.faults.fired, error
+            assert self.fired, error
             self.look_for_pending()
             self.untold = None
             return
@@ -296,15 +324,15 @@ class ManagerMachine(RuleBasedStateMachine):
         return None if goes_on and self.tracking != "fingerprints" else step
 
     def settle(self):
-        self.faults.disarm()
+        self.disk.clear()
         try:
-            self.manager.wait()
+            self.manager.wait_until_finished()
         except SaveFailed as error:
-            assert self.faults.fired, error
+            assert self.fired, error
             self.pending = self.untold = None
         assert self.untold is None, f"nobody was told that step {self.untold} failed"
         self.keep_pending()
-        self.faults.fired = False
+        self.reported = len(self.disk.failures)
         self.check_listed()
 
     def keep_pending(self):
@@ -312,7 +340,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if self.pending is not None:
             self.known.add(self.pending_identity)
             # What was committed after a kill is not there.
-            if self.faults.image is None:
+            if self.disk.image is None:
                 self.sure.add(self.pending)
             self.pending = None
 
@@ -320,7 +348,7 @@ class ManagerMachine(RuleBasedStateMachine):
         """What was in flight is committed, or failed; that is yet to be told."""
         if self.pending in self.manager.all_steps():
             self.keep_pending()
-        assert self.pending is None or self.faults.fired
+        assert self.pending is None or self.fired
         if self.pending is not None:
             self.untold = self.pending
         self.pending = None
@@ -341,7 +369,7 @@ class ManagerMachine(RuleBasedStateMachine):
         """What was committed is there, unless retention has removed it."""
         listed = set(self.manager.all_steps())
         assert listed <= self.given.keys()
-        if self.options.retention is None:
+        if self.options.max_to_keep is None:
             assert self.sure <= listed, f"{self.sure - listed} are gone"
         assert max(listed, default=0) >= max(self.sure, default=0), f"of {self.sure}: {listed}"
         return listed
@@ -358,7 +386,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def restored(self, which):
         """An older step, by the manager that goes on saving."""
-        self.faults.disarm()
+        self.disk.clear()
         listed = self.manager.all_steps()
         if not listed:
             return None
@@ -373,6 +401,8 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def came_back(self, result):
         self.check(result.state, result.step)
+        found, template = without_tracking(result.state), without_tracking(self.state)
+        assert model.placements(found) == model.placements(template)
         self.looked = (result.step, self.new_identity())
         self.known.add(self.identities)
 
@@ -396,7 +426,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule()
     def restore_newest(self):
-        self.faults.disarm()
+        self.disk.clear()
         result = self.manager.restore_latest(self.state)
         self.look_for_pending()
         if result is not None:
@@ -408,7 +438,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(which=WHICH, workers=st.integers(1, 2))
     def compact(self, which, workers):
         """Beside a save in flight, like anybody."""
-        self.faults.disarm()
+        self.disk.clear()
         self.fold(which, workers)
         self.look_beside()
 
@@ -437,7 +467,8 @@ class ManagerMachine(RuleBasedStateMachine):
         result = self.restored(which) if during == "rollback" else None
         self.roots += 1
         before = dict(self.given)
-        self.faults.copy_once(at, self.folder / str(self.roots))
+        root = self.folder / str(self.roots)
+        self.disk.copy(root, after=at)
         if result is not None:
             self.adopt(result)
         elif during == "compaction":
@@ -447,17 +478,17 @@ class ManagerMachine(RuleBasedStateMachine):
             self.take()
         if during == "start":
             try:
-                self.manager.wait()
+                self.manager.wait_until_finished()
             except SaveFailed as error:
                 # A fault of before has met this save.
-                assert self.faults.fired, error
+                assert self.fired, error
                 self.pending = self.untold = None
             self.keep_pending()
             self.new_manager(self.codec, self.options).close()
-        root = self.faults.copy_now()
+        self.disk.copy_now(root)
         for step, states in before.items():
             self.given[step] = [*states, *self.given.get(step, [])]
-        self.faults.fired = True
+        self.killed = True
         self.close()
         self.find(root)
 
@@ -471,6 +502,13 @@ class ManagerMachine(RuleBasedStateMachine):
             self.given[step] = [self.check(self.reader.restore(step, self.state).state, step)]
         self.start_training()
         self.restore_newest()
+
+
+def tracking_named(fingerprints: bool, auto: bool) -> str:
+    """The option for a run with or without TouchStates."""
+    if auto:
+        return "auto"
+    return "fingerprints" if fingerprints else "touched"
 
 
 def without_tracking(state: dict) -> dict:

@@ -38,6 +38,8 @@ def cluster():
     place = tempfile.mkdtemp(prefix="ray-")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+        # On a busy machine workers take longer to start than the default of 60 s.
+        patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "240")
         ray.init(
             num_cpus=2,
             include_dashboard=False,

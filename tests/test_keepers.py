@@ -80,7 +80,7 @@ def test_copies_survive_the_loss_of_a_node(three):
         "/root", ITEM, Copies(copies=2, memory_bytes=MEMORY), "first", earlier=found
     )
     assert gone not in {one.node for one in after.nodes}
-    with pytest.raises(OptionError, match="expected 2 nodes beside one's own, found 1"):
+    with pytest.raises(OptionError, match="expected 2 nodes besides this one, found 1"):
         after.require_nodes()
     held.close()
 
@@ -150,7 +150,7 @@ def test_a_new_claim_shuts_the_trainer_before_out(three):
     assert beside.labels() == before.labels()
     now = Neighbours(discovery.keepers("/root", ITEM, how, "second"))
     assert now.labels() == [MemoryPack("save-1", 1000).label]
-    with pytest.raises(StorageError, match="a token that does not hold"):
+    with pytest.raises(StorageError, match="an invalid token"):
         before.hold(MemoryPack("save-2", 1000))
     assert discovery.keepers("/root", ITEM, how, "first", earlier=first).nodes == ()
     with pytest.raises(Refused):
@@ -167,12 +167,12 @@ def test_the_command_line_shows_and_stops_keepers(three, capsys, monkeypatch):
 
     monkeypatch.setattr(command, "connect", lambda address: None)
     discovery.keepers("/root", ITEM, Copies(copies=1, memory_bytes=MEMORY), "first")
-    shown = CliRunner().invoke(cli, ["keepers", "status", "/root", "--json"])
+    shown = CliRunner().invoke(cli, ["peers", "status", "/root", "--json"])
     assert shown.exit_code == 0, shown.output
-    said = json.loads(shown.output)["keepers"]
+    said = json.loads(shown.output)["peers"]
     assert [one["memory_bytes"] for one in said.values()] == [MEMORY] * 3
-    assert "address" in CliRunner().invoke(cli, ["keepers", "status", "/root"]).output
-    ended = CliRunner().invoke(cli, ["keepers", "stop", "/root"])
+    assert "address" in CliRunner().invoke(cli, ["peers", "status", "/root"]).output
+    ended = CliRunner().invoke(cli, ["peers", "stop", "/root"])
     assert "3 actors ended" in ended.output
     wait_until(lambda: keepers.states("/root", ITEM) == {}, "no keeper is left")
 
@@ -194,7 +194,7 @@ def test_erasure_survives_as_many_nodes_as_it_says_and_names_what_one_more_takes
             assert held.labels() == [] and held.incomplete() == [pack.label]
             with pytest.raises(StorageError) as caught, held.reading(pack.label):
                 pass
-            assert "2 of 4 are needed" in str(caught.value)
+            assert "needs 2 of 4" in str(caught.value)
             for node in gone:
                 assert node in str(caught.value)
         held.close()

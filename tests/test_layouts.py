@@ -26,7 +26,7 @@ from deltackpt.storage.store import Spot, spot
 HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
 OPTIONS = deltackpt.ManagerOptions(
     deltas=deltackpt.DeltaOptions(
-        policy=deltackpt.Consecutive(max_chain=1000, max_restore_ratio=1e9)
+        policy=deltackpt.policies.Consecutive(max_chain=1000, max_restore_ratio=1e9)
     )
 )
 
@@ -55,7 +55,7 @@ def saved(root: Path, count: int, steps: int):
     with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=OPTIONS) as manager:
         for step in range(steps):
             manager.save(step, state, touched=touched)
-            manager.wait()
+            manager.wait_until_finished()
             states.append(state)
             state, touched = moved(state, touched, jnp.array([step % 64, 63]))
     return states
@@ -86,7 +86,7 @@ def test_ownership_is_asked_once_for_a_layout_and_not_at_each_save(tmp_path):
         counts = []
         for step in range(4):
             manager.save(step, state, touched=touched)
-            manager.wait()
+            manager.wait_until_finished()
             counts.append(shares.call_count)
             state, touched = moved(state, touched, jnp.array([1]))
     assert counts == [7] * 4
@@ -104,7 +104,7 @@ def test_a_state_of_other_shardings_is_divided_anew(tmp_path):
             )
             touched = deltackpt.touched.init(placed["tables"])
             manager.save(step, placed, touched=touched)
-            manager.wait()
+            manager.wait_until_finished()
             found = manager.restore(step, placed)
             model.assert_same(found.state, placed)
 
@@ -124,7 +124,7 @@ def test_tables_whose_stamps_are_in_two_touch_states_are_looked_at_one_by_one(tm
         moved_once, first = moved(state, first, jnp.array([5]))
         moved_twice, second = moved(moved_once, second, jnp.array([9]))
         manager.save(1, {**moved_twice, "marks": first}, touched=second)
-        [_, report] = manager.wait()
+        [_, report] = manager.wait_until_finished()
         assert (report.intent.kind, report.rows) == ("delta", 4)
         model.assert_same(manager.restore(1, moved_twice).state, moved_twice)
 
@@ -142,7 +142,7 @@ def test_what_is_remembered_by_layout_is_not_that_of_another_equal_one():
 
 def test_a_division_keeps_no_array(tmp_path):
     state = a_state(2)
-    split = deltackpt.split(state, HANDLERS["embeddings"])
+    split = deltackpt.handlers.split(state, HANDLERS["embeddings"])
     found = division.of(split.layout, split.fields, {})
     plans = [
         plan for by_rows in found.fields.values() for p in by_rows.values() for plan in p.values()
@@ -218,7 +218,7 @@ def test_a_run_that_goes_on_from_a_restored_step_names_its_chain(tmp_path):
         assert result is not None
         state, touched = moved(result.state, result.touched, jnp.array([7]))
         assert manager.save(3, state, touched=touched).kind == "delta"
-        manager.wait()
+        manager.wait_until_finished()
     assert head_of(tmp_path, 3).parents == ("2", "1", "0")
 
 
@@ -286,7 +286,9 @@ def test_an_object_that_could_not_be_read_ahead_is_read_again(tmp_path, slow_sto
     with ahead.Ahead() as reading:
         assert reading.read(at, "there") == b"1"
         reading.want([missing])
-        (tmp_path / "missing").write_bytes(b"2")
+        # At once, as objects appear: the reading thread may look for it at this moment.
+        (tmp_path / "written").write_bytes(b"2")
+        (tmp_path / "written").rename(tmp_path / "missing")
         assert reading.read(missing, "missing") == b"2"
 
 

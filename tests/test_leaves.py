@@ -19,6 +19,7 @@ from etils import epath
 from flat_options import manager_options
 
 import deltackpt
+from deltackpt import inspect, serving, touched
 from deltackpt.errors import TableSelectionError, TemplateMismatch, UnsupportedLeaf
 from deltackpt.handlers import dense, v0
 from deltackpt.restore import placing
@@ -84,6 +85,9 @@ STORABLE = {
     "key": jax.random.key(1),
     "keys": jax.random.split(jax.random.key(1), 3),
     "key of another kind": jax.random.key(1, impl="rbg"),
+    "keys of another kind": jax.random.split(jax.random.key(2, impl="rbg"), 3),
+    "key of a third kind": jax.random.key(1, impl="unsafe_rbg"),
+    "raw key": jax.random.PRNGKey(1),
 }
 
 #: What must not, since Orbax would refuse it, lose some of it, or fail on it in the background.
@@ -153,7 +157,7 @@ def stored(tmp_path_factory) -> Iterator[deltackpt.CheckpointManager]:
     """A step with every leaf that can be stored."""
     with manager(tmp_path_factory.mktemp("leaves") / "root") as saver:
         saver.save(1, with_tables(STORABLE))
-        saver.wait()
+        saver.wait_until_finished()
         yield saver
 
 
@@ -174,6 +178,98 @@ def test_without_a_template_every_number_comes_back(stored):
             assert np.all(found[name] == leaf) or (leaf == () and found[name] == []), name
 
 
+def as_abstract(leaf: Any) -> Any:
+    """The leaf as ``jax.eval_shape`` would have it, if jax can hold it."""
+    if not isinstance(leaf, jax.Array):
+        narrow = hasattr(leaf, "dtype") and jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype
+        if not narrow or not leaf.dtype.isnative:
+            return leaf
+    return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
+
+
+def native(leaf: Any) -> Any:
+    """Numbers in the order of bytes of this machine, as everything stored has them."""
+    return leaf.astype(leaf.dtype.newbyteorder("=")) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _inspected(stored: Any, root: Path) -> dict[str, Any]:
+    dense = inspect.open(stored._root.path)[1].dense
+    return {name: dense[f"leaves/{name}"].value for name in STORABLE}
+
+
+def _served(stored: Any, root: Path) -> dict[str, Any]:
+    with serving.follow(stored._root.path, poll_secs=None) as live:
+        live.advance()
+        with live.version() as version:
+            return {path.removeprefix("leaves/"): np.array(version[path]) for path in version}
+
+
+def _rows(stored: Any, root: Path) -> dict[str, Any]:
+    arrays = {
+        name: native(leaf)
+        for name, leaf in STORABLE.items()
+        if isinstance(leaf, np.ndarray) and leaf.size and leaf.ndim
+    }
+    handlers = {"embeddings": deltackpt.Tables(select="*")}
+    with deltackpt.CheckpointManager(root, handlers=handlers) as saver:
+        saver.save(1, arrays)
+        saver.wait_until_finished()
+        found = saver.read(1, dict.fromkeys(arrays)).tables
+    return {name: fields["values"] for name, fields in found.items()}
+
+
+def _restored(stored: Any, template: Any) -> dict[str, Any]:
+    return stored.restore(1, with_tables(template)).state["leaves"]
+
+
+def _read(stored: Any, template: Any) -> dict[str, Any]:
+    return stored.read_state(1, {"leaves": template}).state["leaves"]
+
+
+#: Every way to read leaves: with a template like them, an abstract one, or none.
+WAYS = {
+    "restore": lambda stored, root: _restored(stored, STORABLE),
+    "read_state": lambda stored, root: _read(stored, STORABLE),
+    "restore, abstract": lambda stored, root: _restored(
+        stored, {name: as_abstract(leaf) for name, leaf in STORABLE.items()}
+    ),
+    "read_state, abstract": lambda stored, root: _read(
+        stored, {name: as_abstract(leaf) for name, leaf in STORABLE.items()}
+    ),
+    "inspect": _inspected,
+    "serving": _served,
+    "read": _rows,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_read_a_leaf_gives_its_bits_and_its_kind(way, stored, tmp_path):
+    found = WAYS[way](stored, tmp_path / "root")
+    assert len(found) > 10 if way in ("serving", "read") else found.keys() == STORABLE.keys()
+    for name, value in found.items():
+        leaf = STORABLE[name]
+        if way in ("restore", "read_state"):
+            assert_same_leaf(value, leaf, name)
+        elif not hasattr(leaf, "dtype"):
+            assert np.all(value == leaf) or (leaf == () and value == []), name
+        else:
+            assert bits(native(value)) == bits(native(leaf)), name
+            if "abstract" in way:
+                assert value.dtype == leaf.dtype, name
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_a_key_of_one_implementation_is_never_read_as_of_another(stored, abstract):
+    names = {"key", "key of another kind", "key of a third kind"}
+    for name in names:
+        for other in names - {name}:
+            leaf = as_abstract(STORABLE[other]) if abstract else STORABLE[other]
+            with pytest.raises(TemplateMismatch, match=f"leaves/{name}: expected"):
+                stored.read_state(1, {"leaves": {name: leaf}})
+            with pytest.raises(TemplateMismatch, match=f"leaves/{name}: expected"):
+                stored.restore(1, with_tables({**STORABLE, name: leaf}))
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_leaf_that_cannot_be_stored_is_refused_before_anything_begins(name, tmp_path):
     with manager(tmp_path / "root") as saver:
@@ -183,7 +279,7 @@ def test_a_leaf_that_cannot_be_stored_is_refused_before_anything_begins(name, tm
         assert "save(items=...)" in str(caught.value)
         assert not list(saver._root.path.glob("1*"))
         saver.save(1, with_tables({"even": jnp.ones(2)}))
-        saver.wait()
+        saver.wait_until_finished()
 
 
 def test_all_leaves_that_cannot_be_stored_are_named(tmp_path):
@@ -198,9 +294,9 @@ def test_a_text_whose_path_orbax_cannot_write_is_refused_before_anything_begins(
     # As in haiku's "linear/~/w"; arrays have such paths.
     with manager(tmp_path) as saver:
         saver.save(1, with_tables({"a/~/b": jnp.ones(3), "a~1/b": leaf}))
-        with pytest.raises(UnsupportedLeaf, match=r"leaves/a/~/c is stored as a text, in whose"):
+        with pytest.raises(UnsupportedLeaf, match=r"leaves/a/~/c is stored as a string, whose"):
             saver.save(2, with_tables({"a/~/b": jnp.ones(3), "a/~/c": leaf}))
-        saver.wait()
+        saver.wait_until_finished()
         assert saver.all_steps() == [1]
 
 
@@ -213,7 +309,7 @@ def test_a_path_that_ends_with_a_slash_is_refused_before_it_takes_the_place_of_a
 
 def test_a_path_that_is_no_unicode_is_refused_before_anything_begins(tmp_path):
     with manager(tmp_path) as saver:
-        with pytest.raises(UnsupportedLeaf, match=r"leaves/\\ud800 has half a character") as caught:
+        with pytest.raises(UnsupportedLeaf, match=r"leaves/\\ud800 has a lone surrogate") as caught:
             saver.save(1, with_tables({"\ud800": jnp.ones(3)}))
         assert str(caught.value).encode()
         assert saver.all_steps() == []
@@ -260,7 +356,70 @@ def test_a_table_whose_bytes_would_come_back_as_other_numbers_is_refused(dtype, 
         saver.save(1, state)
 
 
+@pytest.mark.parametrize("name", ["table", "sum"])
+def test_a_masked_table_or_slot_is_refused_by_name(name, tmp_path):
+    state = with_tables({})
+    state[name] = np.ma.array(state[name], mask=False)
+    with manager(tmp_path) as saver:
+        with pytest.raises(TableSelectionError, match=rf"\b{name} is a masked array, whose mask"):
+            saver.save(1, state)
+        assert saver.all_steps() == []
+
+
+#: What reads a state now.
+READERS = {
+    "save": lambda saver, state, marks: saver.save(2, state, touched=marks),
+    "log": lambda saver, state, marks: saver.append(2, state, touched=marks),
+    "next_save": lambda saver, state, marks: saver.next_save(state, touched=marks),
+    "verify_tracking": lambda saver, state, marks: saver.verify_tracking(state, touched=marks),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_state_without_values_is_refused_by_name_before_anything_begins(reader, tmp_path):
+    state = with_tables({"kernel": jnp.ones(2), "key": jax.random.key(1)})
+    marks = touched.init({"table": state["table"]})
+    with manager(tmp_path, wal=deltackpt.WalOptions()) as saver:
+        saver.save(1, state, touched=marks)
+        saver.wait_until_finished()
+
+        def refused(change: str, given: Any, with_marks: Any, fault: str) -> None:
+            with pytest.raises(UnsupportedLeaf, match=rf"\n +{change} {fault}"):
+                READERS[reader](saver, given, with_marks)
+
+        def traced(state: Any, marks: Any) -> int:
+            refused("leaves/kernel", state, None, "is a tracer")
+            refused("touched", kept, marks, "is a tracer")
+            refused("leaves/opt", {**kept, "leaves": {"opt": marks}}, None, "is a tracer")
+            return 0
+
+        kept = jax.tree.map(lambda leaf: leaf.copy(), state)
+        jax.jit(traced)(state, marks)
+        jax.make_jaxpr(traced)(state, marks)
+        donated = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf, tree), donate_argnums=0)
+        for name in ("table", "sum", "leaves/kernel", "leaves/key"):
+            gone = jax.tree.map(lambda leaf: leaf.copy(), state)
+            donated(gone["leaves"][name[7:]] if "/" in name else gone[name])
+            refused(name, gone, marks, "was deleted")
+        donated(marks)
+        refused("touched", kept, marks, "was deleted")
+        refused("leaves/opt", {**kept, "leaves": {"opt": marks}}, None, "was deleted")
+        assert saver.all_steps() == [1] and saver.recovery_points() == []
+        assert saver.save(3, kept).kind == "base"
+
+
 # Templates.
+
+
+@pytest.mark.parametrize("how", ["restore", "restore_latest", "read_state"])
+def test_a_template_of_tracers_is_refused_by_name(how, stored):
+    def call(kernel: Any) -> Any:
+        template = with_tables({"jax": kernel})
+        give = getattr(stored, how)
+        return give(template) if how == "restore_latest" else give(1, template)
+
+    with pytest.raises(TemplateMismatch, match=r"found tracers\n +leaves/jax\n"):
+        jax.jit(call)(jnp.ones((2, 3)))
 
 
 WIDE = {
@@ -291,7 +450,7 @@ def wide(tmp_path_factory) -> Iterator[deltackpt.CheckpointManager]:
     """A step with leaves of 64 bits, written and read with 64-bit types off in jax."""
     with manager(tmp_path_factory.mktemp("wide") / "root") as saver:
         saver.save(1, wide_state())
-        saver.wait()
+        saver.wait_until_finished()
         yield saver
 
 
@@ -344,13 +503,13 @@ def test_the_handlers_refuse_to_cut_64_bits_too(wide):
 def test_a_number_that_the_template_cannot_hold_is_refused(tmp_path):
     with manager(tmp_path / "root") as saver:
         saver.save(1, with_tables({"count": 2**40, "share": 0.1, "flag": True}))
-        saver.wait()
+        saver.wait_until_finished()
         template = jax.eval_shape(lambda: with_tables({"count": 1, "share": 0.1, "flag": True}))
         with pytest.raises(TemplateMismatch, match=r"leaves/count: .*int32\[\].*1099511627776"):
             saver.restore(1, template)
     with manager(tmp_path / "other") as saver:
         saver.save(1, with_tables({"count": 2**20, "share": 0.1, "flag": True}))
-        saver.wait()
+        saver.wait_until_finished()
         found = saver.restore(1, template).state["leaves"]
         assert int(found["count"]) == 2**20
         assert found["share"] == jnp.float32(0.1)
@@ -386,14 +545,14 @@ def test_a_number_that_the_template_cannot_hold_is_refused(tmp_path):
 def test_a_template_of_another_kind_of_leaf_is_refused(stored_leaf, asked, tmp_path):
     with manager(tmp_path) as saver:
         saver.save(1, with_tables({"leaf": stored_leaf}))
-        saver.wait()
+        saver.wait_until_finished()
         with pytest.raises(TemplateMismatch, match=r"dense leaf leaves/leaf: expected .* found"):
             saver.restore(1, with_tables({"leaf": asked}))
 
 
 def test_leaves_that_the_template_lacks_are_named(stored):
     fewer = {name: leaf for name, leaf in STORABLE.items() if name not in ("none", "keys")}
-    with pytest.raises(TemplateMismatch, match=r"leaves/keys\n +leaves/none\n.*would be lost"):
+    with pytest.raises(TemplateMismatch, match=r"would be lost\n.*\n.*keys.*\n.*leaves/none"):
         stored.restore(1, with_tables(fewer))
     with pytest.raises(TemplateMismatch, match="leaves/further.*no such"):
         stored.restore(1, with_tables({**STORABLE, "further": None}))

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from deltackpt.format import names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
-from deltackpt.policy import Consecutive, OneShot
+from deltackpt.policies import Consecutive, OneShot
 from deltackpt.save.clocks import Clocks, Reading
 from deltackpt.save.lineage import Lineage
 
@@ -96,7 +96,7 @@ def test_a_parent_that_is_gone_makes_a_base(trainer):
     trainer.save(2)
     assert trainer.lineage.next(clocks=at(3), layout=LAYOUT).kind == "delta"
     shutil.rmtree(trainer.root / "2")
-    assert trainer.begin(3).reason == "base: the parent at 2 is gone"
+    assert trainer.begin(3).reason == "base: the parent at 2 was removed"
 
 
 def test_a_compacted_base_with_the_save_id_of_the_parent_stands_for_it(trainer):
@@ -109,7 +109,7 @@ def test_a_compacted_base_with_the_save_id_of_the_parent_stands_for_it(trainer):
     assert third.parent is not None and third.parent.save_id == second.save_id
     made_up_saves.compact(trainer.root / "2", SaveId("other", 2, 1))
     trainer.lineage.failed(third.save_id)
-    assert trainer.begin(4).reason == "base: the parent at 2 is gone"
+    assert trainer.begin(4).reason == "base: the parent at 2 was removed"
 
 
 def test_a_compacted_base_that_process_0_tells_of_begins_the_chain_anew(tmp_path):
@@ -146,10 +146,10 @@ def test_a_base_says_why(trainer):
     trainer.save(1)
     asked = trainer.lineage.next
     for clocks, options, reason in (
-        (at(2), {"force_base": True}, "asked for by the caller"),
+        (at(2), {"force_base": True}, "requested by the caller"),
         (Clocks(), {}, "no TouchState was given"),
-        (at(2), {"layout": made_up_saves.layout(50)}, "the tables are not those of the parent"),
-        (at(2, identity=8), {}, "is not one that the save of step 1 saw"),
+        (at(2), {"layout": made_up_saves.layout(50)}, "the tables differ from the parent's"),
+        (at(2, identity=8), {}, "is unrelated to the save of step 1"),
         (at(0), {}, "its clock 0 is before 1"),
         (at((1 << 31) - 1), {}, "the clock is exhausted"),
     ):
@@ -162,7 +162,9 @@ def test_a_touch_state_that_is_there_no_more_makes_a_base(trainer):
     both = Clocks(readings=(Reading("a", 1, 1), Reading("b", 2, 1)))
     trainer.save(1, both)
     decision = trainer.lineage.next(clocks=at(2, place="a", identity=1), layout=LAYOUT)
-    assert decision.kind == "base" and "at b that the save of step 1 saw" in decision.reason
+    assert (
+        decision.kind == "base" and "at b in the save of step 1 is missing now" in decision.reason
+    )
 
 
 def test_a_touch_state_that_has_moved_within_the_state_is_known_by_its_identity(trainer):

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 
 from deltackpt.errors import StorageError
-from deltackpt.log.agreement import Wish
-from deltackpt.log.assembly import Assembly
-from deltackpt.log.progress import Progress, Watch
+from deltackpt.wal.agreement import Wish
+from deltackpt.wal.assembly import Assembly
+from deltackpt.wal.progress import Progress, Watch
 
 NEEDED = Wish("one process needs it", anew=False)
 
@@ -64,7 +64,7 @@ class Job:
                 "log",
                 progress,
                 calls=0,
-                most_bytes=1.0,
+                max_wal_ratio=1.0,
                 base_bytes=base_bytes,
                 deadline_secs=10.0,
                 clock=self.clock,
@@ -125,7 +125,7 @@ def test_bytes_of_all_processes_together_ask_for_a_step(tmp_path):
         if found:
             break
     # Each has logged little more than half a base.
-    assert [wish.reason for wish in found] == ["the log has grown to LogOptions.most_bytes"] * 2
+    assert [wish.reason for wish in found] == ["the WAL has grown to WalOptions.max_wal_ratio"] * 2
     assert 500 <= grown <= 800
 
 
@@ -187,7 +187,7 @@ def test_a_process_that_is_behind_is_told_of_once_a_minute_until_it_has_caught_u
         while job.all[0].alarms:
             error = job.all[0].alarms.popleft()
             found.append(second)
-            assert error.processes == (1,) and error.code == "log-behind"
+            assert error.processes == (1,) and error.code == "wal-behind"
             assert "process 1" in str(error) and "10 s" in str(error)
     assert all(20 + 10 <= second < 150 + 10 for second in found)
     assert len(found) == 2 and found[1] - found[0] >= 60

@@ -17,11 +17,11 @@ ROWS, WIDTH = 64, 4
 
 
 def manager(root, **options: Any) -> deltackpt.CheckpointManager:
-    log = deltackpt.LogOptions(**options)
+    log = deltackpt.WalOptions(**options)
     return deltackpt.CheckpointManager(
         root,
         handlers={"embeddings": deltackpt.Tables(select="table", slots={})},
-        options=deltackpt.ManagerOptions(log=log),
+        options=deltackpt.ManagerOptions(wal=log),
     )
 
 
@@ -49,14 +49,14 @@ class Training:
 def test_rows_that_were_named_where_a_step_was_saved_instead_are_not_missed(tmp_path, dense_every):
     training = Training()
     # After any mark the log has grown too long.
-    with manager(tmp_path, most_bytes=1e-9, dense_every=dense_every) as saver:
+    with manager(tmp_path, max_wal_ratio=1e-9, dense_every=dense_every) as saver:
         saver.save(0, training.state, touched=training.touched)
         kinds = []
         for number in range(1, 9):
             ids = training.step(number)
-            logged = saver.log(number, training.state, touched=training.touched, ids=ids)
+            logged = saver.append(number, training.state, touched=training.touched, ids=ids)
             kinds.append("saved" if logged.saved else logged.kind)
-            saver.wait_logged()
+            saver.wait_appended()
         saver.save(9, training.state, touched=training.touched)
     assert "saved" in kinds and {*kinds} & {"soft", "full"}
     with manager(tmp_path) as reader:
@@ -70,14 +70,14 @@ def test_marks_that_were_acknowledged_outlive_a_look_at_an_older_step(tmp_path):
         saver.save(0, training.state, touched=training.touched)
         for number in (1, 2):
             training.step(number)
-            saver.log(number, training.state, touched=training.touched)
-        saver.wait_logged()
+            saver.append(number, training.state, touched=training.touched)
+        saver.wait_appended()
         saver.restore(0, training.state)
         training.step(3)
-        logged = saver.log(3, training.state, touched=training.touched)
-        saver.wait_logged()
+        logged = saver.append(3, training.state, touched=training.touched)
+        saver.wait_appended()
         assert logged.kind == "full"
-        assert [point.step for point in saver.points()] == [3, 2, 1]
+        assert [point.step for point in saver.recovery_points()] == [3, 2, 1]
         found = saver.restore_latest(training.state)
     assert found is not None and found.step == 3 and training.equals(found.state)
 
@@ -96,8 +96,8 @@ def test_a_newer_step_that_was_only_looked_at_does_not_stop_the_log(tmp_path):
             warnings.simplefilter("ignore")
             for number in (1, 2):
                 ids = training.step(number)
-                saver.log(number, training.state, touched=training.touched, ids=ids)
-        saver.wait()
+                saver.append(number, training.state, touched=training.touched, ids=ids)
+        saver.wait_until_finished()
     with manager(tmp_path) as reader:
         found = reader.restore_latest(training.state)
     assert found is not None and found.step == 2 and training.equals(found.state)
@@ -109,8 +109,8 @@ def test_ids_of_what_training_has_left_are_not_compared_with_what_it_goes_on_wit
         saver.save(0, training.state, touched=training.touched)
         for number in (1, 2):
             ids = training.step(number)
-            saver.log(number, training.state, touched=training.touched, ids=ids)
-        saver.wait()
+            saver.append(number, training.state, touched=training.touched, ids=ids)
+        saver.wait_until_finished()
         older = saver.restore(0, training.state)
         training.state, training.touched = dict(older.state), older.touched
         training.step(7)
@@ -125,6 +125,6 @@ def test_a_step_that_is_not_above_the_last_is_refused(tmp_path):
     with manager(tmp_path) as saver:
         saver.save(0, training.state, touched=training.touched)
         training.step(3)
-        saver.log(3, training.state, touched=training.touched)
+        saver.append(3, training.state, touched=training.touched)
         with pytest.raises(deltackpt.errors.OptionError, match="above 3"):
-            saver.log(3, training.state, touched=training.touched)
+            saver.append(3, training.state, touched=training.touched)

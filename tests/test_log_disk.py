@@ -7,114 +7,54 @@ import contextlib
 import errno
 import os
 import random
+import re
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import model
 import numpy as np
 import pytest
-from test_log import Training, manager_of, restored
 from test_root import mounted_tmpfs
 
 import deltackpt
-from deltackpt import events
-from deltackpt.errors import FencedError, LogFailed, OutOfSpace, StorageError, WaitTimeout
+from deltackpt import RecoveryPoint, events, inspect
+from deltackpt.errors import AppendFailed, FencedError, OutOfSpace, StorageError, WaitTimeout
 from deltackpt.format import frames
-from deltackpt.log import taking
-from deltackpt.reading.log_files import read_log
-from deltackpt.reading.stretches import LogPoint, Logs
+from deltackpt.ledger import lease
+from deltackpt.reading.log_progress import newest_durable
 from deltackpt.storage.store import spot
-
-__all__ = ["training"]
+from deltackpt.testing import Disk, DiskCall, TrainingRun
+from deltackpt.upkeep.verify import verify_root
+from deltackpt.wal import segments, taking
 
 #: Calls that write a segment, force its data, and force its name.
-CALLS = ("writev", "fdatasync", "fsync")
+CALLS = ("write", "fdatasync", "fsync")
+#: What they are made for.
+LOG = r"^log(/[^/]+){0,2}$|[.]seg$"
 
 
-class Call(NamedTuple):
-    """One that came to the disk."""
-
-    kind: str
-    path: str
-    error: int | None
-
-
-class Disk:
-    """What the calls of a log come to; one of them is refused, held up or cut short on demand."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, root: Path):
-        self.calls: list[Call] = []
-        #: Called before each with its kind and path; gives the number of the error that it ends in.
-        self.verdict: Callable[[str, str], int | None] = lambda kind, path: None
-        #: How many bytes are taken at once; all by default.
-        self.most_bytes: int | None = None
-        self._root = root
-        self._real = {kind: getattr(os, kind) for kind in CALLS}
-        self._lock = threading.Lock()
-        for kind in CALLS:
-            patch.setattr(os, kind, lambda *given, kind=kind: self._do(kind, *given))
-
-    def _do(self, kind: str, descriptor: int, *rest: Any) -> Any:
-        path = os.readlink(f"/proc/self/fd/{descriptor}")
-        of_log = path.endswith(".seg") or "/log" in path.removeprefix(str(self._root))
-        if not of_log:
-            return self._real[kind](descriptor, *rest)
-        with self._lock:
-            error = self.verdict(kind, path)
-            self.calls.append(Call(kind, path, error))
-        if error is not None:
-            if kind == "writev" and self.most_bytes is not None:
-                self._write(descriptor, *rest)
-            raise OSError(error, os.strerror(error), path)
-        return self._write(descriptor, *rest) if rest else self._real[kind](descriptor)
-
-    def _write(self, descriptor: int, buffers: list[memoryview]) -> int:
-        if self.most_bytes is None:
-            return self._real["writev"](descriptor, buffers)
-        return os.write(descriptor, buffers[0][: self.most_bytes])
-
-    def refuse(self, kind: str, number: int, error: int, *, forever: bool = False) -> None:
-        """Refuses the call of a kind that comes after so many others; or all from there on."""
-        left = [number]
-
-        def verdict(found: str, path: str) -> int | None:
-            if found != kind:
-                return None
-            left[0] -= 1
-            return error if left[0] == -1 or (forever and left[0] < 0) else None
-
-        self.verdict = verdict
-
-    def count(self, kind: str) -> int:
-        """How many calls of a kind there were."""
-        return sum(call.kind == kind for call in self.calls)
-
-    def assert_nothing_is_tried_again(self) -> None:
-        """No file was written to, or forced, after that was refused."""
-        refused: set[str] = set()
-        for call in self.calls:
+def assert_nothing_is_tried_again(disk: Disk) -> None:
+    """No segment was written to, or forced, after that was refused."""
+    refused: set[str] = set()
+    for call in disk.calls:
+        if call.name in CALLS and call.path.endswith(".seg"):
             assert call.path not in refused, call
-            if call.error is not None and call.path.endswith(".seg"):
+            if call.errno is not None:
                 refused.add(call.path)
 
 
 @pytest.fixture
-def disk(monkeypatch, tmp_path) -> Disk:
-    return Disk(monkeypatch, tmp_path)
-
-
-@pytest.fixture
-def training() -> Training:
-    return Training()
+def run(tmp_path) -> TrainingRun:
+    return TrainingRun(tmp_path, options=options())
 
 
 def options(durability: Any = "power", **log: Any) -> deltackpt.ManagerOptions:
     return deltackpt.ManagerOptions(
-        writes=deltackpt.WriteOptions(durability=durability), log=deltackpt.LogOptions(**log)
+        writes=deltackpt.WriteOptions(durability=durability), wal=deltackpt.WalOptions(**log)
     )
 
 
@@ -149,265 +89,326 @@ def assert_no_seq_twice(root: Path) -> None:
         assert len({*found}) == len(found)
 
 
-def marks_in(root: Path, stretch: int = 0) -> list[int]:
-    """Steps of the marks of process 0."""
-    log = read_log(spot(root / "log" / str(stretch) / "0"), stretch, 0)
-    return [mark.save_id.step for mark in log.marks]
+def marks_in(root: Path) -> list[int]:
+    """Steps of the recovery points of the first WAL epoch, which are all of its records."""
+    epoch = inspect.open(root).wal.epochs[-1]
+    assert epoch.records == (len(epoch.recovery_points),)
+    return [point.step for point in reversed(epoch.recovery_points)]
 
 
 #: Which call is refused, how, and how many bytes were taken at once until then.
 REFUSALS = [
     pytest.param(kind, number, error, short, id=f"{kind}-{number}-{errno.errorcode[error]}-{short}")
-    for kind, numbers in (("writev", range(4)), ("fdatasync", range(3)), ("fsync", range(3)))
+    for kind, numbers in (("write", range(4)), ("fdatasync", range(3)), ("fsync", range(2)))
     for number in numbers
     for error in (errno.ENOSPC, errno.EIO)
-    for short in ((None, 1, 100) if kind == "writev" else (None,))
+    for short in ((None, 1, 100) if kind == "write" else (None,))
 ]
 
 
 @pytest.mark.parametrize(("kind", "number", "error", "short"), REFUSALS)
 def test_rows_of_a_mark_that_was_refused_are_in_the_next(
-    kind, number, error, short, tmp_path, training, disk
+    kind, number, error, short, tmp_path, run, disk
 ):
-    with manager_of(tmp_path, options()) as manager:
-        training.begin(manager)
+    with run.open() as manager:
+        run.save_initial()
         disk.calls.clear()
-        disk.most_bytes = short
-        disk.refuse(kind, number, error)
+        if short is not None:
+            disk.shorten(short, LOG, times=8)
+        disk.fail(kind, LOG, errno=error, after=number)
         failed = []
         for _ in range(4):
-            step = training.go()
+            step = run.train()
             with told():
-                manager.log(step, training.state, touched=training.touched)
+                manager.append(step, run.state, touched=run.touched)
             try:
-                assert isinstance(manager.wait_logged(), LogPoint)
-            except LogFailed as problem:
+                assert isinstance(manager.wait_appended(), RecoveryPoint)
+            except AppendFailed as problem:
                 expected = OutOfSpace if error == errno.ENOSPC else StorageError
                 assert isinstance(problem.__cause__, expected) and f"step {step}" in str(problem)
                 failed.append(step)
-            disk.most_bytes = None
-    refused = [call for call in disk.calls if call.error is not None]
-    assert len(refused) == len(failed) == 1
-    disk.assert_nothing_is_tried_again()
+    assert len(disk.failures) == len(failed) == 1
+    assert_nothing_is_tried_again(disk)
     assert_no_seq_twice(tmp_path)
     assert marks_in(tmp_path) == [step for step in (1, 2, 3, 4) if step not in failed]
-    with manager_of(tmp_path, options()) as manager:
-        result = restored(manager, training)
+    with run.open():
+        result = run.resume()
         assert result.step == 4 and result.skipped == ()
+    assert verify_root(tmp_path).intact
 
 
 @pytest.mark.parametrize("kind", CALLS[:2])
 @pytest.mark.parametrize("dense", ["whole", "delta"])
-def test_what_fails_again_and_again_ends_in_a_step(kind, dense, tmp_path, training, disk):
-    with manager_of(tmp_path, options(dense=dense)) as manager:
-        training.begin(manager)
+def test_what_fails_again_and_again_ends_in_a_step(kind, dense, tmp_path, run, disk):
+    with run.open(options(dense=dense)) as manager:
+        run.save_initial()
         for _ in range(2):
-            training.log(manager)
-        manager.wait_logged()
-        disk.refuse(kind, 0, errno.EIO, forever=True)
+            run.append()
+        manager.wait_appended()
+        disk.fail(kind, LOG, times=None)
         found = []
         with told():
             for _ in range(4):
-                found.append(training.log(manager))
-                with contextlib.suppress(LogFailed):
-                    manager.wait_logged()
+                found.append(run.append())
+                with contextlib.suppress(AppendFailed):
+                    manager.wait_appended()
                 if found[-1].saved is not None:
                     break
         assert found[-1].kind is None and "failed again" in found[-1].reason
-        manager.wait()
-        disk.verdict = lambda kind, path: None
+        manager.wait_until_finished()
+        disk.clear()
         # Marks go on, from the step or from what was durable.
         for _ in range(2):
-            training.log(manager)
-        manager.wait_logged()
-    disk.assert_nothing_is_tried_again()
+            run.append()
+        manager.wait_appended()
+    assert_nothing_is_tried_again(disk)
     assert_no_seq_twice(tmp_path)
-    with manager_of(tmp_path, options()) as manager:
-        result = restored(manager, training)
-        assert result.step == max(training.states) and result.point is not None
+    with run.open():
+        result = run.resume()
+        assert result.step == max(run.states) and result.point is not None
 
 
-def test_a_trainer_that_asks_for_it_is_told_by_an_error(tmp_path, training, disk):
-    with manager_of(tmp_path, options(on_failure="raise")) as manager:
-        training.begin(manager)
-        disk.refuse("fdatasync", 0, errno.EIO)
-        training.log(manager)
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+def test_an_error_of_the_log_says_each_thing_once(error, run, disk):
+    with run.open(options(on_failure="raise")) as manager:
+        run.save_initial()
+        disk.fail("fdatasync", LOG, errno=error)
+        run.append()
+        with pytest.raises(AppendFailed) as raised:
+            manager.wait_appended()
+    clauses = [one.strip() for one in re.split("[;,:.]", str(raised.value)) if one.strip()]
+    assert len({*clauses}) == len(clauses), clauses
+    assert str(raised.value).count("no touched row is lost") == 1
+
+
+def test_a_trainer_that_asks_for_it_is_told_by_an_error(tmp_path, run, disk):
+    with run.open(options(on_failure="raise")) as manager:
+        run.save_initial()
+        disk.fail("fdatasync", LOG)
+        run.append()
         settle(manager)
-        with pytest.raises(LogFailed, match="step 1: .*Input/output error.*no touched row is lost"):
-            training.log(manager)
+        with pytest.raises(
+            AppendFailed, match="step 1: .*Input/output error.*no touched row is lost"
+        ):
+            run.append()
         # It was told once; the next call takes these rows, too.
-        training.log(manager)
-        manager.wait_logged()
+        run.append()
+        manager.wait_appended()
     assert marks_in(tmp_path) == [3]
-    with manager_of(tmp_path, options()) as manager:
-        assert restored(manager, training).step == 3
+    with run.open():
+        assert run.resume().step == 3
 
 
-def test_by_default_a_failure_is_a_warning_and_training_goes_on(tmp_path, training, disk):
+def test_by_default_a_failure_is_a_warning_and_training_goes_on(run, disk):
     seen = []
-    with manager_of(tmp_path, options()) as manager:
-        training.begin(manager)
-        disk.refuse("writev", 1, errno.ENOSPC)
-        training.log(manager)
+    with run.open() as manager:
+        run.save_initial()
+        disk.fail("write", LOG, errno=errno.ENOSPC, after=1)
+        run.append()
         settle(manager)
-        with pytest.warns(UserWarning, match="log of step 1: .*file system full"):
-            seen.append(training.log(manager))
-        assert isinstance(manager.wait_logged(), LogPoint)
+        with pytest.warns(UserWarning, match="append of step 1: .*file system full"):
+            seen.append(run.append())
+        assert isinstance(manager.wait_appended(), RecoveryPoint)
     assert seen[0].kind == "full"
 
 
-def test_what_waited_behind_a_failure_is_in_the_next_mark(tmp_path, training, disk):
-    held, waits = threading.Event(), threading.Event()
+def test_marks_that_fail_as_the_program_ends_are_told(run, disk):
+    manager = run.open(options())
+    run.save_initial()
+    disk.fail("fdatasync", LOG, errno=errno.ENOSPC, times=None)
+    run.append()
+    with pytest.raises(AppendFailed, match="step 1"):
+        manager._end("the program has ended", "leave")
+    manager._leaving = False  # As if it were closed: it need not warn when it goes.
+    disk.clear()
+    assert manager._recorder is not None
+    manager._recorder.close()
 
-    def verdict(kind: str, path: str) -> int | None:
-        if kind != "fdatasync":
-            return None
-        waits.set()
-        held.wait(60)
-        return errno.EIO
 
-    with manager_of(tmp_path, options()) as manager:
-        training.begin(manager)
-        disk.verdict = verdict
-        training.log(manager)
-        assert waits.wait(60)
+def test_what_waited_behind_a_failure_is_in_the_next_mark(tmp_path, run, disk):
+    with run.open() as manager:
+        run.save_initial()
+        held = disk.pause("fdatasync", LOG, errno=errno.EIO, times=1)
+        run.append()
+        assert held.reached.wait(60)
         for _ in range(3):
-            training.log(manager)
-        disk.verdict = lambda kind, path: None
-        held.set()
-        with pytest.raises(LogFailed):
-            manager.wait_logged()
+            run.append()
+        held.release()
+        with pytest.raises(AppendFailed):
+            manager.wait_appended()
         # Only what was given up is owed.
-        training.log(manager)
-        manager.wait_logged()
+        run.append()
+        manager.wait_appended()
     assert marks_in(tmp_path)[-1] == 5
-    disk.assert_nothing_is_tried_again()
+    assert_nothing_is_tried_again(disk)
     assert_no_seq_twice(tmp_path)
-    with manager_of(tmp_path, options()) as manager:
-        assert restored(manager, training).step == 5
+    with run.open():
+        assert run.resume().step == 5
 
 
-def test_a_save_and_a_failure_at_once_lose_nothing(tmp_path, training, disk):
-    with manager_of(tmp_path, options()) as manager:
-        training.begin(manager)
-        training.log(manager)
-        manager.wait_logged()
+def test_a_save_and_a_failure_at_once_lose_nothing(run, disk):
+    with run.open() as manager:
+        run.save_initial()
+        run.append()
+        manager.wait_appended()
         # The file that the save ends cannot be forced with what was written last.
-        disk.refuse("fdatasync", 0, errno.EIO)
+        disk.fail("fdatasync", LOG)
         with told():
             for _ in range(3):
-                training.log(manager)
-                manager.save(training.step, training.state, touched=training.touched)
-                training.log(manager)
-            with contextlib.suppress(LogFailed):
-                manager.wait_logged()
-            training.log(manager)
-        manager.wait_logged()
-        manager.wait()
-    disk.assert_nothing_is_tried_again()
-    with manager_of(tmp_path, options()) as manager:
-        assert restored(manager, training).step == 8
+                run.append()
+                manager.save(run.step, run.state, touched=run.touched)
+                run.append()
+            with contextlib.suppress(AppendFailed):
+                manager.wait_appended()
+            run.append()
+        manager.wait_appended()
+        manager.wait_until_finished()
+    assert_nothing_is_tried_again(disk)
+    with run.open() as manager:
+        assert run.resume().step == 8
         for step in (3, 5):
-            found = manager.restore(step - 1, training.state)
-            model.assert_same(found.state, training.states[step - 1])
+            found = manager.restore(step - 1, run.state)
+            model.assert_same(found.state, run.states[step - 1])
 
 
 # A disk that is full.
 
 
 @pytest.mark.processes
-def test_a_full_file_system_loses_no_row(tmp_path, training):
+def test_a_full_file_system_loses_no_row(tmp_path, run):
     with mounted_tmpfs(tmp_path / "small", "256k") as small:
-        given = options(backend=deltackpt.LocalLog(directory=str(small / "log")))
-        with manager_of(tmp_path / "root", given) as manager:
-            training.begin(manager)
-            training.log(manager)
-            manager.wait_logged()
+        given = options(backend=deltackpt.wal.LocalWal(directory=str(small / "log")))
+        run.root = tmp_path / "root"
+        with run.open(given) as manager:
+            run.save_initial()
+            run.append()
+            manager.wait_appended()
             filler = small / "filler"
             with contextlib.suppress(OSError):
                 filler.write_bytes(bytes(1 << 20))
-            with told(), pytest.raises(LogFailed, match="file system full; free space"):
+            with told(), pytest.raises(AppendFailed, match="file system full; free space"):
                 for _ in range(500):
-                    training.log(manager)
-                    manager.wait_logged()
+                    run.append()
+                    manager.wait_appended()
             filler.unlink()
             with told():
-                training.log(manager)
-            point = manager.wait_logged()
-            assert isinstance(point, LogPoint) and point.step == training.step
-        with manager_of(tmp_path / "root", given) as manager:
-            assert restored(manager, training).step == point.step
+                run.append()
+            point = manager.wait_appended()
+            assert isinstance(point, RecoveryPoint) and point.step == run.step
+        with run.open(given):
+            assert run.resume().step == point.step
 
 
 # A disk that is slow.
 
 
-class Gate:
-    """Holds up every ``fdatasync`` until it is opened."""
-
-    def __init__(self, disk: Disk):
-        self.reached, self._open = threading.Event(), threading.Event()
-        disk.verdict = self._wait
-
-    def _wait(self, kind: str, path: str) -> None:
-        if kind == "fdatasync":
-            self.reached.set()
-            assert self._open.wait(60)
-
-    def open(self) -> None:
-        self._open.set()
-
-
-def test_a_full_buffer_is_waited_for_no_longer_than_the_deadline(tmp_path, training, disk):
-    gate = Gate(disk)
-    with manager_of(tmp_path, options(buffer_bytes=1, deadline_secs=0.05)) as manager:
-        training.begin(manager)
-        training.log(manager)
+def test_a_full_buffer_is_waited_for_no_longer_than_the_deadline(tmp_path, run, disk):
+    gate = disk.pause("fdatasync", LOG)
+    with run.open(options(buffer_bytes=1, deadline_secs=0.05)) as manager:
+        run.save_initial()
+        run.append()
         assert gate.reached.wait(60)
         with pytest.raises(WaitTimeout, match="No touched row is lost"):
-            training.log(manager)
+            run.append()
         with pytest.raises(WaitTimeout):
-            manager.wait_logged()
-        gate.open()
-        manager.wait_logged(60)
-        training.log(manager)
-        manager.wait_logged(60)
+            manager.wait_appended()
+        gate.release()
+        manager.wait_appended(60)
+        run.append()
+        manager.wait_appended(60)
     assert marks_in(tmp_path) == [1, 3]
-    with manager_of(tmp_path, options()) as manager:
-        assert restored(manager, training).step == 3
+    with run.open():
+        assert run.resume().step == 3
 
 
 @pytest.mark.parametrize("by_ids", [False, True], ids=["stamps", "ids"])
 def test_where_the_buffer_is_full_the_next_mark_has_the_rows_of_those_passed_over(
-    by_ids, tmp_path, training, disk
+    by_ids, tmp_path, run, disk
 ):
-    gate = Gate(disk)
+    gate = disk.pause("fdatasync", LOG)
 
-    def log() -> deltackpt.Logged:
-        before = training.state["tables"]
-        training.go()
-        after = training.state["tables"]
+    def log() -> deltackpt.Appended:
+        before = run.state["tables"]
+        run.train()
+        after = run.state["tables"]
         moved = {
             name: np.flatnonzero((np.asarray(before[name]) != np.asarray(after[name])).any(1))
             for name in after
         }
         ids = moved if by_ids else None
-        return manager.log(training.step, training.state, touched=training.touched, ids=ids)
+        return manager.append(run.step, run.state, touched=run.touched, ids=ids)
 
-    with manager_of(tmp_path, options(buffer_bytes=1, when_full="coalesce")) as manager:
-        training.begin(manager)
+    with run.open(options(buffer_bytes=1, when_full="coalesce")) as manager:
+        run.save_initial()
         log()
         assert gate.reached.wait(60)
         for _ in range(3):
             passed = log()
-            assert passed.kind is None and "the next call takes these rows too" in passed.reason
-        gate.open()
-        manager.wait_logged()
+            assert passed.kind is None and "the next call also appends these rows" in passed.reason
+        gate.release()
+        manager.wait_appended()
         assert log().kind == "full"
-        manager.wait_logged()
+        manager.wait_appended()
     assert marks_in(tmp_path) == [1, 5]
-    with manager_of(tmp_path, options()) as manager:
-        assert restored(manager, training).step == 5
+    with run.open():
+        assert run.resume().step == 5
+
+
+@pytest.mark.parametrize("dense", ["whole", "delta"])
+def test_dense_leaves_count_for_the_buffer(run, disk, dense):
+    most = 2_000_000
+    gate = disk.pause("fdatasync", LOG)
+    run.state = {**run.state, "large": np.zeros(150_000)}
+    given = options(buffer_bytes=most, when_full="coalesce", dense=dense)
+    with run.open(given) as manager:
+        run.save_initial()
+        run.append(full=False)
+        assert gate.reached.wait(60)
+        recorder = manager._recorder
+        assert recorder is not None and (writer := recorder._writer) is not None
+        assert [run.append().kind for _ in range(3)] == ["full", None, None]
+        assert writer._bytes <= most
+        gate.release()
+        manager.wait_appended()
+        assert run.append().kind == "full"
+
+
+def test_a_writer_that_does_not_end_in_time_is_told_of_and_ends_when_it_can(run, disk):
+    gate = disk.pause("fdatasync", LOG)
+    with run.open(options(deadline_secs=0.05)) as manager, told():
+        run.save_initial()
+        for _ in range(3):
+            run.append()
+        assert gate.reached.wait(60)
+        recorder = manager._recorder
+        assert recorder is not None and recorder._writer is not None
+        thread = recorder._writer._thread
+        assert thread is not None
+        with pytest.warns(UserWarning, match="given up; check the disk"):
+            recorder.close()
+        with pytest.raises(AppendFailed, match="steps 1 to 3"):
+            recorder.wait(60)
+        gate.release()
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_a_writer_without_records_left_is_not_given_up_however_late_it_ends(run, monkeypatch):
+    may_end, ended = threading.Event(), threading.Event()
+    close = segments.SegmentWriter.close
+
+    def late(self: segments.SegmentWriter) -> None:
+        assert may_end.wait(60)
+        close(self)
+        ended.set()
+
+    monkeypatch.setattr(segments.SegmentWriter, "close", late)
+    with run.open(options(deadline_secs=0.05)) as manager:
+        run.save_initial()
+        run.append()
+        manager.wait_appended(60)
+    may_end.set()
+    assert ended.wait(60)
 
 
 class Seen:
@@ -417,64 +418,60 @@ class Seen:
         self.together: list[int] = []
 
     def receive(self, event: events.Event) -> None:
-        if isinstance(event, events.LogEvent):
+        if isinstance(event, events.AppendEvent):
             self.together.append(event.batches_in_sync)
 
 
-def test_marks_that_wait_are_forced_together(tmp_path, training, disk):
-    gate, seen = Gate(disk), Seen()
-    tables = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)
-    with deltackpt.CheckpointManager(
-        tmp_path, handlers={"embeddings": tables}, options=options(), sinks=(seen,)
-    ) as manager:
-        training.begin(manager)
-        training.log(manager)
+def test_marks_that_wait_are_forced_together(tmp_path, disk):
+    seen = Seen()
+    run = TrainingRun(tmp_path, options=options(), event_handlers=(seen,))
+    gate = disk.pause("fdatasync", LOG)
+    with run.open() as manager:
+        run.save_initial()
+        run.append()
         assert gate.reached.wait(60)
         for _ in range(10):
-            training.log(manager)
-        gate.open()
-        manager.wait_logged()
-    assert disk.count("fdatasync") == 2
+            run.append()
+        gate.release()
+        manager.wait_appended()
+    assert len(disk.paths("fdatasync")) == 2
     assert seen.together == [1] + 10 * [10]
+    # Progress is noted once for each force; the first note makes the file.
+    assert sum("/log/" in path and ".seg" not in path for path in disk.paths("write")) == 1
+    assert newest_durable(spot(tmp_path / "log" / "0" / "0")).step == 11
 
 
 # What a power cut leaves.
 
 
-def test_without_durability_nothing_is_forced(tmp_path, training, disk):
-    with manager_of(tmp_path, options(durability="process")) as manager:
-        training.begin(manager)
+def test_without_durability_nothing_is_forced(tmp_path, run, disk):
+    with run.open(options(durability="process")) as manager:
+        run.save_initial()
         for _ in range(3):
-            training.log(manager)
-            manager.wait_logged()
-    assert disk.count("fdatasync") == 0
-    assert not [call for call in disk.calls if call.kind == "fsync" and ".seg" in call.path]
+            run.append()
+            manager.wait_appended()
+    assert not disk.paths("fdatasync")
+    assert not [path for path in disk.paths("fsync") if ".seg" in path]
     assert marks_in(tmp_path) == [1, 2, 3]
 
 
 class Power:
     """What is on disk of the log: contents of files and of folders as they were last forced."""
 
-    def __init__(self, root: Path, patch: pytest.MonkeyPatch):
+    def __init__(self, root: Path, disk: Disk):
         self._root = root
         self._files: dict[int, bytes] = {}
         self._folders: dict[int, dict[str, int]] = {}
         self._lock = threading.Lock()
-        for kind in ("fsync", "fdatasync"):
-            real = getattr(os, kind)
-            patch.setattr(os, kind, lambda descriptor, real=real: self._force(real, descriptor))
+        disk.on(("fsync", "fdatasync"), self._force)
 
-    def _force(self, real: Callable[[int], None], descriptor: int) -> None:
-        path, number = f"/proc/self/fd/{descriptor}", os.fstat(descriptor).st_ino
+    def _force(self, call: DiskCall) -> None:
+        path, number = call.path, os.stat(call.path).st_ino
         with self._lock:
             if os.path.isdir(path):
-                self._folders[number] = {
-                    entry.name: entry.inode() for entry in os.scandir(os.path.realpath(path))
-                }
+                self._folders[number] = {entry.name: entry.inode() for entry in os.scandir(path)}
             else:
-                with open(path, "rb") as file:
-                    self._files[number] = file.read()
-        real(descriptor)
+                self._files[number] = Path(path).read_bytes()
 
     def cut(self, target: Path, torn: random.Random | None = None) -> None:
         """Makes what is left of the root: steps as they are, of the log what was forced.
@@ -501,122 +498,110 @@ class Power:
 
 
 @pytest.mark.parametrize("torn", [False, True], ids=["forced alone", "and some that was not"])
-def test_what_was_waited_for_survives_a_power_cut(torn, tmp_path, training, monkeypatch):
-    root = tmp_path / "root"
+def test_what_was_waited_for_survives_a_power_cut(torn, tmp_path, run, disk):
+    root = run.root = tmp_path / "root"
     root.mkdir()
-    power, drawn = Power(root, monkeypatch), random.Random(7)
+    power, drawn = Power(root, disk), random.Random(7)
     images: list[tuple[Path, int]] = []
 
     def cut(promised: int) -> None:
         images.append((tmp_path / f"image{len(images)}", promised))
         power.cut(images[-1][0], drawn if torn else None)
 
-    with manager_of(root, options()) as manager:
-        training.begin(manager)
+    with run.open() as manager:
+        run.save_initial()
         for number in range(8):
-            training.log(manager)
+            run.append()
             if number == 4:
-                training.save(manager)
+                run.save()
             if number % 3 != 2:
-                promised = manager.wait_logged()
+                promised = manager.wait_appended()
                 cut(promised if isinstance(promised, int) else promised.step)
             else:
                 cut(images[-1][1])
-    monkeypatch.undo()
     for image, promised in images:
-        with manager_of(image, options()) as manager:
-            assert restored(manager, training).step >= promised
+        run.root = image
+        with run.open():
+            assert run.resume().step >= promised
 
 
 # A trainer that was replaced.
 
 
-def test_marks_of_a_trainer_that_was_replaced_are_dead(tmp_path, training):
+def test_marks_of_a_trainer_that_was_replaced_are_dead(tmp_path, run, monkeypatch):
+    monkeypatch.setattr(lease, "GRACE_SECS", 0.1)  # The other trainer never starts.
     with contextlib.ExitStack() as held:
-        first = held.enter_context(manager_of(tmp_path, options()))
-        training.begin(first)
+        first = held.enter_context(run.open())
+        run.save_initial()
         for _ in range(3):
-            training.log(first)
-        first.wait_logged()
-        other = Training()
-        lease = max(tmp_path.glob("lease.*.msgpack"))
-        epoch = int(lease.name.split(".")[1])
-        (tmp_path / f"lease.{epoch + 1}.msgpack").write_bytes(lease.read_bytes())
-        other.states = dict(training.states)
+            run.append()
+        first.wait_appended()
+        own = max(tmp_path.glob("lease.*.msgpack"))
+        epoch = int(own.name.split(".")[1])
+        (tmp_path / f"lease.{epoch + 1}.msgpack").write_bytes(own.read_bytes())
         # What is on its way is written, and not acknowledged.
         with pytest.raises(FencedError):
-            training.log(first)
-            first.wait_logged()
+            run.append()
+            first.wait_appended()
         with pytest.raises(FencedError):
-            training.log(first)
+            run.append()
         held.pop_all()
     with pytest.raises(FencedError):
         first.close()
-    with manager_of(tmp_path, options()) as second:
-        found = second.restore_latest(other.state)
-        assert found is not None and found.point is not None
-        other.states[4] = training.states[4]
-        other.goes_on_from(found)
+    with run.open() as second:
+        found = run.resume()
+        assert found.point is not None
         # It goes on from what it found, and nothing behind that counts from now on.
-        other.log(second)
-        second.wait_logged()
-        history = Logs(spot(tmp_path / "log")).read()
-        assert [point.stretch for point in history.points()][0] == 1
-        assert history.eras[1].last == found.point.save_id
+        run.append()
+        second.wait_appended()
+        newest, _ = inspect.open(tmp_path).wal.epochs
+        assert newest.newest is not None and newest.newest.epoch == 1
+        assert newest.forked_from == (0, found.point.save_id)
 
 
-def test_a_save_and_a_mark_of_one_step_lead_to_no_circle(tmp_path, training):
-    with manager_of(tmp_path, options()) as manager:
-        training.begin(manager)
-    with manager_of(tmp_path, options()) as manager:
-        restored(manager, training)
-        training.save(manager)
-        manager.log(training.step, training.state, touched=training.touched)
-        training.log(manager)
-        manager.wait_logged()
+def test_a_save_and_a_mark_of_one_step_lead_to_no_circle(tmp_path, run):
+    with run.open():
+        run.save_initial()
+    with run.open() as manager:
+        run.resume()
+        run.save()
+        manager.append(run.step, run.state, touched=run.touched)
+        run.append()
+        manager.wait_appended()
     # The mark's rows are those since the step, which is lost.
     shutil.rmtree(tmp_path / "1")
-    with manager_of(tmp_path, options()) as manager:
-        result = restored(manager, training)
+    with run.open():
+        result = run.resume()
         assert result.step == 0 and result.point is None
 
 
-def test_a_failure_while_a_mark_is_taken_gives_that_up_as_well(
-    tmp_path, training, disk, monkeypatch
-):
+def test_a_failure_while_a_mark_is_taken_gives_that_up_as_well(tmp_path, run, disk, monkeypatch):
     """Its rows are since the mark that fails, so that it lacks those of that one."""
-    taken, take = threading.Event(), taking.take
+    take = taking.take
     failed: list[bool] = []
 
-    def verdict(kind: str, path: str) -> int | None:
-        if kind != "fdatasync":
-            return None
-        taken.wait(60)
-        return errno.EIO
-
-    with manager_of(tmp_path, options()) as manager:
-        training.begin(manager)
-        disk.verdict = verdict
-        training.log(manager)
+    with run.open() as manager:
+        run.save_initial()
+        held = disk.pause("fdatasync", LOG, errno=errno.EIO, times=1)
+        run.append()
         recorder = manager._recorder
         assert recorder is not None
 
         def take_late(*given: Any, **more: Any) -> Any:
-            taken.set()
+            held.release()
             while recorder._writer is not None and recorder._writer.failure is None:
                 threading.Event().wait(0.001)
-            disk.verdict = lambda kind, path: None
             failed.append(True)
             return take(*given, **more)
 
         monkeypatch.setattr(taking, "take", take_late)
-        training.log(manager)
+        run.append()
         monkeypatch.setattr(taking, "take", take)
         assert failed
-        with pytest.raises(LogFailed, match="steps 1 to 2"):
-            manager.wait_logged()
-        training.log(manager)
-        manager.wait_logged()
+        with pytest.raises(AppendFailed, match="steps 1 to 2"):
+            manager.wait_appended()
+        run.append()
+        manager.wait_appended()
     assert marks_in(tmp_path) == [3]
-    with manager_of(tmp_path, options()) as manager:
-        assert restored(manager, training).step == 3
+    with run.open():
+        assert run.resume().step == 3

@@ -18,7 +18,6 @@ import ml_dtypes
 import msgpack
 import numpy as np
 import pytest
-import zstandard
 from golden import make_golden
 from hypothesis import HealthCheck, example, given, settings
 from made_up_logs import (
@@ -29,15 +28,19 @@ from made_up_logs import (
     bounds_of,
     contents_after,
     follow,
+    history_of,
     read_newest,
+    records_in,
     reframed,
     rows_of,
     save_id,
+    scan_of,
     way_to,
     weights_of,
 )
 
-from deltackpt.errors import Damaged, DamagedLog, FormatTooNew
+import deltackpt
+from deltackpt.errors import Damaged, DamagedWal, FormatTooNew
 from deltackpt.format import frames, names, stretches
 from deltackpt.format.frames import (
     After,
@@ -55,13 +58,7 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.format.segments import ArrayEntry, Segment
 from deltackpt.format.soundness import STORED_DTYPES
 from deltackpt.format.stretches import Continues
-from deltackpt.log.frame import Frame
-from deltackpt.reading import logged_dense, replay
-from deltackpt.reading.log_files import ProcessLog, read_log
-from deltackpt.reading.stretches import History, Logs, newest_way
-from deltackpt.reading.targets import empty_buffers
-from deltackpt.storage import frame_arrays
-from deltackpt.storage.store import spot
+from deltackpt.wal.frame import Frame
 
 #: What nothing of some kilobytes may take.
 MOST_BYTES = 256 << 20
@@ -69,13 +66,13 @@ MARKS = (1, 2, 3)
 GOLDEN = Path(make_golden.__file__).parent
 
 
-def numbers_of(log: ProcessLog) -> list[int]:
-    return [mark.save_id.attempt for mark in log.marks]
+def numbers_of(scan: Any) -> list[int]:
+    return [mark.save_id.attempt for mark in scan.marks]
 
 
 def found_in(log: MadeUpLog) -> list[int]:
     """The marks that are found in a log as it stands."""
-    return numbers_of(read_log(spot(log.folder), log.stretch, log.process))
+    return numbers_of(scan_of(log))
 
 
 def assert_right(at: Path, numbers: Iterable[int] = MARKS) -> int:
@@ -83,14 +80,14 @@ def assert_right(at: Path, numbers: Iterable[int] = MARKS) -> int:
 
     Where a mark on the way to it is damaged, the point before is taken, as restores do.
     """
-    logs, skipped = Logs(spot(at)), []
-    while (way := newest_way(logs.read(), {BASE.step: BASE}, skipped)) is not None:
+    skipped: list[SaveId] = []
+    while (way := way_to(at, skipped)) is not None:
         point = way.point.save_id
         try:
             read = follow(way)
-        except DamagedLog as error:
-            assert isinstance(error.mark, SaveId) and error.mark <= point
-            skipped.append(error.mark)
+        except DamagedWal as error:
+            assert isinstance(error.record, SaveId) and error.record <= point
+            skipped.append(error.record)
             continue
         held = [number for number in numbers if number <= point.attempt]
         np.testing.assert_array_equal(read.table, contents_after(held))
@@ -224,11 +221,8 @@ def test_every_frame_is_read_as_it_was_written(frame, part, process, seq, crc32c
 
     plain = [b"".join(map(bytes_of, pieces)) for pieces in body]
     if isinstance(head, RowsHead):
-        found = frame_arrays.arrays_of(head.arrays, head.sizes, held, "it")
-        assert [array.tobytes() for array in found.values()] == plain
-        assert [array.shape for array in found.values()] == [
-            entry.shape for entry in head.segment.arrays
-        ]
+        pieces = frames.pieces_of([entry.nbytes for entry in head.arrays], held, "it")
+        assert [*map(bytes, pieces)] == plain
     elif isinstance(head, (DenseHead, ItemsHead)):
         values = head.values if isinstance(head, DenseHead) else head.items
         pieces = frames.pieces_of([value.nbytes for value in values], held, "it")
@@ -262,8 +256,8 @@ def test_a_head_may_be_large(numbers, tmp_path):
         mark = MarkHead(save_id=save_id(number), parent=BASE, full=True, frames=1, unix_ns=0)
         log.writer.write([large, Frame(mark, [])], number)
     assert found_in(log) == numbers
-    [frame] = read_log(spot(log.folder), 0, 0).marks[-1].frames
-    assert frame.head.values == tuple(values) and frame.read().nbytes == 24_000
+    frame, _ = records_in(log.folder)[-1]
+    assert frame.head.values == tuple(values) and len(frame.body) == 24_000
 
 
 def test_marks_give_rows_dense_leaves_and_items(log):
@@ -281,7 +275,7 @@ def test_cut_at_each_byte_a_log_holds_the_whole_marks_before_it(log):
     for length in range(len(data), -1, -1):
         os.truncate(path, length)
         whole = [number for number, end in zip(MARKS, ends, strict=True) if end <= length]
-        found = read_log(spot(log.folder), 0, 0)
+        found = scan_of(log)
         assert numbers_of(found) == whole
         assert (not found.damage) == (length in (0, *bounds)), length
         if length in (*ends, *(end - 1 for end in ends)):
@@ -292,8 +286,8 @@ def test_a_reader_that_follows_has_each_mark_once_it_is_whole(tmp_path):
     source = MadeUpLog(tmp_path / "written").begin().mark(1, 2).roll().mark(3).roll().mark(4, 5)
     target = MadeUpLog(tmp_path / "log").begin()
     target.folder.mkdir(parents=True)
-    follower = ProcessLog(spot(target.folder), 0, 0)
-    logs, drawn, whole = Logs(spot(target.at)), random.Random(3), 0
+    follower = scan_of(target)
+    drawn, whole = random.Random(3), 0
     for path in source.files:
         data = path.read_bytes()
         ends = [end for _, end in bounds_of(data)][4::4]
@@ -303,7 +297,7 @@ def test_a_reader_that_follows_has_each_mark_once_it_is_whole(tmp_path):
                 follower.advance()
                 ended = sum(end <= file.tell() for end in ends)
                 assert numbers_of(follower) == [*range(1, whole + ended + 1)]
-                way = way_to(logs)
+                way = way_to(target.at)
                 assert (0 if way is None else way.point.save_id.attempt) == len(follower.marks)
         whole += len(ends)
         assert follower.damage == []
@@ -359,25 +353,18 @@ def moved(path: Path, order: Iterable[int]) -> None:
     path.write_bytes(b"".join(data[slice(*bounds_of(data)[number])] for number in order))
 
 
-@pytest.mark.parametrize("gone", range(13))
-def test_a_frame_that_was_taken_out_ends_the_log(gone, log):
-    moved(log.files[0], [number for number in range(13) if number != gone])
-    assert found_in(log) == [1, 2, 3][: max(0, (gone - 1) // 4)]
-    assert_right(log.at)
-
-
-@pytest.mark.parametrize("again", range(13))
-def test_a_frame_that_stands_twice_ends_the_log(again, log):
-    moved(log.files[0], [*range(again + 1), *range(again, 13)])
-    assert found_in(log) == [1, 2, 3][: again // 4]
-    assert_right(log.at)
-
-
-@pytest.mark.parametrize("first", range(12))
-def test_frames_that_are_exchanged_end_the_log(first, log):
+@pytest.mark.parametrize("how", ["taken out", "twice", "exchanged with the next"])
+@pytest.mark.parametrize("number", range(13))
+def test_frames_that_are_not_as_they_were_written_end_the_log(number, how, log):
     order = [*range(13)]
-    order[first : first + 2] = order[first : first + 2][::-1]
+    if how == "taken out":
+        del order[number]
+    elif how == "twice":
+        order.insert(number, number)
+    else:
+        order[number : number + 2] = order[number : number + 2][::-1]
     moved(log.files[0], order)
+    first = next((at for at, one in enumerate(order) if one != at), len(order))
     assert found_in(log) == [1, 2, 3][: max(0, (first - 1) // 4)]
     assert_right(log.at)
 
@@ -415,7 +402,7 @@ def test_a_file_from_elsewhere_is_refused_however_often_it_is_looked_at(other, a
     log = MadeUpLog(tmp_path / "log").begin()
     log.folder.mkdir(parents=True)
     shutil.copyfile(elsewhere.files[0], log.folder / elsewhere.files[0].name)
-    found = ProcessLog(spot(log.folder), 0, 0)
+    found = scan_of(log)
     for _ in range(again + 1):
         found.advance()
         assert found.marks == [] and len(found.damage) == 1
@@ -432,7 +419,7 @@ def test_a_file_of_another_name_is_refused(name, log):
 )
 def test_other_files_are_left_alone(name, log):
     (log.folder / name).write_bytes(b"else")
-    found = read_log(spot(log.folder), 0, 0)
+    found = scan_of(log)
     assert numbers_of(found) == [1, 2, 3] and found.damage == []
 
 
@@ -454,11 +441,9 @@ def test_a_file_goes_on_where_the_one_before_ended(tmp_path):
 def test_a_torn_file_does_not_harm_those_after_it(torn, tmp_path):
     log = MadeUpLog(tmp_path / "log").begin().mark(1).roll().mark(2).roll().mark(3)
     os.truncate(log.files[1], min(torn, log.files[1].stat().st_size - 1))
-    found = read_log(spot(log.folder), 0, 0)
+    found = scan_of(log)
     assert numbers_of(found) == [1, 3]
     # Nothing leads from the last mark down to the step.
-    way = way_to(Logs(spot(log.at)))
-    assert way is None
     assert assert_right(log.at) == 1
 
 
@@ -475,7 +460,7 @@ def test_what_was_trimmed_is_not_needed_above_a_later_step(tmp_path):
     step = SaveId("a0", 2, 0)
     expected = contents_after([3, 4])
     log.files[0].unlink()
-    history = Logs(spot(log.at)).read()
+    history = history_of(log.at)
     assert history.way(history.points()[0], BASE) is None
     way = history.way(history.points()[0], step)
     assert way is not None
@@ -484,8 +469,7 @@ def test_what_was_trimmed_is_not_needed_above_a_later_step(tmp_path):
 
 def test_files_that_are_trimmed_beside_a_reader_are_forgotten(tmp_path):
     log = MadeUpLog(tmp_path / "log").begin().mark(1).roll().mark(2)
-    found = ProcessLog(spot(log.folder), 0, 0)
-    found.advance()
+    found = scan_of(log)
     assert numbers_of(found) == [1, 2]
     log.files[0].unlink()
     found.advance()
@@ -553,7 +537,7 @@ def test_of_an_earlier_stretch_counts_what_the_next_one_goes_on_from(tmp_path):
     later = MadeUpLog(at, stretch=1, run="b1").begin(continues=goes_on)
     # Whoever wrote it does not know yet.
     earlier.mark(4)
-    points = [point.save_id for point in Logs(spot(at)).read().points()]
+    points = [point.save_id for point in history_of(at).points()]
     assert points == [save_id(2), save_id(1)]
     later.mark(3, parent=save_id(2))
     read = read_newest(at)
@@ -566,7 +550,7 @@ def test_a_stretch_that_goes_on_from_no_point_kills_all_earlier_ones(tmp_path):
     at = tmp_path / "log"
     MadeUpLog(at).begin().mark(1, 2, 3)
     MadeUpLog(at, stretch=1, run="b1").begin()
-    assert Logs(spot(at)).read().points() == []
+    assert history_of(at).points() == []
 
 
 def test_without_the_newest_head_nobody_knows_what_counts(tmp_path):
@@ -574,15 +558,15 @@ def test_without_the_newest_head_nobody_knows_what_counts(tmp_path):
     MadeUpLog(at).begin().mark(1, 2, 3)
     (at / names.stretch_name(1)).write_bytes(b"torn")
     with pytest.raises(Damaged, match=r"1\.msgpack"):
-        Logs(spot(at)).read()
+        history_of(at)
 
 
 def test_a_head_under_another_number_is_damage(tmp_path):
     at = tmp_path / "log"
     MadeUpLog(at).begin().mark(1)
     shutil.copyfile(at / names.stretch_name(0), at / names.stretch_name(4))
-    with pytest.raises(Damaged, match="stretch 4"):
-        Logs(spot(at)).read()
+    with pytest.raises(Damaged, match="WAL epoch 4"):
+        history_of(at)
 
 
 # What somebody made by hand, checksums right.
@@ -750,36 +734,25 @@ def test_what_was_made_by_hand_is_refused_by_its_mark(case, log):
 
 @pytest.mark.parametrize("position", [-1, 1 << 40])
 def test_rows_beside_codes_stand_at_rows_of_the_frame(position, tmp_path):
-    shutil.copytree(GOLDEN / "log-v1", tmp_path / "root")
-    logs = Logs(spot(tmp_path / "root" / "log"))
-    history = logs.read()
-    [point] = [point for point in history.points() if point.step == 12]
-    way = history.way(point, way_base(history))
-    assert way is not None
-    [frame] = [
-        frame
-        for frame in way.last_marks[0].frames
-        if isinstance(frame.head, RowsHead) and "values.raw_at" in str(frame.head.segment.arrays)
-    ]
-    body, start = bytearray(frame.read()), 0
+    root = tmp_path / "root"
+    shutil.copytree(GOLDEN / "log-v1", root)
+    [record] = [one for one in records_in(root / "log/0/0") if one[-1].place.step == 12]
+    [frame] = [one for one in record if "values.raw_at" in str(one.head)]
+    body, start = bytearray(frame.body), 0
     for entry in frame.head.segment.arrays:
         if entry.name == "values.raw_at":
             body[start : start + 8] = np.int64(position).tobytes()
         start += entry.nbytes + -entry.nbytes % 8
-    change(Path(frame.segment), frame.place.seq, keep, bytes(body))
-    _, targets = empty_buffers(history.eras[-1].head.layout)
-    way = Logs(logs.places).read().way(point, way_base(history))
-    assert way is not None
-    with pytest.raises(DamagedLog, match="ascending places") as refused:
-        replay.replay(way, targets, way.era.head.layout)
-    assert refused.value.mark == point.save_id
+    change(frame.path, frame.number, keep, bytes(body))
+    with pytest.raises(DamagedWal, match="ascending positions"):
+        restore_golden(root, 12)
 
 
-def way_base(history: History) -> SaveId:
-    """The step below golden logs."""
-    base = history.eras[0].head.base
-    assert base is not None
-    return base
+def restore_golden(root: Path, step: int) -> None:
+    options = deltackpt.ManagerOptions(access="read")
+    logged = make_golden.LOGGED[1]
+    with deltackpt.CheckpointManager(root, handlers=logged.handlers, options=options) as manager:
+        manager.restore(step, logged.state_at(step, int(step > make_golden.GOES_ON_FROM)))
 
 
 def test_a_deep_item_is_damage(tmp_path):
@@ -790,25 +763,30 @@ def test_a_deep_item_is_damage(tmp_path):
 
 
 def test_a_difference_that_says_it_is_huge_takes_no_memory(tmp_path):
-    before = np.zeros(8, np.uint8)
+    root = tmp_path / "root"
+    shutil.copytree(GOLDEN / "log-v1", root)
     # A frame of zstd may claim any length: here 1 TiB, by an empty block.
     claimed = b"\x28\xb5\x2f\xfd\xe0" + (1 << 40).to_bytes(8, "little") + b"\x01\0\0"
+    step, frame, at = next(
+        (record[-1].place.step, frame, at)
+        for record in records_in(root / "log/0/0") + records_in(root / "log/1/0")
+        for frame in record
+        if isinstance(frame.head, DenseHead)
+        for at, value in enumerate(frame.head.values)
+        if value.against is not None
+    )
+    sizes = [value.nbytes for value in frame.head.values]
+    pieces = [*map(bytes, frames.pieces_of(sizes, memoryview(frame.body), "it"))]
+    pieces[at] = claimed
+    body = b"".join(piece + bytes(-len(piece) % 8) for piece in pieces)
+    change(frame.path, frame.number, to("values", at, "nbytes", value=len(claimed)), body)
     tracemalloc.start()
     try:
-        with pytest.raises(Damaged):
-            logged_dense.undiffered(memoryview(claimed), before.data, 1, "it")
+        with pytest.raises(DamagedWal):
+            restore_golden(root, step)
         assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
     finally:
         tracemalloc.stop()
-
-
-def test_a_difference_gives_back_what_it_was_made_of():
-    drawn = np.random.default_rng(0)
-    for itemsize in (1, 2, 4, 8):
-        now, before = (drawn.integers(0, 256, 24 * itemsize, np.uint8) for _ in range(2))
-        planes = np.ascontiguousarray((now ^ before).reshape(-1, itemsize).T)
-        data = memoryview(zstandard.compress(planes.data))
-        assert bytes(logged_dense.undiffered(data, before.data, itemsize, "it")) == now.tobytes()
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -842,7 +820,7 @@ def test_frames_of_a_later_version_are_refused_and_not_taken_for_damage(version,
         head = frame[frames.PREFIX_BYTES : frames.PREFIX_BYTES + prefix.head_bytes]
         frame = reframed(frame, head, before)
         path.write_bytes(bytes(data[:start]) + frame + bytes(data[end:]))
-        Logs(spot(log.at)).read()
+        history_of(log.at)
 
 
 POINT = {"run": "a", "step": 1, "attempt": 1}
@@ -868,7 +846,7 @@ def test_a_head_that_was_made_by_hand_is_damage(case, log):
     body = msgpack.packb({**msgpack.unpackb(record["body"]), **HEAD_CASES[case]})
     path.write_bytes(msgpack.packb({**record, "body": body, "crc32c": google_crc32c.value(body)}))
     with pytest.raises(Damaged):
-        Logs(spot(log.at)).read()
+        history_of(log.at)
 
 
 def test_a_head_of_an_unknown_feature_is_refused(log):
@@ -876,4 +854,4 @@ def test_a_head_of_an_unknown_feature_is_refused(log):
     newer = dataclasses.replace(head, features=("something-else",))
     (log.at / names.stretch_name(0)).write_bytes(stretches.to_bytes(newer))
     with pytest.raises(FormatTooNew, match="something-else"):
-        Logs(spot(log.at)).read()
+        history_of(log.at)

@@ -10,9 +10,9 @@ import pytest
 
 import deltackpt
 from deltackpt.errors import OptionError
-from deltackpt.log.taking import rows_of
 from deltackpt.state import tables
 from deltackpt.state.tables import Split
+from deltackpt.wal.taking import rows_of
 
 ROWS = {"users": 300, "items": 5}
 #: Of one pattern, whose states all have one layout.

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The log against a model that keeps every state in memory.
 
-Random sequences of what loops do with marks and saves: train, log by stamps or by ids, save, fail
-to write or to force either, end without a word, tear or damage what was logged last, restore the
-newest or an older step or point, start again. Whatever happens, what restores is a state that was
-given to that very step on the line of training that goes on, and nothing that was acknowledged is
-lost.
+Random sequences of what loops do with marks and saves: train, log by stamps or by ids, forget to
+mark a row, lose sight of the root, save, fail to write or to force either, end without a word, tear
+or damage what was logged last, restore the newest or an older step or point, start again. Whatever
+happens, what restores is a state that was given to that very step on the line of training that goes
+on, and nothing that was acknowledged is lost.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import random
 import shutil
 import tempfile
@@ -24,30 +23,36 @@ import hypothesis.strategies as st
 import jax.numpy as jnp
 import model
 import numpy as np
+from damages import HOWS, damage
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from test_invariants import tracking_named
+from user_contexts import CONTEXTS, InContext
 
 import deltackpt
-from deltackpt import touched
+from deltackpt import RecoveryPoint, touched
 from deltackpt.errors import (
+    AppendFailed,
     DeltackptError,
-    LogFailed,
     NoIntactStep,
+    OptionError,
     RestoreError,
     SaveFailed,
     StepNotFound,
 )
-from deltackpt.reading.stretches import LogPoint
-from deltackpt.storage import writer
+from deltackpt.testing import Disk, failing_saves
+from deltackpt.wal import audit
 
 POLICIES = (
-    deltackpt.Consecutive(max_chain=4),
-    deltackpt.Rolling(window=3),
-    deltackpt.OneShot(max_chain=4),
-    deltackpt.Intermittent(max_chain=6),
+    deltackpt.policies.Consecutive(max_chain=4),
+    deltackpt.policies.Rolling(window=3),
+    deltackpt.policies.OneShot(max_chain=4),
+    deltackpt.policies.Intermittent(max_chain=6),
 )
 WHICH = st.integers(0, 11)
 ROWS = st.sampled_from([0, 5, 400])
+#: Parts of the state that the log audits one after the other: one for each table.
+SLICES = len(model.ROWS)
 
 
 def _with(half: np.ndarray, seed: int) -> np.ndarray:
@@ -59,7 +64,7 @@ def _with(half: np.ndarray, seed: int) -> np.ndarray:
 class LogMachine(RuleBasedStateMachine):
     """Drives a manager with a log beside a dict of step to the states that it may hold."""
 
-    manager: deltackpt.CheckpointManager | None = None
+    manager: InContext | None = None
 
     @initialize(
         policy=st.sampled_from(POLICIES),
@@ -70,8 +75,10 @@ class LogMachine(RuleBasedStateMachine):
         segment_bytes=st.sampled_from([1, 1 << 16, 1 << 28]),
         bases=st.sampled_from(["periodic", "compacted"]),
         fingerprints=st.sampled_from([False, False, True]),
+        auto=st.booleans(),
         retention=st.sampled_from([None, None, 1]),
         durability=st.sampled_from(["process", "power"]),
+        context=st.sampled_from(["none", *CONTEXTS]),
     )
     def start(
         self,
@@ -83,26 +90,32 @@ class LogMachine(RuleBasedStateMachine):
         segment_bytes,
         bases,
         fingerprints,
+        auto,
         retention,
         durability,
+        context,
     ):
-        if isinstance(policy, deltackpt.Rolling):
+        if isinstance(policy, deltackpt.policies.Rolling):
             bases, retention = "periodic", None
         self.folder = Path(tempfile.mkdtemp(prefix="deltackpt-test-"))
+        # Every record looks at all rows of a table.
+        self.patch = mock.patch.multiple(audit, _EVERY=1, _ROWS=1 << 20)
+        self.patch.start()
         self.fingerprints = fingerprints
+        self.context = CONTEXTS.get(context, contextlib.nullcontext)
         self.codecs = {codec, log_codec or codec}
         self.codec = codec
         self.options = deltackpt.ManagerOptions(
             deltas=deltackpt.DeltaOptions(
-                policy=policy, bases=bases, tracking="fingerprints" if fingerprints else "marks"
+                policy=policy, bases=bases, tracking=tracking_named(fingerprints, auto)
             ),
             writes=deltackpt.WriteOptions(durability=durability),
-            retention=retention,
-            log=deltackpt.LogOptions(
+            max_to_keep=retention,
+            wal=deltackpt.WalOptions(
                 dense=dense,
                 dense_every=every,
                 codec=log_codec,
-                backend=deltackpt.LocalLog(segment_bytes=segment_bytes),
+                backend=deltackpt.wal.LocalWal(segment_bytes=segment_bytes),
             ),
         )
         self.number = self.seed = self.step = 0
@@ -112,9 +125,10 @@ class LogMachine(RuleBasedStateMachine):
     def open(self, root):
         self.root = root
         tables = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS, codec=self.codec)
-        self.manager = deltackpt.CheckpointManager(
+        manager = deltackpt.CheckpointManager(
             root, handlers={"embeddings": tables}, options=self.options
         )
+        self.manager = InContext(manager, self.context)
 
     def begin(self):
         """Training from the beginning; its steps are counted on, as those of the log are."""
@@ -130,6 +144,7 @@ class LogMachine(RuleBasedStateMachine):
 
     def teardown(self):
         if self.manager is not None:
+            self.patch.stop()
             self.quietly(self.manager.close)
             shutil.rmtree(self.folder)
 
@@ -180,24 +195,54 @@ class LogMachine(RuleBasedStateMachine):
         for _ in range(5):
             self.log(rows, by_ids=False, full=None)
 
-    @rule(rows=ROWS, call=st.sampled_from(["writev", "fdatasync"]), by_ids=st.booleans())
+    @rule(rows=ROWS, call=st.sampled_from(["write", "fdatasync"]), by_ids=st.booleans())
     def log_and_fail(self, rows, call, by_ids):
         """The disk refuses once; nothing is lost."""
-        real, failed = getattr(os, call), []
-
-        def fails(*arguments):
-            if not failed:
-                failed.append(True)
-                raise OSError(errno.ENOSPC, "injected")
-            return real(*arguments)
-
-        with mock.patch.object(os, call, fails):
+        with Disk(self.root) as disk:
+            disk.fail(call, "[.]seg$", errno=errno.ENOSPC)
             self.log(rows, by_ids, full=True)
-            self.quietly(self.manager.wait_logged)
+            self.quietly(self.manager.wait_appended)
         self.log(rows, by_ids, full=True)
-        self.wait_logged()
+        self.wait_appended()
 
-    def mark(self, by_ids, full):
+    @rule(row=st.integers(0, 699), by_ids=st.booleans())
+    def log_and_forget(self, row, by_ids):
+        """A row moves that is not marked: the log saves a base, which ends the points."""
+        if self.fingerprints:
+            return
+        # A row that was marked since it was looked at may move, for all that the audit knows.
+        for _ in range(SLICES):
+            self.mark(by_ids, None)
+        users = self.state["tables"]["users"].at[row].add(1.0)
+        self.state = {**self.state, "tables": {**self.state["tables"], "users": users}}
+        if not any(self.mark(by_ids, None, sure=False) for _ in range(2 * SLICES)):
+            raise AssertionError("no record has found the row")
+        self.sure = min(self.sure, self.manager.latest_step() or 0)
+        self.wait()
+
+    @rule(rows=ROWS, removed=st.booleans())
+    def log_while_files_are_gone(self, rows, removed):
+        """The root is elsewhere for a while, or the log is removed for good."""
+        self.log(rows, by_ids=False, full=None)
+        self.quietly(self.manager.wait_until_finished)
+        elsewhere = self.folder / "elsewhere"
+        if removed:
+            shutil.rmtree(self.root / "log", ignore_errors=True)
+            self.sure = min(self.sure, self.manager.latest_step() or 0)
+        else:
+            self.root.rename(elsewhere)
+        for number in range(6):
+            if number == 3 and not removed:
+                assert not self.root.exists()
+                elsewhere.rename(self.root)
+            self.train(1, rows)
+            with contextlib.suppress(DeltackptError):
+                self.mark(by_ids=False, full=None, sure=False)
+            with contextlib.suppress(DeltackptError):
+                self.manager.wait_appended()
+
+    def mark(self, by_ids, full, *, sure=True):
+        """Logs the state; returns whether that saved a base instead."""
         self.gives()
         ids = None
         if by_ids and not self.fingerprints:
@@ -205,7 +250,7 @@ class LogMachine(RuleBasedStateMachine):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                logged = self.manager.log(
+                logged = self.manager.append(
                     self.step,
                     self.state,
                     touched=self.touched,
@@ -218,19 +263,21 @@ class LogMachine(RuleBasedStateMachine):
             logged = None
         self.gave()
         self.ids = {name: set() for name in self.ids}
-        self.knows(None if logged is None else logged.recovery)
+        if sure:
+            self.knows(None if logged is None else logged.recovery)
+        return logged is not None and logged.saved is not None and logged.saved.kind == "base"
 
     def knows(self, recovery):
         """What is said to be there must be found."""
         if recovery is not None:
-            step = recovery.step if isinstance(recovery, LogPoint) else recovery
+            step = recovery.step if isinstance(recovery, RecoveryPoint) else recovery
             assert step in self.given
             self.sure = max(self.sure, step)
 
     @rule()
-    def wait_logged(self):
-        with contextlib.suppress(LogFailed, SaveFailed):
-            self.knows(self.manager.wait_logged())
+    def wait_appended(self):
+        with contextlib.suppress(AppendFailed, SaveFailed):
+            self.knows(self.manager.wait_appended())
 
     @rule(rows=ROWS)
     def save(self, rows):
@@ -240,10 +287,9 @@ class LogMachine(RuleBasedStateMachine):
     @rule(rows=ROWS)
     def save_and_fail(self, rows):
         self.train(1, rows)
-        failing = mock.patch.object(writer, "write_array", side_effect=OSError(28, "injected"))
-        with failing:
+        with failing_saves(self.root, errno.ENOSPC):
             self.take()
-            self.quietly(self.manager.wait)
+            self.quietly(self.manager.wait_until_finished)
 
     def take(self):
         self.gives()
@@ -257,8 +303,8 @@ class LogMachine(RuleBasedStateMachine):
     def wait(self):
         step = self.step
         try:
-            self.manager.wait()
-        except (SaveFailed, LogFailed):
+            self.manager.wait_until_finished()
+        except (SaveFailed, AppendFailed):
             return
         if self.manager.latest_step() == step and step in self.given:
             self.sure = max(self.sure, step)
@@ -299,7 +345,7 @@ class LogMachine(RuleBasedStateMachine):
     @rule(torn=st.integers(0, 3), seed=st.integers(0, 99))
     def end_without_a_word(self, torn, seed):
         """As a kill: the files as they are, of the newest segment perhaps not all."""
-        self.quietly(self.manager.wait)
+        self.quietly(self.manager.wait_until_finished)
         self.number += 1
         copy = self.folder / str(self.number)
         while True:
@@ -310,14 +356,27 @@ class LogMachine(RuleBasedStateMachine):
             shutil.rmtree(copy)
         self.quietly(self.manager.close)
         shutil.rmtree(self.root)
+        promised = self.sure
         if torn == 1:
             self.sure = 0
-            self.tear(copy, random.Random(seed))
+            self.harm(copy, random.Random(seed))
         self.open(copy)
-        self.restore_newest()
+        found = self.newest()
+        # What was acknowledged is there, or its loss is reported.
+        assert promised == 0 or (found is not None and (found.step >= promised or found.skipped))
+
+    def harm(self, root, rng):
+        """Damages one file of the log, often the newest segment."""
+        files = [path for path in sorted(root.glob("log/**/*")) if path.is_file()]
+        if files and rng.random() < 0.5:
+            damage(rng.choice(files), rng.choice(HOWS))
+        else:
+            self.tear(root, rng)
 
     def tear(self, root, rng):
-        segments = sorted(root.glob("log/*/0/*.seg"), key=lambda path: path.stat().st_mtime_ns)
+        segments = sorted(
+            root.glob("log/*/0/*.seg"), key=lambda path: (int(path.parts[-3]), path.name)
+        )
         if segments:
             data = segments[-1].read_bytes()
             at = rng.randrange(len(data) + 1)
@@ -328,31 +387,35 @@ class LogMachine(RuleBasedStateMachine):
                 data = data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
             segments[-1].write_bytes(data)
 
-    @rule(log=st.sampled_from(["auto", "auto", None]))
-    def restore_newest(self, log="auto"):
+    @rule(log=st.sampled_from([True, True, False]))
+    def restore_newest(self, log):
+        self.newest(log)
+
+    def newest(self, log="auto"):
         template = self.state
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                result = self.manager.restore_latest(template, log=log)
+                result = self.manager.restore_latest(template, wal=log)
             except NoIntactStep:
                 raise
             except RestoreError:
                 # The head that says what counts is damaged.
-                result = self.manager.restore_latest(template, log=None)
+                result = self.manager.restore_latest(template, wal=False)
         if result is None:
             assert self.sure == 0
             self.begin()
-            return
+            return None
         self.check(result)
         if log == "auto":
             assert result.step >= self.sure, f"{result.step} is not as new as {self.sure}"
         self.adopt(result)
+        return result
 
     @rule(which=WHICH)
     def restore_older(self, which):
         """A step, or a point; training goes on from there."""
-        listed = [*self.manager.all_steps(), *self.manager.points()]
+        listed = [*self.manager.all_steps(), *self.manager.recovery_points()]
         if not listed:
             return
         with warnings.catch_warnings():
@@ -364,9 +427,27 @@ class LogMachine(RuleBasedStateMachine):
         self.check(result)
         self.adopt(result)
 
+    @rule(which=WHICH)
+    def delete(self, which):
+        """A step goes unless others, or the newest points, need it."""
+        steps = self.manager.all_steps()
+        if not steps:
+            return
+        step = steps[which % len(steps)]
+        with contextlib.suppress(OptionError):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # A save in flight may have failed.
+                self.manager.delete(step)
+            if step == self.sure:
+                left = [
+                    *self.manager.all_steps(),
+                    *(one.step for one in self.manager.recovery_points()),
+                ]
+                self.sure = max((one for one in left if one < step), default=0)
+
     @rule()
     def points_are_given(self):
-        for point in self.manager.points():
+        for point in self.manager.recovery_points():
             assert point.step in self.given
 
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looking at logs and keeping them: ``ls``, ``history``, ``verify``, ``doctor``, ``collect``."""
+"""Looking at logs and keeping them: ``ls``, ``history``, ``verify``, ``doctor``, ``gc``."""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -14,27 +16,27 @@ import model
 import numpy as np
 import pytest
 from command import run
+from damages import flip
 from golden import make_golden
+from made_up_logs import records_in
 from test_collect_command import ended
 
 import deltackpt
-from deltackpt import inspect
-from deltackpt.errors import DamagedLog
+from deltackpt import RecoveryPoint, inspect
+from deltackpt.cli import advice
+from deltackpt.errors import DamagedWal, RestoreError, StepNotFound
 from deltackpt.format import stretches
-from deltackpt.format.frames import Kind, MarkHead
+from deltackpt.format.frames import MarkHead, RowsHead
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
-from deltackpt.log import dense_frames
-from deltackpt.log.frame import Frame
-from deltackpt.log.segments import SegmentWriter
-from deltackpt.reading import log_states, logged_dense, replay, saves
-from deltackpt.reading.stretches import LogPoint, Logs, newest_way
-from deltackpt.reading.targets import Targets
-from deltackpt.storage.store import spot
-from deltackpt.upkeep import doctor, verify_log
+from deltackpt.testing import Disk, DiskCall
+from deltackpt.upkeep import doctor
 from deltackpt.upkeep.collect import collect, collectable
 from deltackpt.upkeep.doctor import log as doctor_log
+from deltackpt.upkeep.unneeded import Retention
 from deltackpt.upkeep.verify import verify_root
+from deltackpt.wal.frame import Frame
+from deltackpt.wal.segments import SegmentWriter
 
 GOLDEN = Path(make_golden.__file__).parent / "log-v1"
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
@@ -48,9 +50,9 @@ class Written(NamedTuple):
 
 
 def manager(root: Path, **options) -> deltackpt.CheckpointManager:
-    log = deltackpt.LogOptions(**options)
+    log = deltackpt.WalOptions(**options)
     return deltackpt.CheckpointManager(
-        root, handlers=HANDLERS, options=deltackpt.ManagerOptions(log=log)
+        root, handlers=HANDLERS, options=deltackpt.ManagerOptions(wal=log)
     )
 
 
@@ -67,8 +69,8 @@ def write(root: Path, **options) -> Written:
             if step == 3:
                 trainer.save(step, state, touched=touched)
             else:
-                trainer.log(step, state, touched=touched)
-        trainer.wait()
+                trainer.append(step, state, touched=touched)
+        trainer.wait_until_finished()
     with manager(root, dense_every=2, **options) as trainer:
         found = trainer.restore(5, state)
         assert found.point is not None and found.touched is not None
@@ -76,8 +78,8 @@ def write(root: Path, **options) -> Written:
         for step in range(6, 10):
             state, touched = model.train(state, touched, 100 + step)
             states[step] = state
-            trainer.log(step, state, touched=touched)
-        trainer.wait_logged()
+            trainer.append(step, state, touched=touched)
+        trainer.wait_appended()
     return Written(root, states)
 
 
@@ -100,53 +102,40 @@ def segments(root: Path) -> list[Path]:
     return sorted(root.glob("log/*/*/*.seg"))
 
 
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 0x10
-    path.write_bytes(data)
-
-
-def restores(root: Path, point: LogPoint) -> bool:
-    """Whether all that a restore of a point reads of the log is whole."""
-    history = Logs(spot(root) / "log").read()
-    steps = {
-        step: saves.read_info(spot(root / str(step)), "embeddings").save_id
-        for step in inspect.open(root).steps
-    }
-    way = newest_way(history, steps, at=point.step)
-    if way is None or way.point != point:
-        return False
-    layout = way.era.head.layout
-    try:
-        replay.replay(way, Targets((), layout), layout)
-        logged_dense.dense_of(way)
-        replay.items_of(way)
-    except DamagedLog:
-        return False
-    return True
+def restores(root: Path, point: RecoveryPoint) -> bool:
+    """Whether a point can be restored."""
+    options = deltackpt.ManagerOptions(access="read", multiprocess=False)
+    with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options) as reader:
+        try:
+            return reader.restore(point, model.initial()).point == point
+        except RestoreError:
+            return False
 
 
 def test_all_points_are_told_without_jax_as_the_manager_tells_them(written):
     with manager(written.root) as trainer:
-        known = trainer.points()
+        known = trainer.recovery_points()
     ck = inspect.open(written.root)
-    assert [point for point in ck.points() if point.full] == known
-    assert [point.step for point in ck.points()] == [9, 8, 7, 6, 5, 4, 2, 1]
-    newest, first = ck.log.stretches
-    assert newest.live and first.live and newest.continues is not None
-    assert (newest.base and newest.base.step, newest.continues.save_id.step) == (3, 5)
-    assert newest.marks == (4,) and newest.full_points == 2 and not newest.problem
+    assert [point for point in ck.recovery_points() if point.full] == known
+    assert [point.step for point in ck.recovery_points()] == [9, 8, 7, 6, 5, 4, 2, 1]
+    newest, first = ck.wal.epochs
+    assert newest.live and first.live and newest.forked_from is not None
+    assert (newest.base and newest.base.step, newest.forked_from.save_id.step) == (3, 5)
+    assert newest.records == (4,) and newest.full_points == 2 and not newest.problem
     assert first.newest is not None and first.newest.step == 5
 
 
 def test_ls_lists_stretches_and_points(written):
     listed = run("ls", written.root)
-    assert listed.returncode == 0 and "point 5 of stretch 0, step 3" in listed.stdout
-    points = run("ls", written.root, "--log", "--last", "3").stdout
-    assert "8       1 soft" in points or "8       1 full" in points
-    told = json.loads(run("ls", written.root, "--log", "--json").stdout)
-    assert [one["save_id"]["step"] for one in told["points"]] == [9, 8, 7, 6, 5, 4, 2, 1]
-    assert [one["number"] for one in told["stretches"]] == [1, 0]
+    assert listed.returncode == 0 and "recovery point 5 of epoch 0, step 3" in listed.stdout
+    points = run("ls", written.root, "--wal", "--last", "3").stdout
+    assert re.search(r"\b8 +1 (soft|full)\b", points)
+    told = json.loads(run("ls", written.root, "--wal", "--json").stdout)
+    assert [one["save_id"]["step"] for one in told["recovery_points"]] == [9, 8, 7, 6, 5, 4, 2, 1]
+    assert [one["epoch"] for one in told["recovery_points"]] == [1] * 4 + [0] * 4
+    assert [one["number"] for one in told["epochs"]] == [1, 0]
+    assert [one["full_recovery_points"] for one in told["epochs"]] == [2, 2]
+    assert told["epochs"][0]["forked_from"]["epoch"] == 0
     # What is told of the steps alone stays a list of them.
     assert [one["step"] for one in json.loads(run("ls", written.root, "--json").stdout)] == [0, 3]
 
@@ -155,12 +144,164 @@ def test_a_root_without_a_log_has_no_stretch(tmp_path):
     state = model.initial()
     with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as trainer:
         trainer.save(0, state)
-        trainer.wait()
+        trainer.wait_until_finished()
     ck = inspect.open(tmp_path)
-    assert ck.points() == [] and ck.log.stretches == ()
-    assert "stretch" not in run("ls", tmp_path).stdout
+    assert ck.recovery_points() == [] and ck.wal.epochs == ()
+    assert "epoch" not in run("ls", tmp_path).stdout
     assert verify_root(tmp_path).points == ()
-    assert "log" not in {finding.subject for finding in doctor.examine(tmp_path, read_only=True)}
+    assert "WAL" not in {finding.subject for finding in doctor.examine(tmp_path, read_only=True)}
+
+
+# Points, looked into as steps are.
+
+
+def test_every_full_point_is_opened_as_a_step_is_bit_for_bit(written):
+    ck = inspect.open(written.root)
+    full = [point for point in ck.recovery_points() if point.full]
+    assert len(full) > 2
+    for point in full:
+        state = written.states[point.step]
+        for asked in (point, point.step):
+            found = ck.at(asked)
+            assert (found.step, found.point) == (point.step, point)
+            for name, table in state["tables"].items():
+                held = found.tables[f"tables/{name}"]
+                assert held[:].tobytes() == np.asarray(table).tobytes(), (point, name)
+                slots = [slot[:].tobytes() for slot in held.slots.values()]
+                assert slots == [np.asarray(state["slots"][name]).tobytes()][: len(slots)]
+            kernel = np.asarray(state["dense"]["kernel"])
+            assert found["dense/kernel"][:].tobytes() == kernel.tobytes()
+            assert found.items["dense"]["dense/kernel"][1].tobytes() == kernel[1].tobytes()
+            assert str(point) in repr(found) and str(point) == found.reads[-1]
+    soft = next(point for point in ck.recovery_points() if not point.full)
+    for asked in (soft, 77):
+        with pytest.raises(StepNotFound, match="nearest that can be restored"):
+            ck.at(asked)
+
+
+@pytest.mark.parametrize(("a", "b"), [(0, 9), (3, 5), (5, 9), (9, 3)])
+def test_a_diff_of_points_has_the_rows_that_differ(written, a, b):
+    found = inspect.open(written.root).diff(a, b)
+    assert (found.a, found.b) == (a, b)
+    for name in written.states[a]["tables"]:
+        before, after = (np.asarray(written.states[one]["tables"][name]) for one in (a, b))
+        expected = np.flatnonzero((before != after).reshape(len(before), -1).any(axis=1))
+        assert found[f"tables/{name}"].rows.tolist() == expected.tolist()
+
+
+def test_commands_take_every_point_that_can_be_restored(written, tmp_path):
+    pytest.importorskip("safetensors")
+    from safetensors.numpy import load_file
+
+    with manager(written.root) as trainer:
+        points = trainer.recovery_points()
+    for point in points:
+        shown = run("show", written.root, point.step)
+        assert shown.returncode == 0 and str(point) in shown.stdout, shown.stderr
+        assert "tables/users" in shown.stdout and "dense/kernel" in shown.stdout
+        told = json.loads(run("show", written.root, point.step, "--json").stdout)
+        assert told["kind"] == "recovery point"
+        assert told["recovery_point"]["epoch"] == point.epoch
+        planned = run("plan", written.root, point.step)
+        assert planned.returncode == 0 and f"up to {point}" in planned.stdout, planned.stderr
+        plan = json.loads(run("plan", written.root, point.step, "--json").stdout)
+        assert plan["wal_bytes"] > 0 and plan["dense_bytes"] > 0 and plan["step"] == point.step
+        assert run("diff", written.root, 0, point.step).returncode == 0
+        target = tmp_path / str(point.step)
+        done = run("export", "safetensors", written.root, target, "--step", point.step)
+        assert done.returncode == 0, done.stderr
+        kernel = load_file(target / "model.safetensors")["dense/kernel"]
+        assert (
+            kernel.tobytes() == np.asarray(written.states[point.step]["dense"]["kernel"]).tobytes()
+        )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("show", "ROOT", 8),
+        ("show", "ROOT", 99),
+        ("plan", "ROOT", 99),
+        ("diff", "ROOT", 0, 99),
+        ("export", "safetensors", "ROOT", "TARGET", "--step", 99),
+        ("history", "ROOT", "tables/none", 1),
+        ("diff", "ROOT", 0, 3, "--table", "none"),
+    ],
+)
+def test_errors_of_commands_advise_commands(written, tmp_path, arguments):
+    places = {"ROOT": written.root, "TARGET": tmp_path / "target"}
+    told = run(*(places.get(one, one) for one in arguments))
+    assert told.returncode == 1 and not _PYTHON.search(told.stderr), told.stderr
+    if 99 in arguments:
+        assert "recovery point 9 of WAL epoch 1" in told.stderr and "deltackpt ls" in told.stderr
+
+
+def test_no_error_that_a_command_may_meet_advises_python():
+    """Of the modules that commands read with: what they raise, as the command line shows it."""
+    package = Path(deltackpt.__file__).parent
+    for folder in ("errors.py", "format", "inspect", "interchange", "ledger", "reading", "upkeep"):
+        for path in sorted({*(package / folder).rglob("*.py"), *package.glob(folder)}):
+            if path.is_dir():
+                continue
+            tree = ast.parse(path.read_text())
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Raise) or _is_advice(node):
+                    for text in _texts(node):
+                        assert not _PYTHON.search(advice.as_commands(text)), (path.name, text)
+
+
+#: A call of a method, as an error advises it.
+_PYTHON = re.compile(r"\b(?!DIR\b)[a-z_]+\((?:[a-z_]+=\w+)?\)|\bsee step")
+
+
+def _is_advice(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Assign):
+        return False
+    return any(getattr(one, "id", getattr(one, "attr", "")) in _ADVICE for one in node.targets)
+
+
+#: What the advice of an error is called where it is made.
+_ADVICE = ("action", "known")
+
+
+def _texts(node: ast.AST) -> list[str]:
+    """Texts below a node, ``{}`` in the place of what is put into them."""
+    found = []
+    inside: set[int] = set()
+    for one in ast.walk(node):
+        if isinstance(one, ast.JoinedStr):
+            parts = [p.value if isinstance(p, ast.Constant) else "{}" for p in one.values]
+            found.append("".join(map(str, parts)))
+            inside |= {id(p) for p in one.values}
+        elif isinstance(one, ast.Constant) and isinstance(one.value, str) and id(one) not in inside:
+            found.append(one.value)
+    return found
+
+
+def test_ls_verify_and_points_agree_after_collect(tmp_path):
+    state = model.initial()
+    touched = model.new_touched(state)
+    with manager(tmp_path) as trainer:
+        for step in range(6):
+            if step in (0, 3):
+                trainer.save(step, state, touched=touched, force_base=True)
+            else:
+                trainer.append(step, state, touched=touched)
+            state, touched = model.train(state, touched, step)
+        trainer.wait_until_finished()
+    assert [point.step for point in inspect.open(tmp_path).recovery_points()] == [5, 4, 2, 1]
+    collect(tmp_path, retention=Retention(keep_last=1), offline=True)
+    options = deltackpt.ManagerOptions(access="read")
+    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=options) as reader:
+        known = reader.recovery_points()
+    ck = inspect.open(tmp_path)
+    assert [point.step for point in known] == [5, 4] and ck.recovery_points() == known
+    assert [one.point for one in verify_root(tmp_path).points] == known[::-1]
+    assert [one.full_points for one in ck.wal.epochs] == [2]
+    told = json.loads(run("ls", tmp_path, "--wal", "--json").stdout)
+    assert [one["save_id"]["step"] for one in told["recovery_points"]] == [5, 4]
+    assert run("ls", tmp_path, "--wal").stdout.endswith("2 recovery points\n")
+    assert run("show", tmp_path, 2).returncode == 1
 
 
 # History.
@@ -172,8 +313,9 @@ def test_history_tells_every_point_between_the_steps_bit_for_bit(written, field)
     found = inspect.open(written.root).history("tables/items", rows, field=field)
     assert found.steps.tolist() == list(range(10))
     kinds = ["full" if step % 2 == 0 else "soft" for step in range(10)]
-    assert {step for step, mark in zip(range(10), found.marks, strict=True) if not mark} == {0, 3}
-    assert set(filter(None, found.marks)) == set(kinds)
+    saved = {step for step, kind in zip(range(10), found.point_kinds, strict=True) if not kind}
+    assert saved == {0, 3}
+    assert set(filter(None, found.point_kinds)) == set(kinds)
     for number, step in enumerate(found.steps.tolist()):
         state = written.states[step]
         leaf = state["tables"] if field == "values" else state["slots"]
@@ -193,26 +335,25 @@ def test_a_mark_holds_the_rows_that_it_says(written):
 
 def test_history_of_named_steps_or_without_the_log_tells_steps_alone(written):
     ck = inspect.open(written.root)
-    assert ck.history("tables/users", 1, log=False).steps.tolist() == [0, 3]
-    assert ck.history("tables/users", 1, steps=[3]).marks == (None,)
+    assert ck.history("tables/users", 1, wal=False).steps.tolist() == [0, 3]
+    assert ck.history("tables/users", 1, steps=[3]).point_kinds == (None,)
     shown = run("history", written.root, "tables/users", "1").stdout
-    assert "mark" in shown and "full" in shown and "soft" in shown
-    assert "mark" not in run("history", written.root, "tables/users", "1", "--no-log").stdout
+    assert "recovery point" in shown and "full" in shown and "soft" in shown
+    shown = run("history", written.root, "tables/users", "1", "--no-wal").stdout
+    assert "recovery point" not in shown and "written" in shown
     told = json.loads(run("history", written.root, "tables/users", "1", "--json").stdout)
-    assert [one["mark"] is None for one in told] == [step in (0, 3) for step in range(10)]
+    assert [one["recovery_point"] is None for one in told] == [step in (0, 3) for step in range(10)]
 
 
 def test_history_names_a_damaged_mark(copy):
-    era = Logs(spot(copy) / "log").read().eras[0]
-    [*_, mark] = era.processes[0].log.marks
-    frame = next(frame for frame in mark.frames if frame.kind == Kind.ROWS)
-    flip(Path(frame.segment), frame.start)
+    rows = [one for one in records_in(copy / "log/1/0")[-1] if isinstance(one.head, RowsHead)]
+    for frame in rows:
+        flip(frame.path, frame.start)
     ck = inspect.open(copy)
-    group = frame.head.segment.group
-    table = next(table.name for table in era.head.tables if table.group == group)
-    with pytest.raises(DamagedLog, match=rf"frame {frame.place.seq}\b"):
-        ck.history(table, 0)
-    assert ck.history(table, 0, log=False).steps.tolist() == [0, 3]
+    named = "|".join(str(frame.place.seq) for frame in rows)
+    with pytest.raises(DamagedWal, match=rf"frame ({named})\b"):
+        ck.history("tables/items", 0)
+    assert ck.history("tables/items", 0, wal=False).steps.tolist() == [0, 3]
 
 
 # Verification.
@@ -222,12 +363,15 @@ def test_a_sound_log_is_verified_and_every_point_restores(written):
     report = verify_root(written.root)
     assert report.intact and not report.notes
     assert [verdict.point.step for verdict in report.points] == sorted(
-        point.step for point in inspect.open(written.root).points() if point.full
+        point.step for point in inspect.open(written.root).recovery_points() if point.full
     )
     assert all(verdict.restorable for verdict in report.points)
     assert all(restores(written.root, verdict.point) for verdict in report.points)
     told = run("verify", written.root)
-    assert told.returncode == 0 and "full points can be restored, the newest of step" in told.stdout
+    assert (
+        told.returncode == 0
+        and "full recovery points can be restored, the newest at step" in told.stdout
+    )
 
 
 def test_the_golden_log_is_verified():
@@ -266,6 +410,8 @@ def test_damage_before_the_last_frames_is_never_taken_for_a_torn_tail(copy):
 def test_a_torn_tail_of_the_newest_stretch_is_no_damage(copy, count):
     newest = segments(copy)[-1]
     os.truncate(newest, newest.stat().st_size - count)
+    # Nobody was told that the mark is durable.
+    (newest.parent / "progress").unlink()
     report = verify_root(copy)
     assert report.intact and any("torn frame" in note for note in report.notes)
     assert 9 not in {verdict.point.step for verdict in report.points}
@@ -276,7 +422,7 @@ def test_the_point_that_a_stretch_goes_on_from_is_never_a_torn_tail(copy):
     os.truncate(last, last.stat().st_size // 2)
     report = verify_root(copy)
     assert not report.intact
-    assert not any(verdict.restorable for verdict in report.points if verdict.point.stretch == 1)
+    assert not any(verdict.restorable for verdict in report.points if verdict.point.epoch == 1)
 
 
 def test_a_missing_segment_makes_the_points_behind_it_void(copy):
@@ -289,7 +435,7 @@ def test_a_missing_segment_makes_the_points_behind_it_void(copy):
         restores(copy, one.point) for one in report.points if not one.restorable
     )
     told = run("verify", copy)
-    assert told.returncode == 1 and "void" in told.stdout
+    assert told.returncode == 1 and "; not restorable: " in told.stdout
 
 
 def test_what_counts_no_more_may_be_damaged(copy):
@@ -301,60 +447,48 @@ def test_what_counts_no_more_may_be_damaged(copy):
         found = trainer.restore(3, model.initial())
         assert found.touched is not None
         state, touched = model.train(found.state, found.touched, 5)
-        trainer.log(20, state, touched=touched)
-        trainer.wait_logged()
+        trainer.append(20, state, touched=touched)
+        trainer.wait_appended()
     flip(last, 200)
     report = verify_root(copy)
-    assert report.intact and sum("counts no more" in note for note in report.notes) == 2
+    assert report.intact and sum("no longer valid" in note for note in report.notes) == 2
     assert [verdict.point.step for verdict in report.points] == [20]
 
 
-def test_marks_that_are_trimmed_meanwhile_are_no_damage(copy, monkeypatch):
-    def then_trimmed(at):
-        found = log_states.log_state(at)
+def test_marks_that_are_trimmed_meanwhile_are_no_damage(copy):
+    def trim(_: DiskCall) -> None:
         for path in segments(copy):
             path.unlink()
-        return found
 
-    monkeypatch.setattr(verify_log, "log_state", then_trimmed)
-    report = verify_root(copy)
+    with Disk(copy) as disk:
+        # After the heads of all frames were read, and before the first body.
+        disk.on("read", trim, "[.]seg$", after=len(segments(copy)), times=1)
+        report = verify_root(copy)
     assert report.intact and report.points == ()
     assert any("trimmed while" in note for note in report.notes)
-
-
-def test_dense_leaves_without_a_chunk_are_found(tmp_path):
-    plain = dense_frames._plain_values
-
-    def without_one(dense):
-        return (one for one in plain(dense) if not one.key.endswith("/0.0"))
-
-    with mock.patch.object(dense_frames, "_plain_values", without_one):
-        root = write_short(tmp_path / "root")
-    report = verify_root(root)
-    assert not report.intact and "arrays imply" in report.problems[0].expected
-    assert [verdict.restorable for verdict in report.points] == [False]
 
 
 def write_short(root: Path, **backend) -> Path:
     """A step and a mark above it."""
     state = model.initial()
     touched = model.new_touched(state)
-    with manager(root, backend=deltackpt.LocalLog(**backend)) as trainer:
+    with manager(root, backend=deltackpt.wal.LocalWal(**backend)) as trainer:
         trainer.save(0, state, touched=touched)
         state, touched = model.train(state, touched, 1)
-        trainer.log(1, state, touched=touched)
-        trainer.wait_logged()
+        trainer.append(1, state, touched=touched)
+        trainer.wait_appended()
     return root
 
 
 def test_a_damaged_newest_head_is_told_by_all_and_removes_nothing(copy):
     flip(copy / "log/1.msgpack", 30)
+    (copy / "log/1/head.msgpack").unlink()
     report = verify_root(copy)
     assert not report.intact and report.problems[0].object_name == "log/1.msgpack"
-    assert "nobody can tell" in run("ls", copy).stdout
-    assert by_subject(copy)["log"].severity == "problem"
+    assert "cannot determine which WAL epochs are valid" in run("ls", copy).stdout
+    assert by_subject(copy)["WAL"].severity == "problem"
     found = collect(copy)
-    assert not found.removable and "the log stays" in found.notes[0]
+    assert not found.removable and "the WAL stays" in found.notes[0]
     assert (copy / "log/0.msgpack").is_file()
 
 
@@ -362,19 +496,19 @@ def test_a_damaged_newest_head_is_told_by_all_and_removes_nothing(copy):
 
 
 def test_collect_removes_stretches_that_nothing_goes_on_from_and_no_other(copy):
-    assert [one for one in collectable(copy).removable if one.kind == "stretch"] == []
+    assert [one for one in collectable(copy).removable if one.kind == "WAL epoch"] == []
     with manager(copy) as trainer:
         found = trainer.restore(3, model.initial())
         assert found.touched is not None
         state, touched = model.train(found.state, found.touched, 5)
-        trainer.log(20, state, touched=touched)
-        point = trainer.wait_logged()
+        trainer.append(20, state, touched=touched)
+        point = trainer.wait_appended()
     flip(copy / "log/0.msgpack", 30)  # Of what counts no more even the head is of no use.
     ended(copy)
     gone = collect(copy).removable
-    assert [one.name for one in gone if one.kind == "stretch"] == ["log/1", "log/0"]
+    assert [one.name for one in gone if one.kind == "WAL epoch"] == ["log/1", "log/0"]
     assert sorted(path.name for path in (copy / "log").iterdir()) == ["2", "2.msgpack"]
-    assert verify_root(copy).intact and inspect.open(copy).points() == [point]
+    assert verify_root(copy).intact and inspect.open(copy).recovery_points() == [point]
     with manager(copy) as trainer:
         newest = trainer.restore_latest(state)
     assert newest is not None and newest.point == point
@@ -389,7 +523,7 @@ def test_trimming_removes_earlier_stretches_whose_heads_are_damaged(copy):
         for step in range(20, 24):
             state, touched = model.train(state, touched, step)
             trainer.save(step, state, touched=touched)
-            trainer.wait()
+            trainer.wait_until_finished()
     assert {path.name for path in (copy / "log").glob("*.msgpack")} == {"2.msgpack"}
 
 
@@ -414,7 +548,7 @@ def put_marks(root: Path, process: int, numbers: range) -> None:
     at.mkdir(exist_ok=True)
     head = StretchHead(stretch=0, run=run_id, process_count=2, base=None, continues=None)
     (at / "0.msgpack").write_bytes(stretches.to_bytes(head))
-    writer = SegmentWriter(at / "0" / str(process), stretch=0, process=process, fsync=False)
+    writer = SegmentWriter(at, at / "0" / str(process), stretch=0, process=process, fsync=False)
     for number in numbers:
         mark = MarkHead(
             save_id=SaveId(run_id, number, number),
@@ -432,7 +566,7 @@ def saved(tmp_path) -> Path:
     """A root with a step and no log."""
     with deltackpt.CheckpointManager(tmp_path / "root", handlers=HANDLERS) as trainer:
         trainer.save(0, model.initial())
-        trainer.wait()
+        trainer.wait_until_finished()
     return tmp_path / "root"
 
 
@@ -443,36 +577,36 @@ def test_the_doctor_names_a_process_that_holds_points_back(saved, behind, severi
     put_marks(saved, 0, range(1, 400))
     if behind is not None:
         put_marks(saved, 1, behind)
-    finding = by_subject(saved)["processes of the log"]
+    finding = by_subject(saved)["WAL processes"]
     assert finding.severity == severity and "of 2, 1 " in finding.found
-    assert any("have not come as far" in note for note in verify_root(saved).notes)
+    assert any("are behind the others" in note for note in verify_root(saved).notes)
 
 
 def test_the_doctor_is_content_where_all_processes_have_all_marks(saved):
     for process in range(2):
         put_marks(saved, process, range(1, 4))
-    assert "processes of the log" not in by_subject(saved)
+    assert "WAL processes" not in by_subject(saved)
 
 
 def test_the_doctor_finds_a_log_directory_that_is_gone(tmp_path):
     root = write_short(tmp_path / "root", directory=str(tmp_path / "elsewhere"))
     found = by_subject(root)
-    assert found["log"].figures["newest_point"] == 1
+    assert found["WAL"].figures["newest_recovery_point"] == 1
     shutil.rmtree(tmp_path / "elsewhere")
-    finding = by_subject(root)["log directory of stretch 0"]
+    finding = by_subject(root)["directory of WAL epoch 0"]
     assert finding.severity == "problem" and "elsewhere" in finding.found
 
 
 def test_the_doctor_finds_gaps_stretches_left_over_and_logs_that_are_long(copy):
-    assert by_subject(copy)["log to replay"].severity == "ok"
+    assert by_subject(copy)["WAL to replay"].severity == "ok"
     with mock.patch.object(doctor_log, "_LEAST_BASE_BYTES", 1):
         with mock.patch("deltackpt.format.segments.FieldSpec.row_bytes", 0):
-            assert by_subject(copy)["log to replay"].severity == "warning"
+            assert by_subject(copy)["WAL to replay"].severity == "warning"
     first, *_ = sorted(copy.glob("log/0/0/*.seg"))
     flip(first, 90)
-    assert by_subject(copy)["gaps of the log"].severity == "warning"
+    assert by_subject(copy)["WAL gaps"].severity == "warning"
     with manager(copy) as trainer:
         found = trainer.restore(3, model.initial())
         trainer.save(50, found.state, touched=found.touched)
-        trainer.wait()
-    assert by_subject(copy)["stretches left over"].figures["stretches"] == [0, 1]
+        trainer.wait_until_finished()
+    assert by_subject(copy)["obsolete WAL epochs"].figures["epochs"] == [0, 1]

@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,8 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from flat_options import manager_options
+
+from deltackpt.testing import failing_saves, paused_saves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -34,6 +35,8 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from machine import free_port
+from rich.console import Console
 
 import deltackpt
 from deltackpt import events, touched
@@ -47,14 +50,13 @@ from deltackpt.errors import (
 )
 from deltackpt.handlers.iterators import IteratorHandler, IteratorSave
 from deltackpt.integrations.loop import LoopCheckpoints
-from deltackpt.storage import writer
 
 grain = pytest.importorskip("grain")
 
 from loops import demo, lineage, nnx_loop, optax_loop, policy_loop  # noqa: E402
 
 ROWS, WIDTH, SAMPLES, BATCH = 48, 4, 24, 4
-MARKS = deltackpt.ManagerOptions(deltas=deltackpt.DeltaOptions(tracking="marks"))
+MARKS = deltackpt.ManagerOptions(deltas=deltackpt.DeltaOptions(tracking="touched"))
 LOOPS = {"optax": optax_loop, "nnx": nnx_loop}
 
 
@@ -155,7 +157,7 @@ def nnx_kind(form, select, optimizer=None, tracking="fingerprints") -> Kind:
 KINDS = {
     "optax with adagrad": optax_kind(optax.adagrad(0.1)),
     "optax with adam": optax_kind(optax.adam(0.1), sparse=False),
-    "optax with track": optax_kind(touched.track(optax.adagrad(0.1), "emb"), tracking="marks"),
+    "optax with track": optax_kind(touched.track(optax.adagrad(0.1), "emb"), tracking="touched"),
     "linen": linen_kind(),
     "nnx in a dict": nnx_kind(
         lambda model, optimizer: {"model": model, "optimizer": optimizer}, "model/emb/embedding"
@@ -164,7 +166,7 @@ KINDS = {
         lambda model, optimizer: {"model": model, "optimizer": optimizer},
         "model/emb/embedding",
         touched.track(optax.adagrad(0.1), "**/embedding"),
-        tracking="marks",
+        tracking="touched",
     ),
     "nnx in a tuple": nnx_kind(
         lambda model, optimizer: (model, optimizer, jnp.zeros((), jnp.int32)), "0/emb/embedding"
@@ -241,7 +243,7 @@ def opened(pipeline):
         inner.close()
 
 
-def checkpoints(root, kind=None, iterator=None, *, every=2, sinks=(), **options):
+def checkpoints(root, kind=None, iterator=None, *, every=2, event_handlers=(), **options):
     kind = kind or KINDS["optax with adagrad"]
     return LoopCheckpoints(
         root,
@@ -249,7 +251,7 @@ def checkpoints(root, kind=None, iterator=None, *, every=2, sinks=(), **options)
         every_steps=every,
         data=iterator,
         options=manager_options(**{"tracking": kind.tracking, **options}),
-        sinks=sinks,
+        event_handlers=event_handlers,
     )
 
 
@@ -302,22 +304,26 @@ def damage(root, step, file):
     path.write_bytes(content)
 
 
-@contextlib.contextmanager
-def held_up():
-    """Writes wait until the event is set."""
-    go_on = threading.Event()
-    real = writer.write_array
-
-    def write(*arguments, **options):
-        assert go_on.wait(60)
-        return real(*arguments, **options)
-
-    with mock.patch.object(writer, "write_array", write):
-        yield go_on
-        go_on.set()
-
-
 # A resumed run is the same run.
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        deltackpt.ManagerOptions(max_to_keep=3),
+        deltackpt.ManagerOptions(deltas=deltackpt.DeltaOptions(sampled_proof=False)),
+    ],
+)
+def test_options_that_name_no_tracking_leave_a_loop_its_fingerprints(tmp_path, options):
+    state = {"emb": jnp.zeros((ROWS, WIDTH))}
+    tables = deltackpt.Tables(select="emb")
+    with LoopCheckpoints(tmp_path, tables=tables, every_steps=1, options=options) as saves:
+        assert saves.after_step(1, state).kind == "base"
+        state = {"emb": state["emb"].at[3].add(1.0)}
+        assert saves.after_step(2, state).kind == "delta"
+        assert [report.rows for report in saves.manager.wait_until_finished()] == [ROWS, 1]
+    with LoopCheckpoints(tmp_path, tables=tables, every_steps=1, options=MARKS) as saves:
+        assert saves.manager.options.deltas.tracking == "touched"  # As it was named.
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -339,12 +345,12 @@ def test_a_delta_holds_no_more_rows_than_the_loop_moved(tmp_path, name):
     kind, seen = KINDS[name], []
     with opened("dataset") as iterator:
         sink = mock.Mock(receive=seen.append)
-        with checkpoints(tmp_path, kind, iterator, every=1, sinks=(sink,)) as saves:
+        with checkpoints(tmp_path, kind, iterator, every=1, event_handlers=(sink,)) as saves:
             state = kind.state()
             for step, batch in enumerate(itertools.islice(iterator, 4), 1):
                 state = kind.step(state, batch["id"])
                 saves.after_step(step, state)
-        with checkpoints(tmp_path, kind, iterator, every=1, sinks=(sink,)) as saves:
+        with checkpoints(tmp_path, kind, iterator, every=1, event_handlers=(sink,)) as saves:
             state, done = saves.resume(kind.state())
             state = kind.step(state, next(iterator)["id"])
             saved = saves.after_step(done + 1, state)
@@ -404,14 +410,14 @@ def test_the_position_is_that_of_the_step_however_far_was_read_ahead(tmp_path, p
     with (
         opened(pipeline) as iterator,
         checkpoints(tmp_path, kind, iterator, every=4) as saves,
-        held_up() as go_on,
+        paused_saves(tmp_path) as held,
     ):
         state, _ = saves.resume(kind.state())
         for step in range(1, 5):
             next(iterator)
             saves.after_step(step, state)
         ahead = [next(iterator)["sample"].tolist() for _ in range(3)]
-        go_on.set()
+        held.release()
     assert ahead == order[4:7]
     with opened(pipeline) as iterator, checkpoints(tmp_path, kind, iterator) as saves:
         assert saves.resume(kind.state())[1] == 4
@@ -501,7 +507,7 @@ def test_steps_are_saved_when_they_are_due_and_the_last_one_when_asked(tmp_path)
         assert taken == [3, 6]
         assert saves.save(8, state) is not None
         assert saves.save(8, state) is None
-        saves.manager.wait()
+        saves.manager.wait_until_finished()
         assert saves.manager.all_steps() == [3, 6, 8]
 
 
@@ -510,18 +516,18 @@ def test_a_save_that_came_too_early_is_taken_with_the_position_of_its_own_step(t
     with opened("dataset") as iterator:
         with checkpoints(tmp_path, kind, iterator, when_busy="coalesce") as saves:
             state = kind.state()
-            with held_up() as go_on:
+            with paused_saves(tmp_path) as held:
                 for step in range(1, 6):
                     state = kind.step(state, next(iterator)["id"])
                     saved = saves.after_step(step, state)
                     assert (saved is not None and saved.kind is not None) == (step == 2)
-                go_on.set()
-                saves.manager.wait()
+                held.release()
+                saves.manager.wait_until_finished()
             state = kind.step(state, next(iterator)["id"])
             state = kind.step(state, next(iterator)["id"])
             saved = saves.after_step(7, state)
             assert saved is not None and saved.step == 7
-            saves.manager.wait()
+            saves.manager.wait_until_finished()
             assert saves.after_step(9, state) is None
             assert saves.manager.all_steps() == [2, 7]
         following = next(iterator)["sample"].tolist()
@@ -536,14 +542,14 @@ def test_a_save_that_came_too_early_is_taken_with_the_position_of_its_own_step(t
 def test_the_last_step_is_saved_whatever_is_in_flight(tmp_path, when_busy):
     kind = KINDS["optax with adagrad"]
     with (
-        held_up() as go_on,
+        paused_saves(tmp_path) as held,
         checkpoints(tmp_path, kind, when_busy=when_busy) as saves,
     ):
         saves.after_step(2, kind.state())
-        threading.Timer(0.2, go_on.set).start()
+        threading.Timer(0.2, held.release).start()
         saved = saves.save(3, kind.state())
         assert saved is not None and saved.kind is not None
-        saves.manager.wait()
+        saves.manager.wait_until_finished()
         assert saves.manager.latest_step() == 3
 
 
@@ -579,13 +585,13 @@ def test_a_position_that_cannot_be_written_fails_the_save_and_keeps_the_step_bef
     with opened("dataset") as iterator, checkpoints(tmp_path, kind, iterator, every=1) as saves:
         state = kind.step(kind.state(), next(iterator)["id"])
         saves.after_step(1, state)
-        saves.manager.wait()
+        saves.manager.wait_until_finished()
         kept = leaves(state)
         batch = next(iterator)
         with failing("write_bytes", "process_", full):
             saves.after_step(2, kind.step(state, batch["id"]))
             with pytest.raises(SaveFailed, match="room to write") as failure:
-                saves.manager.wait()
+                saves.manager.wait_until_finished()
         assert isinstance(failure.value.__cause__, OutOfSpace)
         following = batch["sample"].tolist()
     with opened("dataset") as again, checkpoints(tmp_path, kind, again) as saves:
@@ -603,24 +609,23 @@ def test_the_save_after_a_failed_one_is_taken_and_is_the_newest(tmp_path):
         with failing("write_bytes", "process_", full):
             saves.after_step(1, kind.step(state, next(iterator)["id"]))
             with contextlib.suppress(SaveFailed):
-                saves.manager.wait()
+                saves.manager.wait_until_finished()
         saves.after_step(2, state)
         assert saves.save(2, state) is None
-        saves.manager.wait()
+        saves.manager.wait_until_finished()
         assert saves.manager.all_steps() == [2]
 
 
 def test_the_last_step_is_saved_again_where_its_save_failed(tmp_path):
     kind = KINDS["optax with adagrad"]
-    full = OSError(errno.ENOSPC, "No space left on device")
     with checkpoints(tmp_path, kind, every=1) as saves, opened("dataset") as iterator:
         state = kind.step(kind.state(), next(iterator)["id"])
-        with mock.patch.object(writer, "write_array", side_effect=full):
+        with failing_saves(tmp_path, errno.ENOSPC):
             saves.after_step(1, state)
             with pytest.raises(SaveFailed):
-                saves.manager.wait()
+                saves.manager.wait_until_finished()
         assert saves.save(1, state) is not None
-        saves.manager.wait()
+        saves.manager.wait_until_finished()
         assert saves.manager.all_steps() == [1]
         assert saves.save(1, state) is None
 
@@ -632,12 +637,12 @@ def test_the_last_step_is_saved_after_going_back_behind_it(tmp_path):
         for step in (1, 2):
             state = kind.step(state, next(iterator)["id"])
             saves.after_step(step, state)
-        saves.manager.wait()
+        saves.manager.wait_until_finished()
         before = saves.manager.restore(1, kind.state()).state
         other = kind.step(before, next(iterator)["id"])
         with pytest.warns(UserWarning, match="later steps"):
             assert saves.save(2, other) is not None
-        saves.manager.wait()
+        saves.manager.wait_until_finished()
     with checkpoints(tmp_path, kind) as saves:
         found, done = saves.resume(kind.state())
     assert done == 2
@@ -646,17 +651,16 @@ def test_the_last_step_is_saved_after_going_back_behind_it(tmp_path):
 
 def test_the_step_of_a_preemption_is_durable_though_an_earlier_save_failed(tmp_path):
     kind = KINDS["optax with adagrad"]
-    full = OSError(errno.ENOSPC, "No space left on device")
     with checkpoints(tmp_path, kind, every=100) as saves, opened("dataset") as iterator:
         state = kind.step(kind.state(), next(iterator)["id"])
-        with mock.patch.object(writer, "write_array", side_effect=full):
+        with failing_saves(tmp_path, errno.ENOSPC):
             saves.save(1, state)
             while saves.manager._saver.busy():
                 pass
         with mock.patch.object(saves.manager, "reached_preemption", return_value=True):
             with pytest.raises(SaveFailed) as failure:
                 saves.after_step(2, state)
-        assert failure.value.taken is not None
+        assert failure.value.saved is not None
         assert saves.manager.latest_step() == 2
 
 
@@ -686,7 +690,9 @@ def test_a_step_without_a_position_is_refused_unless_none_is_asked_for(tmp_path)
     with checkpoints(tmp_path, kind) as saves:
         saves.save(2, kind.state())
     with opened("dataset") as iterator, checkpoints(tmp_path, kind, iterator) as saves:
-        with pytest.raises(TemplateMismatch, match="saved without data; restore without them"):
+        with pytest.raises(
+            TemplateMismatch, match="expected the items data, found no data; restore without them"
+        ):
             saves.resume(kind.state())
     with checkpoints(tmp_path, kind) as saves:
         assert saves.resume(kind.state())[1] == 2
@@ -796,7 +802,7 @@ def check_killed(folder, loop, pipeline, *, kills, workers=0, seed=0):
     rng = random.Random(seed)
     for number in range(kills):
         run.kill(rng, in_save=number % 2 == 0)
-    assert run.finish() == digest
+    assert run.finish(Console(quiet=True)) == digest
     found = lineage.read(run.journals)
     assert found.samples == samples
     assert len(found.starts) == kills + 1 and found.starts[0] == 0
@@ -808,6 +814,7 @@ def test_a_killed_loop_trains_every_sample_once_and_ends_in_the_same_state(tmp_p
 
 
 @pytest.mark.long
+@pytest.mark.drawn("loops", 2)
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("loop", "pipeline", "workers"),
@@ -845,9 +852,7 @@ def test_the_lineage_leaves_out_what_was_trained_after_the_last_save(tmp_path):
 
 def job(root, processes, *, steps, kill_after=0, refusing=-1):
     """Runs a job of real processes; what each has said."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     said = [root.with_name(f"{root.name}-{number}.jsonl") for number in range(processes)]
     members = []
@@ -894,4 +899,4 @@ def test_each_of_two_killed_processes_goes_on_with_its_own_data(tmp_path):
 @pytest.mark.processes
 def test_rollouts_use_the_bits_that_the_trainer_had(tmp_path, capsys):
     assert policy_loop.main([f"--directory={tmp_path / 'run'}", "--steps=12"]) == 0
-    assert "bit for bit what the trainer had at that step      yes" in capsys.readouterr().out
+    assert "bit-exact with the trainer at that step      yes" in capsys.readouterr().out

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import collections
+import errno
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -24,22 +23,23 @@ from deltackpt.errors import (
     ClosedError,
     OptionError,
     SaveFailed,
+    StepNotFound,
     TemplateMismatch,
     WaitTimeout,
 )
 from deltackpt.options import Timeouts
 from deltackpt.save import snapshot
-from deltackpt.storage import batch, writer
+from deltackpt.testing import failing_saves, paused_saves
 
 TABLES = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)
 
 
-def manager(root: Path, handlers=None, sinks=(), **options) -> deltackpt.CheckpointManager:
+def manager(root: Path, handlers=None, event_handlers=(), **options) -> deltackpt.CheckpointManager:
     return deltackpt.CheckpointManager(
         root,
         handlers={"embeddings": TABLES, **(handlers or {})},
         options=manager_options(**options),
-        sinks=sinks,
+        event_handlers=event_handlers,
     )
 
 
@@ -50,19 +50,60 @@ def start() -> tuple[dict, deltackpt.TouchState]:
     return state, model.new_touched(state)
 
 
-@contextmanager
-def held_up() -> Iterator[threading.Event]:
-    """Writes wait until the event is set."""
-    go_on = threading.Event()
-    real = writer.write_array
+# Which thread calls.
 
-    def write(*arguments, **options):
-        assert go_on.wait(60)
-        return real(*arguments, **options)
 
-    with mock.patch.object(writer, "write_array", write):
-        yield go_on
-        go_on.set()
+def test_several_threads_may_use_one_manager(tmp_path, start):
+    state, marks = start
+    over, problems = threading.Event(), []
+
+    def call(*methods) -> None:
+        while not over.is_set():
+            for method in methods:
+                try:
+                    method()
+                except StepNotFound:
+                    pass  # Removed in the meantime.
+                except BaseException as error:
+                    problems.append(error)
+                    over.set()
+
+    with manager(tmp_path, max_to_keep=2) as saver:
+        newest = saver.latest_step
+        saver.save(0, state, touched=marks, metrics={"loss": 1.0})
+        saver.wait_until_finished()
+        groups = [
+            (saver.all_steps, saver.check_lease, saver.is_saving_in_progress),
+            (lambda: saver.resume_step, lambda: saver.best_step("loss")),
+            (lambda: saver.metrics(newest()), lambda: saver.custom_metadata(newest())),
+            (lambda: saver.item_metadata(newest()), lambda: saver.reached_preemption(1000)),
+            (saver.wait_until_finished, saver.check_for_errors, saver.recovery_points),
+            (lambda: saver.read(newest(), {"tables/tiny": None}), lambda: saver.next_save(state)),
+        ]
+        threads = [threading.Thread(target=call, args=group) for group in groups]
+        for thread in threads:
+            thread.start()
+        for step in range(1, 12):
+            state, marks = model.train(state, marks, step)
+            assert saver.save(step, state, touched=marks, metrics={"loss": 1.0}).kind is not None
+        over.set()
+        for thread in threads:
+            thread.join(60)
+        assert not problems and not any(thread.is_alive() for thread in threads)
+        saver.wait_until_finished()
+        assert saver.latest_step() == 11
+        model.assert_same(saver.restore_latest(state).state, state)
+
+
+def test_a_save_may_be_settled_while_another_thread_asks_for_it(tmp_path, start, monkeypatch):
+    state, marks = start
+    with manager(tmp_path) as saver:
+        saver.save(0, state, touched=marks)
+        reads = iter([saver._saver.in_flight])
+        kind = type(saver._saver)
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "in_flight", property(lambda _: next(reads, None)), raising=False)
+            saver.is_saving_in_progress()
 
 
 # When a save is asked for while another is in flight.
@@ -70,30 +111,30 @@ def held_up() -> Iterator[threading.Event]:
 
 def test_a_busy_writer_is_waited_for_by_default(tmp_path, start):
     state, marks = start
-    with manager(tmp_path) as saver, held_up() as go_on:
+    with manager(tmp_path) as saver, paused_saves(tmp_path) as held:
         saver.save(1, state, touched=marks)
-        threading.Timer(0.2, go_on.set).start()
+        threading.Timer(0.2, held.release).start()
         state, marks = model.train(state, marks, 1)
         assert saver.save(2, state, touched=marks).kind == "delta"
-        assert [report.intent.save_id.step for report in saver.wait()] == [1, 2]
+        assert [report.intent.save_id.step for report in saver.wait_until_finished()] == [1, 2]
 
 
 def test_a_skipped_save_loses_no_row(tmp_path, start):
     state, marks = start
     with manager(tmp_path, when_busy="skip") as saver:
         saver.save(1, state, touched=marks)
-        saver.wait()
+        saver.wait_until_finished()
         state, marks = model.train(state, marks, 1)
-        with held_up() as go_on:
+        with paused_saves(tmp_path) as held:
             saver.save(2, state, touched=marks)
             state, marks = model.train(state, marks, 2)
             skipped = saver.save(3, state, touched=marks)
             assert skipped.kind is None and "step 2 is still being saved" in skipped.reason
             assert saver.save_if_due(4, state, touched=marks) is None
-            go_on.set()
-            saver.wait()
+            held.release()
+            saver.wait_until_finished()
         assert saver.save(5, state, touched=marks).kind == "delta"
-        saver.wait()
+        saver.wait_until_finished()
         assert saver.all_steps() == [1, 2, 5]
         model.assert_same(saver.restore_latest(state).state, state)
 
@@ -101,18 +142,18 @@ def test_a_skipped_save_loses_no_row(tmp_path, start):
 def test_a_coalesced_save_is_taken_when_the_writer_is_free(tmp_path, start):
     state, marks = start
     with manager(tmp_path, when_busy="coalesce") as saver:
-        with held_up() as go_on:
+        with paused_saves(tmp_path) as held:
             saver.save(1, state, touched=marks)
             state, marks = model.train(state, marks, 1)
             assert saver.save(2, state, touched=marks).kind is None
             assert saver.save_if_due(3, state, touched=marks) is None
-            go_on.set()
-            saver.wait()
+            held.release()
+            saver.wait_until_finished()
         state, marks = model.train(state, marks, 2)
         taken = saver.save_if_due(4, state, touched=marks)
         assert taken is not None and taken.kind == "delta"
         assert saver.save_if_due(5, state, touched=marks) is None
-        saver.wait()
+        saver.wait_until_finished()
         assert saver.all_steps() == [1, 4]
         model.assert_same(saver.restore_latest(state).state, state)
 
@@ -133,13 +174,14 @@ def test_a_wait_has_a_limit_and_the_save_goes_on(tmp_path, start):
     state, marks = start
     limits = Timeouts(save_secs=0.2, close_secs=0.2)
     saver = manager(tmp_path, timeouts=limits)
-    with held_up() as go_on:
+    with paused_saves(tmp_path) as held:
         saver.save(1, state, touched=marks)
         with pytest.raises(WaitTimeout, match="timeouts"):
-            saver.wait()
-        go_on.set()
-        while saver.latest_step() != 1:
+            saver.wait_until_finished()
+        held.release()
+        while saver.is_saving_in_progress():
             threading.Event().wait(0.01)
+        assert saver.latest_step() == 1
     saver.close()
 
 
@@ -148,9 +190,9 @@ def test_a_wait_has_a_limit_and_the_save_goes_on(tmp_path, start):
 
 def test_every_policy_states_its_reason_and_restores_exactly(tmp_path, start):
     for policy in (
-        deltackpt.OneShot(max_chain=3),
-        deltackpt.Consecutive(max_chain=3),
-        deltackpt.Intermittent(max_chain=3),
+        deltackpt.policies.OneShot(max_chain=3),
+        deltackpt.policies.Consecutive(max_chain=3),
+        deltackpt.policies.Intermittent(max_chain=3),
     ):
         state, marks = start
         root = tmp_path / type(policy).__name__
@@ -160,12 +202,12 @@ def test_every_policy_states_its_reason_and_restores_exactly(tmp_path, start):
                 saved = saver.save(step, state, touched=marks)
                 assert (saved.kind, saved.reason) == (decided.kind, decided.reason)
                 assert saved.reason.startswith(saved.kind)
-                saver.wait()
+                saver.wait_until_finished()
                 last = state
                 state, marks = model.train(state, marks, step)
             found = saver.restore_latest(last)
             assert len(found.chain) <= 4
-            if isinstance(policy, deltackpt.OneShot):
+            if isinstance(policy, deltackpt.policies.OneShot):
                 assert len(found.chain) <= 2
             model.assert_same(found.state, last)
 
@@ -174,16 +216,16 @@ def test_a_base_can_be_forced(tmp_path, start):
     state, marks = start
     with manager(tmp_path) as saver:
         saver.save(1, state, touched=marks)
-        saver.wait()
+        saver.wait_until_finished()
         saved = saver.save(2, state, touched=marks, force_base=True)
         assert saved.kind == "base" and "caller" in saved.reason
-        saver.wait()
+        saver.wait_until_finished()
         assert saver.restore_latest(state).chain == (2,)
 
 
 def test_without_tracking_each_save_is_a_base_that_says_so(tmp_path, start):
     state, _ = start
-    with manager(tmp_path) as saver:
+    with manager(tmp_path, tracking="touched") as saver:
         for step in (1, 2):
             saved = saver.save(step, state)
             assert saved.kind == "base" and "TouchState" in saved.reason
@@ -197,11 +239,11 @@ def test_events_tell_every_save_and_restore(tmp_path, start):
         def receive(self, event) -> None:
             told.append(event)
 
-    with manager(tmp_path, sinks=(Listener(),)) as saver:
+    with manager(tmp_path, event_handlers=(Listener(),)) as saver:
         saver.save(1, state, touched=marks)
         state, marks = model.train(state, marks, 1)
         saver.save(2, state, touched=marks)
-        saver.wait()
+        saver.wait_until_finished()
         saver.restore_latest(state)
     base, delta, restored = told
     assert (base.kind, delta.kind) == ("base", "delta")
@@ -209,6 +251,41 @@ def test_events_tell_every_save_and_restore(tmp_path, start):
     assert delta.bytes_written < base.bytes_written
     assert 0 < delta.blocked_secs <= delta.total_secs
     assert restored.chain == (1, 2) and restored.bytes_read > 0
+
+
+@pytest.mark.parametrize("call", ["save", "wait", "restore", "close"])
+def test_a_call_from_an_event_handler_is_refused_and_loses_no_failure(tmp_path, start, call):
+    """It would run in the middle of the call that emits the event."""
+    state, marks = start
+    found: list[Exception] = []
+    calls = {
+        "save": lambda: saver.save(7, state, touched=marks),
+        "wait": lambda: saver.wait_until_finished(),
+        "restore": lambda: saver.restore_latest(state),
+        "close": lambda: saver.close(),
+    }
+
+    class Listener:
+        def receive(self, event) -> None:
+            try:
+                calls[call]()
+            except ClosedError as error:
+                found.append(error)
+                raise
+
+    with manager(tmp_path, event_handlers=(Listener(),)) as saver:
+        saver.save(1, state, touched=marks, force_base=True)
+        with pytest.warns(RuntimeWarning, match="its own event handlers"):
+            saver.wait_until_finished()
+        with failing_saves(tmp_path, errno.ENOSPC):
+            saver.save(2, state, touched=marks, force_base=True)
+            with pytest.warns(RuntimeWarning), pytest.raises(SaveFailed, match="step 2 failed"):
+                saver.wait_until_finished()
+        with pytest.warns(RuntimeWarning):
+            saver.save(3, state, touched=marks)
+            saver.wait_until_finished()
+        assert saver.all_steps() == [1, 3]
+    assert len(found) == 3
 
 
 @pytest.mark.parametrize("snapshot", ["hold", "block"])
@@ -219,35 +296,17 @@ def test_a_loop_that_donates_its_state_corrupts_no_save(tmp_path, start, snapsho
     )
     expected = {name: np.array(table) for name, table in state["tables"].items()}
     with manager(tmp_path, base_snapshot=snapshot) as saver:
-        with held_up() as go_on:
+        with paused_saves(tmp_path) as held:
             if snapshot == "block":
-                go_on.set()
+                held.release()
             saver.save(1, state, touched=marks)
             moved = {**state, "tables": move(state["tables"])}
             jax.block_until_ready(moved["tables"])
-            go_on.set()
-            saver.wait()
+            held.release()
+            saver.wait_until_finished()
         found = saver.restore_latest(moved)
     for name, table in expected.items():
         assert np.asarray(found.state["tables"][name]).tobytes() == table.tobytes()
-
-
-def test_a_numpy_table_that_changes_while_it_is_written_is_not_committed(tmp_path):
-    table = np.ones((1000, 8), np.float32)
-    tables = deltackpt.Tables(select="t")
-    real = batch.FileBatch._write_directly
-
-    def then_change(self, path, chunk):
-        written = real(self, path, chunk)
-        table[...] = 7
-        return written
-
-    with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as saver:
-        with mock.patch.object(batch.FileBatch, "_write_directly", then_change):
-            saver.save(1, {"t": table})
-            with pytest.raises(SaveFailed, match="changed while they were written"):
-                saver.wait()
-        assert saver.all_steps() == []
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -267,7 +326,7 @@ def test_a_table_that_has_grown_between_runs_keeps_the_templates_further_rows(tm
         grown = jax.device_put(grown, {"t": by_rows, "a": by_rows, "w": whole})
     with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as saver:
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), grown)
-        with pytest.raises(TemplateMismatch, match="has grown give a template of arrays"):
+        with pytest.raises(TemplateMismatch, match="has grown, pass a template of arrays"):
             saver.restore_latest(abstract)
         found = saver.restore_latest(grown)
         assert found.state["t"].sharding == grown["t"].sharding
@@ -275,9 +334,30 @@ def test_a_table_that_has_grown_between_runs_keeps_the_templates_further_rows(tm
         np.testing.assert_array_equal(np.asarray(found.state["t"])[9:], 7.0)
         np.testing.assert_array_equal(np.asarray(found.state["a"]), [*range(9), *[8.0] * 7])
         saved = saver.save(3, found.state, touched=found.touched)
-        assert saved.kind == "base" and "not those of the parent" in saved.reason
-        saver.wait()
+        assert saved.kind == "base" and "differ from the parent" in saved.reason
+        saver.wait_until_finished()
         model.assert_same(saver.restore(3, found.state).state, found.state)
+
+
+def test_a_restore_with_more_rows_than_the_step_is_logged_once(tmp_path, caplog):
+    tables = deltackpt.Tables(select="t", slots={"t": {"a": "a"}})
+    state = {"t": jnp.ones((9, 4)), "a": jnp.ones(9), "w": jnp.ones(2)}
+    grown = {"t": jnp.zeros((16, 4)), "a": jnp.zeros(16), "w": jnp.ones(2)}
+    with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as saver:
+        saver.save(1, state)
+        saver.wait_until_finished()
+        saver.restore(1, state)
+        assert "more rows" not in caplog.text
+        saver.restore_latest(grown)
+        [record] = [one for one in caplog.records if one.name == "deltackpt.restore.placing"]
+        assert record.levelname == "WARNING" and record.getMessage() == (
+            "step 1: the template has more rows than the step: t (9 rows in the step, 16 in the "
+            "template); the additional rows of each table and of its slots keep the values of the "
+            "template"
+        )
+        caplog.clear()
+        saver.read_state(1, {"t": grown["t"]})
+        assert "t (9 rows in the step, 16 in the template)" in caplog.text
 
 
 # Further items, retention and metrics.
@@ -290,7 +370,7 @@ def test_items_of_orbax_ride_along(tmp_path, start):
         for step in (1, 2):
             items = {"notes": ocp.args.JsonSave({"epoch": step})}
             saver.save(step, state, touched=marks, items=items)
-        saver.wait()
+        saver.wait_until_finished()
         found = saver.restore_latest(state, items={"notes": ocp.args.JsonRestore()})
         assert found.items == {"notes": {"epoch": 2}}
         assert saver.restore(1, state).items == {}
@@ -309,7 +389,7 @@ def test_a_grain_iterator_rides_along_and_goes_on_where_it_was(tmp_path, start):
         seen = [next(iterator) for _ in range(5)]
         items = {"iterator": grain.checkpoint.CheckpointSave(iterator)}
         saver.save(1, state, touched=marks, items=items)
-        saver.wait()
+        saver.wait_until_finished()
         again = batches()
         items = {"iterator": grain.checkpoint.CheckpointRestore(again)}
         saver.restore_latest(state, items=items)
@@ -321,12 +401,56 @@ def test_orbax_policies_and_metrics_decide_what_stays(tmp_path, start):
     policies = ocp.checkpoint_managers
     state, marks = start
     best = policies.BestN(get_metric_fn=lambda metrics: metrics["auc"], n=1)
-    with manager(tmp_path, retention=best, policy=deltackpt.OneShot(max_chain=1)) as saver:
+    with manager(
+        tmp_path, preservation_policy=best, policy=deltackpt.policies.OneShot(max_chain=1)
+    ) as saver:
         for step, auc in ((1, 0.5), (2, 0.9), (3, 0.6), (4, 0.7), (5, 0.65)):
             saver.save(step, state, touched=marks, metrics={"auc": auc}, force_base=True)
-            saver.wait()
+            saver.wait_until_finished()
         assert 2 in saver.all_steps()
         assert 1 not in saver.all_steps() and 3 not in saver.all_steps()
+
+
+@pytest.mark.parametrize("tracking", ["touched", "fingerprints"])
+def test_a_loop_that_has_nothing_to_do_may_save_the_step_that_it_has_restored(
+    tmp_path, start, tracking
+):
+    state, marks = start
+    if tracking == "fingerprints":
+        marks = None
+    with manager(tmp_path, tracking=tracking) as saver:
+        saver.save(10, state, touched=marks)
+        saver.save(20, state, touched=marks)
+        saver.wait_until_finished()
+    with manager(tmp_path, tracking=tracking) as saver:
+        found = saver.restore_latest(state)
+        touched = None if marks is None else found.touched
+        saved = saver.save(20, found.state, touched=touched, force=True)
+        assert (saved.kind, saver.wait_until_finished()) == (
+            None,
+            [],
+        ) and "it was restored" in saved.reason
+        for more in ({"metrics": {"loss": 1.0}}, {"custom_metadata": {"a": 1}}):
+            with pytest.raises(OptionError, match="expected a step above 20"):
+                saver.save(20, found.state, touched=touched, **more)
+        if touched is None:
+            tables = found.state["tables"]
+            changed = {name: table + 1 for name, table in tables.items()}
+            with pytest.raises(OptionError, match="expected a step above 20"):
+                saver.save(20, {**found.state, "tables": changed})
+        if touched is not None:
+            moved = deltackpt.touched.mark(touched, {"users": np.array([1])})
+            with pytest.raises(OptionError, match="expected a step above 20"):
+                saver.save(20, found.state, touched=moved)
+        for changed in {"step": found.state["step"] + 1}, {"dense": {"kernel": None, "none": None}}:
+            with pytest.raises(OptionError, match="expected a step above 20"):
+                saver.save(20, {**found.state, **changed}, touched=touched)
+        found = saver.restore(10, state)
+        touched = None if marks is None else found.touched
+        with pytest.raises(OptionError, match="expected a step above 10"):
+            saver.save(10, found.state, touched=touched)
+        with pytest.warns(UserWarning, match="were moved to rolled-back"):
+            assert saver.save(21, found.state, touched=touched).kind is not None
 
 
 # What a restore gives.
@@ -339,11 +463,11 @@ def test_a_restore_says_what_it_read_and_tells_its_progress(tmp_path, start):
             saver.save(step, state, touched=marks)
             last = state
             state, marks = model.train(state, marks, step)
-        saver.wait()
+        saver.wait_until_finished()
         told = []
         found = saver.restore_latest(last, progress=lambda *done: told.append(done))
     assert (found.step, found.chain, found.skipped) == (2, (1, 2), ())
-    assert found.source == ("root",) * len(found.chain) and found.seconds > 0
+    assert found.source == ("directory",) * len(found.chain) and found.seconds > 0
     assert told[-1][0] == told[-1][1] == found.bytes_read
     assert told == sorted(told)
 
@@ -352,7 +476,7 @@ def test_without_a_template_nested_dicts_of_numpy_arrays_come_back(tmp_path, sta
     state, marks = start
     with manager(tmp_path) as saver:
         saver.save(1, state, touched=marks)
-        saver.wait()
+        saver.wait_until_finished()
         found = saver.restore_latest()
     for name, table in state["tables"].items():
         assert isinstance(found.state["tables"][name], np.ndarray)
@@ -365,7 +489,7 @@ def test_an_abstract_template_is_enough(tmp_path, start):
     state, marks = start
     with manager(tmp_path) as saver:
         saver.save(1, state, touched=marks)
-        saver.wait()
+        saver.wait_until_finished()
         found = saver.restore_latest(jax.eval_shape(lambda: state))
     model.assert_same(found.state, state)
 
@@ -377,11 +501,11 @@ def test_chosen_tables_and_rows_are_read_without_the_rest(tmp_path, start):
             saver.save(step, state, touched=marks)
             last = state
             state, marks = model.train(state, marks, step)
-        saver.wait()
+        saver.wait_until_finished()
         whole = saver.restore(2, last)
         part = saver.read(2, {"tables/users": (100, 110), "tables/tiny": None})
         assert saver.save(3, state, touched=marks).kind == "delta"
-        saver.wait()
+        saver.wait_until_finished()
     assert set(part.tables) == {"tables/users", "tables/tiny"}
     assert np.array_equal(part.tables["tables/users"]["values"], last["tables"]["users"][100:110])
     [slot] = set(part.tables["tables/tiny"]) - {"values"}
@@ -402,7 +526,7 @@ def test_rows_that_do_not_exist_are_named(tmp_path, start, tables, match):
     state, marks = start
     with manager(tmp_path) as saver:
         saver.save(1, state, touched=marks)
-        saver.wait()
+        saver.wait_until_finished()
         with pytest.raises(TemplateMismatch, match=match):
             saver.read(1, tables)
 
@@ -425,7 +549,7 @@ def test_dense_leaves_of_every_kind_come_back(tmp_path):
     handlers = {"embeddings": deltackpt.Tables(select="t")}
     with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:
         saver.save(1, state)
-        saver.wait()
+        saver.wait_until_finished()
         found = saver.restore_latest(state).state
         abstract = jax.eval_shape(lambda: {"int": 3, "float": 0.5})
         numbers = saver.restore_latest({**state, **abstract}).state
@@ -449,7 +573,7 @@ def test_a_reader_sees_steps_as_they_are_committed_and_writes_nothing(tmp_path, 
     with manager(tmp_path) as saver, manager(tmp_path, access="read") as reader:
         assert reader.latest_step() is None and reader.restore_latest(state) is None
         saver.save(1, state, touched=marks)
-        saver.wait()
+        saver.wait_until_finished()
         assert reader.latest_step() == 1
         before = sorted(tmp_path.rglob("*"))
         model.assert_same(reader.restore_latest(state).state, state)
@@ -463,7 +587,7 @@ def test_several_managers_live_in_one_process(tmp_path, start):
     with manager(tmp_path / "a") as first, manager(tmp_path / "b") as second:
         first.save(1, state, touched=marks)
         second.save(9, state, touched=marks)
-        first.wait(), second.wait()
+        first.wait_until_finished(), second.wait_until_finished()
         assert (first.all_steps(), second.all_steps()) == ([1], [9])
 
 
@@ -473,8 +597,8 @@ def test_a_closed_manager_says_so_and_closing_twice_is_fine(tmp_path, start):
     saver.save(1, state, touched=marks)
     saver.close()
     saver.close()
-    for call in (lambda: saver.save(2, state), saver.wait, saver.restore_latest):
-        with pytest.raises(ClosedError, match="make a new one"):
+    for call in (lambda: saver.save(2, state), saver.wait_until_finished, saver.restore_latest):
+        with pytest.raises(ClosedError, match="create a new one"):
             call()
 
 
@@ -482,7 +606,7 @@ def test_a_step_must_be_above_the_newest(tmp_path, start):
     state, marks = start
     with manager(tmp_path) as saver:
         saver.save(5, state, touched=marks)
-        saver.wait()
+        saver.wait_until_finished()
         for step in (5, 4):
             with pytest.raises(OptionError, match=f"step {step} .* above 5"):
                 saver.save(step, state, touched=marks)
@@ -493,33 +617,33 @@ def test_a_failure_in_the_background_surfaces_once_and_the_next_save_is_taken(tm
     state, marks = start
     with manager(tmp_path) as saver:
         saver.save(1, state, touched=marks)
-        saver.wait()
+        saver.wait_until_finished()
         state, marks = model.train(state, marks, 1)
-        with mock.patch.object(writer, "write_array", side_effect=OSError(28, "no space")):
+        with failing_saves(tmp_path, errno.ENOSPC):
             saver.save(2, state, touched=marks)
             with pytest.raises(SaveFailed, match=r"step 2 failed.*no touched row is lost"):
-                saver.wait()
-        assert saver.wait() == []
+                saver.wait_until_finished()
+        assert saver.wait_until_finished() == []
         state, marks = model.train(state, marks, 2)
         saver.save(3, state, touched=marks)
-        saver.wait()
+        saver.wait_until_finished()
         assert saver.all_steps() == [1, 3]
         model.assert_same(saver.restore_latest(state).state, state)
 
 
 @pytest.mark.parametrize("looks", ["restore_latest", "restore", "read", "read_state", "delete"])
-@pytest.mark.parametrize("then", ["wait", "check_for_errors", "save", "close"])
+@pytest.mark.parametrize("then", ["wait_until_finished", "check_for_errors", "save", "close"])
 def test_a_failure_that_a_restore_or_a_read_has_met_is_raised_after_it(
     tmp_path, start, looks, then
 ):
     state, marks = start
     saver = manager(tmp_path)
     saver.save(1, state, touched=marks)
-    saver.wait()
+    saver.wait_until_finished()
     state, marks = model.train(state, marks, 1)
-    with mock.patch.object(writer, "write_array", side_effect=OSError(28, "no space")):
+    with failing_saves(tmp_path, errno.ENOSPC):
         saver.save(2, state, touched=marks)
-        with pytest.warns(UserWarning, match="the save of step 2 failed: .*no space"):
+        with pytest.warns(UserWarning, match="the save of step 2 failed: .*file system full"):
             match looks:
                 case "restore_latest":
                     assert saver.restore_latest(state).step == 1
@@ -532,18 +656,18 @@ def test_a_failure_that_a_restore_or_a_read_has_met_is_raised_after_it(
                 case "delete":
                     saver.delete(1)
     state, marks = model.train(state, marks, 2)
-    with pytest.raises(SaveFailed, match="step 2 failed: .*no space") as caught:
+    with pytest.raises(SaveFailed, match="step 2 failed: .*file system full") as caught:
         if then == "save":
             saver.save(3, state, touched=marks)
         else:
             getattr(saver, then)()
-    assert (caught.value.taken is not None) == (then == "save")
+    assert (caught.value.saved is not None) == (then == "save")
     if then == "close":
         return
     if then != "save":
         saver.save(3, state, touched=marks)
     saver.check_for_errors()
-    saver.wait()
+    saver.wait_until_finished()
     model.assert_same(saver.restore_latest(state).state, state)
     saver.close()
 
@@ -555,10 +679,10 @@ def test_rows_that_cannot_be_copied_fail_their_save_once_and_the_next_one_covers
     sink = mock.Mock(receive=told.append)
     tables = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)
     with deltackpt.CheckpointManager(
-        tmp_path, handlers={"embeddings": tables}, sinks=(sink,)
+        tmp_path, handlers={"embeddings": tables}, event_handlers=(sink,)
     ) as manager:
         manager.save(0, state, touched=touched)
-        manager.wait()
+        manager.wait_until_finished()
         state, touched = model.train(state, touched, 0)
         failure = RuntimeError("transfer failed")
         broken = mock.Mock(wait=mock.Mock(side_effect=[failure, *[None] * 9]))
@@ -573,7 +697,7 @@ def test_rows_that_cannot_be_copied_fail_their_save_once_and_the_next_one_covers
             with pytest.raises(RuntimeError, match="transfer failed"):
                 manager.save(1, state, touched=touched)
         assert manager.save(2, state, touched=touched).kind == "delta"
-        manager.wait()
+        manager.wait_until_finished()
         assert manager.all_steps() == [0, 2]
         model.assert_same(manager.restore_latest(state).state, state)
     failures = [event for event in told if isinstance(event, events.FailureEvent)]
@@ -588,8 +712,8 @@ def test_new_containers_and_new_slots_in_the_middle_of_a_run_make_a_base(tmp_pat
     with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as manager:
         first = {"tables": {"a": table}, "opt": {"a": jnp.full((50, 4), 7.0)}}
         manager.save(0, first, touched=touched)
-        manager.wait()
+        manager.wait_until_finished()
         state = other({"a": table}, {"a": jnp.zeros((50, 4))})
         assert manager.save(1, state, touched=touched).kind == "base"
-        manager.wait()
+        manager.wait_until_finished()
         assert float(manager.restore_latest(state).state.opt["a"][0, 0]) == 0.0

@@ -3,14 +3,27 @@
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltackpt.format.blocks import VALUES, EncodedBlock, RowBlock
-from deltackpt.format.segments import FieldSpec
-from deltackpt.reading import merge
-from deltackpt.reading.merge import Target
+from deltackpt.errors import Damaged
+from deltackpt.format import blocks, gaps, names
+from deltackpt.format.blocks import VALUES, RowBlock
+from deltackpt.format.manifest import Layout
+from deltackpt.format.segments import ArrayEntry, FieldSpec, GroupEntry, Segment
+from deltackpt.layers import merge
+from deltackpt.layers.targets import Target, Targets
+from deltackpt.resources.staging import Staging
 
 ROWS, WIDTH = 40, 6
 rows_of_a_block = st.one_of(
@@ -51,18 +64,229 @@ def test_blocks_land_where_a_naive_model_puts_them(blocks, places):
         assert np.array_equal(target.buffer, table[rows[0] : rows[1], cols[0] : cols[1]])
 
 
-@given(rows_of_a_block, st.sampled_from(["raw", "bf16"]))
-def test_encoded_blocks_are_decoded_piece_by_piece(rows, codec):
-    spec = FieldSpec(name=VALUES, trailing=(2,), dtype="float32", codec=codec)
-    stored = np.arange(2 * len(rows), dtype=np.uint16).reshape(-1, 2)
-    stored = stored if codec == "bf16" else stored.astype(np.uint32).view(np.float32)
-    buffer = np.zeros((ROWS, 2), np.float32)
-    target = Target(group="g", field=VALUES, rows=(0, ROWS), columns=(0, 2), buffer=buffer)
-    written = merge.apply_encoded(
-        EncodedBlock("g", rows, (0, 2), {VALUES: stored}), [spec], [target]
+class MemoryLayer(NamedTuple):
+    """A layer in memory."""
+
+    groups: dict[str, GroupEntry]
+    segments: tuple[Segment, ...]
+    arrays: dict[tuple[str, str], np.ndarray]
+    has_separate_indices: bool = True
+
+    def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
+        return f"{segment.name}/{entry.name}"
+
+    def check(self, segment: Segment) -> None:
+        pass
+
+    def failing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def view(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> np.ndarray | None:
+        return (
+            None if self.has_separate_indices else self.arrays[segment.name, entry.name][start:stop]
+        )
+
+    def read_into(
+        self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
+    ) -> None:
+        out[...] = self.arrays[segment.name, entry.name][start:stop]
+
+
+GROUP = GroupEntry(
+    name="g",
+    rows=ROWS,
+    fields=(
+        FieldSpec(name=VALUES, trailing=(WIDTH,), dtype="float32", codec="bf16"),
+        FieldSpec(name="slot.m", trailing=(WIDTH,), dtype="float32"),
+        FieldSpec(name="slot.n", trailing=(), dtype="float32"),
+    ),
+)
+FIELDS = st.sampled_from(
+    [(VALUES, "slot.m", "slot.n"), (VALUES,), ("slot.m", "slot.n"), (VALUES, "slot.n")]
+)
+
+
+@st.composite
+def layers_of_a_run(draw) -> list[list[MemoryLayer]]:
+    """Layers of some saves, whose values tell the save, the field, and the cell."""
+    saves = []
+    same = draw(st.booleans())
+    grid = st.sampled_from([(0, 3), (3, 6)]) if draw(st.booleans()) else columns
+    fields, cols = draw(FIELDS), draw(grid)
+    for number in range(draw(st.integers(1, 5))):
+        free = {name: np.ones((ROWS, WIDTH), bool) for name in (VALUES, "slot.m", "slot.n")}
+        shards = []
+        for shard in range(draw(st.integers(1, 2))):
+            if not same:
+                fields, cols = draw(FIELDS), draw(grid)
+            rows = np.array(draw(rows_of_a_block), np.int64)
+            # Shards of one save have different cells.
+            for name in fields:
+                rows = rows[free[name][rows][:, slice(*cols)].all(axis=1)]
+            for name in fields:
+                free[name][rows] &= False
+            shards.append(layer_of(number, f"s{shard}", rows, cols, fields, draw(st.booleans())))
+        saves.append(shards)
+    return saves
+
+
+def layer_of(number, name, rows, cols, fields, gapped) -> MemoryLayer:
+    chunk_rows, arrays, entries = 7, {}, []
+    for spec in (spec for spec in GROUP.fields if spec.name in fields):
+        values = cells_of(number, spec.name)[rows]
+        if spec.codec == "bf16":
+            values = (values.view(np.uint32) >> 16).astype(np.uint16)
+        arrays[name, spec.name] = values[:, slice(*cols)] if spec.trailing else values[:, 0].copy()
+        shape, dtype = arrays[name, spec.name].shape, arrays[name, spec.name].dtype.name
+        entries.append(ArrayEntry(name=spec.name, shape=shape, dtype=dtype, chunk_rows=chunk_rows))
+    ranges = None if gapped else blocks.joined((int(row), int(row) + 1) for row in rows)
+    if gapped:
+        arrays[name, names.GAPS] = gaps.encode_gaps(rows)
+        entries.append(
+            ArrayEntry(
+                name=names.GAPS,
+                shape=(len(rows),),
+                dtype=arrays[name, names.GAPS].dtype.name,
+                chunk_rows=chunk_rows,
+            )
+        )
+    segment = Segment(
+        name=name,
+        group="g",
+        columns=cols,
+        count=len(rows),
+        ranges=ranges,
+        fields=tuple(fields),
+        arrays=tuple(entries),
     )
-    expected = np.zeros((ROWS, 2), np.uint32)
-    bits = stored.astype(np.uint32) << 16 if codec == "bf16" else stored.view(np.uint32)
-    expected[np.array(rows, np.int64)] = bits
-    assert written == len(rows)
-    assert np.array_equal(buffer.view(np.uint32), expected)
+    return MemoryLayer({"g": GROUP}, (segment,), arrays)
+
+
+def cells_of(number: int, field: str) -> np.ndarray:
+    """Distinct values, whose lower bits are zero as in bfloat16."""
+    first = [VALUES, "slot.m", "slot.n"].index(field) * 5 + number
+    cells = np.arange(1, ROWS * WIDTH + 1, dtype=np.uint32) + first * ROWS * WIDTH
+    return (cells << 16).view(np.float32).reshape(ROWS, WIDTH)
+
+
+@settings(max_examples=300)
+@given(
+    layers_of_a_run(),
+    st.tuples(st.sampled_from([0, 11]), st.sampled_from([ROWS, 29])),
+    st.lists(st.integers(0, ROWS), max_size=3),
+    st.sampled_from([[(0, 6)], [(0, 3), (3, 6)], [(2, 5)]]),
+    st.randoms(use_true_random=False),
+    st.sampled_from([None, 1, 3]),
+    st.booleans(),
+)
+def test_pieces_of_a_stage_are_merged_in_any_order(
+    saves, reach, cuts, splits, random, threads, apart
+):
+    saves = [[layer._replace(has_separate_indices=apart) for layer in shards] for shards in saves]
+    low, high = sorted(reach)
+    cuts = sorted({low, high, *(cut for cut in cuts if low < cut < high)})
+    places = [(rows, cols) for rows in zip(cuts, cuts[1:], strict=False) for cols in splits]
+    expected = {spec.name: np.full((ROWS, WIDTH), -1, np.float32) for spec in GROUP.fields}
+    for number, shards in enumerate(saves):
+        for layer in shards:
+            [segment] = layer.segments
+            rows = np.array(merge.segment_rows(layer, segment), np.int64)
+            for name in segment.fields:
+                own = slice(*segment.columns) if name != "slot.n" else slice(0, WIDTH)
+                expected[name][rows, own] = cells_of(number, name)[rows, own]
+    targets, written = [], collections.Counter()
+    for spec in GROUP.fields:
+        for rows, cols in places:
+            shape = (
+                (rows[1] - rows[0], cols[1] - cols[0]) if spec.trailing else (rows[1] - rows[0],)
+            )
+            buffer = np.full(shape, -1, np.float32)
+            if spec.trailing or cols == splits[0]:
+                cols = cols if spec.trailing else None
+                targets.append(Target("g", spec.name, rows, cols, buffer))
+    layout = Layout(groups=(GROUP,), tables=(), dense=(), tracking_paths=())
+    held = Targets(targets, layout)
+
+    def indices(layer: MemoryLayer, segment: Segment, targets: Targets) -> merge.StoredRows | None:
+        """The rows from the first to the last wanted one."""
+        rows = merge.segment_rows(layer, segment)
+        part = blocks.row_slice(rows, low, high)
+        return merge.StoredRows(rows[part], part.start)
+
+    stages = [[*stage] for stage in merge.plan(saves, held, indices)]
+    for stage in stages:
+        random.shuffle(stage)
+        for piece in stage:
+            rows = np.asarray(piece.rows)
+            for row in rows if piece.needed is None else rows[piece.needed]:
+                written[piece.field.segment.columns, piece.field.spec.name, int(row)] += 1
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        merge.run(stages, Staging(1 << 20), None, threads and pool, threads or 1)
+    for target in targets:
+        wanted = expected[target.field][slice(*target.rows)]
+        wanted = wanted[:, 0] if target.columns is None else wanted[:, slice(*target.columns)]
+        assert np.array_equal(target.buffer, wanted)
+    kinds = {(layer.segments[0].fields, layer.segments[0].columns) for of in saves for layer in of}
+    is_raw = apart and all(VALUES not in fields for fields, _ in kinds)
+    gapped = all(layer.segments[0].ranges is None for of_save in saves for layer in of_save)
+    if len(kinds) == 1 and gapped and not is_raw:
+        assert max(written.values(), default=0) <= 1
+
+
+class CalledLayer(MemoryLayer):
+    """Calls a function before it reads a segment."""
+
+    call: Callable[[str], None] = staticmethod(lambda name: None)
+
+    def read_into(
+        self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
+    ) -> None:
+        self.call(segment.name)
+        super().read_into(segment, entry, start, stop, out)
+
+
+def run_three(call: Callable[[str], None]) -> None:
+    """Merges a base of three shards, with three threads, and a delta after it."""
+    shards = []
+    for number, name in enumerate(("s0", "s1", "s2")):
+        rows = np.arange(number * 10, number * 10 + 7)
+        shards.append(CalledLayer(*layer_of(0, name, rows, (0, 6), ["slot.m"], False)))
+    delta = CalledLayer(*layer_of(1, "later", np.arange(7), (0, 6), ["slot.m"], True))
+    for layer in (*shards, delta):
+        layer.call = call
+    buffer = np.zeros((ROWS, WIDTH), np.float32)
+    layout = Layout(groups=(GROUP,), tables=(), dense=(), tracking_paths=())
+    targets = Targets([Target("g", "slot.m", (0, ROWS), (0, WIDTH), buffer)], layout)
+    stages = [[*stage] for stage in merge.plan([shards, [delta]], targets)]
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        merge.run(stages, Staging(1 << 20), None, pool, 3)
+
+
+def test_pieces_of_a_stage_are_read_at_the_same_time():
+    together = threading.Barrier(3)
+
+    def call(name: str) -> None:
+        if name != "later":
+            together.wait(60)
+
+    run_three(call)
+
+
+def test_an_error_is_raised_once_no_piece_is_being_read():
+    events, running = [], threading.Event()
+
+    def call(name: str) -> None:
+        events.append(name)
+        if name == "s0":
+            assert running.wait(60)
+            raise Damaged("s0", "its rows", "none")
+        if name == "s1":
+            running.set()
+            time.sleep(0.05)
+            events.append("s1 is read")
+
+    with pytest.raises(Damaged, match="s0"):
+        run_three(call)
+    assert "s1 is read" in events
+    # Row indices were read before.
+    assert events.count("later") == 1

@@ -48,11 +48,13 @@ class Topology:
     first: int
     specs: dict[str, jax.sharding.PartitionSpec]
     narrow: dict[str, jax.sharding.PartitionSpec]
+    memory: str | None = None
 
     def sharding(self, spec) -> jax.sharding.NamedSharding:
         size = self.mesh[0] * self.mesh[1]
         devices = np.array(jax.devices()[self.first : self.first + size]).reshape(self.mesh)
-        return jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("x", "y")), spec)
+        mesh = jax.sharding.Mesh(devices, ("x", "y"))
+        return jax.sharding.NamedSharding(mesh, spec, memory_kind=self.memory)
 
     def shardings(self) -> dict:
         specs = {
@@ -70,7 +72,8 @@ def topologies(draw):
     specs = {name: draw(st.sampled_from(SPECS)) for name in ROWS}
     rows = [P(), P("x"), P("y"), P(("x", "y"))]
     narrow = {name: draw(st.sampled_from([P(*specs[name][:1]), *rows])) for name in ROWS}
-    return Topology(mesh, first, specs, narrow)
+    memory = draw(st.sampled_from([None, None, "pinned_host", "unpinned_host"]))
+    return Topology(mesh, first, specs, narrow, memory)
 
 
 def initial() -> dict:

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from command import run
 from flat_options import manager_options
 from flax import nnx
 from orbax.checkpoint import v1
@@ -24,6 +25,7 @@ from deltackpt import interchange, touched
 from deltackpt.errors import (
     ForeignDirectory,
     OptionError,
+    TableSelectionError,
     TemplateMismatch,
     TrackingError,
 )
@@ -56,7 +58,7 @@ def saved(root: Path, handlers: Any = None, **arguments: Any) -> Path:
 def test_another_item_name_is_answered_by_the_one_in_the_step(tmp_path):
     root = saved(tmp_path / "root", {"words": TABLES})
     before = sorted(root.rglob("*"))
-    match = r"found deltackpt's under the name 'words'; give the manager handlers=\{'words': Tables"
+    match = r"found deltackpt's under the name 'words'; pass the manager handlers=\{'words': Tables"
     with pytest.raises(ForeignDirectory, match=match):
         manager(root)
     with manager(root, access="read") as reader:
@@ -158,7 +160,7 @@ def test_an_item_name_that_is_taken_is_refused(tmp_path, name, ours):
     handlers = {name: TABLES}
     if not ours:
         handlers = {"embeddings": TABLES, name: ocp.JsonCheckpointHandler()}
-    with pytest.raises(OptionError, match=r"handlers\[.*reserved.*call the item something else"):
+    with pytest.raises(OptionError, match=r"handlers\[.*reserved.*choose another name"):
         manager(tmp_path / "root", handlers)
     assert not (tmp_path / "root").exists()
 
@@ -194,9 +196,12 @@ ITEMS = {"embeddings": TABLES, "json": ocp.JsonCheckpointHandler()}
         ({"embeddings": ocp.args.JsonSave({})}, r"items\['embeddings'\].*save\(step, state\)"),
         ({"dense": ocp.args.PyTreeSave({})}, r"items\['dense'\].*save\(step, state\)"),
         ({"embeddings": ocp.args.PyTreeSave({})}, r"items\['embeddings'\].*save\(step, state\)"),
-        ({"x" * 256: ocp.args.JsonSave({})}, r"items\['x+'\]: expected one of the further items"),
+        (
+            {"x" * 256: ocp.args.JsonSave({})},
+            r"items\['x+'\]: expected one of the items with a handler",
+        ),
         ([1], r"items: expected a mapping.*list"),
-        ({"json": ocp.args.JsonSave({"a": object()})}, r"items\['json'\].*JSON can hold.*object"),
+        ({"json": ocp.args.JsonSave({"a": object()})}, r"items\['json'\].*a JSON value.*object"),
         ({"json": ocp.args.JsonSave({"a": jnp.ones(1)})}, r"items\['json'\].*x\.tolist"),
     ],
     ids=lambda given: "" if isinstance(given, str) else str(given)[:30],
@@ -211,7 +216,7 @@ def test_items_that_no_handler_takes_are_refused_before_anything_begins(tmp_path
 def test_items_that_no_handler_restores_are_refused(tmp_path):
     with manager(tmp_path, ITEMS) as saver:
         saver.save(1, STATE, items={"json": ocp.args.JsonSave({"a": 1})})
-        saver.wait()
+        saver.wait_until_finished()
         refused: Any = (
             ({"json": ocp.args.JsonSave({"a": 1})}, r"expected JsonRestoreArgs.*JsonSaveArgs"),
             ({"json": {"a": 1}}, r"expected JsonRestoreArgs.*dict"),
@@ -245,7 +250,7 @@ def test_a_json_item_that_is_changed_after_save_is_saved_as_it_was(tmp_path, mon
         progress["epochs"].append({})
         progress["more"] = 1
         changed.set()
-        saver.wait()
+        saver.wait_until_finished()
         found = saver.restore(1, items={"json": ocp.args.JsonRestore()}).items["json"]
     assert found == {"epochs": [{"loss": 0.5}], "run": ["a", 1]}
 
@@ -282,7 +287,7 @@ def test_what_is_changed_in_place_after_save_is_saved_as_it_was(tmp_path, rows):
             for changed in (state, standard, tree):
                 changed["list"].append(np.ones(1))
                 changed["more"] = np.ones(1)
-            saver.wait()
+            saver.wait_until_finished()
             found = saver.restore(
                 step,
                 items={
@@ -342,7 +347,7 @@ def test_slots_that_go_whole_into_each_save_are_told_of_once(tmp_path, slots, sh
     state = adam_state()
     with manager(tmp_path, handlers) as saver:
         saver.restore_latest(state)
-        with pytest.warns(UserWarning, match=r"MB of slots go whole into each save") as caught:
+        with pytest.warns(UserWarning, match=r"MB of slots whole") as caught:
             saver.save(1, state)
         [warning] = caught
         assert [line.strip() for line in str(warning.message).splitlines()[1:-1]] == shown
@@ -365,3 +370,73 @@ def test_slots_that_are_saved_by_rows_or_small_are_not_told_of(tmp_path, slots, 
     with manager(tmp_path, handlers) as saver, warnings.catch_warnings():
         warnings.simplefilter("error")
         saver.save(1, adam_state(rows))
+
+
+# States without tables, and averages of tables.
+
+
+@pytest.mark.parametrize("deltas", ["whole", "blocks"])
+@pytest.mark.parametrize("handlers", [None, {"embeddings": deltackpt.Tables(select=())}])
+def test_a_state_without_tables_is_saved_and_restored(tmp_path, handlers, deltas):
+    state = {"w": jnp.arange(1000.0), "b": jnp.zeros(3), "none": None}
+    options = deltackpt.ManagerOptions(
+        dense=deltackpt.Dense(deltas=deltas),
+        wal=deltackpt.WalOptions(),
+    )
+    kinds = []
+    with deltackpt.CheckpointManager(tmp_path, handlers=handlers, options=options) as saver:
+        for step in range(3):
+            state = {**state, "w": state["w"].at[step].add(1.0)}
+            told = pytest.warns(UserWarning, match="4,096 rows, so the state has no table")
+            with told if handlers is None and not step else warnings.catch_warnings():
+                if handlers is not None or step:
+                    warnings.simplefilter("error")
+                kinds.append(saver.save(step, state).kind)
+            saver.wait_until_finished()
+        if deltas == "blocks":
+            state = {**state, "w": state["w"].at[9].add(1.0)}
+            assert saver.append(3, state).kind == "full"
+            saver.wait_appended()
+    assert kinds == ["base", *["delta" if deltas == "blocks" else "base"] * 2]
+    with deltackpt.CheckpointManager(tmp_path, handlers=handlers, options=options) as saver:
+        found = saver.restore_latest(jax.tree.map(jnp.zeros_like, state))
+        assert found.step == (3 if deltas == "blocks" else 2)
+        jax.tree.map(np.testing.assert_array_equal, found.state, state)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # A manager of its own warns once of its own.
+            saver.save(found.step + 1, found.state)
+    for command in ("ls", "show", "verify", "plan"):
+        done = run(command, tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert [*deltackpt.inspect.open(tmp_path).at().dense] == ["b", "none", "w"]
+
+
+def test_a_pattern_of_ones_own_must_match_a_table(tmp_path):
+    with manager(tmp_path, {"embeddings": deltackpt.Tables(select="nowhere/*")}) as saver:
+        with pytest.raises(TableSelectionError, match=r"matches nothing.*\n.*\n.*select=\(\)"):
+            saver.save(0, {"w": jnp.ones(3)})
+
+
+@pytest.mark.parametrize(
+    ("select", "average", "told"),
+    [
+        ("params/*", "shadow/users", "a table too: Tables(select=[..., 'shadow/users'])"),
+        (["params/*", "ema/*"], "ema/users", "ema.at[ids].set("),
+        ("params/*", "shadow/others", None),
+        (["params/*", "heads/*"], "heads/users", None),
+    ],
+    ids=["dense", "a table", "of another name", "two tables"],
+)
+def test_an_average_of_a_table_is_noticed_and_the_better_way_named(tmp_path, select, average, told):
+    folder, name = average.split("/")
+    table = jnp.ones((20_000, 16))
+    state = {"params": {"users": table}, folder: {name: table * 0.5}}
+    with manager(tmp_path, {"embeddings": deltackpt.Tables(select=select)}) as saver:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            saver.save(0, state)
+            saver.save(1, state, force_base=True)
+    found = [str(one.message) for one in caught if "averages (EMA)" in str(one.message)]
+    assert len(found) == (told is not None)
+    if told is not None:
+        assert told in found[0] and f"{average}, of table params/users" in found[0]

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 from memory_pack import MemoryPack
-from node_processes import NodeProcess, node_process
 
 from deltackpt.errors import Damaged, OptionError, StorageError
 from deltackpt.storage.nodes import Node
+from deltackpt.testing import NodeProcess, node_process
 from deltackpt.tiers import fragments
 from deltackpt.tiers.fragments import Fragment
 from deltackpt.tiers.keepers import KeeperNode, Keepers
@@ -151,7 +151,7 @@ def test_a_node_that_dies_while_a_pack_is_read_is_replaced_by_another():
 def test_a_node_that_says_nothing_is_waited_for_so_long_and_no_longer():
     with socket.create_server(("127.0.0.1", 0)) as silent, processes(2) as nodes:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        found = keepers({"silent": address, **addresses(nodes)}, 1, 1, deadline_secs=0.5)
+        found = keepers({"silent": address, **addresses(nodes)}, 1, 1, deadline_secs=2.0)
         with opened(found) as held:
             pack = MemoryPack("save", 1000)
             held.hold(pack)

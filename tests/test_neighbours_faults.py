@@ -43,33 +43,34 @@ def test_a_stage_that_was_full_for_a_moment_is_pushed_afterwards(node, cluster, 
     one = node()
     with (
         root_out_of_reach(one, monkeypatch),
-        one.manager(timeouts=Timeouts(save_secs=8.0, close_secs=3.0)) as manager,
+        one.manager(timeouts=Timeouts(close_secs=60.0)) as manager,
     ):
         one.save(manager, 0)
-        manager.wait()
-        full = threading.Event()
+        manager.wait_until_finished()
+        full, refused = threading.Event(), threading.Event()
 
         def report(self, pushed, report=Stage.report_pushed):
             if full.is_set():
+                refused.set()
                 raise StorageError("stage: expected to write, found no space")
             report(self, pushed)
 
         monkeypatch.setattr(Stage, "report_pushed", report)
         full.set()
         one.save(manager, 1)
-        time.sleep(1.5)
+        assert refused.wait(60)
         full.clear()  # There is room again.
-        manager.wait()
+        manager.wait_until_finished()
 
 
 def test_a_save_after_a_rollback_is_pushed_as_what_it_is_however_late(node, cluster, monkeypatch):
     cluster = cluster(2)
     one, other = node(), node()
     without_promoter(monkeypatch)
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         for step in range(4):
             one.save(manager, step)
-        manager.wait()
+        manager.wait_until_finished()
         pusher = Pusher(one.stage)
         while pusher.step():
             pass
@@ -77,7 +78,7 @@ def test_a_save_after_a_rollback_is_pushed_as_what_it_is_however_late(node, clus
         def ask(neighbours, orders, ask=pusher._ask):
             one.restore(manager, 1)
             one.save(manager, 2)
-            manager.wait()
+            manager.wait_until_finished()
             ask(neighbours, orders)
 
         pusher._asked_at = float("-inf")
@@ -88,7 +89,7 @@ def test_a_save_after_a_rollback_is_pushed_as_what_it_is_however_late(node, clus
         expected = one.held()
         # Here the node is lost.
     one.lose()
-    with other.manager(wait_for="stage") as manager:
+    with other.manager(wait_for="staging") as manager:
         assert manager.all_steps() == [0, 1, 2]
         other.restore(manager)
         assert same(other.held(), expected)
@@ -98,9 +99,9 @@ def test_parts_of_a_larger_job_are_dropped(node, cluster, monkeypatch):
     cluster = cluster(2)
     one = node()
     without_promoter(monkeypatch)
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
-        manager.wait()
+        manager.wait_until_finished()
         orders = one.stage.orders()
         with contextlib.closing(Neighbours(Keepers.from_bytes(one.stage.keepers()))) as found:
             # As process 3 of a job of 4 has left it.
@@ -120,9 +121,7 @@ def test_damaged_bytes_are_not_said_to_be_at_the_neighbours(node, cluster, monke
     cluster = cluster(2)
     one = node()
     without_promoter(monkeypatch)
-    with one.manager(
-        timeouts=Timeouts(save_secs=5.0, close_secs=1.0), wait_for="neighbours"
-    ) as manager:
+    with one.manager(timeouts=Timeouts(close_secs=60.0), wait_for="peers") as manager:
         one.save(manager, 0)
         eventually(lambda: one.local() == [0], "it is in the stage")
         for path in (one.stage.steps / "0").rglob("*"):
@@ -134,7 +133,7 @@ def test_damaged_bytes_are_not_said_to_be_at_the_neighbours(node, cluster, monke
         pusher.start()
         try:
             with pytest.raises((WaitTimeout, SaveFailed)):
-                manager.wait()
+                manager.wait_until_finished()
         finally:
             pusher.end()
 
@@ -145,11 +144,11 @@ def test_a_node_that_comes_back_goes_on_where_another_one_went_on(node, cluster,
     with root_out_of_reach(one, monkeypatch), one.manager() as manager:
         for step in range(4):
             one.save(manager, step)
-        manager.wait()
+        manager.wait_until_finished()
     with root_out_of_reach(other, monkeypatch), other.manager() as manager:
         other.restore(manager, 1)
         other.save(manager, 2)
-        manager.wait()  # acknowledged: at the neighbours
+        manager.wait_until_finished()  # acknowledged: at the neighbours
     other.lose()
     with root_out_of_reach(one, monkeypatch), one.manager() as manager:
         found = one.restore(manager)
@@ -163,19 +162,19 @@ def test_a_push_before_training_went_on_takes_nothing_away(node, cluster, monkey
     with root_out_of_reach(one, monkeypatch), one.manager() as manager:
         for step in range(2):
             one.save(manager, step)
-        manager.wait()  # acknowledged
+        manager.wait_until_finished()  # acknowledged
     without_promoter(monkeypatch)
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         one.restore(manager)
         one.save(manager, 2)  # in the stage; the trainer is killed before the push
-        manager.wait()
-    manager = one.manager(wait_for="stage")  # a restart, that has not saved yet
+        manager.wait_until_finished()
+    manager = one.manager(wait_for="staging")  # a restart, that has not saved yet
     pusher = Pusher(one.stage)
     while pusher.step():
         pass
     manager.close()
     one.lose()
-    with other.manager(wait_for="stage") as manager:
+    with other.manager(wait_for="staging") as manager:
         assert sorted(manager.all_steps()) == [0, 1, 2]
         assert other.restore(manager).step == 2
 
@@ -186,18 +185,18 @@ def test_a_keeper_that_began_again_before_training_went_on(node, cluster, monkey
     with root_out_of_reach(one, monkeypatch), one.manager() as manager:
         for step in range(8):
             one.save(manager, step)
-        manager.wait()  # acknowledged
+        manager.wait_until_finished()  # acknowledged
     filled = [name for name, count in cluster.holding().items() if count]
     assert len(filled) > 1
     cluster.restart_keeper(filled[0])
     without_promoter(monkeypatch)
-    manager = one.manager(wait_for="stage")  # a restart, that has not saved yet
+    manager = one.manager(wait_for="staging")  # a restart, that has not saved yet
     pusher = Pusher(one.stage)
     while pusher.step():
         pass
     manager.close()
     one.lose()
-    with other.manager(wait_for="stage") as manager:
+    with other.manager(wait_for="staging") as manager:
         assert sorted(manager.all_steps()) == [*range(8)]
 
 
@@ -210,16 +209,16 @@ def test_a_keeper_that_began_again_in_a_later_run(node, cluster, monkeypatch):
             if step:
                 one.restore(manager)
             one.save(manager, step)
-            manager.wait()
+            manager.wait_until_finished()
             if step == 7:
                 filled = [name for name, count in cluster.holding().items() if count]
                 cluster.restart_keeper(filled[0])
                 one.save(manager, 8)
-                manager.wait()
+                manager.wait_until_finished()
                 eventually(lambda: sum(cluster.holding().values()) == 9, "all are there again")
     one.lose()
     without_promoter(monkeypatch)
-    with other.manager(wait_for="stage") as manager:
+    with other.manager(wait_for="staging") as manager:
         assert sorted(manager.all_steps()) == [*range(9)]
 
 
@@ -239,8 +238,8 @@ def test_a_save_that_cannot_come_to_the_root_has_to_come_to_neighbours(node, clu
             Progress(holder=orders.holder, damaged={key_of(0, info.save_id): "no parent"})
         )
         assert sum(cluster.holding().values()) == 0
-        with pytest.raises(WaitTimeout, match="at the neighbours"):
-            manager.wait()
+        with pytest.raises(WaitTimeout, match="to reach tier 'peers'"):
+            manager.wait_until_finished()
 
 
 def test_a_step_that_was_deleted_stays_deleted(node, cluster, monkeypatch):
@@ -249,12 +248,12 @@ def test_a_step_that_was_deleted_stays_deleted(node, cluster, monkeypatch):
     with root_out_of_reach(one, monkeypatch), one.manager() as manager:
         for step in range(2):
             one.save(manager, step)
-        manager.wait()
+        manager.wait_until_finished()
     without_promoter(monkeypatch)
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         manager.delete(1)  # and the machine's processes are killed
         assert manager.all_steps() == [0]
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         assert manager.all_steps() == [0]
 
 
@@ -269,17 +268,17 @@ def test_full_keepers_let_go_of_what_has_left_the_stage(node, cluster, monkeypat
         cluster.shelves["node1"], bind="127.0.0.1", tokens=cluster.tokens["node1"]
     )
     without_promoter(monkeypatch)
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         for step in range(2):
             one.save(manager, step, force_base=True)
-        manager.wait()
+        manager.wait_until_finished()
         pusher = Pusher(one.stage)
         while pusher.step():
             pass
         assert cluster.holding()["node1"] == 2
         # As by retention, or eviction of what came to the root, with the next save.
         one.save(manager, 2, force_base=True)
-        manager.wait()
+        manager.wait_until_finished()
         manager.delete(0)
         manager.delete(1)
         assert one.local() == [2]
@@ -308,17 +307,17 @@ def test_one_damaged_save_keeps_no_other_from_the_neighbours(node, cluster, monk
     cluster = cluster(2)
     one = node()
     with root_out_of_reach(one, monkeypatch):
-        manager = one.manager(wait_for="stage")
+        manager = one.manager(wait_for="staging")
         without = monkeypatch.context()
         with without as patch:
             patch.setattr("deltackpt.tiers.running.Running.start", lambda self: None)
             one.save(manager, 0)
-            manager.wait()
+            manager.wait_until_finished()
             for path in (one.stage.steps / "0").rglob("*"):
                 if path.is_file() and path.stat().st_size > 4000:
                     path.write_bytes(path.read_bytes()[:-1])
             one.save(manager, 1, force_base=True)
-            manager.wait()
+            manager.wait_until_finished()
         pusher = Pusher(one.stage)
         for _ in range(5):
             with contextlib.suppress(StorageError, Exception):
@@ -334,14 +333,14 @@ def test_what_was_left_and_still_is_at_the_root_does_not_count_on_another_node(
 ):
     cluster = cluster(2)
     one, other = node(), node()
-    with one.manager(wait_for="root") as manager:
+    with one.manager(wait_for="remote") as manager:
         for step in range(4):
             one.save(manager, step, force_base=step == 3)
-        manager.wait()
+        manager.wait_until_finished()
     with root_out_of_reach(one, monkeypatch), one.manager() as manager:
         one.restore(manager, 1)
         one.save(manager, 2)
-        manager.wait()  # acknowledged, at the neighbours
+        manager.wait_until_finished()  # acknowledged, at the neighbours
     one.lose()
     with root_out_of_reach(other, monkeypatch), other.manager() as manager:
         assert other.restore(manager).step == 2
@@ -367,7 +366,7 @@ def test_a_silent_node_is_asked_once_and_not_for_each_save(node, cluster, monkey
     with root_out_of_reach(one, monkeypatch), one.manager() as manager:
         for step in range(3):
             one.save(manager, step)
-        manager.wait()
+        manager.wait_until_finished()
     one.lose()
     cluster.shelves["quiet"] = cluster.shelves["node0"]
     cluster.tokens["quiet"] = cluster.tokens["node0"]
@@ -381,7 +380,7 @@ def test_a_silent_node_is_asked_once_and_not_for_each_save(node, cluster, monkey
         return real(self, *given)
 
     monkeypatch.setattr(Neighbours, "_found", found)
-    with other.manager(wait_for="stage") as manager:
+    with other.manager(wait_for="staging") as manager:
         assert sorted(manager.all_steps()) == [0, 1, 2]
     assert len(asked) <= 3
 
@@ -391,7 +390,7 @@ def test_a_node_that_does_not_answer_at_the_start_is_told_of(node, cluster, monk
     one, other = node(), node()
     with root_out_of_reach(one, monkeypatch), one.manager() as manager:
         one.save(manager, 0)
-        manager.wait()  # acknowledged
+        manager.wait_until_finished()  # acknowledged
     one.lose()
     [name] = [name for name, count in cluster.holding().items() if count]
 
@@ -405,7 +404,7 @@ def test_a_node_that_does_not_answer_at_the_start_is_told_of(node, cluster, monk
     without_promoter(monkeypatch)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        with other.manager(wait_for="stage") as manager:
+        with other.manager(wait_for="staging") as manager:
             steps = manager.all_steps()
     cluster.servers[name] = real
     assert steps == [0] or told
@@ -415,10 +414,10 @@ def test_a_pusher_outlives_an_altered_record_of_orders(node, cluster, monkeypatc
     cluster(2)
     one = node()
     without_promoter(monkeypatch)
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
-        manager.wait()
-    path = one.stage.path / "orders.msgpack"
+        manager.wait_until_finished()
+    [path] = one.stage.path.glob("orders.*")
     good = path.read_bytes()
     path.write_bytes(b"altered")
     pusher = Pusher(one.stage)
@@ -435,7 +434,7 @@ def test_neighbours_that_were_closed_say_so_by_type(node, cluster):
     """``Near.find_again`` (saving thread) closes what the training thread is reading from."""
     cluster(2)
     one = node()
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         near_ = staged(manager)._near
         old = near_._neighbours
         old.close()
@@ -451,16 +450,16 @@ def test_neighbours_that_were_away_do_not_bring_back_what_training_left(node, cl
     with root_out_of_reach(one, monkeypatch), one.manager() as manager:
         for step in range(4):
             one.save(manager, step, force_base=step == 3)
-        manager.wait()
+        manager.wait_until_finished()
     without_promoter(monkeypatch)
-    away = {"neighbours": None, "wait_for": "stage"}
+    away = {"peers": None, "wait_for": "staging"}
     with one.manager(**away) as manager:
         one.restore(manager, 1)
         one.save(manager, 2)
-        manager.wait()
+        manager.wait_until_finished()
     expected = one.held()
     with one.manager(**away) as manager:  # A start that saves nothing.
         assert one.restore(manager).step == 2
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         assert one.restore(manager).step == 2
         assert same(one.held(), expected)

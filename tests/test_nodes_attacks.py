@@ -11,22 +11,30 @@ import secrets
 import socket
 import subprocess
 import sys
+import threading
+import tracemalloc
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 from machine import required
-from node_processes import node_process
+from memory_pack import MemoryPack
 
-from deltackpt.errors import OptionError
+from deltackpt.errors import OptionError, StorageError
 from deltackpt.nodes import server as servers
+from deltackpt.nodes.directory import DirectoryShelf
 from deltackpt.nodes.server import NodeServer
 from deltackpt.nodes.shelves import MemoryShelf
 from deltackpt.nodes.tokens import Tokens
-from deltackpt.storage import wire
+from deltackpt.storage import nodes, wire
 from deltackpt.storage.nodes import Node
-from deltackpt.storage.store import Refused
+from deltackpt.storage.store import Exists, Missing, Refused, Unanswered
+from deltackpt.testing import node_process
+from deltackpt.tiers.fragments import Fragment
+from deltackpt.tiers.keepers import KeeperNode, Keepers
+from deltackpt.tiers.neighbours import Neighbours
 
 #: Fixed: it stands in names of tests, which all workers must find alike.
 TOKEN = "a-token-of-tests-that-is-long-enough-0123456"
@@ -372,6 +380,233 @@ def test_a_reader_that_takes_nothing_is_dropped(tokens):
         while server._busy or not server._open:
             node.length("x")
         assert len(said(connection)) < _LONG
+
+
+def test_a_connection_that_is_to_close_is_closed_after_a_refusal_as_well(server, node):
+    for first, *fields in (
+        ("GET /secret HTTP/1.1",),
+        ("GET /none HTTP/1.1",),
+        ("HEAD /none HTTP/1.1",),
+        ("GET /secret HTTP/1.1", "Range: bytes=1000-1001"),
+        ("DELETE /none HTTP/1.1",),
+    ):
+        for value in ("close", "Close", "keep-alive, close"):
+            # Nothing is sent any more: the end of what it says is the server's.
+            found = told(server, request(first, *fields, f"Connection: {value}"))
+            assert found.startswith(b"HTTP/1.1 "), found
+
+
+# ---- what is in a directory beside objects
+
+
+@pytest.fixture
+def outside(tmp_path) -> Path:
+    """A folder of somebody else, to which links in a node's directory lead."""
+    found = tmp_path / "outside"
+    (found / "folder").mkdir(parents=True)
+    (found / "secret").write_bytes(b"what nobody else may read")
+    (found / "folder" / "deep").write_bytes(b"nor this")
+    return found
+
+
+@pytest.fixture
+def linked(tmp_path, outside) -> Iterator[Node]:
+    held = tmp_path / "held"
+    shelf = DirectoryShelf(held)
+    with (
+        contextlib.closing(shelf),
+        contextlib.closing(NodeServer(shelf, bind="127.0.0.1", tokens=Tokens(TOKEN))) as server,
+        contextlib.closing(Node(server.address, TOKEN, deadline_secs=_PATIENCE_SECS)) as found,
+    ):
+        found.put("a/x", [b"an object"])
+        (held / "link").symlink_to(outside)
+        (held / "a" / "link").symlink_to(outside, target_is_directory=True)
+        (held / "file").symlink_to(outside / "secret")
+        (held / "nowhere").symlink_to(tmp_path / "none")
+        (held / "round").symlink_to(held)
+        before = tree(outside)
+        yield found
+        assert tree(outside) == before and found.get("a/x") == b"an object"
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+LINKED = ["link", "a/link", "file", "nowhere", "round", "link/secret", "link/folder/deep"]
+LINKED += ["a/link/secret", "round/a/x", "nowhere/x", "file/x", ".incoming/x"]
+
+
+@pytest.mark.parametrize("key", LINKED)
+def test_no_request_follows_a_link(linked, tmp_path, key):
+    for read in (linked.get, linked.length):
+        with pytest.raises(Missing):
+            read(key)
+    assert linked.keys(key) == [] and linked.keys("") == ["a/x"]
+    for absent in (False, True):
+        with contextlib.suppress(Refused, Exists):
+            linked.put(key, [b"evil"], absent=absent)
+    if "/" in key.removeprefix("a/"):
+        with pytest.raises(Refused, match="409"):
+            linked.put(key, [b"evil"])
+    else:  # A link itself is replaced, as any name is.
+        linked.put(key, [b"evil"])
+        assert linked.get(key) == b"evil" and not (tmp_path / "held" / key).is_symlink()
+    linked.delete([key])
+
+
+def test_a_removed_link_leaves_what_it_led_to(linked, tmp_path):
+    linked.delete(["link", "file", "nowhere", "a/link", "round"])
+    assert [path.name for path in (tmp_path / "held").iterdir() if path.is_symlink()] == []
+
+
+def test_what_is_being_received_is_not_listed(linked, tmp_path):
+    (tmp_path / "held" / ".incoming" / "half").write_bytes(b"half")
+    for folder in ("", ".incoming", ".incoming/x"):
+        assert [key for key in linked.keys(folder) if "incoming" in key] == []
+
+
+def test_a_server_empties_no_folder_that_a_link_leads_to(tmp_path, outside):
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / ".incoming").symlink_to(outside)
+    before = tree(outside)
+    with pytest.raises(StorageError, match="held"):
+        DirectoryShelf(tmp_path / "held")
+    assert tree(outside) == before
+
+
+# ---- peers that answer oddly
+
+
+@contextlib.contextmanager
+def peer(*answers: bytes) -> Iterator[str]:
+    """Something at an address that answers each request with the next of some bytes, and closes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for answer in itertools.chain(answers, itertools.repeat(answers[-1])):
+                try:
+                    client, _ = listener.accept()
+                except OSError:
+                    return
+                with client, contextlib.suppress(OSError):
+                    while b"\r\n\r\n" not in client.recv(1 << 16):
+                        pass
+                    client.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield "{}:{}".format(*listener.getsockname())
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def answer(status: str, body: bytes = b"", nbytes: int | None = None) -> bytes:
+    length = len(body) if nbytes is None else nbytes
+    return f"HTTP/1.1 {status}\r\nContent-Length: {length}\r\n\r\n".encode() + body
+
+
+LISTINGS = {
+    "letters that are none": b"/a\xff\n",
+    "letters of another alphabet": "/ключ\n".encode(),
+    "no slash": b"a\n",
+    "no end": b"/a",
+    "the node itself": b"/\n",
+    "a way out": b"/a/../../etc\n",
+    "a NUL": b"/a%00\n",
+    "not in order": b"/b\n/a\n",
+    "twice": b"/a\n/a\n",
+    "before what was asked for": b"/0\n",
+    "more than a page": b"".join(b"/k%05d\n" % i for i in range(1001)),
+}
+
+
+@pytest.mark.parametrize("body", LISTINGS.values(), ids=LISTINGS)
+def test_a_listing_that_cannot_be_is_a_typed_error(body):
+    with peer(answer("200 OK", body)) as address, contextlib.closing(Node(address, TOKEN)) as node:
+        with pytest.raises(Refused, match=f"{address}: expected to list.*not from a node server"):
+            node.keys("", after="5")
+    with (
+        peer(answer("200 OK", b"/b/x\n")) as address,
+        contextlib.closing(Node(address, TOKEN)) as node,
+    ):
+        with pytest.raises(Refused, match="other keys than requested"):
+            node.keys("a")
+
+
+def test_a_listing_without_an_end_is_given_up(monkeypatch):
+    monkeypatch.setattr(nodes, "_MOST_KEYS", 3000)
+    pages = [
+        answer("200 OK", b"".join(b"/k%09d\n" % (1000 * page + i) for i in range(1000)))
+        for page in range(5)
+    ]
+    with peer(*pages) as address, contextlib.closing(Node(address, TOKEN)) as node:
+        with pytest.raises(Refused, match="more than 3,000 keys"):
+            node.keys("")
+
+
+@pytest.mark.parametrize("nbytes", [1 << 32, 1 << 40, 10**18 - 1])
+@pytest.mark.parametrize(
+    ("status", "ask", "kind"),
+    [
+        ("404 Not Found", lambda node: node.get("x"), Missing),
+        ("404 Not Found", lambda node: node.keys(""), Missing),
+        ("500 Internal Server Error", lambda node: node.get("x"), Unanswered),
+        ("401 Unauthorized", lambda node: node.keys(""), Refused),
+        ("412 Precondition Failed", lambda node: node.put("x", [b"a"], absent=True), Exists),
+        ("200 OK", lambda node: node.keys(""), Refused),
+        ("200 OK", lambda node: node.get("x"), Unanswered),
+        ("201 Created", lambda node: node.put("x", [b"a"]), None),
+        ("200 OK", lambda node: node.delete(["x"]), None),
+        (
+            "206 Partial Content",
+            lambda node: node.read_into("x", 0, [memoryview(bytearray(9))]),
+            Refused,
+        ),
+    ],
+)
+def test_the_length_that_an_answer_claims_takes_no_memory(status, ask, kind, nbytes):
+    with peer(answer(status, b"some bytes", nbytes)) as address:
+        with contextlib.closing(Node(address, TOKEN)) as node:
+            tracemalloc.start()
+            try:
+                with contextlib.nullcontext() if kind is None else pytest.raises(kind):
+                    ask(node)
+                assert tracemalloc.get_traced_memory()[1] < 32 << 20
+            finally:
+                tracemalloc.stop()
+
+
+def test_a_large_object_is_read_whole(server, node, shelf):
+    data = np.random.default_rng(0).bytes(_NBYTES // 2)
+    node.put("large", [data])
+    assert node.get("large") == data
+    node.delete(["large"])
+
+
+@pytest.mark.parametrize(
+    "odd", [answer("200 OK", b"/\xff\n"), answer("200 OK", b"", 10**17), b"SSH-2.0-x\r\n\r\n", b""]
+)
+def test_one_odd_peer_keeps_nobody_from_what_the_others_hold(server, odd):
+    with peer(odd) as address:
+        others = (
+            KeeperNode(node="own", address=server.address),
+            KeeperNode(node="good", address=server.address),
+            KeeperNode(node="odd", address=address),
+        )
+        found = Keepers(root="root", own="own", token=TOKEN, nodes=others, k=1, m=0)
+        with contextlib.closing(Neighbours(found)) as held:
+            pack = MemoryPack("save", 1000)
+            with contextlib.closing(Node(server.address, TOKEN)) as client:
+                name = Fragment(pack.label, 1, 0, 0, 0, pack.label.crc32c).key("root")
+                client.put(name, [pack.data + bytes(-len(pack.data) % 64)])
+            assert held.labels() == [pack.label]
+            assert held.silent().startswith("odd (")
 
 
 # ---- who is on the same machine

@@ -10,7 +10,7 @@ import sys
 import nbformat
 import pytest
 
-NOTEBOOK = "docs/guide/inspecting.ipynb"
+NOTEBOOK = "docs/tutorials/inspecting.ipynb"
 PLOTS = ("timeline", "chain_lengths", "touched_fraction", "activity", "drift", "codec_error")
 
 

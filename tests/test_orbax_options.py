@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 from orbax.checkpoint import v1
 
-PAGE = (Path(__file__).parents[1] / "docs" / "guide" / "orbax-options.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs" / "how-to" / "orbax.md").read_text()
 
 
 def _arguments(call: object) -> list[str]:

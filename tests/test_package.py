@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -31,7 +32,7 @@ MODULES = sorted(
     ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
     for path in (REPOSITORY / "deltackpt").rglob("*.py")
 )
-MADE_BY_TOOLS = {".git", ".venv", ".hypothesis", "__pycache__", "build", "dist", "site"}
+MADE_BY_TOOLS = {".cache", ".git", ".venv", ".hypothesis", "__pycache__", "build", "dist", "site"}
 
 
 def source_files(*suffixes: str) -> list[Path]:
@@ -72,8 +73,8 @@ def test_importing_the_package_imports_none_of_its_dependencies():
 @pytest.mark.processes
 def test_merging_and_decoding_import_neither_jax_nor_orbax():
     program = (
-        "import sys, deltackpt.reading.merge, deltackpt.codecs, deltackpt.format.chain;"
-        "import deltackpt.policy;"
+        "import sys, deltackpt.layers.merge, deltackpt.codecs, deltackpt.format.chain;"
+        "import deltackpt.policies;"
         "print([m for m in ('jax', 'orbax') if m in sys.modules])"
     )
     assert fresh_python(program).strip() == "[]"
@@ -133,7 +134,7 @@ def test_library_code_reads_no_environment_variable_as_a_setting():
     readers = {
         path.name: path.read_text()
         for path in (REPOSITORY / "deltackpt").rglob("*.py")
-        if re.search(r"\bos\.(environ|getenv)\b", path.read_text())
+        if re.search(r"\bos\.(environ|getenv)\b|\benvvar\b|auto_envvar", path.read_text())
     }
     assert [*readers] == ["buckets.py"]
     read = set(re.findall(r'"([A-Z]+_[A-Z0-9_]+)"', readers["buckets.py"]))
@@ -366,37 +367,78 @@ def test_error_codes_are_unique_and_errors_share_one_base():
     assert sorted(set(codes)) == sorted(codes)
 
 
-@pytest.mark.processes
-def test_wheel_is_typed_whole_and_holds_nothing_else(tmp_path):
-    pytest.importorskip("hatchling", reason="the build backend is not installed")
-    source = tmp_path / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(REPOSITORY / name, source)
-    shutil.copytree(
-        REPOSITORY / "deltackpt",
-        source / "deltackpt",
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
+def copy_of_sources(target: Path) -> Path:
+    """Copies the files that go into the sdist, with new modification times."""
+    include = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    target.mkdir()
+    names = ["pyproject.toml", "README.md", "LICENSE", ".gitignore"]
+    for name in [*names, *include["targets"]["sdist"]["include"]]:
+        for path in REPOSITORY.glob(name):
+            if path.is_dir():
+                made = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(
+                    path, target / path.name, ignore=made, copy_function=shutil.copyfile
+                )
+            else:
+                shutil.copyfile(path, target / path.name)
+    return target
+
+
+def built(source: Path, *kinds: str) -> list[Path]:
+    """Builds a source tree like `python -m build`, without an isolated environment."""
+    targets = [argument for kind in kinds for argument in ("-t", kind)]
     subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            "-q",
-            "--no-deps",
-            "--no-build-isolation",
-            "--wheel-dir",
-            str(tmp_path),
-            str(source),
-        ],
+        [sys.executable, "-m", "hatchling", "build", *targets, "-d", "dist"],
+        cwd=source,
         check=True,
+        capture_output=True,
+        env={**os.environ, "SOURCE_DATE_EPOCH": "1767225600"},
     )
-    (wheel,) = tmp_path.glob("deltackpt-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
+    return sorted((source / "dist").iterdir())
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory) -> tuple[Path, Path]:
+    """An sdist and a wheel built from a copy of the sources."""
+    pytest.importorskip("hatchling", reason="the build backend is not installed")
+    source = copy_of_sources(tmp_path_factory.mktemp("packages") / "source")
+    sdist, wheel = sorted(built(source, "sdist", "wheel"), key=lambda path: path.suffix)
+    return sdist, wheel
+
+
+@pytest.mark.processes
+def test_wheel_and_sdist_build_reproducibly(packages, tmp_path):
+    sdist, wheel = packages
+    again = copy_of_sources(tmp_path / "again")
+    for path in again.rglob("*"):
+        os.utime(path, (1_000_000_000, 1_000_000_000))
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    for path, other in zip(
+        (sdist, wheel), sorted(built(again, "sdist", "wheel"), key=lambda p: p.suffix)
+    ):
+        assert path.name == other.name and path.read_bytes() == other.read_bytes(), path.name
+    # Installing from the sdist builds the same wheel.
+    shutil.unpack_archive(sdist, tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    (from_sdist,) = built(unpacked, "wheel")
+    assert from_sdist.read_bytes() == wheel.read_bytes()
+
+
+@pytest.mark.processes
+def test_sdist_contains_what_builds_and_tests_need_and_no_wheel(packages):
+    with tarfile.open(packages[0]) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE", "Makefile", "SECURITY.md"} <= names
+    assert {"deltackpt/py.typed", "tests/conftest.py", "tools/smoke.py", "mkdocs.yml"} <= names
+    assert not any(name.endswith((".whl", ".pyc", ".so")) for name in names)
+
+
+@pytest.mark.processes
+def test_wheel_is_typed_whole_and_holds_nothing_else(packages, tmp_path):
+    with zipfile.ZipFile(packages[1]) as archive:
         names = set(archive.namelist())
         metadata = archive.read(f"deltackpt-{deltackpt.__version__}.dist-info/METADATA").decode()
+        archive.extractall(tmp_path)
     code = {
         path.relative_to(REPOSITORY).as_posix()
         for path in (REPOSITORY / "deltackpt").rglob("*")
@@ -404,18 +446,79 @@ def test_wheel_is_typed_whole_and_holds_nothing_else(tmp_path):
     }
     assert "deltackpt/py.typed" in names
     assert {name for name in names if ".dist-info/" not in name} == code
+    # The twine that uploads a release rejects newer metadata.
+    assert metadata.startswith("Metadata-Version: 2.4\n")
     assert "License-Expression: Apache-2.0" in metadata
-    # The installed wheel works where the source tree is not.
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "installed")
-    program = f"import sys; sys.path.insert(0, {str(tmp_path / 'installed')!r});" + (
-        "import deltackpt; print(deltackpt.__file__); deltackpt.CheckpointManager"
+    assert {"Source", "Issues", "Documentation"} <= set(
+        re.findall(r"^Project-URL: (\w+),", metadata, re.MULTILINE)
     )
+
+
+def test_readme_links_are_absolute():
+    # PyPI cannot resolve relative links.
+    prose = re.sub(r"```.*?```", "", (REPOSITORY / "README.md").read_text(), flags=re.DOTALL)
+    links = [*re.findall(r"\]\(([^)\s]+)", prose), *re.findall(r'(?:src|href)="([^"]+)"', prose)]
+    assert [link for link in links if not link.startswith("https://")] == []
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("version", ["this", "3.12", "3.13"])
+def test_installed_wheel_saves_and_restores_outside_the_source_tree(version, packages, tmp_path):
+    # `make test-pythons` makes these environments; `make smoke` installs into empty ones.
+    python = Path(sys.executable)
+    if version != "this":
+        python = REPOSITORY / f"build/py{version}/bin/python"
+        if not python.exists():
+            pytest.skip(f"build/py{version} does not exist: run make test-pythons")
+    with zipfile.ZipFile(packages[1]) as archive:
+        archive.extractall(tmp_path / "installed")
+    shutil.copy(REPOSITORY / "tools" / "smoke.py", tmp_path)
     printed = subprocess.run(
-        [sys.executable, "-I", "-c", program],
+        [python, "smoke.py", tmp_path / "checkpoints"],
         check=True,
         capture_output=True,
         text=True,
         cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")},
     ).stdout
-    assert Path(printed.strip()).is_relative_to(tmp_path)
+    assert f"from {tmp_path / 'installed' / 'deltackpt'}," in printed
+    assert printed.endswith("steps (0, 1) restored\n")
+
+
+def test_extras_resolve_and_are_pinned():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    requirements = [Requirement(text) for texts in extras.values() for text in texts]
+    assert {
+        name for found in requirements if found.name == "deltackpt" for name in found.extras
+    } <= set(extras)
+    for file in sorted(REPOSITORY.glob("constraints*.txt")):
+        lines = file.read_text().splitlines()
+        pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+        pins = {canonicalize_name(name): version for name, version in pins.items()}
+        for found in requirements:
+            if found.name != "deltackpt":
+                pin = pins.get(canonicalize_name(found.name))
+                assert pin is not None and pin in found.specifier, (file.name, found)
+
+
+def test_workflows_pin_actions_by_commit():
+    uses = [
+        line.strip().removeprefix("- ")
+        for path in sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
+        for line in path.read_text().splitlines()
+        if line.strip().removeprefix("- ").startswith("uses:")
+    ]
+    assert uses
+    pinned = re.compile(r"uses: [\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+")
+    assert [line for line in uses if not pinned.fullmatch(line)] == []
+
+
+def test_citation_matches_the_package():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    citation = (REPOSITORY / "CITATION.cff").read_text()
+    fields = dict(re.findall(r"^([\w-]+): (.+)$", citation, re.MULTILINE))
+    assert fields["version"] == deltackpt.__version__
+    assert fields["license"] == project["license"]
+    assert fields["repository-code"] == project["urls"]["Source"]
+    assert fields["url"] == project["urls"]["Documentation"]

@@ -125,7 +125,7 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path):
 def test_a_pack_is_only_unpacked_under_its_name(tmp_path):
     held = Held(packed(made(tmp_path / "7", {"a": b"1"})))
     other = Label(PackName.of(held.label.key)._replace(step=8).key, *held.label[1:])
-    with pytest.raises(Damaged, match="the pack of that name"):
+    with pytest.raises(Damaged, match="the bundle of that name"):
         packing.unpack(held, other, tmp_path / "out", fsync=False)
 
 

@@ -166,7 +166,7 @@ def test_one_loss_too_many_says_which_fragments_and_nodes_are_missing(k, m, smal
     for node in gone:
         assert f"{node}: expected an answer" in str(caught.value)
     if k > 1:
-        assert f"{k} of {k + m} are needed" in str(caught.value)
+        assert f"needs {k} of {k + m}" in str(caught.value)
     held.close()
 
 

@@ -92,7 +92,7 @@ def test_2000_saves_of_800_tables_are_drawn_and_what_is_left_out_is_said():
     assert "medians of 5 saves each" in said(figure)
     assert "792 others: median, 10 to 90 %" in labels(figure)
     assert all(len(line.get_xdata()) <= 400 for line in figure.axes[0].lines)
-    assert "the 8 with the greatest errors, of 800" in said(plots.codec_error(ck))
+    assert "the 8 with the largest errors, of 800" in said(plots.codec_error(ck))
     few = MadeUp(2000, 2, base_every=300)
     assert said(plots.activity(few, "tables/C1")).endswith("400 of 1,993 deltas")
     assert said(plots.drift(few, "tables/C1")).endswith("at 400 of 2,000 steps")
@@ -197,7 +197,7 @@ def test_activity_counts_every_row_once_whatever_the_bins(bins, seed):
 def test_drift_is_the_distance_from_the_rows_of_the_base_step(directory):
     rows = [3, 50, 51, 299]
     figure = plots.drift(directory, "tables/items", rows, base=1)
-    steps, greatest = drawn(figure, "greatest")
+    steps, greatest = drawn(figure, "largest")
     assert steps.tolist() == [1, 2, 3, 4]
     origin = directory.at(1)["tables/items"][rows]
     for step, found in zip(steps, greatest):
@@ -230,7 +230,7 @@ def test_drift_leaves_rows_out_that_are_not_finite_and_says_how_many():
     ck.history = damaged
     figure = plots.drift(ck, "tables/C1", [1, 2, 3])
     assert said(figure).endswith("; without 2 that are not finite")
-    assert np.isfinite(drawn(figure, "greatest")[1]).all()
+    assert np.isfinite(drawn(figure, "largest")[1]).all()
     ck.history = lambda *args, **kwargs: damaged(*args, **kwargs)
     assert "no row is finite" in plots.drift(ck, "tables/C1", [1, 2]).axes[0].texts[0].get_text()
 

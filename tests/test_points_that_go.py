@@ -20,17 +20,19 @@ from typing import Any, NamedTuple
 
 import dense_states
 import model
+import numpy as np
 import pytest
 from dense_states import Loop, opened
 from test_step_gone import Accesses, watched
 
 import deltackpt
-from deltackpt.errors import StepGone, StepNotFound
+from deltackpt import RecoveryPoint
+from deltackpt.errors import OptionError, StepGone, StepNotFound
 from deltackpt.reading import removal
-from deltackpt.reading.stretches import LogPoint
 from deltackpt.upkeep.compact import compact
+from deltackpt.upkeep.verify import verify_root
 
-LOG = deltackpt.LogOptions(dense="delta")
+LOG = deltackpt.WalOptions(dense="delta")
 GONE = (StepGone, StepNotFound)
 #: Of the accesses of a restore, one in so many is tried.
 STRIDE = 9
@@ -41,13 +43,13 @@ def log(saver: deltackpt.CheckpointManager, loop: Loop, *steps: int) -> None:
     for step in steps:
         loop.train()
         loop.states[step] = loop.state
-        saver.log(step, loop.state, touched=loop.touched)
-    saver.wait_logged()
+        saver.append(step, loop.state, touched=loop.touched)
+    saver.wait_appended()
 
 
 def trimmed(saver: deltackpt.CheckpointManager) -> None:
     """Waits for the trimming that the last committed step has begun."""
-    saver.wait()
+    saver.wait_until_finished()
     assert saver._recorder is not None
     # Noted by the next call of ``log()`` or ``save()``, which here is none of either.
     saver._recorder.recovery(fresh=True)
@@ -78,9 +80,9 @@ def moments_of(
       **options: of the manager.
     """
     loop, before, root = Loop(), path / "before", path / "root"
-    with opened(root, log=LOG, **options) as saver:
+    with opened(root, wal=LOG, **options) as saver:
         first(saver, loop)
-        saver.wait()
+        saver.wait_until_finished()
         shutil.copytree(root, before)
         then(saver, loop)
     return Moments(before, root, loop.states)
@@ -126,7 +128,7 @@ def turning(moments: Moments, root: Path, at: int) -> Iterator[Accesses]:
 
 
 def reading(root: Path) -> deltackpt.CheckpointManager:
-    options = deltackpt.ManagerOptions(access="read", log=deltackpt.LogOptions())
+    options = deltackpt.ManagerOptions(access="read", wal=deltackpt.WalOptions())
     return deltackpt.CheckpointManager(root, handlers=dense_states.HANDLERS, options=options)
 
 
@@ -170,9 +172,9 @@ def saved_twice(saver: Any, loop: Loop) -> None:
 
 @pytest.fixture(scope="module")
 def trimming(tmp_path_factory) -> Moments:
-    found = moments_of(tmp_path_factory.mktemp("trimming"), logged, saved_twice, retention=1)
+    found = moments_of(tmp_path_factory.mktemp("trimming"), logged, saved_twice, max_to_keep=1)
     with reading(found.after) as reader:
-        assert [point.step for point in reader.points()] == [7]
+        assert [point.step for point in reader.recovery_points()] == [7]
     return found
 
 
@@ -194,7 +196,7 @@ def test_a_newest_point_that_is_trimmed_is_followed_by_the_newer_step(trimming, 
 @pytest.mark.parametrize("by", ["number", "point"])
 def test_a_point_that_is_trimmed_is_restored_whole_or_what_is_near_is_named(trimming, tmp_path, by):
     with reading(trimming.before) as reader:
-        [asked] = [point for point in reader.points() if point.step == 4]
+        [asked] = [point for point in reader.recovery_points() if point.step == 4]
     told: list[str] = []
 
     def one(reader: deltackpt.CheckpointManager) -> None:
@@ -208,12 +210,78 @@ def test_a_point_that_is_trimmed_is_restored_whole_or_what_is_near_is_named(trim
     every_turn(trimming, tmp_path, one)
     assert any("found it removed" in text for text in told)
     for text in told:
-        assert "nearest that can be restored: point 7 of stretch" in text or "step 2" in text, text
+        assert (
+            "nearest that can be restored: recovery point 7 of WAL epoch" in text
+            or "step 2" in text
+        ), text
+
+
+# Training that goes back.
+
+
+def went_back(saver: Any, loop: Loop) -> None:
+    """Training goes on from step 1: step 2, and the points above it, are left for another one."""
+    loop.states = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = saver.restore(1, loop.state)
+        assert found.step == 1
+        loop.state, loop.touched = found.state, found.touched
+        loop.steps(saver, 3)
+
+
+def went_back_and_on(saver: Any, loop: Loop) -> None:
+    """Likewise, and two further steps are saved, so that the stretch that was left goes."""
+    went_back(saver, loop)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loop.steps(saver, 4)
+        trimmed(saver)
+
+
+@pytest.fixture(scope="module", params=[went_back, went_back_and_on])
+def going_back(tmp_path_factory, request) -> Moments:
+    return moments_of(tmp_path_factory.mktemp("back"), logged, request.param)
+
+
+def test_a_newest_point_that_training_goes_back_behind_is_not_called_damaged(going_back, tmp_path):
+    seen = set()
+
+    def newest(reader: deltackpt.CheckpointManager) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            result = reader.restore_latest(dense_states.initial())
+        assert result is not None and result.skipped == ()
+        seen.add((result.step, result.point is not None))
+
+    every_turn(going_back, tmp_path, newest, stride=20)
+    assert (5, True) in seen and len(seen) >= 2
+
+
+def test_a_point_that_training_goes_back_behind_is_restored_or_said_to_be_gone(
+    going_back, tmp_path
+):
+    with reading(going_back.before) as reader:
+        asked = reader.recovery_points()[0]
+
+    def one(reader: deltackpt.CheckpointManager) -> None:
+        with contextlib.suppress(*GONE):
+            assert reader.restore(asked, dense_states.initial()).step == 5
+
+    every_turn(going_back, tmp_path, one, stride=20)
+
+
+def test_an_intact_log_is_verified_while_training_goes_back(going_back, tmp_path):
+    def verified(reader: deltackpt.CheckpointManager) -> None:
+        report = verify_root(tmp_path / "turning")
+        assert report.problems == () and all(one.restorable for one in report.points)
+
+    every_turn(going_back, tmp_path, verified, stride=120)
 
 
 def test_points_are_listed_while_they_are_trimmed(trimming, tmp_path):
     def listed(reader: deltackpt.CheckpointManager) -> None:
-        found = [point.step for point in reader.points()]
+        found = [point.step for point in reader.recovery_points()]
         assert {*found} <= {3, 4, 5, 7}, found
 
     every_turn(trimming, tmp_path, listed)
@@ -221,9 +289,9 @@ def test_points_are_listed_while_they_are_trimmed(trimming, tmp_path):
 
 def test_a_trimmed_point_is_told_from_one_that_never_was(tmp_path):
     loop = Loop()
-    with opened(tmp_path / "root", log=LOG) as saver:
+    with opened(tmp_path / "root", wal=LOG) as saver:
         logged(saver, loop)
-        asked = saver.points()[0]
+        asked = saver.recovery_points()[0]
         saved_twice(saver, loop)
         for wanted in (asked, 5, 5000):
             with pytest.raises(StepNotFound, match="nearest that can be restored") as caught:
@@ -238,7 +306,7 @@ def test_a_trimmed_point_is_told_from_one_that_never_was(tmp_path):
 
 def test_marks_that_are_lost_without_a_later_step_are_damage(tmp_path):
     root, loop = tmp_path / "root", Loop()
-    with opened(root, log=LOG) as saver:
+    with opened(root, wal=LOG) as saver:
         logged(saver, loop)
 
     def lose() -> None:
@@ -271,7 +339,7 @@ def compaction(tmp_path_factory) -> Moments:
         assert compact(path / "root", step=4) is not None
         loop.steps(saver, 6)
 
-    return moments_of(path, first, then, retention=2)
+    return moments_of(path, first, then, max_to_keep=2)
 
 
 @pytest.mark.parametrize("asked", [None, 3, 4, 5])
@@ -305,15 +373,15 @@ def window(tmp_path_factory) -> Moments:
     def then(saver: Any, loop: Loop) -> None:
         loop.steps(saver, 6, 7)
 
-    rolling = deltackpt.Rolling(window=3)
-    return moments_of(tmp_path_factory.mktemp("window"), first, then, policy=rolling, retention=1)
+    rolling = deltackpt.policies.Rolling(window=3)
+    return moments_of(tmp_path_factory.mktemp("window"), first, then, policy=rolling, max_to_keep=1)
 
 
 def test_a_step_that_becomes_a_part_of_a_later_window_is_not_called_damaged(window, tmp_path):
     def newest(reader: deltackpt.CheckpointManager) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            result = reader.restore_latest(dense_states.initial(), log=None)
+            result = reader.restore_latest(dense_states.initial(), wal=False)
         assert result is not None and result.skipped == ()
         model.assert_same(result.state, window.states[result.step])
 
@@ -324,7 +392,7 @@ def test_points_above_steps_that_are_parts_alone_are_not_listed(window):
     with reading(window.after) as reader:
         # Step 4 stands, and the marks above it, too: nothing is left of what it needs.
         assert reader.all_steps() == [4, 6, 7]
-        assert reader.points() == []
+        assert reader.recovery_points() == []
         with pytest.raises(StepNotFound, match="nearest that can be restored: step 7"):
             reader.restore(5, dense_states.initial())
 
@@ -339,7 +407,7 @@ def test_readers_beside_a_trainer_that_trims_retains_and_compacts(tmp_path):
         model.assert_same(result.state, loop.states[result.step])
 
     def any_of_them(reader: deltackpt.CheckpointManager) -> None:
-        known: list[int | LogPoint] = [*reader.all_steps(), *reader.points()]
+        known: list[int | RecoveryPoint] = [*reader.all_steps(), *reader.recovery_points()]
         for one in known:
             with contextlib.suppress(*GONE):
                 result = reader.restore(one, loop.state)
@@ -356,9 +424,9 @@ def test_readers_beside_a_trainer_that_trims_retains_and_compacts(tmp_path):
     with (
         warnings.catch_warnings(),
         concurrent.futures.ThreadPoolExecutor(2) as pool,
-        opened(root, log=LOG, retention=1) as saver,
+        opened(root, wal=LOG, max_to_keep=1) as saver,
     ):
-        warnings.filterwarnings("ignore", message=".*is read through.*")
+        warnings.filterwarnings("ignore", message=".*reading it through.*")
         warnings.filterwarnings("ignore", message=".*a compacted base in its chain.*")
         loop.save(saver, 0)
         busy = [pool.submit(read, newest), pool.submit(read, any_of_them)]
@@ -373,3 +441,68 @@ def test_readers_beside_a_trainer_that_trims_retains_and_compacts(tmp_path):
         finally:
             stop.set()
         assert all(one.result() > 0 for one in busy)
+
+
+def save(saver: deltackpt.CheckpointManager, loop: Loop, step: int) -> None:
+    loop.train()
+    loop.states[step] = loop.state
+    saver.save(step, loop.state, touched=loop.touched, force_base=True)
+    saver.wait_until_finished()
+
+
+def assert_read(root: Path, loop: Loop, step: int) -> None:
+    with reading(root) as reader:
+        found = reader.restore_latest(loop.state)
+    assert found is not None and (found.step, found.skipped) == (step, ())
+    assert np.array_equal(found.state["emb"], loop.states[step]["emb"])
+
+
+def test_a_step_that_the_newest_points_need_is_not_deleted(tmp_path):
+    loop = Loop()
+    with opened(tmp_path, wal=LOG) as saver:
+        for first in 0, 10, 20:
+            save(saver, loop, first)
+            log(saver, loop, first + 1, first + 2)
+        trimmed(saver)
+        saver.delete(10)
+        with pytest.raises(OptionError, match="step 20: .* points 21 to 22 .*; save a later step"):
+            saver.delete(20)
+        assert_read(tmp_path, loop, 22)
+        save(saver, loop, 30)
+        saver.delete(20)
+        assert saver.all_steps() == [0, 30]
+        assert_read(tmp_path, loop, 30)
+
+
+def test_marks_that_were_trimmed_below_deleted_steps_are_not_called_damaged(tmp_path):
+    loop = Loop()
+    with opened(tmp_path, wal=LOG) as saver:
+        save(saver, loop, 0)
+        log(saver, loop, 1, 2)
+        save(saver, loop, 10)
+        loop.train()
+        saver.append(11, loop.state, touched=loop.touched, full=False)
+        saver.wait_appended()
+        save(saver, loop, 20)
+        trimmed(saver)
+        saver.delete(20)
+        saver.delete(10)
+        assert_read(tmp_path, loop, 0)
+        assert not verify_root(tmp_path).problems
+        log(saver, loop, 21, 22)
+        assert_read(tmp_path, loop, 22)
+
+
+def test_after_the_newest_step_was_deleted_the_log_continues_from_a_step_that_is_saved(tmp_path):
+    loop = Loop()
+    with opened(tmp_path, wal=LOG) as saver:
+        save(saver, loop, 0)
+    with opened(tmp_path, wal=LOG) as saver:
+        found = saver.restore_latest(loop.state)
+        assert found is not None
+        loop.touched = found.touched
+        save(saver, loop, 5)
+        saver.delete(5)
+        for step in 6, 7:
+            log(saver, loop, step)
+            assert_read(tmp_path, loop, step)

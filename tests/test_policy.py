@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltackpt.errors import OptionError
-from deltackpt.policy import (
+from deltackpt.policies import (
     CHECK_N_RUN,
     BitWidthPolicy,
     CodecChoice,
@@ -165,7 +165,7 @@ def test_an_exceeded_expectation_is_taken_as_twice_the_count():
     assert policy.choose(2).reason == "adaptive4: 2 restores expected"
     found = policy.choose(11)
     assert found.codec == "int8"
-    assert found.reason == "int8: 22 restores to be expected after 11, where 2 were"
+    assert found.reason == "int8: 22 restores expected after 11 restores; 2 were expected"
 
 
 def test_failures_give_the_expected_restores():

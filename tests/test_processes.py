@@ -222,7 +222,7 @@ def test_policies_decide_the_same_on_every_process(server, tmp_path):
 
 def test_retention_keeps_whole_chains_on_behalf_of_every_process(server, tmp_path):
     root = tmp_path / "root"
-    options = {"bounds": {"max_chain": 2}, "retention": 2, "base_snapshot": "block"}
+    options = {"bounds": {"max_chain": 2}, "max_to_keep": 2, "base_snapshot": "block"}
     with Job(server, tmp_path / "jobs", processes=2) as job:
         started(job, root, {"mesh": [2, 2]}, **options)
         kinds = [saved(job, step)[0]["kind"] for step in range(6)]
@@ -237,7 +237,7 @@ def test_retention_keeps_whole_chains_on_behalf_of_every_process(server, tmp_pat
 
 def test_processes_that_leave_bases_to_compaction_go_on_from_one_alike(server, tmp_path):
     root = tmp_path / "root"
-    options = {"policy": "one_shot", "bounds": {"max_chain": 1}, "retention": 1}
+    options = {"policy": "one_shot", "bounds": {"max_chain": 1}, "max_to_keep": 1}
     with Job(server, tmp_path / "jobs", processes=2) as job:
         started(job, root, {"mesh": [2, 2]}, bases="compacted", **options)
         kinds = [saved(job, step)[0]["kind"] for step in range(3)]
@@ -294,7 +294,7 @@ def test_a_table_that_grows_between_saves_gives_a_base_on_every_process(server, 
         saved(job, 0)
         assert saved(job, 1)[0]["kind"] == "delta"
         grown, reports = saved(job, 2)
-        assert grown["kind"] == "base" and "tables are not those of the parent" in grown["reason"]
+        assert grown["kind"] == "base" and "tables differ from the parent" in grown["reason"]
         assert sum(report["tables"]["tables/rows:values"] for report in reports) == 3600
         assert saved(job, 3)[0]["kind"] == "delta"
         job.close()
@@ -325,9 +325,46 @@ def test_a_table_that_grows_between_runs_is_refused_by_every_process_alike(serve
         for answer in job.all("restore_latest", place=place, like=1):
             assert (answer["step"], answer["wrong"]) == (1, None)
         grown, _ = saved(job, 2)
-        assert grown["kind"] == "base" and "tables are not those of the parent" in grown["reason"]
+        assert grown["kind"] == "base" and "tables differ from the parent" in grown["reason"]
         job.close()
     assert_read_alone(root, 2, model)
+
+
+@pytest.mark.parametrize("tracking", ["touched", "fingerprints"])
+def test_all_processes_decide_alike_whether_the_restored_step_has_changed(
+    server, tmp_path, tracking
+):
+    root, place = tmp_path / "root", {"mesh": [2, 2]}
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        started(job, root, place, tracking=tracking)
+        saved(job, 0)
+        saved(job, 1)
+        same = [("copy", {"process": 0}), ("copy", {"process": 1}), ("train", {"to": 1})]
+        for change, arguments in same:
+            for answer in job.all("restore_latest", place=place, like=1):
+                assert (answer["step"], answer["wrong"]) == (1, None)
+            job.all(change, **arguments)
+            answer = job.one("save")
+            assert answer["kind"] is None and "it was restored" in answer["reason"]
+        for process in (0, 1):
+            job.all("restore_latest", place=place, like=1)
+            job.all("alter", process=process)
+            for answer in job.each("save"):
+                assert answer["error"]["type"] == "OptionError", answer
+                assert "expected a step above 1" in answer["error"]["text"]
+        job.close()
+
+
+def test_dense_leaves_are_restored_without_the_handler_of_orbax(server, tmp_path):
+    root, place = tmp_path / "root", {"mesh": [2, 2]}
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        started(job, root, place)
+        saved(job, 0)
+        job.all("fault", at="reading through Orbax")
+        for where in (place, {"mesh": [4, 1], "layout": "turned"}, None):
+            for answer in job.all("restore_latest", place=where):
+                assert (answer["step"], answer["wrong"]) == (0, None)
+        job.close()
 
 
 def chunk_of(root: Path, step: int, process: int, field: str) -> Path:
@@ -376,6 +413,28 @@ def test_damage_that_one_process_reads_lets_every_process_fall_back(server, tmp_
         for answer in job.each("restore_latest", place=place):
             assert answer["error"]["type"] == "NoIntactStep", answer
             assert "embeddings/part.0" in answer["error"]["text"]
+
+
+def test_a_damaged_base_that_one_process_reads_loses_its_steps_for_every_process(server, tmp_path):
+    root, place = tmp_path / "root", {"mesh": [2, 2], "layout": "cut"}
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        started(job, root, place)
+        for step in range(5):
+            saved(job, step, force_base=step == 2)
+        job.close()
+    chunk = chunk_of(root, 2, 1, "values")
+    damage(chunk)
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        job.all("open", root=str(root))
+        for answer in job.all("restore_latest", place=place):
+            assert (answer["step"], answer["wrong"], answer["chain"]) == (1, None, [0, 1])
+            assert [step for step, _ in answer["skipped"]] == [4, 3, 2]
+            for text in (*(error["text"] for _, error in answer["skipped"]), *answer["warnings"]):
+                assert str(chunk.relative_to(root)) in text
+                assert "steps 2, 3, 4 need it" in text
+            [warning] = answer["warnings"]
+            assert warning.startswith("step 4 is skipped")
+        job.close()
 
 
 @pytest.mark.parametrize("api", ["v0", "v1"])
@@ -573,15 +632,17 @@ def test_a_killed_process_is_named_and_nothing_committed_is_lost(server, tmp_pat
         saved(job, 0)
         saved(job, 1)
         job.all("train", to=2)
-        job.all("limit", processes_secs=PEERS_SECS)
-        waits = kill_in_a_save(job, victim, phase)
         # Process 0 has all that the other wrote, and commits without it.
         committed = victim == 1 and phase == "commit"
+        job.all("limit", processes_secs=HANG_SECS if committed else PEERS_SECS)
+        waits = kill_in_a_save(job, victim, phase)
+        left = job.processes[survivor]
         if committed:
             assert "error" not in waits[survivor], waits
+            left.ask("limit", processes_secs=PEERS_SECS)
+            assert "error" not in left.answer()
         else:
             assert_misses(waits[survivor], victim)
-        left = job.processes[survivor]
         left.ask("train", to=3 if committed else 2)
         assert "error" not in left.answer()
         assert_missed_again(left, victim)

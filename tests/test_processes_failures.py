@@ -122,11 +122,12 @@ def test_a_process_that_ends_by_an_exception_finishes_its_part_while_the_other_g
 
 def test_a_process_that_ends_waits_for_a_dead_one_no_longer_than_processes_secs(server, tmp_path):
     with Job(server, tmp_path / "jobs", processes=2, apart=True) as job:
-        job.all("open", root=str(tmp_path / "root"), processes_secs=2.0)
+        job.all("open", root=str(tmp_path / "root"))
         job.all("start", place=PLACE)
         job.all("save")
         job.all("wait")
         job.all("train", to=1)
+        job.all("limit", processes_secs=2.0)
         of_one(job, 0, "arm", at="before its part", action="hold")
         job.all("save")
         job.processes[0].wait_reached("before its part")
@@ -191,6 +192,48 @@ def test_one_process_alone_may_read_beside_the_job(job, tmp_path):
     assert_goes_on(job, 1)
 
 
+@pytest.mark.parametrize("at", ["checking the options", "the end of a start"])
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_manager_that_one_process_cannot_make_is_made_by_none_and_fences_none(
+    job, tmp_path, at, process
+):
+    """Later managers meet as before."""
+    again = {"root": str(tmp_path / "root"), "processes_secs": PEERS_SECS}
+    of_one(job, process, "fault", at=at)
+    errors = [answer["error"]["type"] for answer in job.each("open", **again)]
+    assert errors[process] == "OSError" and errors[1 - process] == "ProcessFailed"
+    job.all("save")
+    job.all("wait")
+    assert (tmp_path / "root" / "1").exists()
+    job.all("open", **again)
+    found = job.all("restore_latest", place=PLACE, like=1)
+    assert {(answer["step"], answer["wrong"]) for answer in found} == {(1, None)}
+    assert_goes_on(job, 2)
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_arguments_that_one_process_has_wrong_stand_in_nobodys_way(job, tmp_path, process):
+    """Neither those that the manager refuses, nor options that cannot even be made."""
+    right = {"root": str(tmp_path / "root"), "processes_secs": PEERS_SECS}
+    for wrong in {"event_handlers": [1]}, {"max_to_keep": -1}:
+        short = {} if "event_handlers" in wrong else {"processes_secs": 2.0}
+        for one in job.processes:
+            one.ask("open", **right | short | (wrong if one.number == process else {}))
+        errors = [one.answer()["error"] for one in job.processes]
+        assert errors[process]["type"] == "OptionError"
+        if "event_handlers" in wrong:
+            assert errors[1 - process]["type"] == "ProcessFailed"
+            assert "expected objects with receive(event)" in errors[1 - process]["text"]
+        else:
+            assert errors[1 - process]["type"] == "ProcessMissing"
+            assert f"expected process {process} to arrive" in errors[1 - process]["text"]
+        # Neither is shifted against the other from now on.
+        job.all("open", **right)
+    found = job.all("restore_latest", place=PLACE, like=0)
+    assert {(answer["step"], answer["wrong"]) for answer in found} == {(0, None)}
+    assert_goes_on(job, 2)
+
+
 @pytest.mark.parametrize("what", ["dense leaves", "notes"])
 @pytest.mark.parametrize("process", [0, 1])
 def test_what_one_process_cannot_read_by_orbax_stops_the_other_in_time(
@@ -198,8 +241,9 @@ def test_what_one_process_cannot_read_by_orbax_stops_the_other_in_time(
 ):
     """Orbax has the others wait for it at a barrier of its own, for as long as the timeouts say."""
     with Job(server, tmp_path / "jobs", processes=2) as job:
-        job.all("open", root=str(tmp_path / "root"), processes_secs=4.0, notes=True)
+        job.all("open", root=str(tmp_path / "root"), notes=True)
         job.all("start", place=PLACE)
         job.all("save")
         job.all("wait")
+        job.all("limit", processes_secs=4.0)
         assert_told_by_the_other(job, process, f"reading {what}", step=0)

@@ -57,7 +57,7 @@ def test_marks_made_anew_by_all_processes_give_a_base_with_its_reason(server, tm
         assert saved(job, 1)[0]["kind"] == "delta"
         job.all("renew")
         answer, _ = saved(job, 5)
-        assert answer["kind"] == "base" and "made anew" in answer["reason"]
+        assert answer["kind"] == "base" and "re-created" in answer["reason"]
         assert saved(job, 6)[0]["kind"] == "delta"
         job.close()
     assert_restores(server, root, 6, PLACE, processes=2)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_suite import MemoryStore
 from written import write_digested
 
 from deltackpt.errors import BrokenChain, Damaged, ForeignDirectory, StepNotFound
@@ -18,16 +17,19 @@ from deltackpt.format import gaps, manifest, names
 from deltackpt.format.blocks import Box
 from deltackpt.format.manifest import Manifest, ParentRef, SaveId, TableEntry
 from deltackpt.format.segments import ArrayEntry, FieldSpec, GroupEntry, Segment
+from deltackpt.layers import merge
 from deltackpt.reading import chains, inventory, reader, saves
 from deltackpt.storage import arrays, digests
 from deltackpt.storage.digests import Digests
 from deltackpt.storage.store import FileStore, Spot
+from deltackpt.testing import MemoryStore
 
 ROWS, WIDTH = 40, 4
 
 
 @pytest.fixture(params=["memory", "files"])
 def root(request, tmp_path) -> Spot:
+    (tmp_path / "store").mkdir()
     store = MemoryStore() if request.param == "memory" else FileStore(tmp_path / "store")
     return Spot(store, "")
 
@@ -171,16 +173,15 @@ def test_row_numbers_are_read_in_pieces_that_go_on_from_each_other(root, tmp_pat
     put_chain(root, tmp_path, [rows])
     [part] = saves.read_save(root / "1").parts()
     [segment] = part.record.segments
-    assert reader.segment_rows(part, segment).tolist() == list(rows)
-    found = [reader.gap_rows(part, segment, 0, 5)]
+    assert merge.segment_rows(part, segment).tolist() == list(rows)
+    found = [merge.gap_rows(part, segment, 0, 5)]
     for start in range(5, len(rows), 5):
         stop = min(start + 5, len(rows))
-        found.append(reader.gap_rows(part, segment, start, stop, after=int(found[-1][-1])))
+        found.append(merge.gap_rows(part, segment, start, stop, after=int(found[-1][-1])))
     assert np.concatenate(found).tolist() == list(rows)
 
 
-def test_every_object_that_is_altered_or_missing_is_named(root, tmp_path, monkeypatch):
-    monkeypatch.setattr("deltackpt.reading.removal._GONE_CHECKS", 1)
+def test_every_object_that_is_altered_or_missing_is_named(root, tmp_path, nobody_removes_steps):
     put_chain(root, tmp_path)
     store = root.store
     assert not any(inventory.verify_step(root / str(step)) for step in range(3))

@@ -174,7 +174,7 @@ def state_of(*claims: Claim) -> State:
 def test_packs_of_another_root_under_the_url_do_not_count():
     pack = one_pack()
     verdict = recall.judge([pack], state_of(claim(1, "somebody else")), lines_of([pack]))
-    assert verdict.counting == () and "another root" in verdict.orphans[0][1]
+    assert verdict.counting == () and "another checkpoint directory" in verdict.orphans[0][1]
     assert recall.judge([pack], state_of(), lines_of([pack])).counting == ()
 
 
@@ -183,7 +183,7 @@ def test_a_stage_that_is_there_says_that_training_went_back():
     later = Line(run="later", epoch=1, holder=pack.holder, era=1, past={})
     state = state_of(claim(1, pack.holder, began=True))
     verdict = recall.judge([pack], state, [pack.line, later])
-    assert verdict.counting == () and "era 1" in verdict.orphans[0][1]
+    assert verdict.counting == () and "generation 1" in verdict.orphans[0][1]
     after = dataclasses.replace(later, past={pack.save_id.run: pack.save_id.attempt})
     assert recall.judge([pack], state, [pack.line, after]).counting == (pack,)
 

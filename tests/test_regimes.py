@@ -13,8 +13,8 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from deltackpt.errors import OptionError
-from deltackpt.events import LogEvent, RestoreEvent, SaveEvent
-from deltackpt.policy import Cost, MeasuredCosts, Regime, RegimeAdvice, advise_regime
+from deltackpt.events import AppendEvent, RestoreEvent, SaveEvent
+from deltackpt.policies import Cost, MeasuredCosts, Regime, RegimeAdvice, advise_regime
 
 FREE = Cost(stall_secs=0.0, persist_secs=0.0, restore_secs=0.0)
 BASE = Cost(stall_secs=2.0, persist_secs=60.0, restore_secs=40.0)
@@ -43,18 +43,18 @@ def expected_loss(
     if "delta" in every:
         rate["delta"] -= rate["base"]
     stalls = sum(cost[kind].stall_secs * rate[kind] for kind in every)
-    saves = [kind for kind in every if kind != "log"]
+    saves = [kind for kind in every if kind != "wal"]
     late = sum(cost[kind].persist_secs * rate[kind] for kind in saves) / sum(
         rate[kind] for kind in saves
     )
-    durable = cost["log"].persist_secs if "log" in every else late
+    durable = cost["wal"].persist_secs if "wal" in every else late
     restart = min(every.values()) / 2 + durable + cost["base"].restore_secs
     if "delta" in every:
         age = every["base"] / 2 - every["delta"] / 2 + cost["base"].persist_secs
         restart += cost["delta"].restore_secs * age / every["delta"]
-    if "log" in every:
-        age = min(every[kind] for kind in saves) / 2 - every["log"] / 2 + late
-        restart += cost["log"].restore_secs * age / every["log"]
+    if "wal" in every:
+        age = min(every[kind] for kind in saves) / 2 - every["wal"] / 2 + late
+        restart += cost["wal"].restore_secs * age / every["wal"]
     return stalls, stalls + restart / mtbr_secs
 
 
@@ -65,7 +65,7 @@ def schedule(regime: Regime) -> dict[str, int]:
 def brute_force(cost: dict[str, Cost], most: int, run: dict[str, float]) -> float:
     """The least loss of all schedules whose ratios are at most ``most``."""
     least = math.inf
-    for kinds in (("base",), ("delta", "base"), ("log", "base"), ("log", "delta", "base")):
+    for kinds in (("base",), ("delta", "base"), ("wal", "base"), ("wal", "delta", "base")):
         if not cost.keys() >= set(kinds):
             continue
         for ratios in itertools.product(*[range(1, most)], *[range(2, most)] * (len(kinds) - 1)):
@@ -94,7 +94,7 @@ def brute_force(cost: dict[str, Cost], most: int, run: dict[str, float]) -> floa
 def test_no_schedule_loses_less_than_the_advised_one(base, delta, mark, mtbr_secs, max_overhead):
     cost = {
         kind: Cost(stall_secs=stall, persist_secs=persist, restore_secs=restore)
-        for kind, (stall, persist, restore) in (("base", base), ("delta", delta), ("log", mark))
+        for kind, (stall, persist, restore) in (("base", base), ("delta", delta), ("wal", mark))
     }
     run = {"mtbr_secs": mtbr_secs, "step_secs": 1.0, "max_overhead": max_overhead}
     advised = advise_regime(**cost, **run).regime
@@ -102,8 +102,8 @@ def test_no_schedule_loses_less_than_the_advised_one(base, delta, mark, mtbr_sec
 
 
 @given(costs, maybe, maybe, runs)
-def test_the_loss_told_is_that_of_the_schedule_told(base, delta, log, run):
-    given_ = {"base": base, "delta": delta, "log": log}
+def test_the_loss_told_is_that_of_the_schedule_told(base, delta, wal, run):
+    given_ = {"base": base, "delta": delta, "wal": wal}
     cost = {kind: one for kind, one in given_.items() if one is not None}
     for regime in advise_regime(**given_, **run).regimes:
         steps = schedule(regime)
@@ -116,9 +116,9 @@ def test_the_loss_told_is_that_of_the_schedule_told(base, delta, log, run):
 
 @given(costs, maybe, maybe, runs)
 def test_no_kind_is_taken_more_often_than_steps_persists_and_the_budget_allow(
-    base, delta, log, run
+    base, delta, wal, run
 ):
-    given_ = {"base": base, "delta": delta, "log": log}
+    given_ = {"base": base, "delta": delta, "wal": wal}
     advice = advise_regime(**given_, **run)
     for regime in advice.regimes:
         assert regime.stall_share <= run["max_overhead"] * (1 + 1e-9)
@@ -138,70 +138,70 @@ def overhead(**arguments) -> float:
 
 
 @given(costs, maybe, maybe, runs, st.floats(1, 100))
-def test_fewer_restarts_never_lose_more(base, delta, log, run, factor):
+def test_fewer_restarts_never_lose_more(base, delta, wal, run, factor):
     rarer = {**run, "mtbr_secs": run["mtbr_secs"] * factor}
-    kinds = {"base": base, "delta": delta, "log": log}
+    kinds = {"base": base, "delta": delta, "wal": wal}
     assert overhead(**kinds, **rarer) <= overhead(**kinds, **run) * (1 + 1e-9)
 
 
 @given(costs, maybe, maybe, runs, st.floats(1, 100), st.data())
-def test_a_cost_that_rises_never_makes_the_loss_less(base, delta, log, run, factor, data):
-    kinds = {"base": base, "delta": delta, "log": log}
+def test_a_cost_that_rises_never_makes_the_loss_less(base, delta, wal, run, factor, data):
+    kinds = {"base": base, "delta": delta, "wal": wal}
     kind = data.draw(st.sampled_from([kind for kind, cost in kinds.items() if cost is not None]))
     name = data.draw(st.sampled_from(["stall_secs", "persist_secs", "restore_secs"]))
-    # A log that is no cheaper than deltas is not looked at, and is once these have become dearer.
-    assume(kind != "delta" or log is None or log.stall_secs < delta.stall_secs)
+    # A WAL that is no cheaper than deltas is not looked at, and is once these have become dearer.
+    assume(kind != "delta" or wal is None or wal.stall_secs < delta.stall_secs)
     dearer = dataclasses.replace(kinds[kind], **{name: getattr(kinds[kind], name) * factor})
     assert overhead(**{**kinds, kind: dearer}, **run) >= overhead(**kinds, **run) * (1 - 1e-9)
 
 
 @given(costs, maybe, runs)
-def test_a_free_log_has_a_mark_at_every_step(base, delta, run):
+def test_a_free_wal_has_a_record_at_every_step(base, delta, run):
     # Bases are rare then, but not rarer than one for 1e9 marks.
     assume(2 * run["mtbr_secs"] * base.stall_secs / 1e9 < run["step_secs"] ** 2)
-    advice = advise_regime(base=base, delta=delta, log=FREE, **run)
+    advice = advise_regime(base=base, delta=delta, wal=FREE, **run)
     finest = getattr(advice.regime, advice.regime.kinds[0])
     assert finest.every_steps == 1
-    assert advice.regime.log is not None
+    assert advice.regime.wal is not None
 
 
 @given(costs, costs, runs, st.tuples(*[st.floats(1, 10)] * 3))
 @example(BASE, DELTA, RUN, (1.0, 1.0, 1.0))
-def test_a_log_as_dear_as_deltas_is_not_advised(base, delta, run, factors):
-    log = Cost(
+def test_a_wal_as_dear_as_deltas_is_not_advised(base, delta, run, factors):
+    wal = Cost(
         stall_secs=delta.stall_secs * factors[0],
         persist_secs=delta.persist_secs * factors[1],
         restore_secs=delta.restore_secs * factors[2],
     )
-    advice = advise_regime(base=base, delta=delta, log=log, **run)
-    assert advice.regime.log is None
+    advice = advise_regime(base=base, delta=delta, wal=wal, **run)
+    assert advice.regime.wal is None
     assert advice.regime == advise_regime(base=base, delta=delta, **run).regime
-    assert any(reason.startswith("no log: ") for reason in advice.reasons)
+    assert any(reason.startswith("no wal: ") for reason in advice.reasons)
 
 
 @given(costs, runs, st.tuples(*[st.floats(1, 10)] * 3))
-def test_a_delta_or_a_mark_as_dear_as_a_base_is_not_advised(base, run, factors):
+def test_a_delta_or_a_record_as_dear_as_a_base_is_not_advised(base, run, factors):
     dear = Cost(
         stall_secs=base.stall_secs * factors[0],
         persist_secs=base.persist_secs * factors[1],
         restore_secs=base.restore_secs * factors[2],
     )
-    for kinds in ({"delta": dear}, {"log": dear}):
+    for kinds in ({"delta": dear}, {"wal": dear}):
         assert advise_regime(base=base, **kinds, **run).regime.kinds == ("base",)
 
 
 def test_the_usual_case_is_all_three_and_each_bears_its_reason():
-    advice = advise_regime(base=BASE, delta=DELTA, log=MARK, **RUN)
-    assert advice.regime.kinds == ("log", "delta", "base")
-    assert [reason.split(":")[0] for reason in advice.reasons] == ["log", "delta", "base"]
+    advice = advise_regime(base=BASE, delta=DELTA, wal=MARK, **RUN)
+    assert advice.regime.kinds == ("wal", "delta", "base")
+    assert [reason.split(":")[0] for reason in advice.reasons] == ["wal", "delta", "base"]
     alone = {regime.kinds: regime.overhead for regime in advice.regimes}
-    assert alone["log", "delta", "base"] < alone["delta", "base"] < alone["base",]
+    assert alone["wal", "delta", "base"] < alone["delta", "base"] < alone["base",]
 
 
 def test_a_kind_that_does_not_pay_is_named_with_both_losses():
     slow = dataclasses.replace(MARK, restore_secs=500.0)
-    advice = advise_regime(base=BASE, delta=DELTA, log=slow, **RUN)
-    assert advice.regime.log is None
+    advice = advise_regime(base=BASE, delta=DELTA, wal=slow, **RUN)
+    assert advice.regime.wal is None
     assert any("% of training time is lost with it, " in reason for reason in advice.reasons)
 
 
@@ -263,14 +263,14 @@ def test_measured_costs_are_medians_by_kind_and_a_restore_is_shared_by_bytes():
     measured.receive(saved("base", blocked_secs=1.0, total_secs=30.0, nbytes=1500))
     assert measured.cost("delta") == Cost(stall_secs=0.02, persist_secs=0.5, restore_secs=0.2)
     assert measured.cost("base") == Cost(stall_secs=1.0, persist_secs=30.0, restore_secs=3.0)
-    assert measured.cost("log") is None
+    assert measured.cost("wal") is None
     advice: RegimeAdvice = measured.advise(mtbr_secs=3600, step_secs=0.5)
     assert advice.regime.kinds == ("delta", "base")
 
 
-def marked(kind: Literal["full", "soft"], *, blocked_secs: float = 0.002) -> LogEvent:
+def marked(kind: Literal["full", "soft"], *, blocked_secs: float = 0.002) -> AppendEvent:
     """The event of a mark of 1,500 bytes, 500 of them dense leaves."""
-    return LogEvent(
+    return AppendEvent(
         step=7,
         process=0,
         kind=kind,
@@ -291,9 +291,9 @@ def test_only_full_marks_are_measured_and_their_dense_leaves_are_not_replayed():
     measured = MeasuredCosts()
     measured.receive(restored(total_secs=4.0, nbytes=2000))
     measured.receive(marked("soft", blocked_secs=9.0))
-    assert measured.cost("log") is None
+    assert measured.cost("wal") is None
     measured.receive(marked("full"))
-    assert measured.cost("log") == Cost(stall_secs=0.002, persist_secs=0.02, restore_secs=2.0)
+    assert measured.cost("wal") == Cost(stall_secs=0.002, persist_secs=0.02, restore_secs=2.0)
 
 
 def test_before_any_restore_a_save_is_taken_to_be_read_as_slowly_as_it_was_written():

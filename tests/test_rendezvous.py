@@ -78,7 +78,7 @@ def test_the_index_names_every_part_with_the_digest_of_its_manifest(job):
 
 def test_process_0_names_the_processes_whose_parts_are_missing(job):
     job.write(2)
-    with pytest.raises(ProcessMissing, match=r"step 3: expected process 1, 3 to write its part"):
+    with pytest.raises(ProcessMissing, match=r"step 3: expected process 1, 3 to write its shard"):
         job.collect()
 
 

@@ -7,6 +7,7 @@ import html
 import html.parser
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,6 +16,7 @@ import matplotlib.image
 import pytest
 from test_cli import run
 from test_compact import fold, write_chain
+from test_log_looking import write as write_log
 from test_plots import MadeUp
 
 from deltackpt import inspect
@@ -107,6 +109,41 @@ def test_page_begins_with_the_step_that_cannot_be_restored(tmp_path):
     assert written.warnings[0] == "Step 4 cannot be restored; the newest that can is 3."
     assert "manifest" in written.warnings[1]
     assert written.warnings[0] in Page(tmp_path / "report.html").text
+
+
+def test_page_shows_the_log_and_the_dense_leaves(tmp_path):
+    write_log(tmp_path / "run")
+    written = report.write(inspect.open(tmp_path / "run"), tmp_path / "report.html")
+    page = Page(tmp_path / "report.html")
+    assert written.warnings == () and {"dense", "wal"} <= {*page.ids}
+    point = next(one for one in inspect.open(tmp_path / "run").recovery_points() if one.full)
+    assert f"newest recovery point{point.step}appended" in page.text
+    assert "recovery point 5 of epoch 0, step 3" in page.text and "resumed from" in page.text
+    assert "dense/kernel" in page.text and "placeholder without a value" in page.text
+
+
+def test_damage_beside_the_tables_costs_a_section_and_not_the_page(tmp_path):
+    write_log(tmp_path / "run")
+    head = max((tmp_path / "run" / "log").glob("*.msgpack"))
+    for path in (head, *(tmp_path / "run" / "log").glob("*/head.msgpack")):
+        path.write_bytes(b"nothing")
+    (tmp_path / "run" / "3" / "dense" / "_METADATA").write_bytes(b"nothing")
+    written = report.write(inspect.open(tmp_path / "run"), tmp_path / "report.html")
+    assert any("dense leaves are not shown" in text for text in written.warnings)
+    assert any("valid recovery points cannot be determined" in text for text in written.warnings)
+    assert "tables/users" in Page(tmp_path / "report.html").text
+
+
+def test_nothing_is_scrolled_sideways(tmp_path):
+    """As a browser lays it out: checked by hand at 1,300 to 320 pixels, here by its rules."""
+    report.write(MadeUp(4, 1, prefix="a_prefix_of_many_characters/" * 4), tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert "overflow: hidden auto" in text and "overflow: auto" not in text
+    # Only numbers and short words stay on one line; on narrow pages nothing does.
+    assert re.findall(r"([^{}]*){[^{}]*white-space: nowrap", text) == ["\ntd.n, td.s "]
+    narrow = text.partition(f"@media screen and ({report._NARROW})")[2]
+    assert "td, td.n, td.s { display: grid" in narrow and "white-space: normal" in narrow
+    assert f"@media ({report._NARROW}) {{ .of-step-10 td:nth-child(1)::before" in text
 
 
 def test_damaged_rows_cost_a_picture_and_not_the_page(tmp_path):

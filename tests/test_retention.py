@@ -49,7 +49,10 @@ def watching(watcher: Callable[[str, tuple[object, ...]], None]) -> Iterator[Non
 
 def options(**more) -> deltackpt.ManagerOptions:
     return manager_options(
-        retention=1, policy=deltackpt.Consecutive(max_chain=3), durability="process", **more
+        max_to_keep=1,
+        policy=deltackpt.policies.Consecutive(max_chain=3),
+        durability="process",
+        **more,
     )
 
 
@@ -75,7 +78,7 @@ def test_at_every_call_of_a_retention_every_listed_step_restores(tmp_path):
 
     def check(event: str, args: tuple[object, ...]) -> None:
         # A kill just before this call would leave what stands now.
-        if any(str(tmp_path / names.TRASH) in str(arg) for arg in args):
+        if event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir"):
             try:
                 listed.append(check_listed_steps_restore(tmp_path, expected))
             except BaseException as error:
@@ -90,7 +93,7 @@ def test_at_every_call_of_a_retention_every_listed_step_restores(tmp_path):
                 stack.enter_context(watching(check))
             expected[step] = users(state)
             manager.save(step, state, touched=touched)
-            manager.wait()
+            manager.wait_until_finished()
         manager.close()
     assert not problems, problems[0]
     # Base 0 and its deltas went one by one as soon as the next base stood.
@@ -105,7 +108,9 @@ root, at = sys.argv[1], int(sys.argv[2])
 moved = 0
 def kill(event, args):
     global moved
-    if event == "os.rename" and "/deleted/" in str(args[1]):
+    # Into a folder whose descriptor is given.
+    folder = args[3] if event == "os.rename" else -1
+    if folder >= 0 and "/deleted/" in os.readlink(f"/proc/self/fd/{folder}"):
         moved += 1
         if moved == at:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -117,7 +122,7 @@ for step in range(6):
     if step:
         state, touched = model.train(state, touched, step)
     manager.save(step, state, touched=touched)
-    manager.wait()
+    manager.wait_until_finished()
 """
 
 
@@ -145,7 +150,7 @@ def test_a_kill_during_retention_leaves_only_what_restores(at, tmp_path):
         result = manager.restore_latest(state)
         assert result is not None and result.step == 4
         manager.save(5, result.state, touched=result.touched)
-        manager.wait()
+        manager.wait_until_finished()
         assert manager.all_steps() == [4, 5]
 
 
@@ -164,7 +169,7 @@ def test_a_fenced_trainer_does_not_delete_the_steps_of_its_successor(tmp_path):
         older = deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=options())
         for step in range(5):
             older.save(step, state, touched=touched)
-            older.wait()
+            older.wait_until_finished()
         with pytest.raises(FencedError):
             older.save(5, state, touched=touched)
         older.close()

@@ -20,8 +20,9 @@ import deltackpt.inspect
 from deltackpt.errors import Damaged, OptionError, RestoreError
 from deltackpt.format.chain import SaveInfo, live_set, restore_chain
 from deltackpt.format.manifest import ParentRef, RollingShare, SaveId
-from deltackpt.policy import Rolling
+from deltackpt.policies import Rolling
 from deltackpt.reading import chains, reader, saves
+from deltackpt.testing import failing_saves
 from deltackpt.upkeep import compact, verify
 
 WINDOW = 3
@@ -35,7 +36,7 @@ def manager(root: Path, window: int = WINDOW, *, codec: Any = "raw", always=(), 
         root,
         handlers={"embeddings": tables},
         options=manager_options(
-            durability="process", policy=deltackpt.Rolling(window=window), **options
+            durability="process", policy=deltackpt.policies.Rolling(window=window), **options
         ),
     )
 
@@ -54,7 +55,7 @@ class Loop:
             saved.append(one.save(step, self.state, touched=self.touched))
             self.states[step] = self.state
             self.state, self.touched = model.train(self.state, self.touched, step)
-            one.wait()
+            one.wait_until_finished()
         return saved
 
 
@@ -88,7 +89,7 @@ def test_every_step_restores_exactly_from_a_window_of_saves(tmp_path, always):
 
 def test_retention_keeps_the_window_and_nothing_else(tmp_path):
     loop = Loop()
-    with manager(tmp_path, retention=1) as one:
+    with manager(tmp_path, max_to_keep=1) as one:
         loop.save(one, *range(9))
         assert one.all_steps() == [6, 7, 8]
         assert_equal(one.restore(8, loop.state).state, loop.states[8])
@@ -109,23 +110,18 @@ def test_cursor_goes_on_after_a_restore(tmp_path):
     assert numbers == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_failed_save_leaves_the_cursor_where_it_was(tmp_path, monkeypatch):
+def test_failed_save_leaves_the_cursor_where_it_was(tmp_path):
     loop = Loop()
     with manager(tmp_path) as one:
         loop.save(one, *range(4))
-        with monkeypatch.context() as patched:
-            patched.setattr("deltackpt.storage.parts.complete", _refuse)
+        with failing_saves(tmp_path):
             one.save(4, loop.state, touched=loop.touched)
             with pytest.raises(deltackpt.errors.SaveFailed):
-                one.wait()
+                one.wait_until_finished()
         loop.save(one, 5, 6, 7)
         for step, state in loop.states.items():
             assert_equal(one.restore(step, state).state, state)
     assert [share_of(tmp_path, step).number for step in (3, 5, 6, 7)] == [2, 0, 1, 2]
-
-
-def _refuse(*_: object, **__: object) -> None:
-    raise OSError("no")
 
 
 def test_another_window_begins_anew(tmp_path):
@@ -148,7 +144,7 @@ def test_plain_deltas_go_on_from_a_window(tmp_path):
     with manager(tmp_path) as one:
         loop.save(one, *range(5))
     tables = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)
-    policy = deltackpt.Consecutive(max_restore_ratio=1e9, max_delta_ratio=1e9)
+    policy = deltackpt.policies.Consecutive(max_restore_ratio=1e9, max_delta_ratio=1e9)
     options = manager_options(durability="process", policy=policy)
     with deltackpt.CheckpointManager(
         tmp_path, handlers={"embeddings": tables}, options=options
@@ -164,7 +160,7 @@ def test_plain_deltas_go_on_from_a_window(tmp_path):
 
 def test_shares_are_stored_by_the_codec_of_bases(tmp_path):
     loop = Loop()
-    codec = deltackpt.CodecChoice(delta="int4", base="raw")
+    codec = deltackpt.policies.CodecChoice(delta="int4", base="raw")
     with manager(tmp_path, codec=codec) as one:
         loop.save(one, *range(6))
     save = saves.read_save(tmp_path / "5")
@@ -215,7 +211,7 @@ def test_damage_in_the_window_is_found_and_older_steps_restore(tmp_path):
 
 def test_verify_takes_what_only_a_window_needs_for_sound(tmp_path):
     loop = Loop()
-    with manager(tmp_path, retention=2) as one:
+    with manager(tmp_path, max_to_keep=2) as one:
         loop.save(one, *range(9))
     report = verify.verify_root(tmp_path)
     assert report.intact
@@ -239,7 +235,7 @@ def test_compaction_folds_a_window(tmp_path):
 
 def test_rows_of_a_window_can_be_inspected(tmp_path):
     loop = Loop()
-    with manager(tmp_path, retention=2) as one:
+    with manager(tmp_path, max_to_keep=2) as one:
         loop.save(one, *range(9))
     ck = deltackpt.inspect.open(tmp_path)
     for step in (7, 8):
@@ -257,7 +253,7 @@ def test_rows_of_a_window_can_be_inspected(tmp_path):
 def test_rows_gathered_on_devices_are_those_of_the_share_too(tmp_path, monkeypatch):
     monkeypatch.setattr("deltackpt.save.extract.on_host", lambda _: False)
     loop = Loop()
-    codec = deltackpt.CodecChoice(delta="int8", base="raw")
+    codec = deltackpt.policies.CodecChoice(delta="int8", base="raw")
     with manager(tmp_path, codec=codec) as one:
         loop.save(one, *range(5))
         found = one.restore(4, loop.states[4]).state
@@ -311,7 +307,7 @@ def test_several_processes_roll_alike_and_restore_on_others(tmp_path):
     root, server = tmp_path / "root", Server()
     try:
         with Job(server, tmp_path / "jobs", processes=2) as job:
-            job.all("open", root=str(root), policy="rolling", bounds={"window": 2}, retention=1)
+            job.all("open", root=str(root), policy="rolling", bounds={"window": 2}, max_to_keep=1)
             job.all("start", place={"mesh": [2, 2]})
             for step in range(5):
                 job.all("train", to=step)

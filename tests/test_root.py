@@ -15,16 +15,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
+import command as command_line
 import model
 import pytest
 from machine import required
 
 import deltackpt
+from deltackpt import inspect, serving
 from deltackpt.errors import (
     DeltackptError,
     FencedError,
     ForeignDirectory,
     FormatTooNew,
+    OptionError,
     OutOfSpace,
     SaveFailed,
     StorageError,
@@ -34,8 +37,51 @@ from deltackpt.format import names
 from deltackpt.ledger import lease
 from deltackpt.ledger.directory import Root
 from deltackpt.storage import files
+from deltackpt.testing import Disk
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
+
+
+def test_a_tilde_is_the_home_directory_wherever_a_path_is_given(tmp_path, monkeypatch):
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    for folder in (home, elsewhere):
+        folder.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(elsewhere)
+    log = deltackpt.WalOptions(backend=deltackpt.wal.LocalWal(directory="~/log"))
+    options = deltackpt.ManagerOptions(wal=log)
+    for given in ("~/run", Path("~/run")):
+        with deltackpt.CheckpointManager(given, handlers=HANDLERS, options=options) as manager:
+            if manager.latest_step() is None:
+                manager.save(0, model.initial())
+    assert {path.name for path in home.iterdir()} == {"run", "log"}
+    assert log.backend.directory == str(home / "log")
+    assert len(inspect.open("~/run")) == 1
+    with serving.follow("~/run", poll_secs=None) as live:
+        assert live.advance()
+    for command in (
+        ("ls", "~/run"),
+        ("verify", "~/run"),
+        ("report", "~/run", "-o", "~/report.html"),
+        ("export", "parquet", "~/run", "~/exported"),
+        ("copy", "~/run", "~/copied"),
+        ("compact", "~/run"),
+        ("doctor", "~/run"),
+    ):
+        done = command_line.run(*command)
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+    assert (home / "copied" / "0").is_dir() and (home / "report.html").is_file()
+    assert not [*elsewhere.iterdir()]
+
+
+def test_a_tilde_of_nobody_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OptionError, match=r"'~user' of a user .* or \./~nobody\.here/run"):
+        deltackpt.CheckpointManager("~nobody.here/run", handlers=HANDLERS)
+    with pytest.raises(OptionError, match="~nobody"):
+        inspect.open("~nobody.here/run")
+    deltackpt.CheckpointManager("./~nobody.here", handlers=HANDLERS).close()
+    assert (tmp_path / "~nobody.here").is_dir()
 
 
 @contextlib.contextmanager
@@ -88,17 +134,10 @@ def test_a_directory_with_something_of_ours_or_orbax_is_taken(name, tmp_path):
 
 
 def test_opening_makes_a_directory_with_all_above_it(tmp_path):
-    synced: list[Path] = []
-    real = files.fsync_path
-
-    def noted(path: Path) -> None:
-        synced.append(path)
-        real(path)
-
-    with mock.patch.object(files, "fsync_path", noted):
+    with Disk(tmp_path) as disk:
         Root.open(tmp_path / "a" / "b").close()
     # The names of both directories, then the lease in the second.
-    assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b"} <= set(synced)
+    assert {*map(str, (tmp_path, tmp_path / "a", tmp_path / "a" / "b"))} <= {*disk.paths("fsync")}
 
 
 def test_read_only_needs_a_directory_and_leaves_no_trace(tmp_path):
@@ -145,7 +184,7 @@ def test_a_full_file_system_is_out_of_space(tmp_path):
         (path / "3").mkdir()
         with contextlib.suppress(OSError):
             (path / "3" / "chunk").write_bytes(bytes(1 << 20))
-        with pytest.raises(OutOfSpace, match="free space or keep fewer steps"):
+        with pytest.raises(OutOfSpace, match="make room or keep fewer steps"):
             Root.open(path)
         assert Root.open(path, read_only=True).steps() == [3]
 
@@ -161,7 +200,9 @@ def test_a_vanished_directory_is_a_typed_error(tmp_path):
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(StorageError, match="expected to list it"):
         opened.steps()
-    with pytest.raises(StorageError, match=r"run: expected to find .* moved or removed: move it"):
+    with pytest.raises(
+        StorageError, match=r"run: expected the directory .* moved or removed; move it"
+    ):
         opened.check_lease()
 
 
@@ -234,7 +275,8 @@ def test_an_old_listing_never_claims_an_epoch_that_was_passed(tmp_path):
 
 
 @pytest.mark.parametrize("contents", [b"", b"half"])
-def test_a_claim_cut_before_it_was_signed_still_counts(contents, tmp_path):
+def test_a_claim_cut_before_it_was_signed_still_counts(contents, tmp_path, monkeypatch):
+    monkeypatch.setattr(lease, "GRACE_SECS", 0.1)
     older = Root.open(tmp_path)
     (tmp_path / names.lease_name(2)).write_bytes(contents)
     with pytest.raises(FencedError, match="epoch 2 held by a trainer that is starting"):
@@ -265,11 +307,13 @@ def test_a_switched_root_is_fenced(tmp_path):
     with deltackpt.CheckpointManager(tmp_path / "two", handlers=HANDLERS) as other:
         with deltackpt.CheckpointManager(link, handlers=HANDLERS) as manager:
             manager.save(1, state, touched=touched)
-            manager.wait()
+            manager.wait_until_finished()
             switched = tmp_path / "switched"
             switched.symlink_to("two")
             switched.rename(link)
-            with pytest.raises(FencedError, match=r"one: expected.*current.* leads elsewhere now"):
+            with pytest.raises(
+                FencedError, match=r"one: expected.*current.* points to another directory now"
+            ):
                 manager.save(2, state, touched=touched)
             assert manager.all_steps() == [1]
             link.unlink()
@@ -297,8 +341,8 @@ def test_a_save_in_flight_while_its_root_is_switched_is_not_committed_elsewhere(
 
         with mock.patch.object(deltackpt.storage.digests, "digests_bytes", switch):
             manager.save(1, state, touched=touched)
-            with pytest.raises(SaveFailed, match="leads elsewhere now"):
-                manager.wait()
+            with pytest.raises(FencedError, match="points to another directory now"):
+                manager.wait_until_finished()
     for name in ("one", "two"):
         assert Root.open(tmp_path / name, read_only=True).steps() == []
 
@@ -311,7 +355,7 @@ def test_a_backup_moved_into_place_is_fenced(tmp_path, in_place):
     touched = model.new_touched(state)
     with deltackpt.CheckpointManager(tmp_path / "run", handlers=HANDLERS) as manager:
         manager.save(1, state, touched=touched)
-        manager.wait()
+        manager.wait_until_finished()
         if in_place:
             shutil.copytree(tmp_path / "backup", tmp_path / "run", dirs_exist_ok=True)
         else:
@@ -352,7 +396,7 @@ def test_a_root_that_is_moved_while_it_trains_loses_nothing_silently(tmp_path, i
     run, moved = tmp_path / "run", tmp_path / "moved"
     with deltackpt.CheckpointManager(run, handlers=HANDLERS) as manager:
         manager.save(1, state, touched=touched)
-        manager.wait()
+        manager.wait_until_finished()
         state, touched = model.train(state, touched, 1)
         if in_flight:
             real = deltackpt.storage.digests.digests_bytes
@@ -365,15 +409,15 @@ def test_a_root_that_is_moved_while_it_trains_loses_nothing_silently(tmp_path, i
             with mock.patch.object(deltackpt.storage.digests, "digests_bytes", move):
                 manager.save(2, state, touched=touched)
                 with pytest.raises(SaveFailed, match="step 2 failed"):
-                    manager.wait()
+                    manager.wait_until_finished()
         else:
             run.rename(moved)
-        with pytest.raises(StorageError, match="run: expected to find the directory where it was"):
+        with pytest.raises(StorageError, match="run: expected the directory where it was"):
             manager.save(3, state, touched=touched)
         moved.rename(run)
         saved = manager.save(4, state, touched=touched)
         assert saved.kind == "delta"
-        manager.wait()
+        manager.wait_until_finished()
         found = manager.restore(4, state)
         model.assert_same(found.state, state)
     assert sorted(os.listdir(tmp_path)) == ["run"]
@@ -384,7 +428,7 @@ def test_two_trainers_on_one_directory_the_older_is_fenced_and_its_save_is_not_c
     touched = model.new_touched(state)
     older = deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS)
     older.save(1, state, touched=touched)
-    older.wait()
+    older.wait_until_finished()
     Root.open(tmp_path)  # Another process: in this one the older manager would be ended first.
     with pytest.raises(FencedError, match="held by process"):
         older.save(2, state, touched=touched)
@@ -392,7 +436,7 @@ def test_two_trainers_on_one_directory_the_older_is_fenced_and_its_save_is_not_c
     with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as newer:
         result = newer.restore_latest(state)
         newer.save(2, result.state, touched=result.touched)
-        newer.wait()
+        newer.wait_until_finished()
         assert newer.all_steps() == [1, 2]
     assert sorted(Root.open(tmp_path, read_only=True).steps()) == [1, 2]
 
@@ -403,7 +447,7 @@ def test_a_save_in_flight_while_another_trainer_starts_is_not_committed(tmp_path
     touched = model.new_touched(state)
     older = deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS)
     older.save(1, state, touched=touched)
-    older.wait()
+    older.wait_until_finished()
     real = deltackpt.storage.digests.digests_bytes
     first = threading.Semaphore()
 
@@ -415,7 +459,7 @@ def test_a_save_in_flight_while_another_trainer_starts_is_not_committed(tmp_path
     with mock.patch.object(deltackpt.storage.digests, "digests_bytes", start_another):
         older.save(2, state, touched=touched)
         with pytest.raises(DeltackptError) as caught:
-            older.wait()
+            older.wait_until_finished()
     assert isinstance(caught.value, (FencedError, SaveFailed))
     with pytest.raises(FencedError):
         older.save(3, state, touched=touched)
@@ -424,7 +468,7 @@ def test_a_save_in_flight_while_another_trainer_starts_is_not_committed(tmp_path
     result = holder.restore_latest(state)
     assert result.step == 1
     holder.save(2, result.state, touched=result.touched)
-    holder.wait()
+    holder.wait_until_finished()
     holder.close()
     assert not list(tmp_path.glob("*.orbax-checkpoint-tmp"))
 
@@ -447,20 +491,18 @@ def test_steps_after_a_rollback_are_moved_aside_durably_newest_first(tmp_path):
     for step in (100, 110, 120, 130):
         (tmp_path / str(step)).mkdir()
         (tmp_path / str(step) / "file").write_text(str(step))
-    moves: list[str] = []
-    real = files.rename
-
-    def noted(source: Path, target: Path, *, fsync: bool) -> None:
-        assert fsync
-        moves.append(source.name)
-        real(source, target, fsync=fsync)
-
     with (
-        mock.patch.object(files, "rename", noted),
+        Disk(tmp_path) as disk,
         pytest.warns(UserWarning, match=r"from step 110.*\[120, 130\].*rolled-back/run-b"),
     ):
         assert opened.roll_back(110, "run-b") == [130, 120]
+    moves = [Path(path).name for path in disk.paths("rename")]
     assert moves == ["130", "120"]
+    # Each is durable in both directories before the next one is moved.
+    for number, call in enumerate(disk.calls):
+        if call.name == "rename":
+            synced = {one.path for one in disk.calls[number + 1 : number + 3]}
+            assert synced == {str(tmp_path), str(Path(call.path).parent)}
     assert sorted(opened.steps()) == [100, 110]
     assert (tmp_path / "rolled-back" / "run-b" / "130" / "file").read_text() == "130"
 
@@ -478,13 +520,13 @@ def test_a_step_number_saved_again_after_a_rollback_is_read_anew(tmp_path):
     with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as manager:
         for step in (1, 2, 3):
             manager.save(step, state, touched=touched)
-        manager.wait()
+        manager.wait_until_finished()
         before = manager._root.saves()
         result = manager.restore(1, state)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             manager.save(2, result.state, touched=result.touched)
-        manager.wait()
+        manager.wait_until_finished()
         after = manager._root.saves()
         assert set(after) == {1, 2}
         assert after[1] == before[1]
@@ -517,28 +559,12 @@ def test_removals_are_on_disk_as_renames_before_anything_goes(tmp_path):
     opened = Root.open(tmp_path)
     removed = tmp_path / opened.new_trash() / "8"
     removed.mkdir(parents=True)
-    order: list[str] = []
-    real_sync, real_remove = files.fsync_path, files.remove_tree
-
-    def synced(path: Path) -> None:
-        order.append(f"sync {path.name}")
-        real_sync(path)
-
-    def gone(path: Path) -> None:
-        order.append(f"remove {path.name}")
-        real_remove(path)
-
-    with (
-        mock.patch.object(files, "fsync_path", synced),
-        mock.patch.object(files, "remove_tree", gone),
-    ):
+    with Disk(tmp_path) as disk:
         opened.empty_trash()
-    assert order == [
-        f"sync {removed.parent.name}",
-        f"sync {names.TRASH}",
-        f"sync {tmp_path.name}",
-        "remove 8",
-    ]
+    trash = removed.parent
+    paths = (trash, trash.parent, tmp_path, removed)
+    assert [call.path for call in disk.calls[:4]] == [*map(str, paths)]
+    assert [call.name == "fsync" for call in disk.calls[:4]] == [True, True, True, False]
 
 
 def test_what_a_damaged_step_is_stays_unknown(tmp_path):
@@ -546,7 +572,7 @@ def test_what_a_damaged_step_is_stays_unknown(tmp_path):
     with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as manager:
         for step in (1, 2):
             manager.save(step, state)
-        manager.wait()
+        manager.wait_until_finished()
         (tmp_path / "2" / "embeddings" / names.manifest_name(0)).write_bytes(b"damaged")
     saves = Root.open(tmp_path, read_only=True).saves()
     assert saves[2] is None
@@ -557,14 +583,14 @@ def test_a_long_run_does_not_pile_up_removed_steps(tmp_path):
     state = model.initial()
     touched = model.new_touched(state)
     options = deltackpt.ManagerOptions(
-        deltas=deltackpt.DeltaOptions(policy=deltackpt.Consecutive(max_chain=1)),
+        deltas=deltackpt.DeltaOptions(policy=deltackpt.policies.Consecutive(max_chain=1)),
         writes=deltackpt.WriteOptions(durability="process"),
-        retention=1,
+        max_to_keep=1,
     )
     with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=options) as manager:
         for step in range(1, 13):
             manager.save(step, state, touched=touched)
-            manager.wait()
+            manager.wait_until_finished()
             # Removed in the background, in as long as that takes: a machine may be busy.
             while len(list((tmp_path / names.TRASH).glob("*/*"))) > 2:
                 time.sleep(0.01)
@@ -573,6 +599,6 @@ def test_a_long_run_does_not_pile_up_removed_steps(tmp_path):
 
 @pytest.mark.parametrize("name", ["run[1]", "run*", "run?"])
 def test_a_path_that_orbax_would_take_for_a_pattern_is_refused(tmp_path, name):
-    with pytest.raises(UnsupportedRoot, match="takes them for patterns"):
+    with pytest.raises(UnsupportedRoot, match="treats them as glob patterns"):
         Root.open(tmp_path / name)
     assert not any(tmp_path.iterdir())

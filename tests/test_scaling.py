@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a save costs each process: the counts of docs/design/scaling.md."""
+"""What a save costs each process: the counts of docs/project/design.md."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from job import Job
 from test_meshes import STAGING, P
 
 import deltackpt
+from deltackpt.layers.targets import Targets, empty_buffers
 from deltackpt.reading import saves
-from deltackpt.reading.targets import Targets, empty_buffers
 from deltackpt.restore import placing
 from deltackpt.save import lineage, snapshot
 from deltackpt.save.flight import Embeddings, PipelineOptions

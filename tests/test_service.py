@@ -28,13 +28,14 @@ import many
 import many_worker
 import ray
 import ray_nodes
+from damages import flip
+from made_up_logs import records_in
 from many import Job
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_nodes import (
     HANG_SECS,
     ROWS,
     Trainer,
-    assert_same,
     pids,
     remove_arrays,
     restored,
@@ -51,10 +52,11 @@ from deltackpt.errors import (
     TooLittleMemory,
 )
 from deltackpt.format.blocks import Box
-from deltackpt.reading import logged_dense, replay, saves
+from deltackpt.reading import saves
 from deltackpt.restore import step_files
 from deltackpt.service import RestoreService, ServiceOptions, names, protocol, reading
 from deltackpt.standby import memory
+from deltackpt.testing.states import assert_same
 
 pytestmark = ray_nodes.IGNORED
 
@@ -92,16 +94,16 @@ class Standing:
         remove_arrays(self.root)
 
     def renew(self, gone: str) -> None:
-        """Members that lost their rows with a node load them again on others."""
+        """Replicas that lost their rows with a node load them again on others."""
         shutil.copytree(self.whole, self.root, dirs_exist_ok=True)
-        wait_until(lambda: elsewhere(self.service, gone), "its members come back on others")
+        wait_until(lambda: elsewhere(self.service, gone), "its replicas come back on others")
         self.service.wait_ready(3, HANG_SECS)
         remove_arrays(self.root)
 
 
 def elsewhere(found: RestoreService, node: str) -> bool:
     # Processes may outlive their node for a moment, and still answer.
-    told = [one.found for one in found.status().members]
+    told = [one.found for one in found.status().replicas]
     return all(one is not None and one.node != node for one in told)
 
 
@@ -130,14 +132,14 @@ def assert_from_service(found: Any, state: dict) -> None:
 
 
 def assert_from_storage(found: Any, state: dict, problem: type[Exception] | None) -> None:
-    assert ({*found.source}, found.skipped) == ({"root"}, ())
+    assert ({*found.source}, found.skipped) == ({"directory"}, ())
     assert type(found.service_error) is (problem or type(None)), found.service_error
     assert_same(found.state, state)
 
 
 @contextlib.contextmanager
 def on_another_machine(every: int = 1) -> Iterator[list]:
-    """Members look as if they were on another machine, all of them or every n-th."""
+    """Replicas look as if they were on another machine, all of them or every n-th."""
     count = iter(range(1 << 30))
     fetched = []
     real, fetch = memory.machine, reading._Read._fetch
@@ -200,36 +202,34 @@ def test_any_topology_is_filled_from_memory(standing, machine, mesh, spec, narro
 def test_a_point_of_the_log_comes_from_memory_whole(cluster, tmp_path, machine):
     """Dense leaves, items and the numbers of replayed rows come with it: no mark is read."""
     root = tmp_path / "root"
-    with Trainer(root, log=deltackpt.LogOptions()) as trainer:
+    with Trainer(root, wal=deltackpt.WalOptions()) as trainer:
         trainer.save()
         standing = started(root)
         for _ in range(3):
             trainer.step += 1
             trainer.train()
-            trainer.manager.log(
+            trainer.manager.append(
                 trainer.step, trainer.state, touched=trainer.marks, items={"at": trainer.step}
             )
-        trainer.manager.wait_logged()
-    wait_until(lambda: held_points(standing) == {4}, "the members apply the marks")
+        trainer.manager.wait_appended()
+    wait_until(lambda: held_points(standing) == {4}, "the replicas apply the marks")
     assert standing.status().step == 1
     wanted = template(trainer.state, (4, 2), P("x", "y"), P("x"))
     with contextlib.ExitStack() as stack:
         if machine != "here":
             stack.enter_context(on_another_machine(1 if machine == "another" else 2))
-        for module, read in (
-            (replay, "replay"),
-            (logged_dense, "dense_of"),
-            (replay, "items_of"),
-        ):
-            refuses = mock.patch.object(module, read, side_effect=AssertionError("it is read"))
-            stack.enter_context(refuses)
+        bodies = [one for mark in records_in(root / "log/0/0") for one in mark if one.body]
+        for frame in bodies:
+            flip(frame.path, frame.start)
         found = restored(root, wanted)
+        for frame in bodies:
+            flip(frame.path, frame.start)
     assert_from_service(found, trainer.state)
     assert (found.step, found.chain, found.items) == (4, (1,), {"at": 4})
     # The step below it is in storage alone.
     with ray_nodes.reader(root) as manager:
         assert_from_storage(manager.restore(1, wanted), trainer.states[1], ServiceUnavailable)
-    with Trainer(root, log=deltackpt.LogOptions()) as trainer:
+    with Trainer(root, wal=deltackpt.WalOptions()) as trainer:
         assert trainer.step == 4
         trainer.save()
     standing.wait_ready(5, HANG_SECS)
@@ -238,13 +238,13 @@ def test_a_point_of_the_log_comes_from_memory_whole(cluster, tmp_path, machine):
 
 
 def held_points(standing: RestoreService) -> set[int | None]:
-    """The steps of the points that members are at."""
-    told = [one.found.point for one in standing.status().members if one.found is not None]
+    """The steps of the points that replicas are at."""
+    told = [one.found.point for one in standing.status().replicas if one.found is not None]
     return {None if point is None else point.step for point in told}
 
 
 def test_what_lies_in_one_place_is_mapped_and_not_copied(cluster, tmp_path):
-    # Eight shards, of members of four: every box is in one place.
+    # Eight shards, of replicas of four: every box is in one place.
     with Trainer(tmp_path / "root") as trainer:
         trainer.save()
         started(trainer.root, shards=4)
@@ -367,9 +367,9 @@ def test_a_member_of_another_version_is_refused(standing):
             with pytest.raises(deltackpt.errors.NoIntactStep):
                 manager.restore_latest(standing.state)
         status = standing.service.status()
-    assert all("ServiceMismatch" in one.problem for one in status.members)
+    assert all("ServiceMismatch" in one.problem for one in status.replicas)
     told = f"expected an answer of protocol {protocol.PROTOCOL + 1}"
-    assert all(told in one.problem for one in status.members)
+    assert all(told in one.problem for one in status.replicas)
     assert_from_service(restored(standing.root, standing.state), standing.state)
 
 
@@ -380,7 +380,7 @@ def test_a_version_mismatch_leaves_storage(cluster, tmp_path):
     with mock.patch.object(protocol, "PROTOCOL", protocol.PROTOCOL + 1):
         found = restored(trainer.root, trainer.state)
     assert_from_storage(found, trainer.state, ServiceMismatch)
-    assert "run one version of deltackpt" in str(found.service_error)
+    assert "install one version of deltackpt everywhere" in str(found.service_error)
 
 
 def test_too_little_memory_is_said_and_storage_still_works(cluster, tmp_path):
@@ -390,7 +390,7 @@ def test_too_little_memory_is_said_and_storage_still_works(cluster, tmp_path):
     with pytest.raises(TooLittleMemory, match="found 1,048,576; start the service with more"):
         found.wait_ready(timeout_secs=HANG_SECS)
     assert_from_storage(restored(trainer.root, trainer.state), trainer.state, ServiceUnavailable)
-    assert all(one.found.nbytes == 0 for one in found.status().members if one.found)
+    assert all(one.found.nbytes == 0 for one in found.status().replicas if one.found)
 
 
 # Processes without a service.
@@ -406,9 +406,9 @@ handlers = {{"embeddings": deltackpt.Tables(select="tables/*")}}
 state = {{"tables": {{"t": np.arange(40, dtype=np.float32).reshape(10, 4)}}}}
 with deltackpt.CheckpointManager(root, handlers=handlers) as manager:
     manager.save(1, state, touched=deltackpt.touched.init({{"tables/t": state["tables"]["t"]}}))
-    manager.wait()
+    manager.wait_until_finished()
     found = manager.restore_latest(state, service="auto")
-    assert (found.source, found.service_error) == (("root",), None), found.service_error
+    assert (found.source, found.service_error) == (("directory",), None), found.service_error
     assert np.array_equal(found.state["tables"]["t"], state["tables"]["t"])
 import deltackpt.service as service
 from deltackpt.errors import {error}
@@ -454,7 +454,7 @@ def test_start_is_idempotent_and_refuses_what_it_cannot_do(cluster, tmp_path):
         service.start(trainer.root, options=options)
         found.wait_ready(timeout_secs=HANG_SECS)
         assert sorted(pids(found.status())) == before
-    with pytest.raises(ServiceMismatch, match=r"expected 3 shards, found members of \[2\]"):
+    with pytest.raises(ServiceMismatch, match=r"expected 3 shards, found replicas of \[2\]"):
         service.start(trainer.root, options=ServiceOptions(shards=3))
     with pytest.raises(OptionError, match="found 4 for 3 nodes"):
         service.start(tmp_path / "other", options=ServiceOptions(replicas=4))
@@ -471,10 +471,10 @@ def test_start_is_idempotent_and_refuses_what_it_cannot_do(cluster, tmp_path):
 def test_a_service_that_is_started_first_waits_for_the_first_step(cluster, tmp_path):
     found = service.start(tmp_path / "root", options=ServiceOptions(poll_secs=0.05))
     status = wait_until(
-        lambda: (s := found.status()) and len(pids(s)) == 3 and s, "the members answer"
+        lambda: (s := found.status()) and len(pids(s)) == 3 and s, "the replicas answer"
     )
     assert status.step is None and status.newest_step is None
-    with pytest.raises(ServiceUnavailable, match="expected every member to hold step None"):
+    with pytest.raises(ServiceUnavailable, match="expected every replica to hold step None"):
         found.wait_ready(timeout_secs=0.1)
     with Trainer(tmp_path / "root") as trainer:
         trainer.save()
@@ -485,16 +485,16 @@ def test_a_service_that_is_started_first_waits_for_the_first_step(cluster, tmp_p
 def test_status_says_what_each_member_is(standing):
     status = standing.service.status(HANG_SECS)
     assert (status.step, status.newest_step, status.compactor) == (3, 3, None)
-    assert [(one.member.shard, one.member.shards) for one in status.members] == [
+    assert [(one.replica.shard, one.replica.shards) for one in status.replicas] == [
         (0, 3),
         (1, 3),
         (2, 3),
     ]
-    assert len({one.found.node for one in status.members}) == 3
+    assert len({one.found.node for one in status.replicas}) == 3
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(standing.state))
-    held = sum(one.found.nbytes for one in status.members)
+    held = sum(one.found.nbytes for one in status.replicas)
     assert size - 100 <= held < size + 64 * 3 * 12
-    for one in status.members:
+    for one in status.replicas:
         assert one.problem == "" and one.found.code == "" and one.found.lag_secs >= 0
         assert one.found.version == deltackpt.__version__
         assert one.found.directory == str(standing.root)
@@ -511,10 +511,10 @@ class WithKernel(Trainer):
         self.state["kernel"] = kernel
 
 
-@pytest.mark.parametrize("dense", ["orbax", "own"])
+@pytest.mark.parametrize("dense", ["whole", "blocks"])
 def test_a_trainer_that_leaves_bases_to_the_service_writes_one(cluster, tmp_path, dense):
-    policy = deltackpt.Consecutive(max_chain=100, max_restore_ratio=20)
-    options = {"bases": "compacted", "retention": 2, "policy": policy}
+    policy = deltackpt.policies.Consecutive(max_chain=100, max_restore_ratio=20)
+    options = {"bases": "compacted", "max_to_keep": 2, "policy": policy}
     options["dense"] = deltackpt.Dense(deltas=dense)
     with WithKernel(tmp_path / "root", **options) as trainer:
         trainer.save()
@@ -531,14 +531,14 @@ def test_a_trainer_that_leaves_bases_to_the_service_writes_one(cluster, tmp_path
         wait_until(folded, "a base is compacted and replaces what it stands for")
         # Dense leaves as blocks are folded with the rows; else they stay in their step.
         folders = [*(trainer.root / "compacted").glob("[0-9]*/embeddings/dense")]
-        assert bool(folders) == (dense == "own")
+        assert bool(folders) == (dense == "blocks")
         assert {*reasons} == {"delta"}
         for _ in range(3):
             trainer.save()
             found.wait_ready(trainer.step, HANG_SECS)
             assert_from_service(restored(trainer.root, trainer.state), trainer.state)
             stored_ = restored(trainer.root, trainer.state, service=None)
-            assert {*stored_.source} == {"root"}
+            assert {*stored_.source} == {"directory"}
             assert_same(stored_.state, trainer.state)
         assert found.status().compactor is not None
 
@@ -568,12 +568,12 @@ def test_a_killed_actor_is_replaced_by_another_replica(cluster, tmp_path):
     shutil.copytree(trainer.root, tmp_path / "whole")
     found = started(trainer.root, shards=2, replicas=2)
     status = found.status()
-    assert len({(one.member.shard, one.found.node) for one in status.members}) == 4
+    assert len({(one.replica.shard, one.found.node) for one in status.replicas}) == 4
     # What they hold is all that there is.
     remove_arrays(trainer.root)
     for replica in (0, 1):
-        for one in status.members:
-            if one.member.replica == replica:
+        for one in status.replicas:
+            if one.replica.index == replica:
                 os.kill(one.found.pid, signal.SIGKILL)
         assert_from_service(restored(trainer.root, trainer.state), trainer.state)
         shutil.copytree(tmp_path / "whole", trainer.root, dirs_exist_ok=True)
@@ -589,13 +589,13 @@ def test_a_killed_node_is_survived_and_its_members_come_back_elsewhere(cluster, 
     found = started(trainer.root, replicas=2)
     remove_arrays(trainer.root)
     [victim, *_] = cluster.worker_nodes
-    gone = [one for one in found.status().members if one.found.node == victim.node_id]
+    gone = [one for one in found.status().replicas if one.found.node == victim.node_id]
     assert len(gone) == 2
     cluster.remove_node(victim, allow_graceful=False)
     try:
         assert_from_service(restored(trainer.root, trainer.state), trainer.state)
         shutil.copytree(tmp_path / "whole", trainer.root, dirs_exist_ok=True)
-        wait_until(lambda: elsewhere(found, victim.node_id), "its members come back on others")
+        wait_until(lambda: elsewhere(found, victim.node_id), "its replicas come back on others")
         found.wait_ready(timeout_secs=HANG_SECS)
         assert_from_service(restored(trainer.root, trainer.state), trainer.state)
     finally:
@@ -632,8 +632,8 @@ def test_members_that_do_not_answer_are_waited_for_as_long_as_stated(cluster, tm
             assert_from_storage(asked, trainer.state, ServiceUnavailable)
             assert "expected an answer within" in str(asked.service_error)
             status = found.status(0.2)
-            assert len(status.members) == 2 and not pids(status)
-            assert all("expected an answer within" in one.problem for one in status.members)
+            assert len(status.replicas) == 2 and not pids(status)
+            assert all("expected an answer within" in one.problem for one in status.replicas)
         finally:
             for pid in stopped:
                 os.kill(pid, signal.SIGCONT)
@@ -647,7 +647,7 @@ def test_one_of_two_replicas_that_does_not_answer_is_replaced_in_time(cluster, t
         trainer.save()
     found = started(trainer.root, shards=1, replicas=2)
     remove_arrays(trainer.root)
-    for one in found.status().members:
+    for one in found.status().replicas:
         os.kill(one.found.pid, signal.SIGSTOP)
         try:
             assert_from_service(restored(trainer.root, trainer.state, secs=6), trainer.state)
@@ -660,7 +660,7 @@ def test_a_state_that_goes_away_while_it_is_taken_comes_from_another_replica(clu
     """Nothing stays of what the first one has given."""
     with Trainer(tmp_path / "root") as trainer:
         trainer.save()
-    members = started(trainer.root, shards=1, replicas=2)
+    replicas = started(trainer.root, shards=1, replicas=2)
     remove_arrays(trainer.root)
     check, lost = reading._Pin.check, []
 
@@ -686,7 +686,7 @@ def test_a_state_that_goes_away_while_it_is_taken_comes_from_another_replica(clu
         mock.patch.object(reading, "MemoryReader", opened_once),
     ):
         save = saves.read_save(trainer.root / "1")
-        with members.tables(save, timeout_secs=HANG_SECS) as found:
+        with replicas.tables(save, timeout_secs=HANG_SECS) as found:
             for name in ROWS:
                 fields = found.fields[f"tables/{name}"]
                 for field, kind in (
@@ -699,7 +699,7 @@ def test_a_state_that_goes_away_while_it_is_taken_comes_from_another_replica(clu
 
 
 def test_what_is_mapped_is_the_readers_to_write_to(standing):
-    """Whatever becomes of it, the member's memory and the next reader's are what they were."""
+    """Whatever becomes of it, the replica's memory and the next reader's are what they were."""
     save = saves.read_save(standing.root / "3")
     wanted = {"tables/d": {"values": [Box((0, ROWS["d"] // 3), (0, ray_nodes.WIDTH))]}}
     for _ in range(2):
@@ -710,11 +710,11 @@ def test_what_is_mapped_is_the_readers_to_write_to(standing):
 
 
 def test_what_training_donates_is_the_mapping_and_the_service_goes_on_beside_it(cluster, tmp_path):
-    """Pages that it writes to become its own; the member changes a copy, and only once."""
+    """Pages that it writes to become its own; the replica changes a copy, and only once."""
     with Trainer(tmp_path / "root") as trainer:
         trainer.save()
-        members = started(trainer.root, shards=1)
-        [pid] = pids(members.status())
+        replicas = started(trainer.root, shards=1)
+        [pid] = pids(replicas.status())
         first = trainer.states[1]
         found = restored(trainer.root, template(first, (1, 1), P(), P()))
         assert_from_service(found, first)
@@ -731,13 +731,13 @@ def test_what_training_donates_is_the_mapping_and_the_service_goes_on_beside_it(
         doubled = jax.jit(lambda x: jax.tree.map(lambda leaf: leaf * 2, x), donate_argnums=0)
         for number in range(3):
             trainer.save(force_base=number == 1)
-            members.wait_ready(trainer.step, HANG_SECS)
+            replicas.wait_ready(trainer.step, HANG_SECS)
             tables = doubled(tables)
             expected = jax.tree.map(lambda leaf: leaf * 2, expected)
             assert_same(tables, expected)
             again = restored(trainer.root, template(first, (1, 1), P(), P()))
             assert_from_service(again, trainer.state)
-        assert pids(members.status()) == [pid]
+        assert pids(replicas.status()) == [pid]
 
 
 def test_the_whole_step_comes_from_memory(cluster, tmp_path):
@@ -760,7 +760,7 @@ def test_the_whole_step_comes_from_memory(cluster, tmp_path):
 
 
 def test_dense_leaves_that_are_blocks_come_from_memory(cluster, tmp_path):
-    dense = deltackpt.Dense(deltas="own", codec={"weights": "ef4"}, max_error=None)
+    dense = deltackpt.Dense(deltas="blocks", codec={"weights": "ef4"}, max_error=None)
     with Trainer(tmp_path / "root", dense=dense) as trainer:
         rng = np.random.default_rng(0)
 
@@ -770,10 +770,10 @@ def test_dense_leaves_that_are_blocks_come_from_memory(cluster, tmp_path):
             trainer.save()
 
         save()
-        members = started(trainer.root)
+        replicas = started(trainer.root)
         for _ in range(2):
             save()
-            wait_until(lambda: members.status().step == trainer.step, "it follows")
+            wait_until(lambda: replicas.status().step == trainer.step, "it follows")
         expected = restored(trainer.root, trainer.state, service=None).state
         for path in (trainer.root / "3").rglob("*"):
             if path.is_file() and not path.name.startswith("manifest."):
@@ -797,7 +797,7 @@ def test_files_that_changed_in_memory_are_not_taken(standing):
 
     with mock.patch.object(reading._Read, "_files_of", changed):
         found = restored(standing.whole, standing.state, service=None)
-        assert {*found.source} == {"root"}
+        assert {*found.source} == {"directory"}
         with pytest.warns(UserWarning), pytest.raises(deltackpt.errors.NoIntactStep):
             with ray_nodes.reader(standing.root) as manager:
                 manager.restore_latest(standing.state)
@@ -812,7 +812,7 @@ class Filler:
         for _ in range(200):
             try:
                 ref = ray.put(np.ones(4 << 20, np.uint8))
-                self.held.append((ref, ray.get(ref, timeout=1)))
+                self.held.append((ref, ray.get(ref, timeout=5)))
             except ray.exceptions.RayError:
                 break
             if len(self.held) * (4 << 20) > 2 * ray_nodes.STORE_BYTES:
@@ -850,7 +850,7 @@ def test_a_full_object_store_costs_the_service_at_most(cluster, tmp_path):
 
 
 def test_a_reader_beside_a_trainer_sees_whole_steps_only(cluster, tmp_path):
-    options = {"retention": 1, "policy": deltackpt.Consecutive(max_chain=4)}
+    options = {"max_to_keep": 1, "policy": deltackpt.policies.Consecutive(max_chain=4)}
     with Trainer(tmp_path / "root", **options) as trainer:
         trainer.save()
         started(trainer.root, shards=2)
@@ -864,7 +864,7 @@ def test_a_reader_beside_a_trainer_sees_whole_steps_only(cluster, tmp_path):
                 problems.append(error)
 
         thread = threading.Thread(target=train)
-        beside = ray_nodes.reader(trainer.root, 2)
+        beside = ray_nodes.reader(trainer.root, 10)
         thread.start()
         sources: dict[str, int] = {}
         try:

@@ -12,12 +12,13 @@ pytest.importorskip("ray.cluster_utils", reason="needs deltackpt[ray]", exc_type
 
 import ray_nodes
 import servers
-from ray_nodes import HANDLERS, HANG_SECS, Trainer, assert_same, newest, wait_until
+from ray_nodes import HANDLERS, HANG_SECS, Trainer, newest, wait_until
 
 import deltackpt
 from deltackpt import inspect, service
 from deltackpt.options import Tiers, Timeouts
 from deltackpt.service import ServiceOptions
+from deltackpt.testing.states import assert_same
 
 pytestmark = ray_nodes.IGNORED
 
@@ -45,7 +46,7 @@ def restored(trainer: Trainer, tiers: Tiers, **arguments: Any) -> Any:
 
 def test_a_service_follows_a_bucket_restores_from_memory_and_compacts(cluster, bucket, tmp_path):
     url = bucket.bucket("served") + "/run"
-    tiers = Tiers(stage=str(tmp_path / "stage"), endpoint=bucket.endpoint)
+    tiers = Tiers(staging_dir=str(tmp_path / "stage"), endpoint=bucket.endpoint)
     with Trainer(url, tiers=tiers) as trainer:
         trainer.save()
         options = ServiceOptions(
@@ -71,7 +72,7 @@ def test_a_service_follows_a_bucket_restores_from_memory_and_compacts(cluster, b
             found.wait_ready(trainer.step, HANG_SECS)
             assert_same(restored(trainer, tiers).state, trainer.state)
             far = restored(trainer, tiers, service=None)
-            assert {*far.source} <= {"root", "stage"}
+            assert {*far.source} <= {"directory", "staging"}
             assert_same(far.state, trainer.state)
         finally:
             assert service.stop(url) > 0

@@ -36,7 +36,7 @@ def save(root: Path, step: int, value: float) -> None:
             else (contextlib.nullcontext())
         ):
             manager.save(step, state(value))
-            manager.wait()
+            manager.wait_until_finished()
 
 
 class Source:
@@ -88,7 +88,7 @@ def test_a_source_that_fails_is_told_and_keeps_nothing_alive(tmp_path):
 
     with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as manager:
         found = manager.restore_latest(state(0.0), service=Source(before=fail))
-    assert ({*found.source}, str(found.service_error)[:13]) == ({"root"}, "expected rows")
+    assert ({*found.source}, str(found.service_error)[:13]) == ({"directory"}, "expected rows")
     np.testing.assert_array_equal(found.state["tables"]["words"], state(3.0)["tables"]["words"])
     gc.collect()
     assert kept[0]() is None
@@ -102,7 +102,7 @@ def test_whatever_a_source_raises_storage_serves(tmp_path):
 
     with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as manager:
         found = manager.restore_latest(jnp_state(), service=Source(before=fail))
-    assert {*found.source} == {"root"} and "KeyError" in str(found.service_error)
+    assert {*found.source} == {"directory"} and "KeyError" in str(found.service_error)
 
 
 def jnp_state() -> dict[str, Any]:

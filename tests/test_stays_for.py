@@ -26,7 +26,11 @@ HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOT
 
 def save_steps(root: Path, steps: range, **options: Any) -> None:
     """Saves one chain: a base, then deltas; each with a loss that falls until step 3."""
-    given = {"durability": "process", "policy": deltackpt.Consecutive(max_chain=50), **options}
+    given = {
+        "durability": "process",
+        "policy": deltackpt.policies.Consecutive(max_chain=50),
+        **options,
+    }
     state = model.initial()
     touched = model.new_touched(state)
     with deltackpt.CheckpointManager(
@@ -35,11 +39,11 @@ def save_steps(root: Path, steps: range, **options: Any) -> None:
         for step in steps:
             state, touched = model.train(state, touched, step)
             manager.save(step, state, touched=touched, metrics={"loss": abs(step - 3.0)})
-            manager.wait()
+            manager.wait_until_finished()
 
 
 def test_what_the_policy_keeps_is_told_from_what_a_chain_needs(tmp_path):
-    save_steps(tmp_path, range(5), retention=2)
+    save_steps(tmp_path, range(5), max_to_keep=2)
     found = inspect.open(tmp_path).stays_for
     assert found == {0: "chain", 1: "chain", 2: "chain", 3: "policy", 4: "policy"}
     assert kept.noted(spot(tmp_path)) == kept.Kept(policy="LatestN", newest=4, steps=(3, 4))
@@ -47,7 +51,7 @@ def test_what_the_policy_keeps_is_told_from_what_a_chain_needs(tmp_path):
 
 def test_a_policy_with_a_function_is_told_too(tmp_path):
     best = ocp.checkpoint_managers.BestN(get_metric_fn=lambda m: m["loss"], reverse=True, n=1)
-    save_steps(tmp_path, range(6), retention=best)
+    save_steps(tmp_path, range(6), preservation_policy=best)
     found = inspect.open(tmp_path).stays_for
     # The next save goes on from step 5.
     assert found[3] == "policy"
@@ -55,7 +59,7 @@ def test_a_policy_with_a_function_is_told_too(tmp_path):
 
 
 def test_a_step_that_a_compacted_base_stands_for_is_needed_no_more(tmp_path):
-    save_steps(tmp_path, range(5), retention=1)
+    save_steps(tmp_path, range(5), max_to_keep=1)
     assert command.run("compact", tmp_path, "--step", 3).returncode == 0
     assert inspect.open(tmp_path).stays_for == {
         **dict.fromkeys(range(4), "nothing"),
@@ -64,32 +68,32 @@ def test_a_step_that_a_compacted_base_stands_for_is_needed_no_more(tmp_path):
 
 
 def test_ls_prints_it(tmp_path):
-    save_steps(tmp_path, range(3), retention=1)
+    save_steps(tmp_path, range(3), max_to_keep=1)
     told = json.loads(command.run("ls", tmp_path, "--json").stdout)
-    assert [one["stays_for"] for one in told] == ["chain", "chain", "policy"]
+    assert [one["kept_because"] for one in told] == ["chain", "chain", "policy"]
     table = command.run("ls", tmp_path, "--last", 1).stdout
-    assert "stays for" in table and "policy" in table and "chain " not in table
+    assert "kept because" in table and "policy" in table and "chain " not in table
 
 
 def test_without_a_policy_nothing_is_told(tmp_path):
-    save_steps(tmp_path, range(2), retention=1)
+    save_steps(tmp_path, range(2), max_to_keep=1)
     save_steps(tmp_path, range(2, 4))
     assert not (tmp_path / names.KEPT).exists()
     assert inspect.open(tmp_path).stays_for == {}
     told = command.run("ls", tmp_path)
-    assert told.returncode == 0 and "stays for" not in told.stdout
+    assert told.returncode == 0 and "kept because" not in told.stdout
 
 
 @pytest.mark.parametrize("data", [b"", b"half of it"])
 def test_a_note_that_nobody_can_read_says_nothing(tmp_path, data):
-    save_steps(tmp_path, range(2), retention=1)
+    save_steps(tmp_path, range(2), max_to_keep=1)
     (tmp_path / names.KEPT).write_bytes(data)
     assert inspect.open(tmp_path).stays_for == {}
     assert command.run("ls", tmp_path).returncode == 0
 
 
 def test_nothing_is_told_of_steps_newer_than_the_note_or_of_what_cannot_be_read(tmp_path):
-    save_steps(tmp_path, range(4), retention=1)
+    save_steps(tmp_path, range(4), max_to_keep=1)
     kept.note(tmp_path, kept.Kept(policy="LatestN", newest=2, steps=(2,)))
     assert inspect.open(tmp_path).stays_for == {0: "chain", 1: "chain", 2: "policy"}
     (tmp_path / "1" / "embeddings" / names.manifest_name(0)).write_bytes(b"")
@@ -100,7 +104,7 @@ def test_retention_goes_before_its_note_and_a_lost_note_fails_no_save(tmp_path):
     def refuse(*_: Any) -> None:
         raise StorageError("the disk is full")
 
-    options = {"retention": 1, "policy": deltackpt.Consecutive(max_chain=1)}
+    options = {"max_to_keep": 1, "policy": deltackpt.policies.Consecutive(max_chain=1)}
     with mock.patch.object(kept, "note", refuse), pytest.warns(UserWarning, match="disk is full"):
         save_steps(tmp_path, range(4), **options)
     assert inspect.open(tmp_path).steps == [2, 3]

@@ -70,9 +70,12 @@ class Accesses:
 _watching: list[Accesses] = []
 
 
-def _hook(event: str, args: tuple[Any, ...]) -> None:
-    if event in _ACCESSES and args:
-        for watcher in tuple(_watching):
+def _hook(
+    event: str, args: tuple[Any, ...], accesses: Any = _ACCESSES, watching: Any = _watching
+) -> None:
+    """Uses no global name: those are gone when the interpreter ends, and the hook is not."""
+    if event in accesses and args:
+        for watcher in tuple(watching):
             watcher.saw(args[0])
 
 
@@ -114,7 +117,7 @@ def write(root: Path, seed: int = 0) -> dict[int, Any]:
             if step:
                 state, touched = model.train(state, touched, 10 * seed + step)
             manager.save(step, state, touched=touched, force_base=step == 3)
-            manager.wait()
+            manager.wait_until_finished()
             states[step] = state
     return states
 
@@ -355,9 +358,9 @@ def test_readers_beside_a_trainer_with_retention_see_whole_steps_or_step_gone(tm
     state = model.initial()
     touched = model.new_touched(state)
     options = deltackpt.ManagerOptions(
-        deltas=deltackpt.DeltaOptions(policy=deltackpt.Consecutive(max_chain=2)),
+        deltas=deltackpt.DeltaOptions(policy=deltackpt.policies.Consecutive(max_chain=2)),
         writes=deltackpt.WriteOptions(durability="process"),
-        retention=1,
+        max_to_keep=1,
     )
     sums: dict[int, bytes] = {}
     stop = threading.Event()
@@ -397,14 +400,14 @@ def test_readers_beside_a_trainer_with_retention_see_whole_steps_or_step_gone(tm
     ):
         sums[0] = users(state["tables"]["users"])
         trainer.save(0, state, touched=touched)
-        trainer.wait()
+        trainer.wait_until_finished()
         readers = [pool.submit(read, calls) for calls in ((newest, any_step), (look, verify))]
         try:
             for step in range(1, 60):
                 state, touched = model.train(state, touched, step)
                 sums[step] = users(state["tables"]["users"])
                 trainer.save(step, state, touched=touched)
-                trainer.wait()
+                trainer.wait_until_finished()
         finally:
             stop.set()
         assert all(reader.result() > 0 for reader in readers)

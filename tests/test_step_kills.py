@@ -15,6 +15,7 @@ import pytest
 from many import Job, Server
 from many_worker import Model
 from test_processes import (
+    HANG_SECS,
     PEERS_SECS,
     assert_misses,
     assert_read_alone,
@@ -85,7 +86,7 @@ def test_killed_at_any_moment_every_committed_step_is_intact(
         saved(job, 0)
         saved(job, 1)
         job.all("train", to=2)
-        job.all("limit", processes_secs=PEERS_SECS)
+        job.all("limit", processes_secs=HANG_SECS if committed else PEERS_SECS)
         armed = job.processes[victim]
         armed.ask("arm", at=moment, action="kill", after=after)
         assert "error" not in armed.answer()
@@ -138,5 +139,5 @@ def assert_goes_on_alone(root: Path) -> None:
         marks = deltackpt.touched.mark(found.touched, ids)
         state = known.at(newest + 1)
         assert saver.save(newest + 1, state, touched=marks).kind == "delta"
-        saver.wait()
+        saver.wait_until_finished()
     assert_read_alone(root, newest + 1)

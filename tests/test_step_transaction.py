@@ -6,12 +6,12 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
-import functools
 import os
-import shutil
+import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,12 @@ import pytest
 import deltackpt
 from deltackpt.errors import DeltackptError, OutOfSpace, SaveFailed, StorageError
 from deltackpt.resources.workers import Workers
-from deltackpt.save import flight
 from deltackpt.save import step as steps
-from deltackpt.save.dense import DenseLeaves
 from deltackpt.save.rendezvous import Rendezvous
 from deltackpt.save.step import Step
-from deltackpt.storage import batch as batches
 from deltackpt.storage import files
 from deltackpt.storage.batch import FileBatch
+from deltackpt.testing import STEP_FILES, Disk, DiskCall
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
 LIMIT_SECS = 60
@@ -65,66 +63,34 @@ def assert_only(root: Path, committed: list[int]) -> None:
 # A cut at each moment: what a process leaves that is killed there is copied.
 
 
-def before(owner: Any, name: str) -> Callable[[Callable[[], None]], mock._patch]:
-    return _called(owner, name, early=True)
-
-
-def after(owner: Any, name: str) -> Callable[[Callable[[], None]], mock._patch]:
-    return _called(owner, name, early=False)
-
-
-def _called(owner: Any, name: str, *, early: bool) -> Callable[[Callable[[], None]], mock._patch]:
-    def patched(reached: Callable[[], None]) -> mock._patch:
-        real = getattr(owner, name)
-
-        @functools.wraps(real)
-        def call(*arguments: Any, **options: Any) -> Any:
-            if early:
-                reached()
-            found = real(*arguments, **options)
-            if not early:
-                reached()
-            return found
-
-        return mock.patch.object(owner, name, call)
-
-    return patched
-
-
-#: Moments of a step in their order, and whether it is committed there.
+#: Calls of a save of step 2 in their order, and whether it is committed there.
 MOMENTS = {
-    "before anything": (before(steps, "write"), False),
-    "before the tables": (before(flight.PendingSave, "write"), False),
-    "after the tables": (after(flight.PendingSave, "write"), False),
-    "before the dense leaves": (before(DenseLeaves, "write"), False),
-    "after the dense leaves": (after(DenseLeaves, "write"), False),
-    "before the digests": (before(steps, "_write_digests"), False),
-    "after the digests": (after(steps, "_write_digests"), False),
-    "before the force": (before(FileBatch, "force"), False),
-    "after the force": (after(FileBatch, "force"), False),
-    "before the rename": (before(files, "rename"), False),
-    "between the rename and the parent's fsync": (before(files, "fsync_path"), True),
-    "after the parent's fsync": (after(files, "fsync_path"), True),
+    "before anything": ("mkdir", r"^2[.][^/]*$", False),
+    "before the tables": ("mkdir", "embeddings/", False),
+    "amid the tables": ("write", "embeddings/.*/c/", False),
+    "after the tables": ("open", "embeddings/digests", False),
+    "before the dense leaves": ("mkdir", "/dense$", False),
+    "amid the dense leaves": ("write", "/dense/", False),
+    "before the digests": ("open", "/digests[.]step", False),
+    "before the force": ("fsync", r"^2[.]", False),
+    "after the force": ("rename", "^2$", False),
+    "between the rename and the parent's fsync": ("fsync", "^$", True),
 }
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("kind", ["base", "delta"])
 def test_cut_at_any_moment_every_committed_step_is_intact(tmp_path, kind, moment):
-    patched, committed = MOMENTS[moment]
+    call, path, committed = MOMENTS[moment]
     root, image, known = tmp_path / "root", tmp_path / "image", states(3)
-
-    def cut() -> None:
-        if not image.exists():
-            shutil.copytree(root, image)
-
     with opened(root) as saver:
         for step in (0, 1):
             saver.save(step, known[step][0], touched=known[step][1])
-            saver.wait()
-        with patched(cut):
+            saver.wait_until_finished()
+        with Disk(root) as disk:
+            disk.copy(image, call, path)
             saver.save(2, known[2][0], touched=known[2][1], force_base=kind == "base")
-            saver.wait()
+            saver.wait_until_finished()
     standing = [0, 1, 2] if committed else [0, 1]
     left = names_in(image) - {str(step) for step in standing}
     assert all(name.startswith("2.orbax-checkpoint-tmp") for name in left)
@@ -140,7 +106,7 @@ def test_cut_at_any_moment_every_committed_step_is_intact(tmp_path, kind, moment
         model.assert_same(found.state, known[found.step][0])
         after_it = model.train(found.state, found.touched, 7)
         assert saver.save(found.step + 1, after_it[0], touched=after_it[1]).kind == "delta"
-        saver.wait()
+        saver.wait_until_finished()
         model.assert_same(saver.restore_latest(known[0][0]).state, after_it[0])
 
 
@@ -157,47 +123,38 @@ def descriptors_of(step: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def refused(call: str, number: int, root: Path) -> Iterator[list[str]]:
-    """Each call of ``os`` for something of step 2 fails with an errno; gives what it was for."""
-    real, told = getattr(os, call), []
+def closes_refused(number: int, root: Path) -> Iterator[None]:
+    """Each ``os.close`` of a file of step 2 fails, and closes it like the kernel does."""
+    real = os.close
 
-    def failing(what: Any, *arguments: Any, **options: Any) -> Any:
-        path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else os.fspath(what)
-        # What removes the step reads directories, and closes them.
-        spared = call == "open" and not arguments[0] & os.O_CREAT
-        spared |= call == "close" and os.path.isdir(path)
-        if path.startswith(f"{root}/2.") and not spared:
-            told.append(path)
-            if call == "close":
-                real(what)  # As the kernel does, whatever it says.
+    def failing(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        real(descriptor)
+        if path.startswith(f"{root}/2.") and not os.path.isdir(path):
             raise OSError(number, os.strerror(number))
-        return real(what, *arguments, **options)
 
-    with mock.patch.object(os, call, failing):
-        yield told
+    with mock.patch.object(os, "close", failing):
+        yield
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO], ids=errno.errorcode.get)
-@pytest.mark.parametrize(
-    "call", ["open", "mkdir", "pwrite", "ftruncate", "fsync", "close", "rename"]
-)
+@pytest.mark.parametrize("call", ["open", "mkdir", "write", "truncate", "fsync", "close", "rename"])
 def test_what_is_refused_is_a_typed_error_and_the_next_save_has_the_rows(tmp_path, call, number):
     root, known = tmp_path / "root", states(3)
-    if call == "ftruncate":
-        # Only of what is written past the page cache.
-        patched = mock.patch.object(batches, "_DIRECT_BYTES", 1)
-    else:
-        patched = contextlib.nullcontext()
-    with opened(root) as saver, patched:
+    with opened(root) as saver:
         for step in (0, 1):
             saver.save(step, known[step][0], touched=known[step][1])
-            saver.wait()
+            saver.wait_until_finished()
         lent = len(saver._run.staging._lent)
-        with refused(call, number, root) as told:
+        with contextlib.ExitStack() as stack:
+            if call == "close":
+                stack.enter_context(closes_refused(number, root))
+            else:
+                disk = stack.enter_context(Disk(root))
+                disk.fail(call, r"^2([.]|$)", errno=number, times=None)
             with pytest.raises(SaveFailed, match="no touched row is lost") as raised:
                 saver.save(2, known[2][0], touched=known[2][1])
-                saver.wait()
-            assert told
+                saver.wait_until_finished()
         cause = raised.value.__cause__
         assert type(cause) is (StorageError if number == errno.EIO else OutOfSpace), cause
         assert saver.all_steps() == [0, 1]
@@ -205,7 +162,7 @@ def test_what_is_refused_is_a_typed_error_and_the_next_save_has_the_rows(tmp_pat
         assert not descriptors_of(root / "2")
         assert len(saver._run.staging._lent) == lent
         assert saver.save(3, known[3][0], touched=known[3][1]).kind == "delta"
-        saver.wait()
+        saver.wait_until_finished()
         assert_only(root, [0, 1, 3])
         model.assert_same(saver.restore_latest(known[0][0]).state, known[3][0])
 
@@ -214,14 +171,15 @@ def test_a_step_whose_very_last_fsync_failed_stands_and_is_gone_on_from(tmp_path
     known = states(3)
     with opened(tmp_path) as saver:
         saver.save(1, known[1][0], touched=known[1][1])
-        saver.wait()
-        with mock.patch.object(files, "fsync_path", side_effect=OSError(errno.EIO, "injected")):
+        saver.wait_until_finished()
+        with Disk(tmp_path) as disk:
+            disk.fail("fsync", "^$")
             with pytest.raises(SaveFailed) as raised:
                 saver.save(2, known[2][0], touched=known[2][1])
-                saver.wait()
+                saver.wait_until_finished()
         assert type(raised.value.__cause__) is StorageError
         saver.save(3, known[3][0], touched=known[3][1])
-        saver.wait()
+        saver.wait_until_finished()
         model.assert_same(saver.restore(2, known[0][0]).state, known[2][0])
         model.assert_same(saver.restore(3, known[0][0]).state, known[3][0])
 
@@ -231,12 +189,13 @@ def test_host_rows_are_released_though_nothing_could_be_written(tmp_path):
     state, marks = states(0)[0]
     state["tables"]["users"] = np.array(state["tables"]["users"])
     with opened(tmp_path) as saver:
-        with mock.patch.object(Path, "mkdir", side_effect=OSError(errno.ENOSPC, "injected")):
+        with Disk(tmp_path) as disk:
+            disk.fail("mkdir", errno=errno.ENOSPC)
             saver.save(0, state, touched=marks)
             with pytest.raises(SaveFailed, match="no touched row is lost"):
-                saver.wait()
+                saver.wait_until_finished()
         saver.save(1, state, touched=marks)
-        saver.wait()
+        saver.wait_until_finished()
 
 
 # Several processes.
@@ -342,14 +301,17 @@ def test_a_save_ahead_of_process_0_is_not_taken_for_what_a_failed_one_left(tmp_p
     """Another process may write the next step before process 0 has settled the one before it."""
     known = states(3)
     with opened(tmp_path) as saver:
-        with mock.patch.object(flight.PendingSave, "write", side_effect=OSError(5, "injected")):
+        with Disk(tmp_path) as disk:
+            disk.fail("write", STEP_FILES)
             saver.save(1, known[1][0], touched=known[1][1])
             with pytest.raises(SaveFailed):
-                saver.wait()
-        ahead = steps.temporary_dir(tmp_path / "3", f"{saver._run.lineage.run}-3")
+                saver.wait_until_finished()
+        temporary = Path(disk.paths("mkdir")[0]).name
+        ahead = tmp_path / re.sub(r"^1(.*)-1$", r"3\1-3", temporary)
+        assert ahead.name != temporary
         saver.save(2, known[2][0], touched=known[2][1])
         ahead.mkdir()
-        saver.wait()
+        saver.wait_until_finished()
         assert ahead.is_dir()
 
 
@@ -386,39 +348,21 @@ def test_a_thread_that_writes_into_a_numpy_leaf_during_a_base_is_found(tmp_path)
     state, marks = states(0)[0]
     # Of a group of its own, so that it is written from where it is.
     leaf = state["tables"]["tiny"] = np.array(state["tables"]["tiny"])
-    taken, changed, over = threading.Event(), threading.Event(), threading.Event()
 
-    def train() -> None:
-        while not over.is_set():
-            if taken.wait(0.01):
-                leaf[3] += 1
-                changed.set()
+    def train(_: DiskCall) -> None:
+        leaf[3] += 1
 
-    real = batches._Chunk.crc_again
-
-    def crc_again(chunk: Any) -> int:
-        taken.set()
-        changed.clear()  # Anew since this chunk was written.
-        assert changed.wait(LIMIT_SECS)
-        return real(chunk)
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    try:
-        with opened(tmp_path) as saver:
-            with mock.patch.object(batches._Chunk, "crc_again", crc_again):
-                saver.save(0, state, touched=marks)
-                with pytest.raises(SaveFailed, match="changed while they were written"):
-                    saver.wait()
-            over.set()
-            thread.join()
-            assert saver.all_steps() == []
-            assert saver.save(1, state, touched=marks).kind == "base"
-            saver.wait()
-            model.assert_same(saver.restore_latest(state).state, state)
-    finally:
-        over.set()
-        thread.join()
+    with opened(tmp_path) as saver:
+        with Disk(tmp_path) as disk:
+            # The last call for a chunk, before its checksum is compared.
+            disk.on("truncate", train, "values/")
+            saver.save(0, state, touched=marks)
+            with pytest.raises(SaveFailed, match="changed while they were written"):
+                saver.wait_until_finished()
+        assert saver.all_steps() == []
+        assert saver.save(1, state, touched=marks).kind == "base"
+        saver.wait_until_finished()
+        model.assert_same(saver.restore_latest(state).state, state)
 
 
 _CHILD = """
@@ -457,7 +401,7 @@ try:
     with deltackpt.CheckpointManager(sys.argv[1], handlers=leaver.HANDLERS) as saver:
         for step, (state, marks) in enumerate(known):
             saver.save(step, state, touched=marks, force_base=step % 3 == 0)
-            saver.wait()
+            saver.wait_until_finished()
 finally:
     over.set()
     thread.join()
@@ -483,19 +427,12 @@ def test_saves_of_a_process_that_forks_all_the_time_hold_what_was_saved(tmp_path
 
 def test_a_save_that_nobody_waits_for_any_longer_still_commits(tmp_path):
     state, marks = states(0)[0]
-    go, real = threading.Event(), flight.PendingSave.write
-
-    def later(*arguments: Any) -> None:
-        assert go.wait(LIMIT_SECS)
-        real(*arguments)
-
     saver = opened(tmp_path, timeouts=deltackpt.Timeouts(close_secs=0.05))
-    with mock.patch.object(flight.PendingSave, "write", later):
+    with Disk(tmp_path) as disk, disk.pause("write", STEP_FILES):
         saver.save(0, state, touched=marks)
-        late = saver._saver.in_flight.future
         with pytest.raises(DeltackptError, match="still running"):
             saver.close()
-        go.set()
-        late.result(LIMIT_SECS)
+    while not (tmp_path / "0").exists():
+        time.sleep(0.01)
     with opened(tmp_path, access="read") as reader:
         model.assert_same(reader.restore(0, state).state, state)

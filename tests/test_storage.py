@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from written import write_array, write_digested
 
-from deltackpt.errors import Damaged, OptionError, OutOfSpace
+from deltackpt.errors import Damaged, OptionError, OutOfSpace, StorageError
 from deltackpt.format import gaps
 from deltackpt.resources.staging import Staging
 from deltackpt.storage import arrays, batch, digests, files
@@ -170,6 +171,32 @@ def test_an_atomic_write_leaves_the_old_contents_when_it_fails(tmp_path):
         files.write_atomic(path, b"new", fsync=True)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("absent", [False, True])
+def test_writers_of_one_file_never_mix_their_bytes(tmp_path, absent):
+    """In two containers on a shared file system, with the same process and thread ids."""
+    path, name = tmp_path / "file", "link" if absent else "replace"
+    real, others = getattr(os, name), iter([b"the other's"])
+    written: list[bytes] = []
+
+    def late(source: str, target: str) -> None:
+        """Gives a file its name, once another writer has written and published its own."""
+        for data in others:
+            files.write_atomic(path, data, fsync=False)
+        written.append(Path(source).read_bytes())
+        real(source, target)
+
+    with (
+        mock.patch.object(os, "getpid", lambda: 7),
+        mock.patch.object(threading, "get_native_id", lambda: 7),
+        mock.patch.object(os, name, late),
+        pytest.raises(StorageError) if absent else contextlib.nullcontext(),
+    ):
+        files.write_atomic(path, b"own", fsync=False, absent=absent)
+    assert written[-1] == b"own"
+    assert path.read_bytes() == (b"the other's" if absent else b"own")
+    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_staging_reuses_buffers_and_keeps_its_budget():

@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from unittest import mock
 
 import pytest
-from store_suite import MemoryStore, StoreSuite
 
 from deltackpt.errors import OutOfSpace, StorageError
-from deltackpt.storage import files
 from deltackpt.storage.kv_store import KvStore
 from deltackpt.storage.store import Exists, FileStore, Missing, Spot, spot
+from deltackpt.testing import Disk, MemoryStore
+from deltackpt.testing.store_suite import StoreSuite
 
 
 class TestMemoryStore(StoreSuite):
@@ -46,15 +46,11 @@ class TestFileStore(StoreSuite):
 
     def test_a_put_that_fails_leaves_what_was_there(self, store):
         store.put("3/x", b"old")
-        with (
-            mock.patch.object(os, "replace", side_effect=OSError(28, "No space left on device")),
-            pytest.raises(OutOfSpace, match="3/x"),
-        ):
+        with Disk(store.path) as disk, pytest.raises(OutOfSpace, match="3/x"):
+            disk.fail("rename", errno=errno.ENOSPC)
             store.put("3/x", b"new")
-        with (
-            mock.patch.object(os, "link", side_effect=OSError(5, "Input/output error")),
-            pytest.raises(StorageError, match="3/y"),
-        ):
+        with Disk(store.path) as disk, pytest.raises(StorageError, match="3/y"):
+            disk.fail("link")
             store.put("3/y", b"new", absent=True)
         assert store.keys("") == ["3/x"] and store.get("3/x") == b"old"
 
@@ -62,29 +58,14 @@ class TestFileStore(StoreSuite):
         "removed_after", ["it was made", "mkdir found it", "its parent was made"]
     )
     def test_a_put_makes_a_folder_again_that_others_remove(self, store, removed_after):
-        made_durable, mkdir, tried = files.make_durable, os.mkdir, []
-
-        def make_durable(path):
-            made_durable(path)
-            tried.append(path)
-            if removed_after == "it was made" and len(tried) < 4:
-                os.rmdir(path)
-
-        def made(path, mode=0o777):
-            if path == store.path / "a" / "b":
-                tried.append(path)
-                if removed_after == "mkdir found it" and len(tried) < 4:
-                    raise FileExistsError(17, "File exists")
-                if removed_after == "its parent was made" and len(tried) < 4:
-                    raise FileNotFoundError(2, "No such file or directory")
-            mkdir(path, mode)
-
-        with (
-            mock.patch.object(files, "make_durable", make_durable),
-            mock.patch.object(os, "mkdir", made),
-        ):
+        with Disk(store.path) as disk:
+            if removed_after == "it was made":
+                disk.on("open", lambda _: os.rmdir(store.path / "a" / "b"), "^a/b/", times=3)
+            else:
+                error = errno.EEXIST if removed_after == "mkdir found it" else errno.ENOENT
+                disk.fail("mkdir", "^a/b$", errno=error, times=3)
             store.put("a/b/x", b"abc", absent=True)
-        assert store.get("a/b/x") == b"abc" and len(tried) > 3
+        assert store.get("a/b/x") == b"abc" and len(disk.paths("mkdir")) > 3
 
     def test_a_file_in_the_place_of_a_folder_is_no_object(self, store):
         store.put("a", b"x")
@@ -93,15 +74,9 @@ class TestFileStore(StoreSuite):
         assert not isinstance(caught.value, Exists)
 
     def test_a_put_is_on_disk_with_the_names_of_its_folders(self, store):
-        forced = []
-        real = os.fsync
-
-        def fsync(descriptor):
-            forced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-            real(descriptor)
-
-        with mock.patch.object(os, "fsync", fsync):
+        with Disk(store.path) as disk:
             store.put("3/item/x", b"abc", absent=True)
+        forced = disk.paths("fsync")
         assert [os.path.relpath(name, store.path) for name in forced[:2]] == ["3", "."]
         assert os.path.relpath(forced[-1], store.path) == "3/item" and len(forced) == 4
 
@@ -111,5 +86,5 @@ class TestFileStore(StoreSuite):
         with pytest.raises(StorageError, match="symbolic links") as caught:
             store.get("loop")
         assert not isinstance(caught.value, Missing)
-        with pytest.raises(Missing, match="something else of that name"):
+        with pytest.raises(Missing, match="something other than a file"):
             store.get("pipe")

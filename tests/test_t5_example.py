@@ -288,7 +288,7 @@ def test_step_marks_exactly_the_rows_that_it_changes(rows, dimensions):
     first, *others = (batch_of(i, i + 1, rows) for i in (3, 5, 7))
     step = trainer.train_step(options)
     state, _ = step(trainer.init_state(options), first)
-    split = deltackpt.split(state, tables)
+    split = deltackpt.handlers.split(state, tables)
     [(name, fields)] = split.fields.items()
     [always] = [slot for slot in fields if slot != blocks.VALUES]
     assert (fields[always].shape[0], fields[always].ndim) == (rows, dimensions)
@@ -298,7 +298,7 @@ def test_step_marks_exactly_the_rows_that_it_changes(rows, dimensions):
     clock = int(split.touched.clock)
     for batch in others:
         state, _ = step(state, batch)
-    split = deltackpt.split(state, tables)
+    split = deltackpt.handlers.split(state, tables)
     fingerprints.verify_tracking(before, split.fields, split.touched, clock, split.layout)
     [stamps] = split.touched.stamps.values()
     marked = set(np.flatnonzero(np.asarray(stamps) > clock).tolist())
@@ -333,13 +333,13 @@ def manager_of(tmp_path):
 def test_fingerprints_find_the_rows_that_marks_name(manager_of):
     options = trainer.TrainOptions(sizes=SIZES)
     step, state = trainer.train_step(options), trainer.init_state(options)
-    managers = manager_of("marks"), manager_of("fingerprints")
+    managers = manager_of("touched"), manager_of("fingerprints")
     written = []
     for number in range(3):
         state, _ = step(state, batch_of(3 + number, 9 + number, SIZES.rows))
         for manager in managers:
             manager.save(number, state)
-            [report] = manager.wait()
+            [report] = manager.wait_until_finished()
             written.append((report.intent.kind, report.rows))
     # Two words, two sentinels, the end, and the padding, from which the decoder starts.
     assert written == [("base", SIZES.rows)] * 2 + [("delta", 6)] * 4
@@ -392,7 +392,7 @@ def runs(tmp_path_factory):
 def whole(runs) -> demonstration.Trainer:
     """A run that nobody interrupted."""
     whole = runs.trainer("whole")
-    whole.run(quiet=True)
+    whole.run()
     return whole
 
 
@@ -400,7 +400,7 @@ def whole(runs) -> demonstration.Trainer:
 def test_a_run_killed_in_a_save_goes_on_as_if_nothing_had_happened(runs, whole):
     killed = runs.trainer("killed")
     kills = demonstration.kill_in_a_save(killed, Console(quiet=True))
-    killed.run("--resume", quiet=True)
+    killed.run("--resume")
     [end] = journal.read(whole.journal, "end")
     assert demonstration.show_comparison(killed, whole, kills, end["digest"], Console())
     base, *deltas = journal.read(killed.journal, "save")
@@ -412,7 +412,7 @@ def test_a_run_killed_in_a_save_goes_on_as_if_nothing_had_happened(runs, whole):
 
 @pytest.mark.processes
 def test_a_used_directory_is_not_trained_into_without_resume(whole):
-    with pytest.raises(SystemExit, match="holds step 14: give --resume"):
+    with pytest.raises(SystemExit, match="holds step 14: pass --resume"):
         main.main([f"--directory={whole.directory}", *whole.arguments])
 
 
@@ -452,6 +452,7 @@ def test_a_save_has_to_write_the_dense_weights_and_the_touched_rows():
 
 
 @pytest.mark.long
+@pytest.mark.drawn("demos", 2)
 def test_demo_proves_that_nothing_is_lost(tmp_path):
     text, found = tmp_path / "text.txt", tmp_path / "found.json"
     text.write_text(" ".join(map(str, range(5000))))

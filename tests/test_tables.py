@@ -28,7 +28,7 @@ from deltackpt.errors import (
 )
 from deltackpt.format import manifest
 from deltackpt.format.manifest import Layout
-from deltackpt.policy import CodecChoice
+from deltackpt.policies import CodecChoice
 from deltackpt.state.choice import Tables
 from deltackpt.state.marks import match_touched
 from deltackpt.state.tables import join, split
@@ -264,7 +264,7 @@ def test_a_slot_and_a_dense_leaf_of_one_path_are_refused():
 
 
 def test_a_table_whose_path_is_no_unicode_is_refused():
-    with pytest.raises(TableSelectionError, match=r"half a character(.|\n)*tables/\\ud800\n"):
+    with pytest.raises(TableSelectionError, match=r"lone surrogates(.|\n)*tables/\\ud800\n"):
         split({"tables": {"\ud800": table(6)}}, Tables(select="tables/*"))
 
 
@@ -315,7 +315,7 @@ def test_selection_errors_list_the_paths():
         TableSelectionError, match=r"'params/embed' matches nothing(.|\n)*tower/emb"
     ):
         split(state, Tables(select=["params/emb", "params/embed"]))
-    with pytest.raises(TableSelectionError, match="chose none"):
+    with pytest.raises(TableSelectionError, match="selects none of"):
         split(state, Tables(select=lambda path, leaf: False))
     for select, message in (
         ("step", "step is a int, not an array"),
@@ -324,7 +324,7 @@ def test_selection_errors_list_the_paths():
     ):
         with pytest.raises(TableSelectionError, match=message):
             split(state, Tables(select=select))
-    with pytest.raises(TableSelectionError, match="without any element"):
+    with pytest.raises(TableSelectionError, match="without elements"):
         split({"emb": jnp.zeros((0, 4))}, Tables(select="emb"))
     with pytest.raises(TableSelectionError, match="codec: pattern 'params/x' matches no table"):
         split(state, Tables(select="params/emb", codec={"params/x": "bf16"}))
@@ -549,7 +549,7 @@ def test_the_touch_state_is_never_saved_and_comes_back_fresh():
 def test_a_template_that_asks_for_more_is_named():
     state = {"emb": table(3), "w": jnp.ones(2)}
     parts = split(state, Tables(select="emb"))
-    with pytest.raises(TemplateMismatch, match="does not hold:\n  more/x\n  v"):
+    with pytest.raises(TemplateMismatch, match="found more:\n  more/x\n  v"):
         join({**state, "v": 1, "more": {"x": 2}}, parts.layout, parts.fields, parts.dense, None)
 
 
@@ -650,9 +650,9 @@ def test_stamps_that_do_not_fit_are_named():
     layout = layout_of(["params/emb", "params/tower/emb"])
     with pytest.raises(TrackingError, match=r"'emb' fit more than one(.|\n)*  params/tower/emb"):
         match_touched(stamps("emb"), layout)
-    with pytest.raises(TrackingError, match=r"params/emb: no stamps(.|\n)*  tower/emb"):
+    with pytest.raises(TrackingError, match=r"params/emb: expected stamps of it(.|\n)*  tower/emb"):
         match_touched(stamps("tower/emb"), layout)
-    with pytest.raises(TrackingError, match="no stamps"):
+    with pytest.raises(TrackingError, match="expected stamps of it"):
         match_touched(stamps("mb", "tower/emb"), layout)
     with pytest.raises(TrackingError, match="expected 4 stamps, found 5"):
         match_touched(stamps("emb", "tower/emb", rows=5), layout)

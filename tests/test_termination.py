@@ -12,6 +12,7 @@ import threading
 import model
 import numpy as np
 import pytest
+from machine import free_port
 
 import deltackpt
 from deltackpt.save.termination import Termination
@@ -97,7 +98,7 @@ if how == "handled":
 with deltackpt.CheckpointManager(root, handlers=handlers) as manager:
     manager.save(0, state, touched=touched)
     if how == "deaf":
-        manager.wait()
+        manager.wait_until_finished()
     for step in range(1, 10_000):
         state, touched = model.train(state, touched, step % 50)
         if how != "deaf" and manager.save_if_due(step, state, touched=touched) is not None:
@@ -152,3 +153,65 @@ def test_a_process_saves_before_it_ends(tmp_path, how):
     assert found is not None and found.step == step
     for name, table in state["tables"].items():
         np.testing.assert_array_equal(found.state["tables"][name], table)
+
+
+_JOB = """
+import sys, time
+import jax
+address, process, root = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.config.update("jax_num_cpu_devices", 1)
+jax.distributed.initialize(address, 2, process)
+import numpy as np
+import deltackpt
+mesh = jax.make_mesh((2,), ("x",))
+rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+table = np.zeros((64, 4), np.float32)
+state = {"emb": jax.make_array_from_callback(table.shape, rows, lambda index: table[index])}
+handlers = {"embeddings": deltackpt.Tables(select="emb", slots={})}
+with deltackpt.CheckpointManager(root, handlers=handlers) as manager:
+    manager.save(0, state)
+    for step in range(1, 10_000):
+        saved = manager.save_if_due(step, state)
+        if saved is not None:
+            break
+        if step == 2:
+            print("running", flush=True)
+        time.sleep(0.05)
+print("saved", step, saved.kind, flush=True)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_sigterm_to_one_process_makes_all_save_the_same_step(tmp_path, which):
+    address = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, "-W", "ignore", "-c", _JOB, address]
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    job = [
+        subprocess.Popen(
+            [*command, str(process), str(tmp_path)],
+            env={**os.environ, "PYTHONPATH": path, "XLA_FLAGS": ""},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    try:
+        for process in job:
+            assert process.stdout is not None
+            assert "running\n" in iter(process.stdout.readline, "")  # Gloo prints, too.
+        job[which].terminate()
+        outputs = [process.communicate(timeout=240)[0].split() for process in job]
+    finally:
+        for process in job:
+            process.kill()
+            process.communicate()
+    assert [process.returncode for process in job] == [0, 0]
+    assert outputs[0] == outputs[1]
+    _, step, kind = outputs[0]
+    assert kind in ("base", "delta")
+    assert sorted(int(one.name) for one in tmp_path.iterdir() if one.name.isdigit()) == [
+        0,
+        int(step),
+    ]

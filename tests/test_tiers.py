@@ -18,6 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import servers
+from machine import free_port
 
 import deltackpt
 from deltackpt import events, inspect, touched
@@ -31,9 +32,10 @@ from deltackpt.errors import (
     UnsupportedRoot,
     WaitTimeout,
 )
-from deltackpt.events import FailureEvent, PromotionEvent
+from deltackpt.events import FailureEvent, UploadEvent
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.opening import open_steps
+from deltackpt.ledger.view import JournalView, entry_name
 from deltackpt.options import ManagerOptions, Tiers, Timeouts
 from deltackpt.storage import buckets
 from deltackpt.tiers import promotion, running
@@ -78,7 +80,7 @@ class Node:
         self.touched = touched.init(self.state["tables"])
 
     def manager(self, **options: Any) -> deltackpt.CheckpointManager:
-        tiers: dict[str, Any] = {"stage": str(self.stage.path), "endpoint": self.endpoint}
+        tiers: dict[str, Any] = {"staging_dir": str(self.stage.path), "endpoint": self.endpoint}
         names = Tiers.__dataclass_fields__
         tiers |= {name: options.pop(name) for name in [*options] if name in names}
         handlers = options.pop("handlers", HANDLERS)
@@ -86,7 +88,7 @@ class Node:
             self.url,
             handlers=handlers,
             options=ManagerOptions(tiers=Tiers(**tiers), **options),
-            sinks=(self.events,),
+            event_handlers=(self.events,),
         )
 
     def train(self, step: int) -> None:
@@ -164,7 +166,7 @@ class Breakable:
     """A server that a test ends, and starts again with what it held."""
 
     def __init__(self, folder: Path):
-        self._folder, self._port = folder, servers.free_port()
+        self._folder, self._port = folder, free_port()
         self._running = contextlib.ExitStack()
         self.server = self.start()
 
@@ -199,7 +201,7 @@ def test_an_empty_node_goes_on_bit_for_bit(server, tmp_path):
         for step in range(4):
             first.save(manager, step, force_base=step == 2)
             expected[step] = first.held()
-        manager.wait()
+        manager.wait_until_finished()
         assert first.root() == [0, 1, 2, 3] == manager.all_steps()
     with second.manager() as manager:
         assert manager.latest_step() == 3
@@ -222,18 +224,49 @@ def test_what_was_made_is_promoted_once_and_told(node):
     with one.manager() as manager:
         for step in range(3):
             one.save(manager, step)
-        manager.wait()
+        manager.wait_until_finished()
         number = Journal(open_at(one)).state().entry.number
-        told = one.events.of(PromotionEvent)
+        told = one.events.of(UploadEvent)
         assert [event.step for event in told] == [0, 1, 2]
         assert all(event.bytes_sent > 0 and event.objects > 2 for event in told)
         assert told[-1].waiting == 0
     with one.manager() as manager:
         assert manager.all_steps() == [0, 1, 2]
         one.restore(manager)
-        manager.wait()
-    # A claim, and nothing else.
-    assert Journal(open_at(one)).state().entry.number == number + 1
+        manager.wait_until_finished()
+    # A claim, the record that it has started, and nothing else.
+    assert Journal(open_at(one)).state().entry.number == number + 2
+
+
+@pytest.mark.parametrize("saves_first", [False, True], ids=["at once", "with the next save"])
+def test_wait_acknowledges_nothing_once_the_bucket_was_emptied(node, saves_first):
+    one = node()
+    with contextlib.suppress(FencedError), one.manager() as manager:
+        one.save(manager, 0)
+        manager.wait_until_finished()
+        store = open_at(one).store
+        eventually(lambda: any("copy" in key for key in store.keys("journal")), "no copy is put")
+        store.delete(store.keys(""))
+        if saves_first:
+            one.save(manager, 1)
+        with pytest.raises(FencedError, match="found none: the journal was removed"):
+            manager.wait_until_finished()
+    assert store.keys("journal") == []
+
+
+def test_wait_puts_an_entry_anew_that_was_lost(node):
+    one = node()
+    with one.manager() as manager:
+        one.save(manager, 0)
+        manager.wait_until_finished()
+        journal = Journal(open_at(one))
+        at = open_at(one) / entry_name(journal.state().entry.number)
+        at.store.put(at.key, b"lost")
+        manager.wait_until_finished()
+        assert sorted(JournalView(open_at(one)).state().steps) == [0]
+        one.save(manager, 1)
+        manager.wait_until_finished()
+    assert one.root() == [0, 1]
 
 
 def open_at(one: Node):
@@ -277,19 +310,19 @@ def test_a_reader_follows_the_root(node):
         reader.manager(access="read")
     with one.manager() as manager, contextlib.ExitStack() as readers:
         one.save(manager, 0)
-        manager.wait()
+        manager.wait_until_finished()
         reading = readers.enter_context(reader.manager(access="read"))
         assert reading.latest_step() == 0
         one.save(manager, 1)
-        manager.wait()
+        manager.wait_until_finished()
         assert reading.latest_step() == 1
         assert reader.restore(reading).step == 1
         assert same(reader.held(), one.held())
         one.save(manager, 2)
-        manager.wait()
+        manager.wait_until_finished()
         # It was not listed since.
         assert reader.restore(reading, 2).step == 2
-        with pytest.raises(OptionError, match="may write"):
+        with pytest.raises(OptionError, match="can write"):
             reader.save(reading, 3)
     assert not reader.stage.path.exists()
 
@@ -309,24 +342,23 @@ def test_a_stage_of_no_name_is_the_users(node, tmp_path, monkeypatch):
 
 def test_an_outage_is_a_lag_and_no_failed_save(breakable, tmp_path):
     one = next(nodes(breakable.server, tmp_path))
-    limits = Timeouts(close_secs=2.0, store_secs=2.0)
-    with one.manager(timeouts=limits, wait_for="stage") as manager:
+    with one.manager(timeouts=Timeouts(store_secs=2.0), wait_for="staging") as manager:
         one.save(manager, 0)
-        manager.wait()
+        manager.wait_until_finished()
         eventually(lambda: one.root() == [0], "the first save came to the root")
         breakable.end()
         for step in range(1, 4):
             one.save(manager, step)
-        manager.wait()
+        manager.wait_until_finished()
 
         def told() -> bool:
             manager.check_for_errors()
-            manager.wait()
+            manager.wait_until_finished()
             return bool([event for event in one.events.of(FailureEvent)])
 
         eventually(told, "the outage is told")
         [failure] = one.events.of(FailureEvent)
-        assert (failure.operation, failure.step) == ("promote", None)
+        assert (failure.operation, failure.step) == ("upload", None)
         assert manager.all_steps() == [0, 1, 2, 3]
         breakable.start()
         eventually(lambda: one.root() == [0, 1, 2, 3], "all saves came to the root")
@@ -344,31 +376,33 @@ def test_wait_for_the_root_ends_in_an_outage_and_loses_nothing(breakable, tmp_pa
     one.restore(manager)
     breakable.end()
     one.save(manager, 1)
-    with pytest.raises(WaitTimeout, match="1 saves of .* bytes still in the stage"):
-        manager.wait()
+    eventually(lambda: not manager.is_saving_in_progress(), "it is in the stage")
+    with pytest.raises(WaitTimeout, match="1 saves of .* bytes only in the staging directory"):
+        manager.wait_until_finished()
     with pytest.raises(WaitTimeout):
         manager.close()
     breakable.start()
     # The promoter ends what is left, though nobody is there any more.
-    eventually(lambda: one.root() == [0, 1], "the promoter goes on")
+    eventually(lambda: one.root() == [0, 1], "the uploader continues")
 
 
 def test_a_full_stage_makes_the_next_save_wait(breakable, tmp_path):
     one = next(nodes(breakable.server, tmp_path))
     base = ROWS * 4 * 4
     limits = Timeouts(close_secs=30.0, store_secs=1.0, save_secs=1.0)
-    with one.manager(timeouts=limits, wait_for="stage", stage_bytes=2 * base) as manager:
+    with one.manager(timeouts=limits, wait_for="staging", max_staging_bytes=2 * base) as manager:
         breakable.end()
         one.save(manager, 0)
+        eventually(lambda: not manager.is_saving_in_progress(), "it is in the stage")
         one.save(manager, 1, force_base=True)
-        with pytest.raises(WaitTimeout, match="the save of 1"):
+        with pytest.raises(WaitTimeout, match="save of step 1"):
             one.save(manager, 2)  # It waits for the one before, which waits for room.
         assert manager.is_saving_in_progress()
         assert manager.all_steps() == [0]
         breakable.start()
         eventually(lambda: not manager.is_saving_in_progress(), "there is room")
         one.save(manager, 2)
-        manager.wait()
+        manager.wait_until_finished()
         assert manager.all_steps() == [0, 1, 2]
         told = {event.step: event.room_secs for event in one.events.of(events.SaveEvent)}
         assert told[1] > limits.save_secs
@@ -377,24 +411,24 @@ def test_a_full_stage_makes_the_next_save_wait(breakable, tmp_path):
 
 def test_a_save_that_is_larger_than_the_stage_goes_alone(node):
     one = node()
-    with one.manager(stage_bytes=100) as manager:
-        with pytest.warns(UserWarning, match="larger than Tiers.stage_bytes"):
+    with one.manager(max_staging_bytes=100) as manager:
+        with pytest.warns(UserWarning, match="exceeds Tiers.max_staging_bytes"):
             one.save(manager, 0)
             one.save(manager, 1)
-            manager.wait()
+            manager.wait_until_finished()
         assert one.root() == [0, 1]
 
 
 def test_closing_ends_the_wait_for_room(breakable, tmp_path):
     one = next(nodes(breakable.server, tmp_path))
     limits = Timeouts(close_secs=1.0, store_secs=1.0)
-    manager = one.manager(timeouts=limits, wait_for="stage", stage_bytes=100)
+    manager = one.manager(timeouts=limits, wait_for="staging", max_staging_bytes=100)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         breakable.end()
         one.save(manager, 0)
         with contextlib.suppress(WaitTimeout):
-            manager.wait()
+            manager.wait_until_finished()
         one.save(manager, 1)
         with pytest.raises(WaitTimeout):
             manager.close()
@@ -428,7 +462,7 @@ def test_the_next_start_ends_what_a_killed_node_left(node, monkeypatch):
     one = node()
     with monkeypatch.context() as patch:
         without_promoter(patch)
-        manager = one.manager(wait_for="stage")
+        manager = one.manager(wait_for="staging")
         for step in range(3):
             one.save(manager, step)
         manager.close()
@@ -438,7 +472,7 @@ def test_the_next_start_ends_what_a_killed_node_left(node, monkeypatch):
         assert manager.latest_step() == 2
         one.restore(manager)
         assert same(one.held(), expected)
-        manager.wait()
+        manager.wait_until_finished()
         assert one.root() == [0, 1, 2]
 
 
@@ -446,7 +480,7 @@ def test_a_stage_that_others_went_on_without_is_moved_aside(node, monkeypatch):
     one, other = node(), node()
     with one.manager() as manager:
         one.save(manager, 0)
-    with monkeypatch.context() as patch, one.manager(wait_for="stage") as manager:
+    with monkeypatch.context() as patch, one.manager(wait_for="staging") as manager:
         without_promoter(patch)
         one.restore(manager)
         one.save(manager, 1)
@@ -466,7 +500,7 @@ def test_a_stage_that_others_went_on_without_is_moved_aside(node, monkeypatch):
         one.restore(manager)
         assert same(one.held(), expected)
         assert one.save(manager, 4).kind == "delta"
-        manager.wait()
+        manager.wait_until_finished()
     assert one.root() == [0, 1, 3, 4]
     [aside] = (one.stage.path / "aside").iterdir()
     assert sorted(step.name for step in aside.iterdir()) == ["1", "2"]
@@ -476,7 +510,7 @@ def test_a_claim_that_never_trained_orphans_nothing(node, monkeypatch):
     one, other = node(), node()
     with monkeypatch.context() as patch:
         without_promoter(patch)
-        with one.manager(wait_for="stage") as manager:
+        with one.manager(wait_for="staging") as manager:
             one.save(manager, 0)
             one.save(manager, 1)
     with other.manager() as manager:
@@ -490,21 +524,21 @@ def test_whoever_has_lost_the_root_is_fenced(node):
     one, other = node(), node()
     first = one.manager()
     one.save(first, 0)
-    first.wait()
+    first.wait_until_finished()
     with other.manager() as second:
         other.restore(second)
         with pytest.raises(FencedError):
             first.check_lease()
         one.save(first, 1)  # Nobody has told it.
         with pytest.raises(FencedError, match="expected to hold its claim"):
-            first.wait()
+            first.wait_until_finished()
         with pytest.raises(FencedError):
             one.save(first, 2)
         with pytest.raises(FencedError):
             first.close()
         assert other.root() == [0]
         other.save(second, 1)
-        second.wait()
+        second.wait_until_finished()
         assert other.root() == [0, 1]
         expected = other.held()
     third = node()
@@ -536,20 +570,20 @@ def test_what_training_went_back_behind_is_not_at_the_root(node):
         for step in range(4):
             one.save(manager, step)
             held[step] = one.held()
-        manager.wait()
+        manager.wait_until_finished()
         one.restore(manager, 1)
         with pytest.warns(UserWarning, match=r"later steps \[2, 3\]"):
             one.save(manager, 2)
         assert manager.all_steps()[:2] == [0, 1]
         held[2] = one.held()
-        manager.wait()
+        manager.wait_until_finished()
         assert manager.all_steps() == [0, 1, 2] == one.root()
     with other.manager() as manager:
         # Here nothing is in the stage.
         other.restore(manager, 0)
         with pytest.warns(UserWarning, match=r"later steps \[1, 2\] are rolled back"):
             other.save(manager, 1)
-        manager.wait()
+        manager.wait_until_finished()
         assert manager.all_steps() == [0, 1]
         held[1] = other.held()
     assert other.root() == [0, 1]
@@ -561,18 +595,18 @@ def test_what_training_went_back_behind_is_not_at_the_root(node):
 
 def test_going_back_behind_what_has_not_come_to_the_root(node, monkeypatch):
     one, other = node(), node()
-    with monkeypatch.context() as patch, one.manager(wait_for="stage") as manager:
+    with monkeypatch.context() as patch, one.manager(wait_for="staging") as manager:
         without_promoter(patch)
         for step in range(4):
             one.save(manager, step)
         one.restore(manager, 1)
         with pytest.warns(UserWarning, match="later steps"):
             one.save(manager, 3)
-        manager.wait()
+        manager.wait_until_finished()
         assert manager.all_steps() == [0, 1, 3]
     with one.manager() as manager:
         assert manager.all_steps() == [0, 1, 3]
-        manager.wait()
+        manager.wait_until_finished()
         expected = one.held()
     assert one.root() == [0, 1, 3]
     with other.manager() as manager:
@@ -585,31 +619,31 @@ def test_going_back_is_remembered_by_the_next_start(node, monkeypatch):
     with one.manager() as manager:
         for step in range(3):
             one.save(manager, step)
-    with monkeypatch.context() as patch, one.manager(wait_for="stage") as manager:
+    with monkeypatch.context() as patch, one.manager(wait_for="staging") as manager:
         without_promoter(patch)
         one.restore(manager, 0)
         with pytest.warns(UserWarning, match="later steps"):
             one.save(manager, 1)
-        manager.wait()
+        manager.wait_until_finished()
     assert one.root() == [0, 1, 2]
     expected = one.held()
     with one.manager() as manager:
         assert manager.all_steps() == [0, 1]
         one.restore(manager)
         assert same(one.held(), expected)
-        manager.wait()
+        manager.wait_until_finished()
     assert one.root() == [0, 1]
 
 
 def test_retention_removes_at_the_root_and_the_stage_keeps_the_newest_chains(node):
     one, other = node(), node()
-    policy = deltackpt.DeltaOptions(policy=deltackpt.Consecutive(max_chain=1))
-    with one.manager(retention=5, keep_local=1, deltas=policy) as manager:
+    policy = deltackpt.DeltaOptions(policy=deltackpt.policies.Consecutive(max_chain=1))
+    with one.manager(max_to_keep=5, keep_local=1, deltas=policy) as manager:
         for step in range(12):
             one.save(manager, step)
-            manager.wait()
+            manager.wait_until_finished()
         one.save(manager, 12)
-        manager.wait()
+        manager.wait_until_finished()
         assert manager.all_steps() == one.root()
         assert one.root()[-5:] == [8, 9, 10, 11, 12]
         assert len(one.root()) <= 7
@@ -623,14 +657,14 @@ def test_retention_removes_at_the_root_and_the_stage_keeps_the_newest_chains(nod
 
 def test_nothing_is_retired_before_what_replaces_it_is_at_the_root(node, monkeypatch):
     one = node()
-    with one.manager(retention=1) as manager:
+    with one.manager(max_to_keep=1) as manager:
         one.save(manager, 0)
-    with monkeypatch.context() as patch, one.manager(retention=1, wait_for="stage") as manager:
+    with monkeypatch.context() as patch, one.manager(max_to_keep=1, wait_for="staging") as manager:
         without_promoter(patch)
         one.restore(manager)
         for step in range(1, 4):
             one.save(manager, step, force_base=True)
-            manager.wait()
+            manager.wait_until_finished()
         assert manager.all_steps() == [3]
     orders = one.stage.orders()
     assert orders is not None and 0 in {retired.step for retired in orders.retired}
@@ -653,11 +687,11 @@ def test_a_delta_of_a_parent_that_has_left_the_stage(node):
     with one.manager(keep_local=1) as manager:
         one.save(manager, 0)
         one.save(manager, 1)
-        manager.wait()
+        manager.wait_until_finished()
         staged(manager)._local.remove_steps([0, 1])
         assert manager.all_steps() == [0, 1]
         assert one.save(manager, 2).kind == "delta"
-        manager.wait()
+        manager.wait_until_finished()
         assert one.root() == [0, 1, 2]
         assert manager.restore(2, one.state).chain == (0, 1, 2)
     with other.manager() as manager:
@@ -668,14 +702,14 @@ def test_a_delta_of_a_parent_that_has_left_the_stage(node):
 def test_the_best_steps_stay_though_they_have_left_the_stage(node):
     one = node()
     best = ocp.checkpoint_managers.BestN(get_metric_fn=lambda found: found["loss"], n=2)
-    with one.manager(retention=best, keep_local=1) as manager:
+    with one.manager(preservation_policy=best, keep_local=1) as manager:
         for step in range(6):
             one.save(manager, step, metrics={"loss": -abs(step - 1)}, force_base=True)
-            manager.wait()
+            manager.wait_until_finished()
         one.save(manager, 6, metrics={"loss": -9}, force_base=True)
-        manager.wait()
+        manager.wait_until_finished()
     assert {1} < {*one.root()}
-    with one.manager(retention=best) as manager:
+    with one.manager(preservation_policy=best) as manager:
         assert manager.best_step() == 1
 
 
@@ -684,7 +718,7 @@ def test_a_step_is_deleted_at_the_root(node):
     with one.manager() as manager:
         for step in range(3):
             one.save(manager, step, force_base=True)
-        manager.wait()
+        manager.wait_until_finished()
         manager.delete(1)
         assert manager.all_steps() == [0, 2]
         with pytest.raises(deltackpt.errors.StepNotFound):
@@ -709,10 +743,10 @@ def test_a_damaged_copy_in_the_stage_is_read_from_the_root(node):
     with one.manager() as manager:
         one.save(manager, 0)
         one.save(manager, 1)
-        manager.wait()
+        manager.wait_until_finished()
         expected = one.held()
         damage(one.stage.steps / "0")
-        with pytest.warns(UserWarning, match="step 0 is damaged in the stage"):
+        with pytest.warns(UserWarning, match="step 0 is damaged in the staging directory"):
             assert one.restore(manager).step == 1
         assert same(one.held(), expected)
         assert one.local() == [1]
@@ -724,21 +758,21 @@ def test_a_save_that_is_damaged_before_it_is_promoted(node, monkeypatch):
     one, other = node(), node()
     with one.manager() as manager:
         one.save(manager, 0)
-        manager.wait()
+        manager.wait_until_finished()
         with monkeypatch.context() as patch:
             without_promoter(patch, manager)
             one.save(manager, 1)
             eventually(lambda: not manager.is_saving_in_progress(), "it is in the stage")
             damage(one.stage.steps / "1")
         with (
-            pytest.raises(SaveFailed, match="cannot come to"),
-            pytest.warns(UserWarning, match="the promoter of .* ended with -9"),
+            pytest.raises(SaveFailed, match="cannot reach"),
+            pytest.warns(UserWarning, match="the uploader of .* exited with code -9"),
         ):
-            manager.wait()
+            manager.wait_until_finished()
         [told] = one.events.of(FailureEvent)
-        assert (told.operation, told.step, told.code) == ("promote", 1, "damaged")
+        assert (told.operation, told.step, told.code) == ("upload", 1, "damaged")
         assert one.save(manager, 2).kind == "base"
-        manager.wait()
+        manager.wait_until_finished()
         assert one.root() == [0, 2]
     with other.manager() as manager:
         other.restore(manager)
@@ -753,23 +787,23 @@ def test_a_stage_is_of_one_root(node, s3, tmp_path):
     with one.manager() as manager:
         one.save(manager, 0)
     other = Node(s3.bucket("another") + "/run", s3.endpoint, one.stage.path)
-    with pytest.raises(OptionError, match="expected a stage of s3://another/run, found that of"):
+    with pytest.raises(OptionError, match="expected the staging directory of s3://another/run"):
         other.manager()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
-    with pytest.raises(OptionError, match="expected an empty directory, or a stage"):
+    with pytest.raises(OptionError, match="expected an empty directory or a staging"):
         Node(one.url, one.endpoint, tmp_path / "full").manager()
-    with pytest.raises(OptionError, match="expected a directory of this node"):
-        one.manager(stage="s3://bucket/stage")
+    with pytest.raises(OptionError, match="expected a local directory"):
+        one.manager(staging_dir="s3://bucket/stage")
 
 
 def test_tiers_of_a_directory_and_of_nothing(tmp_path):
-    with pytest.raises(OptionError, match="expected none for the directory"):
+    with pytest.raises(OptionError, match="expected None for the local directory"):
         deltackpt.CheckpointManager(tmp_path / "run", options=ManagerOptions(tiers=Tiers()))
     with pytest.raises(UnsupportedRoot, match="hdfs"):
         deltackpt.CheckpointManager("hdfs://name/run")
-    with pytest.raises(OptionError, match="Tiers.stage_bytes"):
-        Tiers(stage_bytes=0)
+    with pytest.raises(OptionError, match="Tiers.max_staging_bytes"):
+        Tiers(max_staging_bytes=0)
     with pytest.raises(OptionError, match="Tiers.keep_local"):
         Tiers(keep_local=0)
     with pytest.raises(OptionError, match="Tiers.bytes_per_sec"):
@@ -777,7 +811,7 @@ def test_tiers_of_a_directory_and_of_nothing(tmp_path):
     with pytest.raises(OptionError, match="Tiers.wait_for"):
         Tiers(wait_for="memory")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="ManagerOptions.tiers"):
-        ManagerOptions(tiers={"stage": "/dev/shm"})  # type: ignore[arg-type]
+        ManagerOptions(tiers={"staging_dir": "/dev/shm"})  # type: ignore[arg-type]
 
 
 def test_a_bucket_with_other_things_is_refused(node, s3):
@@ -796,7 +830,7 @@ def test_a_root_of_another_item_is_refused_and_stays_its_trainers(node):
     one, other = node(), node()
     with one.manager() as manager:
         one.save(manager, 0)
-        manager.wait()
+        manager.wait_until_finished()
         with pytest.raises(OptionError, match="expected one item"):
             other.manager(handlers={"others": deltackpt.Tables(select="tables/*")})
         one.save(manager, 1)
@@ -808,7 +842,7 @@ def test_no_credentials_are_in_what_is_written_or_told(node, monkeypatch):
     secret = "sEcReT-of-the-test-0123456789"
     with one.manager(timeouts=Timeouts(close_secs=60, store_secs=2)) as manager:
         one.save(manager, 0)
-        manager.wait()
+        manager.wait_until_finished()
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
     with pytest.raises(StorageError) as refused:
         one.manager()
@@ -844,10 +878,10 @@ def test_inspect_and_readers_see_whole_steps_beside_a_trainer(node):
     reader = threading.Thread(target=look)
     reader.start()
     try:
-        with one.manager(retention=2) as manager:
+        with one.manager(max_to_keep=2) as manager:
             for step in range(8):
                 one.save(manager, step, force_base=step % 3 == 0)
-            manager.wait()
+            manager.wait_until_finished()
     finally:
         stop.set()
         reader.join()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import shutil
 import warnings
@@ -19,9 +20,9 @@ import servers
 from test_tiers import Node, eventually, same, staged, without_promoter
 
 import deltackpt
-from deltackpt import Extents
 from deltackpt.errors import InUse, OptionError, SaveFailed, StorageError, WaitTimeout
 from deltackpt.options import Tiers, Timeouts
+from deltackpt.tiers import Extents
 from deltackpt.tiers.extents import ExtentFile
 
 EXTENT = 64 << 10
@@ -33,7 +34,7 @@ class ExtentNode(Node):
 
     def manager(self, **options: Any) -> deltackpt.CheckpointManager:
         given = Extents(directory=str(self.extents), nbytes=40 * EXTENT, extent_bytes=EXTENT)
-        return super().manager(**{"extents": given, "wait_for": "stage", **options})
+        return super().manager(**{"extents": given, "wait_for": "staging", **options})
 
     @property
     def extents(self) -> Path:
@@ -68,26 +69,26 @@ def test_what_never_came_to_the_root_is_restored_after_a_power_cut(node, monkeyp
         with one.manager() as manager:
             for step in range(4):
                 one.save(manager, step, metrics={"loss": float(step)})
-            manager.wait()
+            manager.wait_until_finished()
     one.cut_power()
     expected = one.held()
     one.begin_anew()
-    with one.manager(wait_for="root") as manager:
+    with one.manager(wait_for="remote") as manager:
         found = one.restore(manager)
         assert (found.step, found.source) == (3, ("extents",) * 4)
         assert same(one.held(), expected)
         one.save(manager, 4)
-        manager.wait()
+        manager.wait_until_finished()
         assert one.root() == [0, 1, 2, 3, 4]
         assert manager.restore(4, jax.eval_shape(lambda: one.state)).source == (
             *("extents",) * 4,
-            "stage",
+            "staging",
         )
 
 
 def test_what_is_at_the_root_is_read_near_where_the_stage_is_lost(node):
     one = node()
-    with one.manager(wait_for="root") as manager:
+    with one.manager(wait_for="remote") as manager:
         for step in range(3):
             one.save(manager, step)
     expected = one.held()
@@ -98,7 +99,7 @@ def test_what_is_at_the_root_is_read_near_where_the_stage_is_lost(node):
     one.cut_power()
     shutil.rmtree(one.extents)
     with one.manager() as manager:
-        assert one.restore(manager).source == ("root",) * 3
+        assert one.restore(manager).source == ("directory",) * 3
         assert same(one.held(), expected)
 
 
@@ -112,7 +113,7 @@ def test_what_training_went_back_behind_does_not_come_back(node, monkeypatch):
             one.restore(manager, 1)
             with pytest.warns(UserWarning, match="rolled-back"):
                 one.save(manager, 2)
-            manager.wait()
+            manager.wait_until_finished()
         expected = one.held()
         one.cut_power()
         with one.manager() as manager:
@@ -122,7 +123,7 @@ def test_what_training_went_back_behind_does_not_come_back(node, monkeypatch):
             one.restore(manager, 0)
             with pytest.warns(UserWarning, match="rolled-back"):
                 one.save(manager, 1)
-            manager.wait()
+            manager.wait_until_finished()
         expected = one.held()
         one.cut_power()
         with one.manager() as manager:
@@ -133,18 +134,18 @@ def test_what_training_went_back_behind_does_not_come_back(node, monkeypatch):
 
 def test_what_others_went_on_without_is_moved_aside(node, monkeypatch):
     one, two = node(), node()
-    with one.manager(wait_for="root") as manager:
+    with one.manager(wait_for="remote") as manager:
         one.save(manager, 0)
     with monkeypatch.context() as patch:
         without_promoter(patch)
         with one.manager() as manager:
             one.restore(manager)
             one.save(manager, 1)
-    with two.manager(wait_for="root") as manager:
+    with two.manager(wait_for="remote") as manager:
         two.restore(manager)
         two.save(manager, 2)
     one.cut_power()
-    with pytest.warns(UserWarning, match="step 1 does not count, since training went on without"):
+    with pytest.warns(UserWarning, match="step 1 is superseded: training continued without"):
         manager = one.manager()
     with manager:
         assert sorted(manager.all_steps()) == [0, 2]
@@ -160,31 +161,31 @@ def test_a_damaged_copy_in_the_stage_is_read_from_the_extents(node, monkeypatch)
     with one.manager() as manager:
         for step in range(3):
             one.save(manager, step)
-        manager.wait()
+        manager.wait_until_finished()
         for path in (one.stage.steps / "1").rglob("*"):
             if path.is_file() and path.name != "manifest.0.msgpack":
                 path.write_bytes(b"altered")
         expected = one.held()
-        with pytest.warns(UserWarning, match="step 1 is damaged in the stage"):
+        with pytest.warns(UserWarning, match="step 1 is damaged in the staging directory"):
             found = one.restore(manager)
-        assert (found.step, found.source) == (2, ("stage", "extents", "stage"))
+        assert (found.step, found.source) == (2, ("staging", "extents", "staging"))
         assert same(one.held(), expected)
 
 
 def test_full_extents_let_go_of_what_is_at_the_root_first(node):
     one = node()
     small = Extents(directory=str(one.extents), nbytes=12 * EXTENT, extent_bytes=EXTENT)
-    with one.manager(extents=small, wait_for="root") as manager:
+    with one.manager(extents=small, wait_for="remote") as manager:
         for step in range(30):
             one.save(manager, step)
-        manager.wait()
+        manager.wait_until_finished()
         held = staged(manager)._near.held()
         assert len(held) <= 12 and max(one.step for one in held) == 29
         expected = one.held()
     one.cut_power()
     with one.manager(extents=small) as manager:
         found = one.restore(manager)
-        assert found.step == 29 and set(found.source) == {"root", "extents"}
+        assert found.step == 29 and set(found.source) == {"directory", "extents"}
         assert same(one.held(), expected)
 
 
@@ -195,7 +196,8 @@ def test_full_extents_wait_for_the_root_until_the_manager_is_closed(node, monkey
     manager = one.manager(extents=small, timeouts=Timeouts(close_secs=1.0))
     for step in range(12):
         one.save(manager, step)
-    manager.wait()
+    eventually(lambda: not manager.is_saving_in_progress(), "all are in the stage")
+    manager.wait_until_finished()
     one.save(manager, 12)
     with pytest.raises(WaitTimeout):
         manager.close()
@@ -211,7 +213,7 @@ def test_extents_that_are_too_small_are_refused_at_the_first_base(node, monkeypa
     manager = one.manager(extents=small)
     manager.save(0, one.state, touched=one.touched)
     with pytest.raises(SaveFailed, match="two bases of .* and four deltas"):
-        manager.wait()
+        manager.wait_until_finished()
     manager.close()
 
 
@@ -225,8 +227,13 @@ def test_extents_are_of_one_root_and_of_one_trainer(node, s3, tmp_path, monkeypa
         other.stage = type(one.stage)(tmp_path / "elsewhere")
         with pytest.raises(InUse):
             other.manager(extents=shared)
-    with pytest.raises(OptionError, match="hold saves of s3://extents"):
-        other.manager(extents=shared)
+    healthy = ExtentNode(other.url, s3.endpoint, tmp_path / "healthy")
+    with healthy.manager() as trainer:
+        healthy.save(trainer, 0)
+        with pytest.raises(OptionError, match="found saves of s3://extents"):
+            other.manager(extents=shared)
+        healthy.save(trainer, 1)
+        trainer.wait_until_finished()
     with one.manager() as manager:
         one.restore(manager)
 
@@ -236,7 +243,7 @@ def test_a_refusal_of_the_extents_is_a_failed_save_and_loses_no_row(node, monkey
     without_promoter(monkeypatch)
     with one.manager() as manager:
         one.save(manager, 0)
-        manager.wait()
+        manager.wait_until_finished()
 
         def refuse(self, pack):
             raise StorageError("extents: expected to write, found an input/output error")
@@ -245,9 +252,9 @@ def test_a_refusal_of_the_extents_is_a_failed_save_and_loses_no_row(node, monkey
             patch.setattr("deltackpt.tiers.extents.ExtentFile.hold", refuse)
             one.save(manager, 1)
             with pytest.raises(SaveFailed, match="input/output error"):
-                manager.wait()
+                manager.wait_until_finished()
         one.save(manager, 2)
-        manager.wait()
+        manager.wait_until_finished()
     one.cut_power()
     expected = one.held()
     with one.manager() as manager:
@@ -261,7 +268,7 @@ def test_a_part_that_other_processes_do_not_have_is_held_no_more(node, monkeypat
     with one.manager() as manager:
         for step in range(2):
             one.save(manager, step)
-        manager.wait()
+        manager.wait_until_finished()
         found = staged(manager)
         with pytest.warns(UserWarning, match="expected a part of steps"):
             found.join(lambda keys: [keys, [key for key in keys if key.endswith(".0")]])
@@ -289,10 +296,10 @@ def test_extents_that_refuse_to_let_go_fail_the_save_and_what_was_left_stays_lef
             with pytest.warns(UserWarning, match="rolled-back"), pytest.raises(StorageError):
                 one.save(manager, 1)
         one.save(manager, 2)
-        manager.wait()
+        manager.wait_until_finished()
         expected = one.held()
     one.cut_power()
-    with pytest.warns(UserWarning, match="does not count, since training went on without it"):
+    with pytest.warns(UserWarning, match="is superseded: training continued without it"):
         manager = one.manager()
     with manager:
         assert manager.all_steps() == [0, 2]
@@ -308,17 +315,17 @@ def test_bad_extents_are_refused_by_name():
     ):
         with pytest.raises(OptionError, match=match):
             Extents(directory="/nowhere", **wrong)
-    with pytest.raises(OptionError, match=r"Tiers.extents: expected a deltackpt.Extents"):
+    with pytest.raises(OptionError, match=r"Tiers.extents: expected a deltackpt.tiers.Extents"):
         Tiers(extents="/nvme/extents")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(OptionError, match=r"Tiers.neighbours: expected a deltackpt.Copies or"):
-        Tiers(neighbours=1)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(OptionError, match="neighbours to wait for"):
-        Tiers(wait_for="neighbours")
+    with pytest.raises(OptionError, match=r"Tiers.peers: expected a deltackpt.tiers.Copies or"):
+        Tiers(peers=1)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(OptionError, match="peers to wait for"):
+        Tiers(wait_for="peers")
 
 
 def test_the_rows_of_both_tiers_are_the_same_bits(node):
     one = node()
-    with one.manager(wait_for="root") as manager:
+    with one.manager(wait_for="remote") as manager:
         one.save(manager, 0)
         one.save(manager, 1)
     one.cut_power()
@@ -332,6 +339,45 @@ def test_the_rows_of_both_tiers_are_the_same_bits(node):
         assert np.array_equal(np.asarray(left), np.asarray(right))
 
 
+def others_can_read(folder: Path) -> Iterator[str]:
+    """Files below a folder that other users can open, who may enter the folder itself."""
+    for path in sorted(folder.iterdir()):
+        mode = path.stat().st_mode
+        if path.is_file() and mode & 0o077:
+            yield str(path)
+        elif path.is_dir() and mode & 0o011:
+            yield from others_can_read(path)
+
+
+@pytest.mark.parametrize(("made_before", "shared"), [(True, False), (False, True)])
+def test_what_a_node_keeps_of_a_run_is_its_users_alone(node, made_before, shared):
+    one = node()
+    before = os.umask(0)
+    try:
+        if made_before:  # By somebody who lets others in, which is his to say.
+            for folder in (one.stage.path, one.extents):
+                folder.mkdir(mode=0o755, parents=True)
+        options: dict[str, Any] = {"wait_for": "remote", "shared": shared}
+        with one.manager(**options) as manager:
+            for step in range(3):
+                one.save(manager, step)
+            manager.wait_until_finished()
+            one.restore(manager, 1)
+            with pytest.warns(UserWarning, match="rolled-back"):
+                one.save(manager, 2)
+        for folder in (one.stage.path, one.extents):
+            assert folder.stat().st_mode & 0o777 == (0o755 if made_before else 0o700)
+            assert [*others_can_read(folder)] == []
+        steps = (one.stage.path if shared else one.stage.path / "process-0") / "steps"
+        steps.chmod(0o750)  # A group is let in afterwards.
+        with one.manager(**options) as manager:
+            one.restore(manager)
+            one.save(manager, 4)
+        assert steps.stat().st_mode & 0o777 == 0o750
+    finally:
+        os.umask(before)
+
+
 # ---- restarts, rollbacks, damage and power cuts in a row
 
 
@@ -341,7 +387,7 @@ def one_save_each_run(one, monkeypatch, count):
             if step:
                 one.restore(manager)
             one.save(manager, step)
-            manager.wait()
+            manager.wait_until_finished()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -350,7 +396,7 @@ def test_a_save_that_is_held_late_leaves_those_before_it_where_they_are(node, mo
     without_promoter(monkeypatch)
     with one.manager() as manager:  # run 1
         one.save(manager, 0)
-        manager.wait()
+        manager.wait_until_finished()
     with one.manager() as manager:  # run 2, whose save is committed and not held (as by a kill)
         one.restore(manager)
 
@@ -361,11 +407,11 @@ def test_a_save_that_is_held_late_leaves_those_before_it_where_they_are(node, mo
             patch.setattr("deltackpt.tiers.extents.ExtentFile.hold", refuse)
             one.save(manager, 1)
             with pytest.raises(SaveFailed):
-                manager.wait()
+                manager.wait_until_finished()
     with one.manager() as manager:  # run 3
         assert one.restore(manager).step == 1
         one.save(manager, 2)
-        manager.wait()  # acknowledged
+        manager.wait_until_finished()  # acknowledged
     expected = one.held()
     one.cut_power()
     with one.manager() as manager:
@@ -396,16 +442,16 @@ def test_what_was_left_and_still_is_at_the_root_does_not_count_after_a_power_cut
     node, monkeypatch, is_base
 ):
     one = node()
-    with one.manager(wait_for="root") as manager:
+    with one.manager(wait_for="remote") as manager:
         for step in range(4):
             one.save(manager, step, force_base=is_base and step == 3)
-        manager.wait()
+        manager.wait_until_finished()
     with monkeypatch.context() as patch:
         without_promoter(patch)
         with one.manager() as manager:
             one.restore(manager, 1)
             one.save(manager, 2)
-            manager.wait()  # acknowledged, in the extents
+            manager.wait_until_finished()  # acknowledged, in the extents
         expected = one.held()
         one.cut_power()
         with one.manager() as manager:
@@ -432,7 +478,7 @@ def test_a_damaged_manifest_in_the_stage_is_read_from_the_extents(node, monkeypa
     with one.manager() as manager:
         for step in range(3):
             one.save(manager, step)
-        manager.wait()
+        manager.wait_until_finished()
     expected = one.held()
     for path in (one.stage.steps / "2").rglob("manifest.0.msgpack"):
         path.write_bytes(b"altered")
@@ -444,21 +490,21 @@ def test_a_damaged_manifest_in_the_stage_is_read_from_the_extents(node, monkeypa
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_save_after_a_rollback_comes_to_the_root_after_a_power_cut(node, monkeypatch):
     one = node()
-    with one.manager(wait_for="root") as manager:
+    with one.manager(wait_for="remote") as manager:
         for step in range(4):
             one.save(manager, step)
-        manager.wait()
+        manager.wait_until_finished()
     with monkeypatch.context() as patch:
         without_promoter(patch)
         with one.manager() as manager:
             one.restore(manager, 1)
             one.save(manager, 2)
-            manager.wait()  # acknowledged, in the extents
+            manager.wait_until_finished()  # acknowledged, in the extents
         one.cut_power()
-    with one.manager(wait_for="root") as manager:
+    with one.manager(wait_for="remote") as manager:
         assert one.restore(manager).step == 2
         one.save(manager, 3)
-        manager.wait()
+        manager.wait_until_finished()
         assert one.root() == [0, 1, 2, 3]
 
 
@@ -471,7 +517,7 @@ def test_a_step_that_was_deleted_takes_none_before_it_away(node, monkeypatch):
             if step:
                 one.restore(manager)
             one.save(manager, step, force_base=True)
-            manager.wait()
+            manager.wait_until_finished()
             if step == 2:
                 manager.delete(1)
     one.cut_power()
@@ -486,7 +532,7 @@ def test_an_error_while_going_back_brings_nothing_back(node, monkeypatch):
     with one.manager() as manager:
         for step in range(4):
             one.save(manager, step)
-        manager.wait()
+        manager.wait_until_finished()
         one.restore(manager, 1)
 
         def refuse(self, labels):
@@ -499,7 +545,7 @@ def test_an_error_while_going_back_brings_nothing_back(node, monkeypatch):
                 one.save(manager, 2)
         one.state, one.touched = state, touched
         one.save(manager, 2)  # again
-        manager.wait()  # acknowledged
+        manager.wait_until_finished()  # acknowledged
     expected = one.held()
     one.cut_power()
     with one.manager() as manager:
@@ -517,17 +563,17 @@ def test_saves_that_never_come_to_the_root_do_not_fill_the_extents(node, monkeyp
         with one.manager(extents=small) as manager:
             for step in range(12):
                 one.save(manager, step)
-            manager.wait()
+            manager.wait_until_finished()
     for path in (one.stage.steps / "0").rglob("*"):  # One file of the stage is damaged.
         if path.is_file() and path.stat().st_size > 4000:
             data = bytearray(path.read_bytes())
             data[100] ^= 1
             path.write_bytes(data)
-    manager = one.manager(extents=small, timeouts=Timeouts(save_secs=15.0, close_secs=12.0))
+    manager = one.manager(extents=small, timeouts=Timeouts(save_secs=60.0, close_secs=60.0))
     one.restore(manager)
     for step in range(12, 16):
         one.save(manager, step, force_base=True)
-        manager.wait()
+        manager.wait_until_finished()
     manager.close()
 
 
@@ -538,7 +584,7 @@ def test_a_save_whose_header_is_damaged_is_told(node, monkeypatch):
     with one.manager() as manager:
         for step in range(3):
             one.save(manager, step)
-        manager.wait()
+        manager.wait_until_finished()
     one.cut_power()
     path = one.extents / "extents"
     data = bytearray(path.read_bytes())
@@ -560,7 +606,7 @@ def test_the_same_step_again_after_a_refusal_is_refused_since_it_stands(node, mo
     without_promoter(monkeypatch)
     with one.manager() as manager:
         one.save(manager, 0)
-        manager.wait()
+        manager.wait_until_finished()
 
         def refuse(self, pack):
             raise StorageError("extents: expected to write, found an input/output error")
@@ -570,12 +616,12 @@ def test_the_same_step_again_after_a_refusal_is_refused_since_it_stands(node, mo
             patch.setattr("deltackpt.tiers.extents.ExtentFile.hold", refuse)
             one.save(manager, 1)
             with pytest.raises(SaveFailed):
-                manager.wait()
+                manager.wait_until_finished()
         one.state, one.touched = state, touched
         with pytest.raises(OptionError, match="expected a step above 1"):
             one.save(manager, 1)
         one.save(manager, 2)
-        manager.wait()
+        manager.wait_until_finished()
     expected = one.held()
     one.cut_power()
     with one.manager() as manager:
@@ -605,7 +651,7 @@ def test_rollbacks_and_power_cuts_again_and_again(node, monkeypatch):
                     step = (line[-1] if line else 0) + 1
                     one.save(manager, step, force_base=drawn.random() < 0.3)
                     line.append(step)
-                manager.wait()
+                manager.wait_until_finished()
                 expected = one.held()
         if drawn.random() < 0.6:
             one.cut_power()
@@ -619,7 +665,7 @@ def test_what_was_mended_from_the_extents_comes_to_the_root(node, monkeypatch):
         with one.manager() as manager:
             for step in range(3):
                 one.save(manager, step)
-            manager.wait()
+            manager.wait_until_finished()
     for path in (one.stage.steps / "0").rglob("*"):
         if path.is_file() and path.stat().st_size > 4000:
             data = bytearray(path.read_bytes())
@@ -629,7 +675,7 @@ def test_what_was_mended_from_the_extents_comes_to_the_root(node, monkeypatch):
         eventually(lambda: len(staged(manager)._lag.progress.damaged) == 3, "it is told")
         assert one.restore(manager).source[0] == "extents"  # Mended.
         one.save(manager, 3)
-        manager.wait()
+        manager.wait_until_finished()
         eventually(lambda: 3 in one.root() or len(staged(manager)._lag.progress.damaged) > 3, "x")
     assert one.root() == [0, 1, 2, 3]
 
@@ -637,10 +683,10 @@ def test_what_was_mended_from_the_extents_comes_to_the_root(node, monkeypatch):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_what_was_left_with_a_chain_of_its_own_is_rolled_back_at_the_root(node, monkeypatch):
     one = node()
-    with one.manager(wait_for="root") as manager:
+    with one.manager(wait_for="remote") as manager:
         for step in range(4):
             one.save(manager, step, force_base=step >= 2)
-        manager.wait()
+        manager.wait_until_finished()
     with monkeypatch.context() as patch:
         without_promoter(patch)
         with one.manager() as manager:
@@ -648,14 +694,14 @@ def test_what_was_left_with_a_chain_of_its_own_is_rolled_back_at_the_root(node, 
             one.save(manager, 2)
             one.save(manager, 3)
             one.save(manager, 4)
-            manager.wait()
+            manager.wait_until_finished()
         expected = one.held()
         one.cut_power()
-    with one.manager(wait_for="root") as manager:
+    with one.manager(wait_for="remote") as manager:
         assert one.restore(manager).step == 4
         assert same(one.held(), expected)
         one.save(manager, 5)
-        manager.wait()
+        manager.wait_until_finished()
         assert one.root() == [0, 1, 2, 3, 4, 5]
 
 
@@ -669,11 +715,11 @@ def test_extents_that_were_away_do_not_bring_back_what_training_left(
     with one.manager() as manager:
         for step in range(4):
             one.save(manager, step, force_base=step == 3)
-        manager.wait()
+        manager.wait_until_finished()
     with one.manager(extents=None) as manager:  # The disk is away.
         one.restore(manager, 1)
         one.save(manager, 2)
-        manager.wait()  # acknowledged, in the stage, which is never lost
+        manager.wait_until_finished()  # acknowledged, in the stage, which is never lost
     expected = one.held()
     for _ in range(idle_starts):
         with one.manager(extents=None) as manager:  # A start that saves nothing.

@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import servers
+from damages import DAMAGES, HOWS, flip
+from made_up_logs import bounds_of, records_in
 from test_tiers import (
     Node,
     breakable,
@@ -26,17 +31,16 @@ from test_tiers import (
 from test_tiers_trust import alone, promote
 
 import deltackpt
-from deltackpt import LogOptions
-from deltackpt.errors import FencedError
+from deltackpt import RecoveryPoint, WalOptions, inspect
+from deltackpt.errors import DeltackptError, FencedError
 from deltackpt.format import names
 from deltackpt.ledger.journal import Journal
-from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.promoted_log import pieces_at
-from deltackpt.reading.stretches import LogPoint, Logs
 from deltackpt.storage import buckets
 from deltackpt.storage.kv_store import KvStore
-from deltackpt.storage.store import Spot, spot
+from deltackpt.storage.store import Spot
 from deltackpt.tiers import log_promotion
+from deltackpt.tiers.lag import Lag
 from deltackpt.tiers.promotion import Promoter
 
 __all__ = ["alone", "breakable", "s3", "server"]
@@ -46,14 +50,14 @@ class Logging(Node):
     """A node whose training logs."""
 
     def manager(self, **options: Any) -> deltackpt.CheckpointManager:
-        return super().manager(**{"log": LogOptions(), **options})
+        return super().manager(**{"wal": WalOptions(), **options})
 
     def log(self, manager: deltackpt.CheckpointManager, *steps: int) -> None:
         for step in steps:
             self.train(step)
-            found = manager.log(step, self.state, touched=self.touched)
+            found = manager.append(step, self.state, touched=self.touched)
             assert found.kind == "full", found
-        manager.wait_logged()
+        manager.wait_appended()
 
     def place(self) -> Spot:
         return buckets.place(self.url, endpoint=self.endpoint).open()
@@ -63,9 +67,9 @@ class Logging(Node):
         found.state()
         return found
 
-    def points(self) -> list[LogPoint]:
+    def points(self) -> list[RecoveryPoint]:
         """What a reader of the root finds."""
-        return Logs(open_steps(self.url, endpoint=self.endpoint).log_at).read().points()
+        return inspect.open(self.url, endpoint=self.endpoint).recovery_points()
 
     def newest(self) -> int:
         return max((point.step for point in self.points()), default=-1)
@@ -101,7 +105,7 @@ def test_an_empty_node_goes_on_from_the_newest_mark(server, tmp_path):
     shutil.rmtree(first.stage.path)
     with second.manager() as manager:
         restored = second.restore(manager)
-        assert (restored.step, restored.chain[-1], restored.source[-1]) == (7, 4, "log")
+        assert (restored.step, restored.chain[-1], restored.source[-1]) == (7, 4, "wal")
         assert same(second.held(), first.held())
         second.log(manager, 8, 9)
         assert second.restore(manager).step == 9
@@ -110,7 +114,7 @@ def test_an_empty_node_goes_on_from_the_newest_mark(server, tmp_path):
     with third.manager() as manager:
         assert third.restore(manager).step == 10
         assert same(third.held(), second.held())
-        assert [one.step for one in manager.points()] == [10, 9, 8, 7, 6, 5, 3, 2, 1]
+        assert [one.step for one in manager.recovery_points()] == [10, 9, 8, 7, 6, 5, 3, 2, 1]
 
 
 def test_a_reader_of_the_root_restores_its_points(node):
@@ -120,24 +124,52 @@ def test_a_reader_of_the_root_restores_its_points(node):
         one.log(manager, 1, 2)
     eventually(lambda: one.newest() == 2, "the log at the root")
     reader = node()
-    with reader.manager(access="read", log=None) as manager:
+    with reader.manager(access="read", wal=None) as manager:
         assert reader.restore(manager).step == 2
         assert same(reader.held(), one.held())
         assert reader.restore(manager, 1).step == 1
 
 
+def test_a_stage_that_is_moved_is_not_made_anew_and_goes_on_where_it_is_moved_back(node, alone):
+    one = node()
+    elsewhere = one.stage.path.with_name("elsewhere")
+
+    def log_on(first: int) -> None:
+        for step in range(first, first + 4):
+            one.train(step)
+            with contextlib.suppress(DeltackptError):
+                manager.append(step, one.state, touched=one.touched)
+                manager.wait_appended()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with one.manager(wait_for="staging") as manager:
+            one.save(manager, 0)
+            one.log(manager, 1)
+            one.stage.path.rename(elsewhere)
+            log_on(2)
+            assert not one.stage.path.exists()
+            elsewhere.rename(one.stage.path)
+            log_on(6)
+            one.log(manager, 10)
+    expected = one.held()
+    with one.manager(wait_for="staging") as manager:
+        assert one.restore(manager).step == 10
+        assert same(one.held(), expected)
+
+
 def test_the_stage_has_more_of_a_stretch_than_the_root(node, alone):
     one = node()
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
         one.log(manager, 1)
     promote(one)
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         one.restore(manager)
         one.log(manager, 2, 3)
     assert one.newest() == 1
     expected = one.held()
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         assert one.restore(manager).step == 3
         assert same(one.held(), expected)
     promote(one)
@@ -170,9 +202,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_promoter_that_is_killed_in_an_upload_is_followed_by_another(node, alone, monkeypatch):
     one, other = node(), node()
     monkeypatch.setattr(log_promotion, "SEGMENT_BYTES", 300)  # A mark is several pieces.
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
-        manager.wait()  # A promoter that finds no save ends, and then this one is never got past.
+        # An uploader that finds no save ends, and is not started again for this one.
+        manager.wait_until_finished()
         promote(one)
         one.log(manager, 1, 2, 3)
     put, killed, lock, left = KvStore.put, 0, threading.Lock(), 0
@@ -201,7 +234,7 @@ def test_a_promoter_that_is_killed_in_an_upload_is_followed_by_another(node, alo
             continue
         break
     assert killed > 3
-    with other.manager(wait_for="stage") as manager:
+    with other.manager(wait_for="staging") as manager:
         assert other.restore(manager).step == 3
         assert same(other.held(), one.held())
 
@@ -211,7 +244,7 @@ def test_an_outage_is_a_lag_of_the_log(breakable, tmp_path):
     one, other = next(found), next(found)
     with one.manager() as manager:
         one.save(manager, 0)
-        manager.wait()
+        manager.wait_until_finished()
         breakable.end()
         one.log(manager, 1, 2)
         one.save(manager, 3)
@@ -228,21 +261,21 @@ def test_an_outage_is_a_lag_of_the_log(breakable, tmp_path):
 
 def test_what_a_node_logged_beyond_what_others_went_on_from_is_dead(node, alone):
     one, other = node(), node()
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
         one.log(manager, 1, 2)
     promote(one)
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         one.restore(manager)
         one.log(manager, 3)  # Of a stretch that never comes to the root.
-    with other.manager(wait_for="stage") as manager:
+    with other.manager(wait_for="staging") as manager:
         assert other.restore(manager).step == 2
         other.begin(7)
         other.restore(manager, 1)
         other.log(manager, 2, 3, 4)
     promote(other)
-    with pytest.warns(UserWarning, match=r"the log of stretches \[1\], of which .* knows nothing"):
-        manager = one.manager(wait_for="stage")
+    with pytest.warns(UserWarning, match=r"the WAL of epochs \[1\], which .* does not hold"):
+        manager = one.manager(wait_for="staging")
     with manager:
         assert one.restore(manager).step == 4
         assert same(one.held(), other.held())
@@ -252,50 +285,66 @@ def test_what_a_node_logged_beyond_what_others_went_on_from_is_dead(node, alone)
 
 def test_marks_alone_make_a_claim_one_that_trained(node, alone):
     one, other = node(), node()
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
     promote(one)
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         one.restore(manager)
         one.save(manager, 1)
-    with other.manager(wait_for="stage") as manager:
+    with other.manager(wait_for="staging") as manager:
         other.restore(manager)
         other.log(manager, 1, 2)
     promote(other)
     assert other.newest() == 2
     with pytest.warns(UserWarning, match=r"steps \[1\], which are not at"):
-        with pytest.warns(UserWarning, match=r"the log of stretches \[1\]"):
-            manager = one.manager(wait_for="stage")
+        with pytest.warns(UserWarning, match=r"the WAL of epochs \[1\]"):
+            manager = one.manager(wait_for="staging")
     with manager:
         assert one.restore(manager).step == 2
         assert same(one.held(), other.held())
 
 
-def test_whoever_has_lost_the_root_writes_no_head(node):
+@pytest.mark.parametrize("records", [0, 1])
+def test_whoever_has_lost_the_root_writes_no_head(node, monkeypatch, records):
     one, other = node(), node()
-    with pytest.raises(FencedError), one.manager() as manager:
+    with one.manager() as manager:
         one.save(manager, 0)
-        manager.wait()
+        manager.wait_until_finished()
         with other.manager() as second:
             other.restore(second)
             other.log(second, 1)
         eventually(lambda: other.newest() == 1, "the log at the root")
         before = other.journal().known.entry.logs
         one.restore(manager, 0)
-        with pytest.raises(FencedError):
-            for step in range(1, 10_000):
-                one.log(manager, step)
+        # The uploader notices the loss when it next asks: before the first record, or after some.
+        with monkeypatch.context() as patch:
+            if records:
+                patch.setattr(Lag, "require_claim", lambda _: None)
+                one.log(manager, 1)
+            else:
+                patch.setattr(Lag, "require_claim", mock.Mock(side_effect=FencedError("taken")))
+                with pytest.raises(FencedError, match="taken"):
+                    one.log(manager, 1)
+        if records:
+            with pytest.raises(FencedError):
+                for step in range(2, 10_000):
+                    one.log(manager, step)
+            # A record was given up, which every wait reports.
+            with pytest.raises(FencedError):
+                manager.close()
+        else:
+            manager.close()  # Everything that was saved is durable.
     assert other.journal().known.entry.logs == before
     assert other.newest() == 1
 
 
 def test_a_head_comes_to_the_root_before_the_saves_of_its_run(node, alone):
     one = node()
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
         one.log(manager, 1, 2, 3)
     promote(one)
-    with one.manager(wait_for="stage", log=None) as manager:
+    with one.manager(wait_for="staging", wal=None) as manager:
         one.restore(manager, 1)
         one.save(manager, 2)
     work = Promoter(one.stage)
@@ -311,11 +360,11 @@ def test_a_head_comes_to_the_root_before_the_saves_of_its_run(node, alone):
 
 def test_what_no_restore_needs_goes_by_the_steps_of_the_root(node, alone):
     one = node()
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
         one.log(manager, 1, 2)
     promote(one)
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         one.restore(manager)
         one.log(manager, 3)
         promote(one)
@@ -328,7 +377,7 @@ def test_what_no_restore_needs_goes_by_the_steps_of_the_root(node, alone):
     promote(one)
     assert one.root() == [0, 4, 6, 8]
     assert one.newest() == 9
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         one.restore(manager)
         for step in (10, 12):
             one.save(manager, step)
@@ -337,13 +386,13 @@ def test_what_no_restore_needs_goes_by_the_steps_of_the_root(node, alone):
     assert [ref.stretch for ref in refs] == [2]
     place = one.place() / names.LOG
     assert {name.partition("/")[0] for name in place.keys()} == {refs[0].prefix.partition("/")[2]}
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         assert one.restore(manager).step == 12
 
 
 def test_the_log_reaches_back_behind_a_damaged_step_of_the_root(node, alone):
     one, other = node(), node()
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
         one.log(manager, 1, 2)
         one.save(manager, 3, force_base=True)
@@ -353,7 +402,7 @@ def test_the_log_reaches_back_behind_a_damaged_step_of_the_root(node, alone):
     victim = one.place() / standing.prefix
     [key] = [key for key in victim.keys() if key.endswith("manifest.0.msgpack")]
     victim.store.put((victim / key).key, b"altered")
-    with other.manager(wait_for="stage") as manager:
+    with other.manager(wait_for="staging") as manager:
         with pytest.warns(UserWarning, match="point 4 is skipped"):
             found = other.restore(manager)
         assert (found.step, found.chain) == (4, (0,))
@@ -365,52 +414,98 @@ def test_the_log_reaches_back_behind_a_damaged_step_of_the_root(node, alone):
 
 def test_what_is_altered_in_the_stage_reaches_no_bucket(node, alone):
     one = node()
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
         one.log(manager, 1, 2, 3)
     [segment] = (one.logged / "0" / "0").glob("*.seg")
-    data = bytearray(segment.read_bytes())
-    marks = Logs(spot(one.logged))
-    log = marks.log_of(marks.head(0), 0)
-    log.advance()
-    data[log.marks[1].frames[0].start] ^= 1
-    segment.write_bytes(data)
+    first, second, _ = records_in(segment.parent)
+    flip(segment, second[0].start)
     promote(one)
     [ref] = one.journal().known.entry.logs
     [pieces] = pieces_at(one.place() / ref.prefix).values()
-    assert pieces.length == log.marks[0].end
+    assert pieces.length == bounds_of(segment.read_bytes())[first[-1].number][1]
     assert one.newest() == 1
 
 
-def test_an_altered_head_of_the_root_is_damage(node, alone):
+@pytest.mark.parametrize("altered", [1, 2])
+def test_an_altered_head_of_the_root_is_read_from_its_copy_if_that_is_intact(node, alone, altered):
     one, other = node(), node()
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
         one.log(manager, 1)
     promote(one)
     [ref] = one.journal().known.entry.logs
-    at = one.place() / ref.prefix / "head.msgpack"
-    data = bytearray(at.read())
-    data[-1] ^= 1
-    at.store.put(at.key, bytes(data))
-    with other.manager(wait_for="stage") as manager:
+    for name in ("head.msgpack", "head.copy.msgpack")[:altered]:
+        at = one.place() / ref.prefix / name
+        data = bytearray(at.read())
+        data[-1] ^= 1
+        at.store.put(at.key, bytes(data))
+    with other.manager(wait_for="staging") as manager:
+        if altered == 1:
+            with pytest.warns(UserWarning, match="crc32c .*its copy was read"):
+                assert other.restore(manager).step == 1
+            return
         with pytest.raises(deltackpt.errors.Damaged, match="crc32c"):
             other.restore(manager)
         template = other.state
-        found = manager.restore_latest(template, log=None)
+        found = manager.restore_latest(template, wal=False)
         assert found is not None and found.step == 0
 
 
-def test_a_missing_piece_ends_the_log_before_it(node, alone, monkeypatch):
+@pytest.mark.parametrize("missing", [2, 3])
+def test_a_missing_piece_ends_the_log_before_it_and_is_reported(node, alone, missing):
     one, other = node(), node()
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
         for step in (1, 2, 3):
             one.log(manager, step)
             promote(one)
     [ref] = one.journal().known.entry.logs
-    keys = [key for key in (one.place() / ref.prefix).keys() if key.endswith(".2")]
+    keys = [key for key in (one.place() / ref.prefix).keys() if key.endswith(f".{missing}")]
     at = one.place() / ref.prefix
+    assert keys
     at.store.delete([(at / key).key for key in keys])
-    with other.manager(wait_for="stage") as manager:
-        assert other.restore(manager).step == 1
+    with other.manager(wait_for="staging") as manager:
+        with pytest.warns(
+            UserWarning, match="expected the WAL record of step 3, which was durable"
+        ):
+            found = other.restore(manager)
+        assert found.step == missing - 1 and [step for step, _ in found.skipped] == [3]
+
+
+def dies_before_it_notes(one: Logging, monkeypatch: pytest.MonkeyPatch) -> Spot:
+    """Uploads what was appended, without its note; returns the newest piece."""
+    with monkeypatch.context() as patch:
+        patch.setattr(log_promotion.LogPromotion, "_note", mock.Mock(side_effect=KeyboardInterrupt))
+        work = Promoter(one.stage)
+        work._is_over = True
+        with pytest.raises(KeyboardInterrupt):
+            while work.step():
+                pass
+    [ref] = one.journal().known.entry.logs
+    at = one.place() / ref.prefix
+    [(segment, pieces)] = pieces_at(at).items()
+    return at / segment / names.piece_name(pieces.every[-1])
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_damaged_piece_is_reported_although_its_uploader_died_before_it_noted_it(
+    node, alone, how, monkeypatch
+):
+    one, other = node(), node()
+    with one.manager(wait_for="staging") as manager:
+        one.save(manager, 0)
+        one.log(manager, 1, 2)
+        promote(one)
+        one.log(manager, 3)
+        piece = dies_before_it_notes(one, monkeypatch)
+        data = DAMAGES[how](piece.read(str(piece)))
+        if data is None:
+            promote(one)  # The next uploader, which has nothing to upload.
+            piece.store.delete([piece.key])
+        else:
+            piece.store.put(piece.key, data)
+    with other.manager(wait_for="staging") as manager:
+        with pytest.warns(UserWarning, match="recovery point 3 is skipped"):
+            found = other.restore(manager)
+        assert found.step == 2 and [step for step, _ in found.skipped] == [3]

@@ -21,7 +21,6 @@ import servers
 from test_tiers import Kept, Node, eventually, same, staged, without_promoter
 
 import deltackpt
-from deltackpt import Copies, Erasure
 from deltackpt.errors import OptionError, ServiceUnavailable, WaitTimeout
 from deltackpt.events import FailureEvent
 from deltackpt.nodes.server import NodeServer
@@ -29,6 +28,7 @@ from deltackpt.nodes.shelves import MemoryShelf
 from deltackpt.nodes.tokens import Tokens
 from deltackpt.options import Timeouts
 from deltackpt.service import discovery
+from deltackpt.tiers import Copies, Erasure
 from deltackpt.tiers.keepers import KeeperNode, Keepers
 from deltackpt.tiers.neighbours import Neighbours
 from deltackpt.tiers.pushing import Pusher
@@ -65,6 +65,13 @@ class Cluster:
         for tokens in self.tokens.values():
             tokens.admit(token) if self.holder == holder else tokens.rotate(token)
         self.holder = holder
+        return self._keepers(how, token)
+
+    def require_nodes(self, root: Any, item: str, how: Copies | Erasure) -> None:
+        """See ``service.discovery.require_nodes``."""
+        self._keepers(how, "").require_nodes()
+
+    def _keepers(self, how: Copies | Erasure, token: str) -> Keepers:
         k, m = (how.k, how.m) if isinstance(how, Erasure) else (1, how.copies - 1)
         nodes = tuple(
             KeeperNode(node=name, address=server.address)
@@ -102,7 +109,7 @@ class NeighbourNode(Node):
     how: Copies | Erasure = Copies()
 
     def manager(self, **options: Any) -> deltackpt.CheckpointManager:
-        given = {"neighbours": self.how, "wait_for": "neighbours", **options}
+        given = {"peers": self.how, "wait_for": "peers", **options}
         return super().manager(**given)
 
     def lose(self) -> None:
@@ -125,6 +132,7 @@ def cluster(monkeypatch) -> Iterator[Callable[[int], Cluster]]:
         def make(count: int) -> Cluster:
             found = stack.enter_context(contextlib.closing(Cluster(count)))
             monkeypatch.setattr(discovery, "keepers", found.keepers)
+            monkeypatch.setattr(discovery, "require_nodes", found.require_nodes)
             return found
 
         yield make
@@ -179,7 +187,7 @@ def test_a_node_that_goes_takes_no_save_with_it(node, cluster, monkeypatch, how,
     with root_out_of_reach(one, monkeypatch), one.manager() as manager:
         for step in range(4):
             one.save(manager, step, metrics={"loss": float(step)})
-        manager.wait()
+        manager.wait_until_finished()
         assert one.root() == []
     one.lose()
     if not isinstance(how, Copies) or how.copies > 1:
@@ -191,12 +199,12 @@ def test_a_node_that_goes_takes_no_save_with_it(node, cluster, monkeypatch, how,
             bind="127.0.0.1",
             tokens=cluster.tokens.setdefault("spare", Tokens()),
         )
-    with other.manager(wait_for="root") as manager:
+    with other.manager(wait_for="remote") as manager:
         found = other.restore(manager)
-        assert (found.step, found.source) == (3, ("neighbours",) * 4)
+        assert (found.step, found.source) == (3, ("peers",) * 4)
         assert same(other.held(), one.held())
         other.save(manager, 4)
-        manager.wait()
+        manager.wait_until_finished()
         assert other.root() == [0, 1, 2, 3, 4]
 
 
@@ -206,19 +214,17 @@ def test_one_node_too_many_is_said_to_be_missing(node, cluster, monkeypatch):
     one.how = other.how = Erasure(2, 1)
     with root_out_of_reach(one, monkeypatch), one.manager() as manager:
         one.save(manager, 0)
-        manager.wait()
+        manager.wait_until_finished()
     one.lose()
     holding = [name for name, count in cluster.holding().items() if count]
     for name in holding[:2]:
         cluster.lose(name)
     with root_out_of_reach(other, monkeypatch):
-        with (
-            pytest.warns(UserWarning, match=r"step 0 cannot be brought back.*2 of 3 are needed"),
-            pytest.raises(OptionError, match="expected 3 nodes beside one's own, found 2"),
-        ):
+        with pytest.raises(OptionError, match="expected 3 nodes besides this one, found 2"):
             other.manager()
         other.how = Copies()
-        with pytest.warns(UserWarning, match="step 0 cannot be brought back"):
+        match = r"step 0 cannot be recovered.*needs 2 of 3"
+        with pytest.warns(UserWarning, match=match):
             manager = other.manager()
         with manager:
             assert manager.latest_step() is None
@@ -229,14 +235,14 @@ def test_a_trainer_that_moves_to_its_neighbour_finds_what_that_one_has(node, clu
     one, other = node(), node()
     with root_out_of_reach(one, monkeypatch), one.manager() as manager:
         one.save(manager, 0)
-        manager.wait()
+        manager.wait_until_finished()
     one.lose()
     cluster.restart_keeper("node0")
     cluster.own = "node1"
     with root_out_of_reach(other, monkeypatch), other.manager() as manager:
-        assert other.restore(manager).source == ("neighbours",)
+        assert other.restore(manager).source == ("peers",)
         assert same(other.held(), one.held())
-        manager.wait()
+        manager.wait_until_finished()
         # Its own memory does not count for it.
         eventually(lambda: cluster.holding()["node0"] > 0, "the other node has it, too")
 
@@ -244,10 +250,10 @@ def test_a_trainer_that_moves_to_its_neighbour_finds_what_that_one_has(node, clu
 def test_neighbours_hold_what_the_stage_holds(node, cluster):
     cluster = cluster(2)
     one = node()
-    with one.manager(wait_for="root", keep_local=1) as manager:
+    with one.manager(wait_for="remote", keep_local=1) as manager:
         for step in range(6):
             one.save(manager, step, force_base=True)
-        manager.wait()
+        manager.wait_until_finished()
         eventually(
             lambda: len(one.local()) <= 2 or bool(staged(manager).collect()), "they are evicted"
         )
@@ -263,11 +269,11 @@ def test_what_training_went_back_behind_is_dropped_and_does_not_come_back(
     with root_out_of_reach(one, monkeypatch), one.manager() as manager:
         for step in range(4):
             one.save(manager, step)
-        manager.wait()
+        manager.wait_until_finished()
         one.restore(manager, 1)
         with pytest.warns(UserWarning, match="rolled-back"):
             one.save(manager, 2)
-        manager.wait()
+        manager.wait_until_finished()
         expected = one.held()
         eventually(lambda: cluster.holding()["node1"] == 3, "what was left is dropped")
     one.lose()
@@ -283,10 +289,10 @@ def test_a_keeper_that_begins_again_is_filled_again(node, cluster, monkeypatch):
     one.events = Kept()
     with root_out_of_reach(one, monkeypatch), one.manager() as manager:
         one.save(manager, 0)
-        manager.wait()
+        manager.wait_until_finished()
         cluster.restart_keeper("node1")
         one.save(manager, 1)
-        manager.wait()
+        manager.wait_until_finished()
         eventually(lambda: cluster.holding()["node1"] == 2, "both saves are there again")
         told = [event for event in one.events.of(FailureEvent) if event.operation == "push"]
         assert len(told) <= 1
@@ -303,8 +309,9 @@ def test_without_neighbours_that_answer_the_wait_says_so_and_loses_nothing(
     with root_out_of_reach(one, monkeypatch):
         cluster.lose("node1")
         one.save(manager, 0)
-        with pytest.raises(WaitTimeout, match="expected every save at the neighbours.*add nodes"):
-            manager.wait()
+        eventually(lambda: not manager.is_saving_in_progress(), "it is in the stage")
+        with pytest.raises(WaitTimeout, match="every save to reach tier 'peers'.*add nodes"):
+            manager.wait_until_finished()
         with pytest.raises(WaitTimeout):
             manager.close()
     assert one.local() == [0]
@@ -314,11 +321,27 @@ def test_too_few_nodes_are_refused_at_the_start(node, cluster):
     cluster(2)
     one = node()
     one.how = Erasure(k=2, m=1)
-    with pytest.raises(OptionError, match="expected 3 nodes beside one's own, found 1"):
+    with pytest.raises(OptionError, match="expected 3 nodes besides this one, found 1"):
         one.manager()
     one.how = Copies()
     with one.manager() as manager:
         one.save(manager, 0)
+
+
+def test_a_trainer_with_too_few_nodes_shuts_out_nobody(node, cluster):
+    cluster = cluster(2)
+    one, other = node(), node()
+    with one.manager() as manager:
+        one.save(manager, 0)
+        manager.wait_until_finished()
+        other.how = Erasure(k=2, m=1)
+        with pytest.raises(OptionError, match="expected 3 nodes besides this one, found 1"):
+            other.manager()
+        # One that comes to the root first may not be sent to the neighbour.
+        for step in range(1, 5):
+            one.save(manager, step)
+            manager.wait_until_finished()
+        eventually(lambda: cluster.holding()["node1"] > 1, "its neighbour takes what is saved")
 
 
 def test_neighbours_need_ray(node):
@@ -331,7 +354,7 @@ def test_what_lets_in_at_neighbours_is_readable_by_the_trainers_user_alone(node,
     one = node()
     with one.manager() as manager:
         one.save(manager, 0)
-        manager.wait()
+        manager.wait_until_finished()
         path = one.stage.path / "neighbours.msgpack"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         token = Keepers.from_bytes(path.read_bytes()).token
@@ -346,7 +369,7 @@ def test_whoever_trained_before_is_shut_out(node, cluster, monkeypatch):
     one, other = node(), node()
     with root_out_of_reach(one, monkeypatch), one.manager() as manager:
         one.save(manager, 0)
-        manager.wait()
+        manager.wait_until_finished()
         before = Keepers.from_bytes((one.stage.path / "neighbours.msgpack").read_bytes())
     with root_out_of_reach(other, monkeypatch), other.manager() as manager:
         other.restore(manager)
@@ -358,13 +381,13 @@ def test_whoever_trained_before_is_shut_out(node, cluster, monkeypatch):
 def test_extents_are_asked_before_neighbours(node, cluster, tmp_path, monkeypatch):
     cluster(2)
     one = node()
-    extents = deltackpt.Extents(
+    extents = deltackpt.tiers.Extents(
         directory=str(tmp_path / "extents"), nbytes=40 << 16, extent_bytes=1 << 16
     )
     with root_out_of_reach(one, monkeypatch), one.manager(extents=extents) as manager:
         for step in range(2):
             one.save(manager, step)
-        manager.wait()
+        manager.wait_until_finished()
     expected = one.held()
     one.lose()
     data = bytearray(Path(tmp_path / "extents" / "extents").read_bytes())
@@ -372,5 +395,5 @@ def test_extents_are_asked_before_neighbours(node, cluster, tmp_path, monkeypatc
     data[place + 40] ^= 1  # Of the delta.
     Path(tmp_path / "extents" / "extents").write_bytes(data)
     with root_out_of_reach(one, monkeypatch), one.manager(extents=extents) as manager:
-        assert one.restore(manager).source == ("extents", "neighbours")
+        assert one.restore(manager).source == ("extents", "peers")
         assert same(one.held(), expected)

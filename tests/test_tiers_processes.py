@@ -52,7 +52,7 @@ def saved(job: Job, step: int) -> str:
 
 def test_a_job_saves_to_a_bucket_and_another_goes_on_elsewhere(server, bucket, tmp_path):
     url = bucket.bucket("jobs") + "/run"
-    tiers = {"stage": str(tmp_path / "stage"), "endpoint": bucket.endpoint}
+    tiers = {"staging_dir": str(tmp_path / "stage"), "endpoint": bucket.endpoint}
     with Job(server, tmp_path / "jobs", processes=2) as job:
         job.all("open", root=url, tiers=tiers, notes=True)
         job.all("start", place=PLACE)
@@ -65,7 +65,7 @@ def test_a_job_saves_to_a_bucket_and_another_goes_on_elsewhere(server, bucket, t
         assert sorted(open_steps(url, endpoint=bucket.endpoint).steps()) == [0, 1, 3]
         job.close()
     assert verify_root(url, endpoint=bucket.endpoint).intact
-    elsewhere = tiers | {"stage": str(tmp_path / "other")}
+    elsewhere = tiers | {"staging_dir": str(tmp_path / "other")}
     with Job(server, tmp_path / "jobs", processes=4, devices=1) as job:
         job.all("open", root=url, tiers=elsewhere)
         turned = {"mesh": [4, 1], "layout": "turned"}
@@ -79,7 +79,11 @@ def test_a_job_saves_to_a_bucket_and_another_goes_on_elsewhere(server, bucket, t
 def opened_apart(job: Job, url: str, folder: Path, endpoint: str, **how) -> list[str]:
     """Each process with a stage that no other one sees; what they warn of."""
     for number, process in enumerate(job.processes):
-        tiers = {"stage": str(folder / f"node{number}"), "endpoint": endpoint, "shared": False}
+        tiers = {
+            "staging_dir": str(folder / f"node{number}"),
+            "endpoint": endpoint,
+            "shared": False,
+        }
         process.ask("open", root=url, tiers=tiers | how, notes=True)
     found = job.answers()
     for answer in found:
@@ -103,7 +107,7 @@ def test_processes_with_stages_of_their_own_each_promote_their_parts(
         assert sorted(open_steps(url, endpoint=bucket.endpoint).steps()) == [0, 1, 3]
         job.close()
     assert verify_root(url, endpoint=bucket.endpoint).intact
-    elsewhere = {"stage": str(tmp_path / "other"), "endpoint": bucket.endpoint}
+    elsewhere = {"staging_dir": str(tmp_path / "other"), "endpoint": bucket.endpoint}
     with Job(server, tmp_path / "jobs", processes=2, devices=2) as job:
         job.all("open", root=url, tiers=elsewhere)
         turned = {"mesh": [4, 1], "layout": "turned"}
@@ -123,8 +127,8 @@ def test_blocks_of_dense_leaves_come_to_a_bucket_and_are_compacted_there(
     def opened(job: Job, name: str) -> None:
         for number, process in enumerate(job.processes):
             stage = str(tmp_path / (name if shared else f"{name}{number}"))
-            tiers = {"stage": stage, "endpoint": bucket.endpoint, "shared": shared}
-            process.ask("open", root=url, tiers=tiers, dense="own")
+            tiers = {"staging_dir": stage, "endpoint": bucket.endpoint, "shared": shared}
+            process.ask("open", root=url, tiers=tiers, dense="blocks")
         assert not any("error" in answer for answer in job.answers())
 
     with Job(server, tmp_path / "jobs", processes=2, devices=1, model=known) as job:
@@ -144,6 +148,32 @@ def test_blocks_of_dense_leaves_come_to_a_bucket_and_are_compacted_there(
             assert saved(job, newest + 1) == "delta"
             job.close()
         assert verify_root(url, endpoint=bucket.endpoint).intact
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one stage", "stages"])
+def test_dense_leaves_in_a_bucket_are_restored_without_the_handler_of_orbax(
+    server, bucket, tmp_path, shared
+):
+    url = bucket.bucket(f"straight-{shared}".lower()) + "/run"
+
+    def opened(job: Job, name: str) -> None:
+        for number, process in enumerate(job.processes):
+            stage = str(tmp_path / (name if shared else f"{name}{number}"))
+            tiers = {"staging_dir": stage, "endpoint": bucket.endpoint, "shared": shared}
+            process.ask("open", root=url, tiers=tiers)
+        assert not any("error" in answer for answer in job.answers())
+
+    for name in ("first", "elsewhere"):
+        with Job(server, tmp_path / "jobs", processes=2) as job:
+            opened(job, name)
+            if name == "first":
+                job.all("start", place=PLACE)
+                saved(job, 0)
+            job.all("fault", at="reading through Orbax")
+            for where in (PLACE, {"mesh": [4, 1], "layout": "turned"}, None):
+                for answer in job.all("restore_latest", place=where, like=0):
+                    assert (answer["step"], answer["wrong"], answer["skipped"]) == (0, None, [])
+            job.close()
 
 
 class Nodes:
@@ -189,7 +219,7 @@ def nodes(server, bucket, tmp_path, request) -> Nodes:
 
 def saves_that_wait(nodes: Nodes, job: Job, **how) -> None:
     """Step 0 is at the root; 1 and 2 are in the stages, since one promoter does not go on."""
-    nodes.open(job, wait_for="stage", **how)
+    nodes.open(job, wait_for="staging", **how)
     job.all("start", place=PLACE)
     job.all("train", to=0)
     job.one("save")
@@ -235,7 +265,7 @@ def test_a_node_that_is_gone_takes_its_parts_with_it_and_no_more(nodes):
     shutil.rmtree(nodes.stage(1))
     with nodes.job() as job:
         [warning] = nodes.open(job)
-        assert "expected a part of steps [1, 2] in the stage of each" in warning
+        assert "expected a part of steps [1, 2] in the staging directory of each" in warning
         for answer in job.all("restore_latest", place=PLACE, like=0):
             assert (answer["step"], answer["wrong"], answer["skipped"]) == (0, None, [])
         assert saved(job, 1) == "delta" and nodes.at_root() == [0, 1]
@@ -268,7 +298,7 @@ def test_a_job_of_another_number_of_processes_goes_on_from_the_root(nodes):
         nodes.kill(job)
     with nodes.job(4) as job:
         first, second = nodes.open(job)
-        assert "found steps [1, 2] of a job of another number" in first
+        assert "found steps [1, 2] of a job with another number of processes" in first
         for answer in job.all("restore_latest", place=PLACE, like=0):
             assert (answer["step"], answer["wrong"]) == (0, None)
         assert saved(job, 1) == "delta" and nodes.at_root() == [0, 1]
@@ -299,7 +329,7 @@ def test_a_part_that_is_damaged_in_its_stage_is_told_to_all_and_the_next_save_is
 
 def test_a_promoter_that_is_killed_is_started_again_and_a_save_never_half(nodes):
     with nodes.job() as job:
-        nodes.open(job, wait_for="stage")
+        nodes.open(job, wait_for="staging")
         job.all("start", place=PLACE)
         for step in range(6):
             saved(job, step)
@@ -314,7 +344,7 @@ def test_a_promoter_that_is_killed_is_started_again_and_a_save_never_half(nodes)
 
 def test_a_bucket_that_is_away_is_a_lag_on_every_node(nodes):
     with nodes.job() as job:
-        nodes.open(job, wait_for="stage")
+        nodes.open(job, wait_for="staging")
         job.all("start", place=PLACE)
         saved(job, 0)
         wait_until(lambda: nodes.at_root() == [0], "step 0 comes to the root")
@@ -334,7 +364,11 @@ def test_a_bucket_that_is_away_is_a_lag_on_every_node(nodes):
 def test_a_save_that_is_damaged_in_a_shared_stage_is_known_to_all_processes(nodes):
     stage = nodes.folder / "shared"
     with nodes.job() as job:
-        tiers = {"stage": str(stage), "endpoint": nodes.bucket.endpoint, "wait_for": "stage"}
+        tiers = {
+            "staging_dir": str(stage),
+            "endpoint": nodes.bucket.endpoint,
+            "wait_for": "staging",
+        }
         job.all("open", root=nodes.url, tiers=tiers)
         job.all("start", place=PLACE)
         saved(job, 0)
@@ -362,10 +396,10 @@ def test_stages_that_not_all_processes_see_are_refused(server, bucket, tmp_path)
     with Job(server, tmp_path / "jobs", processes=2) as job:
         for number, process in enumerate(job.processes):
             stage = str(tmp_path / f"node{number}")
-            tiers = {"stage": stage, "endpoint": bucket.endpoint}
+            tiers = {"staging_dir": stage, "endpoint": bucket.endpoint}
             process.ask("open", root=url, tiers=tiers, processes_secs=5.0)
         first, second = job.answers()
         assert second["error"]["type"] == "OptionError"
-        assert "expected the stage that process 0 opened" in second["error"]["text"]
+        assert "expected the directory that process 0 opened" in second["error"]["text"]
         assert not Path(tmp_path / "node1" / "steps").exists()
         assert first is not None

@@ -18,8 +18,8 @@ from ray_nodes import IGNORED, wait_until
 from test_tiers import same
 from test_tiers_neighbours import NeighbourNode, root_out_of_reach
 
-from deltackpt import Copies, Erasure
 from deltackpt.service import keepers
+from deltackpt.tiers import Copies, Erasure
 
 pytestmark = [pytest.mark.processes, *IGNORED]
 
@@ -27,7 +27,7 @@ ITEM = "embeddings"
 MEMORY = 64 << 20
 
 
-@pytest.mark.filterwarnings("ignore:neighbours. expected an answer of all nodes:UserWarning")
+@pytest.mark.filterwarnings("ignore:peers. expected an answer from all nodes:UserWarning")
 @pytest.mark.parametrize(
     ("how", "count", "lost"),
     [(Copies(2, memory_bytes=MEMORY), 3, 1), (Erasure(2, 2, memory_bytes=MEMORY), 5, 2)],
@@ -47,19 +47,19 @@ def test_the_whole_step_comes_back_from_the_nodes_that_are_left(
         with root_out_of_reach(one, monkeypatch), one.manager() as manager:
             for step in range(3):
                 one.save(manager, step, metrics={"loss": 1.0})
-            manager.wait()
+            manager.wait_until_finished()
             assert one.root() == []
         one.lose()
         for node in [*cluster.worker_nodes][:lost]:
             cluster.remove_node(node, allow_graceful=False)
         # What is left is asked; for new saves there need not be enough.
         other.how = Copies(1, memory_bytes=MEMORY)
-        with other.manager(wait_for="root") as manager:
+        with other.manager(wait_for="remote") as manager:
             found = other.restore(manager)
-            assert (found.step, found.source) == (2, ("neighbours",) * 3)
+            assert (found.step, found.source) == (2, ("peers",) * 3)
             assert same(other.held(), one.held())
             other.save(manager, 3)
-            manager.wait()
+            manager.wait_until_finished()
         assert other.root() == [0, 1, 2, 3]
 
 
@@ -73,13 +73,13 @@ def test_a_keeper_that_is_killed_is_let_in_and_filled_again(tmp_path, monkeypatc
         one.how = Copies(1, memory_bytes=MEMORY)
         with root_out_of_reach(one, monkeypatch), one.manager() as manager:
             one.save(manager, 0)
-            manager.wait()
+            manager.wait_until_finished()
             [holding] = [
                 state for state in keepers.states(url, ITEM).values() if state and state.fragments
             ]
             os.kill(holding.pid, signal.SIGKILL)
             one.save(manager, 1)
-            manager.wait()
+            manager.wait_until_finished()
 
             def filled() -> bool:
                 found = keepers.states(url, ITEM)[holding.node]

@@ -61,14 +61,14 @@ def promote(one: Node) -> None:
 
 def test_a_step_that_was_compacted_and_retired_is_still_the_parent_of_the_later_ones(node):
     one = node()
-    with one.manager(retention=2, deltas=DeltaOptions(bases="compacted")) as manager:
+    with one.manager(max_to_keep=2, deltas=DeltaOptions(bases="compacted")) as manager:
         for step in range(4):
             one.save(manager, step)
-            manager.wait()
+            manager.wait_until_finished()
         compact(one.url, step=3, endpoint=one.endpoint)
         for step in range(4, 9):
             one.save(manager, step)
-            manager.wait()
+            manager.wait_until_finished()
         eventually(lambda: 3 not in one.root(), "the compacted step is retired")
         held = one.held()
         found = one.restore(manager)
@@ -78,50 +78,50 @@ def test_a_step_that_was_compacted_and_retired_is_still_the_parent_of_the_later_
 
 def test_a_base_that_no_chain_needs_is_retired_by_the_trainer_that_saw_it_come(node):
     one = node()
-    with one.manager(retention=1, deltas=DeltaOptions(bases="compacted")) as manager:
+    with one.manager(max_to_keep=1, deltas=DeltaOptions(bases="compacted")) as manager:
         for step in range(3):
             one.save(manager, step)
-            manager.wait()
+            manager.wait_until_finished()
         compact(one.url, step=2, endpoint=one.endpoint)
         for step in range(3, 5):
             one.save(manager, step)
-            manager.wait()
+            manager.wait_until_finished()
         for step in range(5, 8):
             one.save(manager, step, force_base=True)
-            manager.wait()
+            manager.wait_until_finished()
         eventually(lambda: not Journal(place(one)).state().bases, "the base is retired")
         assert one.restore(manager).step == 7
 
 
 def test_retention_goes_on_though_what_it_waited_for_was_gone_back_behind(node):
     one = node()
-    with one.manager(retention=2, wait_for="stage") as manager:
+    with one.manager(max_to_keep=2, wait_for="staging") as manager:
         for step in (1, 2, 3):
             one.save(manager, step, force_base=True)
-            manager.wait()
+            manager.wait_until_finished()
         eventually(lambda: one.root() == [2, 3], "the first ones come")
         process = manager._root._running._process
         os.kill(process.pid, signal.SIGSTOP)  # The bucket is slow.
         os.waitpid(process.pid, os.WUNTRACED)
         try:
             one.save(manager, 4, force_base=True)
-            manager.wait()
-            with pytest.warns(UserWarning, match="going on from step 3"):
+            manager.wait_until_finished()
+            with pytest.warns(UserWarning, match="resuming from step 3"):
                 one.restore(manager, 3)
                 one.save(manager, 5, force_base=True)
-            manager.wait()
+            manager.wait_until_finished()
         finally:
             os.kill(process.pid, signal.SIGCONT)
         for step in range(6, 9):
             one.save(manager, step, force_base=True)
-            manager.wait()
+            manager.wait_until_finished()
         eventually(lambda: one.root() == [7, 8] == manager.all_steps(), "retention goes on")
         steps = itertools.count(9)
 
         def shrunk() -> bool:
             # What is done is left out of the orders that come next.
             one.save(manager, next(steps), force_base=True)
-            manager.wait()
+            manager.wait_until_finished()
             return len(one.stage.orders().retired) < 4
 
         eventually(shrunk, "orders do not pile up")
@@ -129,21 +129,21 @@ def test_retention_goes_on_though_what_it_waited_for_was_gone_back_behind(node):
 
 def test_retention_goes_on_after_restarts_in_an_outage(node, monkeypatch):
     one = node()
-    with one.manager(retention=1) as manager:
+    with one.manager(max_to_keep=1) as manager:
         for step in (1, 2):
             one.save(manager, step, force_base=True)
-            manager.wait()
+            manager.wait_until_finished()
     with monkeypatch.context() as patched:
         patched.setattr("deltackpt.tiers.running.Running.start", lambda self: None)
         for step in (3, 4):
-            with one.manager(retention=1, wait_for="stage") as manager:
+            with one.manager(max_to_keep=1, wait_for="staging") as manager:
                 one.restore(manager)
                 one.save(manager, step, force_base=True)
-    with one.manager(retention=1) as manager:
+    with one.manager(max_to_keep=1) as manager:
         one.restore(manager)
         for step in (5, 6):
             one.save(manager, step, force_base=True)
-            manager.wait()
+            manager.wait_until_finished()
         eventually(lambda: one.root() == [6] == manager.all_steps(), "retention goes on")
 
 
@@ -155,7 +155,7 @@ def test_a_stage_of_another_root_under_the_same_url_is_moved_aside(node):
     # Somebody empties the bucket, to begin anew there.
     at = place(one)
     at.store.delete(at.store.keys(""))
-    with pytest.warns(UserWarning, match=r"another one under its name: steps \[100, 101\]"):
+    with pytest.warns(UserWarning, match=r"found another one; steps \[100, 101\]"):
         with one.manager() as manager:
             assert manager.latest_step() is None
     assert len([*one.stage.path.glob("aside/*/*")]) == 2
@@ -167,7 +167,7 @@ def test_a_stage_of_another_root_under_the_same_url_is_moved_aside(node):
     with other.manager() as manager:
         for step in (1, 2):
             other.save(manager, step)
-    with pytest.warns(UserWarning, match=r"another one under its name: steps \[100\]"):
+    with pytest.warns(UserWarning, match=r"found another one; steps \[100\]"):
         with one.manager() as manager:
             assert one.restore(manager).step == 2
             assert same(one.held(), other.held())
@@ -177,10 +177,10 @@ def test_a_stage_of_another_root_under_the_same_url_is_moved_aside(node):
 def test_a_promoter_that_may_not_delete_ends_and_says_so(node, alone, monkeypatch):
     one = node()
     at = place(one)
-    manager = one.manager(wait_for="stage")
+    manager = one.manager(wait_for="staging")
     manager.close()
     at.store.put("saves/2.1.0123456789ab/x", b"of an upload that was cut")
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         one.save(manager, 1)
     listed: list[str] = []
     keys = KvStore.keys
@@ -205,7 +205,7 @@ def test_a_promoter_that_may_not_delete_ends_and_says_so(node, alone, monkeypatc
 
 def test_a_promoter_outlives_a_full_stage(node, alone, monkeypatch):
     one = node()
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         one.save(manager, 1)
         one.save(manager, 2)
     real, refused = files.write_atomic, 0
@@ -224,7 +224,7 @@ def test_a_promoter_outlives_a_full_stage(node, alone, monkeypatch):
 
 def test_an_upload_that_breaks_again_and_again_sends_each_file_once(node, alone, monkeypatch):
     one = node()
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         one.save(manager, 1)
     put, sent, broken = KvStore.put, list[str](), 0
 
@@ -247,10 +247,10 @@ def test_an_upload_that_breaks_again_and_again_sends_each_file_once(node, alone,
 
 def test_what_is_sent_of_a_save_that_was_gone_back_behind_is_swept(node, alone, monkeypatch):
     one = node()
-    with one.manager(wait_for="stage") as manager:
+    with one.manager(wait_for="staging") as manager:
         one.save(manager, 1, force_base=True)
         one.save(manager, 2, force_base=True)
-        manager.wait()
+        manager.wait_until_finished()
         work = Promoter(one.stage)
         put = KvStore.put
 
@@ -265,10 +265,10 @@ def test_what_is_sent_of_a_save_that_was_gone_back_behind_is_swept(node, alone, 
             with pytest.raises(Unanswered):
                 work.step()
         assert any(key.startswith("saves/2.") for key in place(one).keys())
-        with pytest.warns(UserWarning, match="going on from step 1"):
+        with pytest.warns(UserWarning, match="resuming from step 1"):
             one.restore(manager, 1)
             one.save(manager, 3, force_base=True)
-        manager.wait()
+        manager.wait_until_finished()
     promote(one)
     work.run(promoter.NoTrainer(until_empty=True))
     assert one.root() == [1, 3]
@@ -280,7 +280,7 @@ def test_a_reader_does_not_restore_a_step_that_was_replaced_since_it_looked(node
     with one.manager() as manager:
         for step in (1, 2, 3):
             one.save(manager, step)
-        manager.wait()
+        manager.wait_until_finished()
         with reading.manager(access="read") as reader:
             reading.restore(reader, 3)
             looking = inspect.open(one.url, endpoint=one.endpoint)
@@ -289,9 +289,9 @@ def test_a_reader_does_not_restore_a_step_that_was_replaced_since_it_looked(node
             words = one.state["tables"]["words"] + 100
             one.state = {"tables": {"words": words}, "bias": one.state["bias"]}
             one.touched = touched.mark(one.touched, {"words": jnp.arange(ROWS)})
-            with pytest.warns(UserWarning, match="going on from step 2"):
+            with pytest.warns(UserWarning, match="resuming from step 2"):
                 one.save(manager, 3)
-            manager.wait()
+            manager.wait_until_finished()
             reading.restore(reader, 3)
             assert same(reading.held(), one.held())
             assert np.array_equal(looking.at(3)["words"][[0, 9]], one.held()["words"][[0, 9]])
@@ -301,11 +301,11 @@ def test_a_step_that_is_read_does_not_leave_the_stage(node):
     one = node()
     with one.manager(keep_local=1) as manager:
         one.save(manager, 1, force_base=True)
-        manager.wait()
+        manager.wait_until_finished()
         with manager._root.local(1, "dense") as folder:
             for step in (2, 3):
                 one.save(manager, step, force_base=True)
-                manager.wait()
+                manager.wait_until_finished()
             assert folder.is_relative_to(one.stage.steps) and [*folder.iterdir()]
             assert 1 in one.local() and 2 not in one.local()
     # What came to the root after the last save leaves it as well.
@@ -349,7 +349,7 @@ def test_a_promoter_imports_nothing_of_where_its_trainer_works(node, tmp_path, m
     one = node()
     with one.manager() as manager:
         one.save(manager, 1)
-        manager.wait()
+        manager.wait_until_finished()
     assert one.root() == [1]
 
 
@@ -359,5 +359,5 @@ def test_without_a_home_directory_a_stage_must_be_named(monkeypatch):
 
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setattr("pathlib.Path.home", homeless)
-    with pytest.raises(OptionError, match=r"Tiers.stage: expected a home directory"):
+    with pytest.raises(OptionError, match=r"Tiers.staging_dir: expected a home directory"):
         default_stage("s3://bucket/run", None)

@@ -18,7 +18,7 @@ import sys
 import jax.numpy as jnp
 import deltackpt
 url, stage, endpoint = sys.argv[1:]
-tiers = deltackpt.Tiers(stage=stage, endpoint=endpoint)
+tiers = deltackpt.Tiers(staging_dir=stage, endpoint=endpoint)
 state = {"tables": {"words": jnp.arange(12.0).reshape(4, 3)}}
 with deltackpt.CheckpointManager(
     url,
@@ -26,7 +26,7 @@ with deltackpt.CheckpointManager(
     options=deltackpt.ManagerOptions(tiers=tiers),
 ) as manager:
     manager.save(7, state)
-    manager.wait()
+    manager.wait_until_finished()
     found = manager.restore_latest(state)
     assert found.step == 7 and (found.state["tables"]["words"] == state["tables"]["words"]).all()
 """

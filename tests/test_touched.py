@@ -478,7 +478,7 @@ def test_track_passes_extra_arguments_on():
 def test_track_wants_params_and_tables_that_exist():
     params = {"emb": jnp.ones((4, 2)), "scale": jnp.ones(())}
     optimizer = touched.track(optax.sgd(0.1), "emb")
-    with pytest.raises(TrackingError, match="needs the params"):
+    with pytest.raises(TrackingError, match="expected the params in update"):
         optimizer.update(params, optimizer.init(params))
     with pytest.raises(TableSelectionError, match=r"'embed' matches nothing(.|\n)*  scale"):
         touched.track(optax.sgd(0.1), "embed").init(params)

@@ -27,13 +27,51 @@ QUALIFIED = {
     "several": lambda: optax.multi_transform(
         {"sparse": optax.adagrad(0.1), "dense": optax.adamw(0.1)}, LABELS
     ),
+    "masked": lambda: optax.chain(
+        optax.masked(optax.adagrad(0.1), lambda tree: _of(tree, "tables")),
+        optax.masked(optax.adam(0.1), lambda tree: _of(tree, "kernel")),
+    ),
+}
+#: Whose updates hold +0.0 where there is no gradient, which would turn a -0.0 of a table into +0.0.
+ZEROS = {
+    "frozen": optax.set_to_zero,
+    "nothing": optax.identity,
+    "ascent": lambda: optax.scale(0.1),
+    "one frozen of several": lambda: optax.multi_transform(
+        {"sparse": optax.sgd(0.1), "frozen": optax.set_to_zero(), "dense": optax.adam(0.1)},
+        {"tables": {"users": "frozen", "items": "sparse"}, "kernel": "dense"},
+    ),
+    "one frozen, Adagrad": lambda: optax.multi_transform(
+        {"sparse": optax.adagrad(0.1), "frozen": optax.set_to_zero()},
+        {"tables": {"users": "frozen", "items": "sparse"}, "kernel": "sparse"},
+    ),
+    "frozen at last": lambda: optax.chain(
+        optax.sgd(0.1), optax.masked(optax.set_to_zero(), lambda tree: _of(tree, "users"))
+    ),
+    "frozen at first": lambda: optax.chain(
+        optax.masked(optax.set_to_zero(), lambda tree: _of(tree, "users")), optax.sgd(0.1)
+    ),
+    "masked alone": lambda: optax.masked(optax.sgd(0.1), lambda tree: _of(tree, "items")),
+    "freeze": lambda: optax.chain(
+        optax.adagrad(0.1), optax.transforms.freeze(_of(params(), "users"))
+    ),
+    "selective": lambda: optax.transforms.selective_transform(
+        optax.sgd(0.1), freeze_mask=_of(params(), "users")
+    ),
 }
 REFUSED = {
     "momentum": lambda: optax.sgd(0.1, momentum=0.9),
     "adam": lambda: optax.adam(0.1),
     "rmsprop": lambda: optax.rmsprop(0.1),
     "decay": lambda: optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)),
-    "ascent": lambda: optax.scale(0.1),
+    "frozen beside Adam": lambda: optax.multi_transform(
+        {"sparse": optax.adam(0.1), "frozen": optax.set_to_zero()},
+        {"tables": {"users": "frozen", "items": "sparse"}, "kernel": "sparse"},
+    ),
+    "decay of a frozen table": lambda: optax.chain(
+        optax.set_to_zero(), optax.add_decayed_weights(0.1)
+    ),
+    "nonnegative": lambda: optax.chain(optax.sgd(0.1), optax.keep_params_nonnegative()),
     "accumulated": lambda: optax.MultiSteps(optax.sgd(0.1), 100).gradient_transformation(),
     "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)),
     "factored": lambda: optax.adafactor(0.1),
@@ -60,6 +98,11 @@ def _later() -> optax.GradientTransformation:
         return jax.tree.map(lambda u: u + late, updates), {"count": state["count"] + 1}
 
     return optax.GradientTransformation(lambda params: {"count": jnp.zeros((), int)}, update)
+
+
+def _of(tree: Any, part: str) -> Any:
+    """Which leaves of a tree have a part in their paths."""
+    return jax.tree.map_with_path(lambda path, _: part in jax.tree_util.keystr(path), tree)
 
 
 def _stamps(state: Any) -> Any:
@@ -109,6 +152,31 @@ def test_every_row_that_moves_is_marked_and_hardly_another(name, has_nan):
         assert (marked >= moved).all() and moved.any()
         # The NaN of the fourth step may reach every row; each step else marks those with gradients.
         assert marked.min() >= 4 if has_nan else (marked == 0).sum() > ROWS // 4
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("name", ZEROS)
+def test_a_zero_update_moves_no_bit_of_a_row_without_a_gradient(name, jitted):
+    optimizer, plain = touched.track(ZEROS[name](), "tables/*", rule="gradient"), ZEROS[name]()
+
+    def step(grads: Any, state: Any, now: Any) -> Any:
+        updates, state = optimizer.update(grads, state, now)
+        return updates, optax.apply_updates(now, updates), state
+
+    step = jax.jit(step) if jitted else step
+    now, state, expected = params(), optimizer.init(params()), plain.init(params())
+    for seed in range(3):
+        grads = gradients(seed)
+        updates, then, after = step(grads, state, now)
+        others, expected = plain.update(grads, expected, now)
+        for one, other in zip(*map(jax.tree.leaves, (updates, others)), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+        for table, stamps in _stamps(after).items():
+            short = table.removeprefix("tables/")
+            old, new = (np.asarray(tree["tables"][short]).view(np.uint32) for tree in (now, then))
+            marked = np.asarray(stamps) > np.asarray(_stamps(state)[table])
+            assert not (old != new).any(axis=1)[~marked].any() and marked.sum() < ROWS
+        now, state = then, after
 
 
 @pytest.mark.parametrize("name", REFUSED)

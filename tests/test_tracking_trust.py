@@ -71,7 +71,7 @@ def told(text: str):
 # --- 1: a TouchState that is not the one the parent saw ---------------------------------------
 
 
-@pytest.mark.parametrize("policy", [deltackpt.Consecutive(), deltackpt.OneShot()])
+@pytest.mark.parametrize("policy", [deltackpt.policies.Consecutive(), deltackpt.policies.OneShot()])
 def test_a_state_taken_back_from_memory_is_found_however_far_its_clock_goes(tmp_path, policy):
     start = model.initial()
     with opened(tmp_path, policy=policy) as manager:
@@ -82,16 +82,16 @@ def test_a_state_taken_back_from_memory_is_found_however_far_its_clock_goes(tmp_
         assert manager.save(10, state, touched=rows).kind == "delta"
         # NaN: back to what is in memory, and on with other data, past the clock of step 10.
         state, rows = trained(*kept, range(20, 30))
-        if isinstance(policy, deltackpt.OneShot):
+        if isinstance(policy, deltackpt.policies.OneShot):
             # All since the base is in the delta, and the base was not taken back.
             assert manager.save(20, state, touched=rows).kind == "delta"
         else:
             with told("table tables/"):
                 saved = manager.save(20, state, touched=rows)
-            assert saved.kind == "base" and "not as the parent has them" in saved.reason
+            assert saved.kind == "base" and "differ from those in the parent" in saved.reason
         after = trained(state, rows, [31])
         assert manager.save(30, after[0], touched=after[1]).kind == "delta"
-        manager.wait()
+        manager.wait_until_finished()
     assert_restores(tmp_path, {20: state, 30: after[0]})
 
 
@@ -112,7 +112,7 @@ def test_a_step_restored_only_to_be_looked_at_rolls_nothing_back(tmp_path):
         model.assert_same(looked.state, states[0])
         saved = manager.save(30, state, touched=rows)
         states[30] = state
-        manager.wait()
+        manager.wait_until_finished()
         assert saved.kind == "delta"
         assert manager.all_steps() == [0, 20, 30]
         assert manager.restore(30, start).chain == (0, 20, 30)
@@ -134,7 +134,7 @@ def test_many_looks_forget_neither_what_is_in_memory_nor_what_was_restored(tmp_p
         state, rows = trained(state, rows, [50])
         assert manager.save(40, state, touched=rows).kind == "delta"
         states[40] = state
-        manager.wait()
+        manager.wait_until_finished()
         assert manager.all_steps() == [0, 10, 20, 30, 40]
         # What was restored before the last look rolls back to its own step.
         found = manager.restore(10, start)
@@ -143,7 +143,7 @@ def test_many_looks_forget_neither_what_is_in_memory_nor_what_was_restored(tmp_p
         with pytest.warns(UserWarning, match="moved"):
             assert manager.save(11, state, touched=rows).kind == "delta"
         states = {0: states[0], 10: states[10], 11: state}
-        manager.wait()
+        manager.wait_until_finished()
         assert manager.all_steps() == [0, 10, 11]
     assert_restores(tmp_path, states)
 
@@ -165,8 +165,8 @@ def test_what_was_rolled_back_is_no_parent_for_what_is_still_in_memory(tmp_path)
         state, rows = trained(*kept, [5, 6, 7])
         saved = manager.save(30, state, touched=rows)
         states[30] = state
-        manager.wait()
-        assert saved.kind == "base" and "is gone" in saved.reason
+        manager.wait_until_finished()
+        assert saved.kind == "base" and "was removed" in saved.reason
         assert manager.all_steps() == [0, 10, 30]
     assert_restores(tmp_path, states)
 
@@ -193,14 +193,14 @@ def test_a_touch_state_made_anew_in_mid_run_is_no_delta(tmp_path, made):
         state, rows = trained(state, new(), range(6, 16))
         if made == "init":
             saved = manager.save(20, state, touched=rows)
-            assert "made anew" in saved.reason
+            assert "re-created" in saved.reason
         else:
             with told("table tables/"):
                 saved = manager.save(20, state, touched=rows)
         assert saved.kind == "base"
         after = trained(state, rows, [16])
         assert manager.save(30, after[0], touched=after[1]).kind == "delta"
-        manager.wait()
+        manager.wait_until_finished()
     assert_restores(tmp_path, {20: state, 30: after[0]})
 
 
@@ -217,7 +217,7 @@ def test_a_touch_state_of_before_a_restore_does_not_go_with_the_restored_state(t
         state, rows = trained(found.state, rows, range(8, 10))
         with told("table tables/"):
             manager.save(20, state, touched=rows)
-        manager.wait()
+        manager.wait_until_finished()
     assert_restores(tmp_path, {20: state})
 
 
@@ -231,7 +231,7 @@ def test_the_state_in_memory_does_not_go_with_the_touch_state_of_a_restore(tmp_p
         state, rows = trained(state, found.touched, [6])
         with told("table tables/"):
             manager.save(20, state, touched=rows)
-        manager.wait()
+        manager.wait_until_finished()
     assert_restores(tmp_path, {20: state})
 
 
@@ -261,7 +261,7 @@ def test_large_tables_are_sampled_where_rows_were_touched_lately(tmp_path):
         state, rows = step(state, rows, jnp.arange(5), 0.5)
         with told(r"table tables/t: rows 200000, 200001, 200002, 200003\n"):
             assert manager.save(2, state, touched=rows).kind == "base"
-        manager.wait()
+        manager.wait_until_finished()
     assert_restores(tmp_path, {2: state}, tables)
 
 
@@ -312,7 +312,7 @@ def test_a_row_is_touched_if_the_given_touch_state_or_the_one_in_the_state_says_
             if step % 2:  # The two clocks go apart.
                 given = touched.mark(given, {"b": np.array([step])})
             assert manager.save(step, state, touched=given).kind == "delta"
-            manager.wait()
+            manager.wait_until_finished()
             assert_restores(tmp_path, {step: state}, tables)
     with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as manager:
         found = manager.restore_latest(state)
@@ -321,7 +321,7 @@ def test_a_row_is_touched_if_the_given_touch_state_or_the_one_in_the_state_says_
         given = touched.mark(given, {"b": np.array([7])})
         state["params"]["b"] = state["params"]["b"].at[7].add(7.0)
         assert manager.save(6, state, touched=given).kind == "delta"
-        manager.wait()
+        manager.wait_until_finished()
     assert_restores(tmp_path, {6: state}, tables)
 
 
@@ -334,8 +334,8 @@ def test_a_touch_state_that_is_given_no_more_makes_the_save_a_base(tmp_path):
         state = sgd(state, optimizer, {"a": [1]})
         state["params"]["a"] = state["params"]["a"].at[100].add(7.0)
         saved = manager.save(1, state)
-        assert saved.kind == "base" and "is there no more" in saved.reason
-        manager.wait()
+        assert saved.kind == "base" and "is missing now" in saved.reason
+        manager.wait_until_finished()
     assert_restores(tmp_path, {1: state}, tables)
 
 
@@ -374,7 +374,7 @@ def test_rows_that_an_accumulator_moves_after_the_save_are_in_the_delta(tmp_path
         for number in range(1, 20):
             state, marks = step(state, marks, jnp.asarray(rng.integers(0, rows, 3)))
             kinds.append(manager.save(number, state, touched=marks).kind)
-            manager.wait()
+            manager.wait_until_finished()
             assert_restores(tmp_path, {number: state}, tables)
             if restart and number == 10:
                 found = manager.restore(number, state)
@@ -393,7 +393,7 @@ def test_a_forgotten_reassignment_is_found_and_told(tmp_path):
         state, _ = trained(state, rows, [4])
         with told("table tables/"):
             assert manager.save(1, state, touched=rows).kind == "base"
-        manager.wait()
+        manager.wait_until_finished()
     assert_restores(tmp_path, {1: state})
 
 
@@ -402,11 +402,29 @@ def test_a_touch_state_that_stands_still_is_warned_of_once(tmp_path):
     with opened(tmp_path) as manager:
         rows = model.new_touched(state)
         manager.save(0, state, touched=rows)
-        with pytest.warns(UserWarning, match="step 1: no TouchState has moved"):
+        with pytest.warns(UserWarning, match="step 1: expected marks since the parent"):
             assert manager.save(1, state, touched=rows).kind == "delta"
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert manager.save(2, state, touched=rows).kind == "delta"
+
+
+def test_a_manager_without_any_tracking_warns_once(tmp_path):
+    state, missing = model.initial(), "step {}: expected a TouchState or tracking"
+    with opened(tmp_path, tracking="touched") as manager:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            manager.save(0, state)  # Every run begins with a base.
+            manager.save(1, state, force_base=True)
+        with pytest.warns(UserWarning, match=missing.format(2)):
+            assert manager.save(2, state).kind == "base"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert manager.save(3, state).kind == "base"
+    with opened(tmp_path, tracking="touched") as manager:
+        state = manager.restore_latest(state).state
+        with pytest.warns(UserWarning, match=missing.format(4)):
+            manager.save(4, state)
 
 
 def test_marks_under_dense_adam_lose_no_row(tmp_path):
@@ -428,7 +446,7 @@ def test_marks_under_dense_adam_lose_no_row(tmp_path):
             state, marks = step(state, marks, 20 * number + jnp.arange(20))
             with told("table params/emb") if number else contextlib.nullcontext():
                 assert manager.save(number, state, touched=marks).kind == "base"
-            manager.wait()
+            manager.wait_until_finished()
             assert_restores(tmp_path, {number: state}, tables)
 
 
@@ -443,12 +461,12 @@ def test_a_delta_of_nearly_all_rows_is_taken_as_a_base(tmp_path):
         manager.save(0, start, touched=rows)
         saved = manager.save(1, start, touched=touched.mark(rows, every))
         assert saved.kind == "base" and "would write about" in saved.reason
-        manager.wait()
+        manager.wait_until_finished()
     quantized = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS, codec="int4")
     with deltackpt.CheckpointManager(tmp_path / "4", handlers={"embeddings": quantized}) as manager:
         manager.save(0, start, touched=rows)
         assert manager.save(1, start, touched=touched.mark(rows, every)).kind == "delta"
-        manager.wait()
+        manager.wait_until_finished()
     assert_restores(tmp_path, {1: start})
 
 
@@ -478,7 +496,7 @@ def test_verify_tracking_proves_every_row_from_call_to_call(tmp_path):
         saved = manager.save(1, state, touched=rows)
         assert saved.kind == "base" and "verify_tracking" in saved.reason
         assert not manager.verify_tracking(state, touched=model.new_touched(state))
-        with pytest.raises(TrackingError, match="expected a TouchState"):
+        with pytest.raises(OptionError, match="expected a TouchState"):
             manager.verify_tracking(state)
     with (
         opened(tmp_path, tracking="fingerprints") as manager,

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import ast
 import shutil
-import threading
 from pathlib import Path
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +18,7 @@ import deltackpt
 from deltackpt import touched
 from deltackpt.errors import Damaged, NoIntactStep, SaveFailed
 from deltackpt.format import names
-from deltackpt.storage import writer
+from deltackpt.testing import failing_saves, paused_saves
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
 
@@ -81,25 +79,21 @@ def newest(root: Path, like: dict) -> deltackpt.Restored:
     return found
 
 
-def failing_writes() -> mock._patch:
-    return mock.patch.object(writer, "write_array", side_effect=OSError(5, "Input/output error"))
-
-
 def test_a_failed_save_keeps_the_touched_rows_for_the_next(tmp_path):
     """Trap 1."""
     state = model.initial()
     marks = model.new_touched(state)
     with manager(tmp_path) as saver:
         saver.save(1, state, touched=marks)
-        saver.wait()
+        saver.wait_until_finished()
         state, marks = model.train(state, marks, 1)
-        with failing_writes():
+        with failing_saves(tmp_path):
             saver.save(2, state, touched=marks)
             with pytest.raises(SaveFailed, match="step 2"):
-                saver.wait()
+                saver.wait_until_finished()
         state, marks = model.train(state, marks, 2)
         assert saver.save(3, state, touched=marks).kind == "delta"
-        saver.wait()
+        saver.wait_until_finished()
         assert saver.all_steps() == [1, 3]
     found = newest(tmp_path, state)
     assert found.chain == (1, 3)
@@ -112,14 +106,14 @@ def test_a_base_that_fails_resets_nothing(tmp_path):
     marks = model.new_touched(state)
     with manager(tmp_path) as saver:
         saver.save(1, state, touched=marks)
-        saver.wait()
+        saver.wait_until_finished()
         state, marks = model.train(state, marks, 1)
-        with failing_writes():
+        with failing_saves(tmp_path):
             saver.save(2, state, touched=marks, force_base=True)
             with pytest.raises(SaveFailed):
-                saver.wait()
+                saver.wait_until_finished()
         assert saver.save(3, state, touched=marks).kind == "delta"
-        saver.wait()
+        saver.wait_until_finished()
     model.assert_same(newest(tmp_path, state).state, state)
 
 
@@ -138,7 +132,7 @@ def test_tables_slots_and_dense_leaves_are_of_one_moment(tmp_path):
     )
     with manager(tmp_path) as saver:
         saver.save(1, state, touched=marks)
-        saver.wait()
+        saver.wait_until_finished()
         for number in range(2, 6):
             state, marks = model.train(state, marks, number)
             expected = jax.tree.map(
@@ -150,7 +144,7 @@ def test_tables_slots_and_dense_leaves_are_of_one_moment(tmp_path):
             for _ in range(3):
                 running["tables"], running["slots"] = step(running["tables"], running["slots"])
             jax.block_until_ready(running["tables"])
-            saver.wait()
+            saver.wait_until_finished()
             model.assert_same(newest(tmp_path, state).state, expected)
 
 
@@ -169,7 +163,7 @@ def test_steps_after_a_rollback_are_never_replayed(tmp_path):
         state, marks = model.train(found.state, found.touched, 77)
         with pytest.warns(UserWarning, match=r"later steps \[3, 4\] were moved"):
             assert saver.save(3, state, touched=marks).kind == "delta"
-        saver.wait()
+        saver.wait_until_finished()
         assert saver.all_steps() == [1, 2, 3]
     found = newest(tmp_path, state)
     assert found.chain == (1, 2, 3)
@@ -208,10 +202,10 @@ def test_an_interval_without_a_touched_row_is_a_delta_of_none(tmp_path):
     marks = model.new_touched(state)
     with manager(tmp_path) as saver:
         saver.save(1, state, touched=marks)
-        saver.wait()
+        saver.wait_until_finished()
         for number in (2, 3):
             assert saver.save(number, state, touched=marks).kind == "delta"
-            assert saver.wait()[0].rows == 0
+            assert saver.wait_until_finished()[0].rows == 0
     found = newest(tmp_path, state)
     assert found.chain == (1, 2, 3)
     model.assert_same(found.state, state)
@@ -237,7 +231,7 @@ def test_tables_of_any_dtype_restore_bit_for_bit(tmp_path, dtype):
         state = {"tables": {"t": jnp.asarray(changed)}}
         marks = touched.mark(marks, {"tables/t": jnp.asarray(ids)})
         assert saver.save(2, state, touched=marks).kind == "delta"
-        saver.wait()
+        saver.wait_until_finished()
         found = saver.restore_latest(state)
     assert found is not None
     restored = found.state["tables"]["t"]
@@ -273,7 +267,7 @@ def test_another_sharding_at_restore_changes_no_bit(tmp_path):
             ids = jnp.array([1, 17, 40])
             moved = {"t": placed["t"].at[ids].add(1.0), "s": placed["s"].at[ids].add(1.0)}
             assert saver.save(2, moved, touched=touched.mark(marks, {"t": ids})).kind == "delta"
-            saver.wait()
+            saver.wait_until_finished()
             for other in specs:
                 sharding = jax.sharding.NamedSharding(mesh, other)
                 by_rows = jax.sharding.PartitionSpec(*other[:1])
@@ -298,12 +292,12 @@ def test_retention_never_deletes_a_base_that_a_kept_delta_needs(tmp_path, kept):
     state = model.initial()
     marks = model.new_touched(state)
     states = {}
-    policy = deltackpt.Consecutive(max_chain=4)
-    with manager(tmp_path, retention=kept, policy=policy) as saver:
+    policy = deltackpt.policies.Consecutive(max_chain=4)
+    with manager(tmp_path, max_to_keep=kept, policy=policy) as saver:
         for number in range(1, 13):
             saver.save(number, state, touched=marks)
             states[number] = state
-            saver.wait()
+            saver.wait_until_finished()
             for step in saver.all_steps():
                 found = saver.restore(step, state) if number == 12 else None
                 assert found is None or set(found.chain) <= set(saver.all_steps())
@@ -363,7 +357,7 @@ def test_an_exhausted_clock_makes_bases_and_says_so(tmp_path):
         state, marks = model.train(state, marks, 2)
         saved = saver.save(2, state, touched=marks)
         assert saved.kind == "base" and "clock" in saved.reason
-        saver.wait()
+        saver.wait_until_finished()
     model.assert_same(newest(tmp_path, state).state, state)
 
 
@@ -371,29 +365,21 @@ def test_rows_touched_between_snapshot_and_commit_are_in_the_next_delta(tmp_path
     """Trap 17: marks go on while a save is held up."""
     state = model.initial()
     marks = model.new_touched(state)
-    started, go_on = threading.Event(), threading.Event()
-    real = writer.write_array
-
-    def held_up(*arguments, **options):
-        started.set()
-        assert go_on.wait(60)
-        return real(*arguments, **options)
-
     with manager(tmp_path) as saver:
         saver.save(1, state, touched=marks)
-        saver.wait()
+        saver.wait_until_finished()
         state, marks = model.train(state, marks, 1)
-        with mock.patch.object(writer, "write_array", held_up):
+        with paused_saves(tmp_path) as held:
             saver.save(2, state, touched=marks)
-            assert started.wait(60)
+            assert held.reached.wait(60)
             second = state
             state, marks = model.train(state, marks, 2)
-            go_on.set()
-            saver.wait()
+            held.release()
+            saver.wait_until_finished()
         model.assert_same(newest(tmp_path, second).state, second)
         state, marks = model.train(state, marks, 3)
         assert saver.save(3, state, touched=marks).kind == "delta"
-        saver.wait()
+        saver.wait_until_finished()
     model.assert_same(newest(tmp_path, state).state, state)
 
 
@@ -408,7 +394,7 @@ def test_a_table_that_grows_gives_a_base_with_a_reason(tmp_path):
         marks = touched.init({"tables/t": grown["tables"]["t"]})
         saved = saver.save(2, grown, touched=marks)
         assert saved.kind == "base" and "tables" in saved.reason
-        saver.wait()
+        saver.wait_until_finished()
         found = saver.restore_latest(grown)
     assert found is not None
     assert np.array_equal(found.state["tables"]["t"], grown["tables"]["t"])

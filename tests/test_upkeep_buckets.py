@@ -27,6 +27,7 @@ from deltackpt.reading import chains, reader
 from deltackpt.standby.follower import Follower
 from deltackpt.storage import buckets
 from deltackpt.storage.store import Spot
+from deltackpt.tiers.bucket import Bucket
 from deltackpt.tiers.copy import copy
 from deltackpt.upkeep import collect as collection
 from deltackpt.upkeep import compact as compaction
@@ -129,8 +130,8 @@ def test_a_step_that_goes_while_it_is_folded(server, bucket):
 
     resumed = Journal.resume
 
-    def resume(self):
-        found = resumed(self)
+    def resume(self, **how):
+        found = resumed(self, **how)
         Journal(opened(url, server)).claim()
         return found
 
@@ -159,6 +160,21 @@ def test_what_nothing_needs_is_collected(run, server, bucket):
     assert not collect(url, endpoint=server.endpoint).removable
 
 
+def test_a_trainer_that_starts_hides_no_running_one_from_collection_and_copies(server, bucket):
+    url = bucket()
+    running, starting = (Journal(opened(url, server)) for _ in range(2))
+    running.claim()
+    running.begin(None)
+    starting.claim(pending=True)
+    holder = f"epoch {running.claimed.lease.epoch},"
+    assert "claimed by process" in str(collectable(url, endpoint=server.endpoint).in_use)
+    assert holder in str(Bucket(url, server.endpoint, "embeddings").in_use())
+    with pytest.raises(InUse):
+        collect(url, endpoint=server.endpoint)
+    starting.withdraw()
+    running.check()
+
+
 def test_rolled_back_steps_and_unneeded_bases_go(server, bucket):
     url = bucket()
     compact(url, step=2, endpoint=server.endpoint)
@@ -169,7 +185,7 @@ def test_rolled_back_steps_and_unneeded_bases_go(server, bucket):
     keep = Retention(keep_last=1)
     found = collect(url, retention=keep, rolled_back=True, endpoint=server.endpoint)
     kinds = {one.kind for one in found.removable}
-    assert {"step", "compacted base", "rollback"} <= kinds
+    assert {"step", "compacted base", "rolled-back run"} <= kinds
     state = Journal(opened(url, server)).state()
     assert ([*state.steps], [unit.step for unit in state.bases]) == ([3], [3])
     assert not state.entry.rolled_back
@@ -178,18 +194,18 @@ def test_rolled_back_steps_and_unneeded_bases_go(server, bucket):
 
 def test_nothing_is_collected_beside_a_trainer_without_the_callers_word(server, tmp_path):
     url = server.bucket(f"bucket{next(_numbers)}") + "/run"
-    tiers = Tiers(stage=str(tmp_path / "stage"), endpoint=server.endpoint)
+    tiers = Tiers(staging_dir=str(tmp_path / "stage"), endpoint=server.endpoint)
     with manager(url, tiers=tiers) as trainer:  # type: ignore[arg-type]
         state = model.initial()
         trainer.save(0, state, touched=model.new_touched(state))
-        trainer.wait()
+        trainer.wait_until_finished()
         with pytest.raises(InUse, match="claimed by process"):
             collect(url, endpoint=server.endpoint)
         trainer.check_lease()
         assert not collect(url, offline=True, endpoint=server.endpoint).removable
         with pytest.raises(FencedError):
             trainer.check_lease()
-        refused = command("collect", url, "--endpoint", server.endpoint)
+        refused = command("gc", url, "--endpoint", server.endpoint)
         assert refused.returncode == 0, refused.stderr  # Whoever collected did not train.
     assert sorted(open_steps(url, endpoint=server.endpoint).steps()) == [0]
 
@@ -199,16 +215,16 @@ def test_a_trainer_goes_on_from_a_base_that_was_compacted_at_the_root(
 ):
     url, (_, states) = bucket(), run
     compact(url, endpoint=server.endpoint)
-    tiers = Tiers(stage=str(tmp_path / "stage"), endpoint=server.endpoint)
-    with manager(url, codec="lossless", tiers=tiers, retention=1) as trainer:  # type: ignore[arg-type]
+    tiers = Tiers(staging_dir=str(tmp_path / "stage"), endpoint=server.endpoint)
+    with manager(url, codec="lossless", tiers=tiers, max_to_keep=1) as trainer:  # type: ignore[arg-type]
         found = trainer.restore_latest(states[4])
         assert found is not None and found.chain == (4,)
         model.assert_same(found.state, states[4])
         assert found.touched is not None
         state, touched = model.train(found.state, found.touched, 5)
         assert trainer.save(5, state, touched=touched).kind == "delta"
-        trainer.wait()
-    other = Tiers(stage=str(tmp_path / "other"), endpoint=server.endpoint)
+        trainer.wait_until_finished()
+    other = Tiers(staging_dir=str(tmp_path / "other"), endpoint=server.endpoint)
     with manager(url, codec="lossless", tiers=other) as trainer:  # type: ignore[arg-type]
         again = trainer.restore_latest(state)
         assert again is not None and again.step == 5

@@ -23,12 +23,11 @@ from golden import make_golden
 from test_compact import fold, manager, write_chain
 
 from deltackpt.errors import ForeignDirectory, RestoreError, StepGone, StepNotFound, StorageError
-from deltackpt.format import manifest, names
+from deltackpt.format import gaps, manifest, names
 from deltackpt.ledger.directory import Root
-from deltackpt.reading import chains, inventory, reader, removal
+from deltackpt.reading import chains, inventory, reader
 from deltackpt.storage import digests as integrity
 from deltackpt.storage.store import Spot
-from deltackpt.upkeep import verify
 from deltackpt.upkeep.verdicts import RootReport
 from deltackpt.upkeep.verify import verify_root
 
@@ -48,11 +47,7 @@ def written(tmp_path_factory) -> dict[str, Path]:
     return found
 
 
-@pytest.fixture(autouse=True)
-def nobody_at_work(monkeypatch):
-    """Nobody removes steps meanwhile, which would otherwise be waited for at each damage."""
-    monkeypatch.setattr(removal, "_GONE_CHECKS", 1)
-    monkeypatch.setattr(verify, "_CHECKS", 1)
+pytestmark = pytest.mark.usefixtures("nobody_removes_steps")
 
 
 def saved_files(root: Path) -> list[Path]:
@@ -109,6 +104,7 @@ def duplicate(path: Path, other: Path) -> None:
 
 
 DAMAGES = (flip, truncate, remove, swap, duplicate)
+EVERY = (pytest.mark.long, pytest.mark.drawn("damage of every file", 4), pytest.mark.timeout(900))
 
 
 def other_of(path: Path, found: list[Path]) -> Path:
@@ -154,10 +150,7 @@ def one_of_each(found: list[Path], root: Path) -> list[Path]:
     ("name", "every"),
     [
         ("lossless", False),
-        *(
-            pytest.param(name, True, marks=[pytest.mark.long, pytest.mark.timeout(900)])
-            for name in ("lossless", "lossy", "parts")
-        ),
+        *(pytest.param(name, True, marks=EVERY) for name in ("lossless", "lossy", "parts")),
     ],
 )
 def test_damage_of_every_file_is_found_and_named(name, every, how, written, tmp_path):
@@ -260,7 +253,7 @@ def test_gaps_of_other_rows_are_found_though_every_checksum_fits(written, tmp_pa
     """A writer that went wrong: rows past the end of their table."""
     root = tmp_path / "root"
     shutil.copytree(written["lossy"], root)
-    with mock.patch.object(reader.gaps, "decode_gaps", side_effect=beyond(reader.gaps.decode_gaps)):
+    with mock.patch.object(gaps, "decode_gaps", side_effect=beyond(gaps.decode_gaps)):
         report = verify_root(root)
     assert any("ascending rows" in str(problem) for problem in report.problems)
 
@@ -357,7 +350,7 @@ def test_leftovers_are_notes_and_a_claim_that_was_not_signed_is_none(written, tm
     report = verify_root(root)
     assert report.intact
     text = "\n".join(report.notes)
-    for part in ("9.orbax", "deleted/", "compaction that was cut", "notes.txt"):
+    for part in ("9.orbax", "deleted/", "compaction that was interrupted", "notes.txt"):
         assert part in text
 
 
@@ -417,12 +410,12 @@ def test_verifying_beside_a_trainer_with_retention_finds_no_damage(tmp_path):
 
     state = model.initial()
     touched = model.new_touched(state)
-    options = {"retention": 1, "policy": deltackpt.Consecutive(max_chain=2)}
+    options = {"max_to_keep": 1, "policy": deltackpt.policies.Consecutive(max_chain=2)}
     with manager(tmp_path, **options) as trainer:
         for step in range(8):
             trainer.save(step, state, touched=touched)
             if step == 0:
-                trainer.wait()  # Where no step ever was there is nothing to verify.
+                trainer.wait_until_finished()  # Where no step ever was there is nothing to verify.
             state, touched = model.train(state, touched, step)
             assert verify_root(tmp_path).problems == ()
     assert verify_root(tmp_path).intact

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a notebook afresh and keeps what it shows, without times, machine names or paths.
 
-python tools/run_notebook.py docs/guide/inspecting.ipynb --pictures docs/assets
-python tools/run_notebook.py docs/guide/inspecting.ipynb --output elsewhere.ipynb
+python tools/run_notebook.py docs/tutorials/inspecting.ipynb --pictures docs/assets
+python tools/run_notebook.py docs/tutorials/inspecting.ipynb --output elsewhere.ipynb
 
 The kernel is this interpreter's, in a home directory of its own: no registered kernel and no
 settings of the user matter. A cell that fails ends the run, and nothing is written.

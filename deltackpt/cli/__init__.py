@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: ``deltackpt COMMAND``.
 
-Exit codes: 0 done, or nothing to do; 1 failed, with one line on stderr that says what to do;
-2 wrong usage; 75 another process is at it, so try again later.
+Exit codes: 0 done, or nothing to do; 1 failed, with one line on stderr that states what to do;
+2 invalid usage; 75 in use by another process, so try again later.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from deltackpt.cli import (
     reporting,
     service,
 )
+from deltackpt.cli.advice import as_commands
 from deltackpt.errors import AlreadyCompacting, DeltackptError, InUse
 
 _TRY_AGAIN = 75
 
 
 def main() -> None:
-    """Runs the command line; what deltackpt raises becomes one line on stderr."""
-    # Orbax warns of a directory that is opened to be read.
+    """Runs the command line; prints deltackpt's errors as one line on stderr."""
+    # Orbax warns about every directory that is opened only for reading.
     logging.getLogger("absl").setLevel(logging.ERROR)
     try:
         cli()
@@ -43,9 +44,9 @@ def main() -> None:
 
 def _fail(error: Exception, code: int) -> None:
     kind = error.code if isinstance(error, DeltackptError) else type(error).__name__
-    # Names that an error lists stand on lines of their own.
+    # Error messages list names on separate lines.
     lines = [line.strip() for line in str(error).splitlines()]
-    text = ", ".join(filter(None, lines)).replace(":, ", ": ")
+    text = as_commands(", ".join(filter(None, lines)).replace(":, ", ": "))
     click.echo(f"deltackpt: {text} [{kind}]", err=True)
     sys.exit(code)
 
@@ -53,7 +54,7 @@ def _fail(error: Exception, code: int) -> None:
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def cli() -> None:
-    """Look after directories of deltackpt checkpoints."""
+    """Inspect and maintain directories of deltackpt checkpoints."""
 
 
 for command in (
@@ -64,10 +65,10 @@ for command in (
     reporting.report,
     keeping.verify,
     keeping.plan,
-    keeping.collect,
+    keeping.gc,
     keeping.copy,
     keeping.compact,
-    promoting.promote,
+    promoting.upload,
     nodes.node_store,
     doctoring.doctor,
     exchange.export,

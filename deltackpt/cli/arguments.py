@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that several commands of the command line have."""
+"""Arguments shared by several commands."""
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -29,18 +30,28 @@ class Size(click.ParamType):
         return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-#: The number of a step.
+class UserPath(click.Path):
+    """A path whose leading ``~`` is expanded, in case the shell did not."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """See ``click.ParamType``."""
+        return super().convert(os.path.expanduser(value), param, ctx)
+
+
+#: A step number.
 STEP = click.IntRange(0, names.LAST_STEP)
-#: What cannot be read is told by what reads it, which knows more than click.
-directory = click.argument("directory", type=click.Path(file_okay=False, readable=False))
-#: A directory, or the URL of a bucket.
+#: click does not check readability: the code that reads it reports more precise errors.
+directory = click.argument("directory", type=UserPath(file_okay=False, readable=False))
+#: A directory, or a bucket URL.
 root = click.argument("directory", metavar="DIRECTORY|URL")
 item = click.option(
-    "--item", help="Our item in each step; found in the newest one by default.", metavar="NAME"
+    "--item",
+    help="deltackpt's item in each step; detected in the newest step by default.",
+    metavar="NAME",
 )
 endpoint = click.option(
     "--endpoint",
-    help="Server of a bucket, where it is not the service's own.",
+    help="Server of a bucket, if it is not the provider's own.",
     metavar="ADDRESS",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")

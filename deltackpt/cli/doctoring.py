@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command that looks for what may stand in the way of saves and restores."""
+"""``deltackpt doctor``: checks for problems that break or slow down saves and restores."""
 
 from __future__ import annotations
 
@@ -32,39 +32,42 @@ _TERMINATED = 128 + signal.SIGTERM
     "  deltackpt doctor /data/run-17 --json | jq '.findings[] | select(.severity != \"ok\")'"
 )
 @click.argument("directory", metavar="[DIRECTORY|URL]", required=False)
-@click.option("--read-only", is_flag=True, help="Write nothing: measure neither fsync nor speed.")
+@click.option("--read-only", is_flag=True, help="Write nothing; fsync and speed are not measured.")
 @arguments.endpoint
 @arguments.as_json
 def doctor(directory: str | None, read_only: bool, endpoint: str | None, as_json: bool) -> None:
-    """Look for what may stand in the way of saves and restores, and say what to do.
+    """Check DIRECTORY, machine and installation for problems with saves and restores.
 
-    Of DIRECTORY: the file system and what survives a power cut on it, how long fsync takes, the
-    speed of writing and reading, free space, what cut saves left, and who holds the lease. Of the
-    machine and the installation: memory, huge pages, limits, versions.
+    For a directory, it checks the file system and its guarantees after a power cut, fsync latency,
+    write and read speed, free space, leftovers of interrupted saves, and the lease. For the machine
+    and installation, it checks memory, huge pages, limits and versions.
 
-    Of a bucket: its journal, what cut uploads left, who claimed it, and, by a small object that is
-    removed again, that it refuses a conditional write of what is there.
+    For a bucket, it checks the journal, leftovers of interrupted uploads, and the claim. It also
+    writes a small temporary object, to check that a conditional write of an existing key is
+    rejected.
 
-    It writes some 64 MiB to a temporary directory inside DIRECTORY for a moment and removes it. A
-    trainer may run meanwhile. Neither jax nor Orbax needs to be installed.
+    The command writes about 64 MiB to a temporary directory inside DIRECTORY and removes it. A
+    trainer may be running. Neither jax nor Orbax needs to be installed.
 
     \b
     Severities:
       ok       as it should be
       note     worth knowing
-      warning  works, but slower, or with less than one may expect
-      problem  saves or restores fail, or what they promise does not hold: exit code 1
+      warning  works, but slower or with weaker guarantees
+      problem  saves or restores fail, or their guarantees do not hold: exit code 1
     """  # noqa: D301 - click wants the character itself
+    from deltackpt.storage import redaction
     from deltackpt.upkeep import doctor as examination
 
-    # As an exception it leaves nothing behind.
+    # As an exception, so that the temporary directory is removed.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
     try:
         findings = examination.examine(directory, read_only=read_only, endpoint=endpoint)
     finally:
         signal.signal(signal.SIGTERM, before)
     if as_json:
-        terminal.print_json({"directory": directory, "findings": findings})
+        shown = None if directory is None else redaction.shown(directory)
+        terminal.print_json({"directory": shown, "findings": findings})
     else:
         _print(findings)
     if any(finding.severity == "problem" for finding in findings):
@@ -96,7 +99,7 @@ def _print(findings: tuple[Finding, ...]) -> None:
 
 
 def _wrapped(text: str, indent: int) -> list[str]:
-    """Lines that fit the terminal; one line where the output is none."""
+    """Splits a text into lines that fit the terminal; one line if stdout is not a terminal."""
     if not sys.stdout.isatty():
         return [text] if text else []
     columns = shutil.get_terminal_size().columns

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands that write steps as other programs read them, and read what stock Orbax wrote."""
+"""``deltackpt export`` and ``deltackpt import``: conversion to and from other formats."""
 
 from __future__ import annotations
 
@@ -14,8 +14,19 @@ from deltackpt.errors import OptionError
 if TYPE_CHECKING:
     from deltackpt.interchange import Exported
 
-_step = click.option("--step", type=arguments.STEP, help="The step; the newest by default.")
-_target = click.argument("target", type=click.Path())
+_step = click.option(
+    "--step",
+    type=arguments.STEP,
+    help="The step, or the training step of a full recovery point; the newest step by default.",
+)
+_leaves = click.option(
+    "--leaf",
+    "leaves",
+    multiple=True,
+    default=("**",),
+    help="Path pattern of tables, slots and dense leaves; repeatable. All by default.",
+)
+_target = click.argument("target", type=arguments.UserPath())
 
 
 class _Rows(click.ParamType):
@@ -40,25 +51,33 @@ def export() -> None:
     name="orbax",
     epilog="\b\nExamples:\n"
     "  deltackpt export orbax /data/run-17 /data/run-17-orbax\n"
-    "  deltackpt export orbax /data/run-17 /data/served --step 12000",
+    "  deltackpt export orbax /data/run-17 /data/served --step 12000 --leaf 'params/**'",
 )
 @arguments.directory
 @_target
 @_step
+@_leaves
 @arguments.item
 @arguments.as_json
 def export_orbax(
-    directory: str, target: str, step: int | None, item: str | None, as_json: bool
+    directory: str,
+    target: str,
+    step: int | None,
+    leaves: tuple[str, ...],
+    item: str | None,
+    as_json: bool,
 ) -> None:
     """Write a step of DIRECTORY as a plain Orbax checkpoint at TARGET.
 
-    Stock Orbax restores it, with either of its APIs and without deltackpt. Needs memory for three
-    times the state.
+    Stock Orbax restores it with either of its APIs, without deltackpt. The export needs memory for
+    three copies of the state.
     """
     from deltackpt import interchange
 
     with terminal.progress("reading", quiet=as_json) as progress:
-        done = interchange.export_orbax(directory, step, target, item=item, progress=progress)
+        done = interchange.export_orbax(
+            directory, step, target, item=item, leaves=leaves, progress=progress
+        )
     _tell(done, as_json)
 
 
@@ -66,11 +85,13 @@ def export_orbax(
     name="safetensors",
     epilog="\b\nExamples:\n"
     "  deltackpt export safetensors /data/run-17 /data/published\n"
-    "  deltackpt export safetensors /data/run-17 /data/published --step 12000 --shard 1GiB",
+    "  deltackpt export safetensors /data/run-17 /data/published --step 12000 --shard 1GiB\n"
+    "  deltackpt export safetensors /data/run-17 /data/weights --leaf 'params/**'",
 )
 @arguments.directory
 @_target
 @_step
+@_leaves
 @arguments.item
 @click.option(
     "--shard",
@@ -78,23 +99,30 @@ def export_orbax(
     type=arguments.Size(),
     default="4GiB",
     show_default=True,
-    help="Most bytes of tensors in a file.",
+    help="Maximum size of the tensors in a file.",
 )
 @arguments.as_json
 def export_safetensors(
     directory: str,
     target: str,
     step: int | None,
+    leaves: tuple[str, ...],
     item: str | None,
     shard_bytes: int,
     as_json: bool,
 ) -> None:
-    """Write a step of DIRECTORY as safetensors files at TARGET, by Hugging Face's conventions."""
+    """Write a step of DIRECTORY as safetensors files, following Hugging Face's conventions."""
     from deltackpt import interchange
 
     with terminal.progress("exporting", quiet=as_json) as progress:
         done = interchange.export_safetensors(
-            directory, step, target, item=item, shard_bytes=shard_bytes, progress=progress
+            directory,
+            step,
+            target,
+            item=item,
+            leaves=leaves,
+            shard_bytes=shard_bytes,
+            progress=progress,
         )
     _tell(done, as_json)
 
@@ -115,9 +143,9 @@ def export_safetensors(
     "tables",
     multiple=True,
     default=("**",),
-    help="Path pattern of tables, may be repeated; all by default.",
+    help="Path pattern of tables; repeatable. All by default.",
 )
-@click.option("--slots/--no-slots", default=True, help="Whether slots are exported too.")
+@click.option("--slots/--no-slots", default=True, help="Whether to export the slots too.")
 @click.option("--rows", type=_Rows(), help="Rows of each table; all by default.")
 @arguments.as_json
 def export_parquet(
@@ -130,7 +158,7 @@ def export_parquet(
     rows: tuple[int, int] | None,
     as_json: bool,
 ) -> None:
-    """Write tables of a step of DIRECTORY as Parquet files at TARGET, a file for each."""
+    """Write each table of a step of DIRECTORY as a Parquet file in TARGET."""
     from deltackpt import interchange
 
     with terminal.progress("exporting", quiet=as_json) as progress:
@@ -154,7 +182,7 @@ def export_parquet(
     "  deltackpt import /data/ckpt /data/run-17 --tables 'params/emb/*' --step 12000 \\\n"
     "    --template my_model.train:abstract_state",
 )
-@click.argument("source", type=click.Path(exists=True, file_okay=False))
+@click.argument("source", type=arguments.UserPath(exists=True, file_okay=False))
 @arguments.directory
 @click.option("--tables", "select", multiple=True, required=True, help="Path pattern of tables.")
 @click.option(
@@ -162,21 +190,21 @@ def export_parquet(
     "slots",
     multiple=True,
     metavar="NAME=PATH",
-    help="A slot of each table; {table} and {name} in the path stand for the table's path and its "
-    "last step. Found in the optimizer's state by default.",
+    help="A slot of each table; in the path, {table} is the table's path and {name} its last "
+    "component. Found in the optimizer state by default.",
 )
-@click.option("--always", multiple=True, help="Pattern of slots whose rows all move at every step.")
+@click.option("--always", multiple=True, help="Slots whose rows all change at every step.")
 @click.option(
     "--step",
     type=arguments.STEP,
-    help="Of several steps which; else the number that the step gets.",
+    help="The step to import, if SOURCE has several; otherwise the number of the new step.",
 )
 @click.option("--item", "source_item", help="The pytree in a step that has several items.")
 @click.option(
     "--template",
     metavar="MODULE:FUNCTION",
-    help="What gives the state that training has, abstract or not; looked for in the working "
-    "directory too.",
+    help="Function that returns the training state, abstract or not; the working directory is "
+    "searched too.",
 )
 @arguments.as_json
 def import_(
@@ -190,10 +218,10 @@ def import_(
     template: str | None,
     as_json: bool,
 ) -> None:
-    """Make the stock Orbax checkpoint SOURCE the first base of a run in DIRECTORY.
+    """Import the stock Orbax checkpoint SOURCE as the first base of a run in DIRECTORY.
 
-    SOURCE is a pytree, a step or a directory of steps, and is only read. Training then goes on
-    with restore_latest() there.
+    SOURCE is a pytree, a step or a directory of steps, and is only read. To resume training, call
+    restore_latest() on DIRECTORY.
     """
     from deltackpt import interchange
     from deltackpt.state.choice import Tables
@@ -213,7 +241,7 @@ def import_(
     rows = [(name, ", ".join(found) or None) for name, found in done.tables.items()]
     terminal.print_table(("table", "slots"), rows)
     nbytes = units.size(done.nbytes)
-    click.echo(f"step {done.step}: {nbytes} of tables and slots from {done.source}")
+    click.echo(f"step {done.step}: imported {nbytes} of tables and slots from {done.source}")
 
 
 def _slot(text: str) -> tuple[str, str]:
@@ -224,7 +252,7 @@ def _slot(text: str) -> tuple[str, str]:
 
 
 def _template(text: str) -> Any:
-    """What a function of the user's gives, as abstract leaves: their memory is free again."""
+    """Calls the user's function and makes its leaves abstract, which frees their memory."""
     import importlib
     import os
     import sys
@@ -234,14 +262,14 @@ def _template(text: str) -> Any:
     name, colon, function = text.partition(":")
     if not (name and colon and function):
         raise click.BadParameter(f"{text!r}: expected MODULE:FUNCTION", param_hint="--template")
-    # As `python -m` does: a console script has only its own directory there.
+    # As `python -m` does: a console script has only its own directory on the path.
     sys.path.insert(0, os.getcwd())
     try:
         made = getattr(importlib.import_module(name), function)
     except (ImportError, AttributeError) as error:
         raise OptionError(
             f"--template {text}: expected a function that can be imported, found {error}; run the "
-            "command where the module is, or set PYTHONPATH"
+            "command in the directory of the module, or set PYTHONPATH"
         ) from error
 
     def abstract(leaf: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands that keep a directory well."""
+"""Maintenance commands: compact, verify, gc, copy, plan."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ if TYPE_CHECKING:
     "  deltackpt compact /data/run-17 --step 12000 --memory 4GiB --workers 8"
 )
 @arguments.root
-@click.option("--step", type=arguments.STEP, help="Step to fold; the newest by default.")
+@click.option("--step", type=arguments.STEP, help="Step to compact; the newest by default.")
 @arguments.item
 @arguments.endpoint
-@click.option("--workers", type=click.IntRange(min=1), help="Parts at a time; one per CPU.")
+@click.option(
+    "--workers", type=click.IntRange(min=1), help="Parts in parallel; one per CPU by default."
+)
 @click.option(
     "--memory",
     "memory_bytes",
     type=arguments.Size(),
     default="1GiB",
     show_default=True,
-    help="Most memory of all workers together.",
+    help="Memory limit for all workers together.",
 )
 @arguments.as_json
 def compact(
@@ -45,15 +47,15 @@ def compact(
     memory_bytes: int,
     as_json: bool,
 ) -> None:
-    """Fold the chain of a step of DIRECTORY into a new base, beside trainers and readers.
+    """Merge the chain of a step of DIRECTORY into a new base, while trainers and readers run.
 
-    Restores then read that base instead of the chain, and retention may drop what it replaces. The
-    steps themselves do not change. A run that is killed has changed nothing: start it again.
+    Restores then read that base instead of the chain, and retention may remove what it replaces.
+    The steps do not change. It is safe to kill and restart.
     """
     # Imported here: other commands need not pay for it.
     from deltackpt.upkeep import compact as compaction
 
-    with terminal.progress("folding", quiet=as_json) as progress:
+    with terminal.progress("compacting", quiet=as_json) as progress:
         done = compaction.compact(
             directory,
             item=_found_item(directory, item, endpoint),
@@ -66,10 +68,10 @@ def compact(
     if as_json:
         terminal.print_json(done)
     elif done is None:
-        click.echo("nothing to fold: the step is a base alone")
+        click.echo("nothing to compact: the chain of the step is only a base")
     else:
         click.echo(
-            f"step {done.step}: folded {units.count(done.deltas, 'delta')} into a base of "
+            f"step {done.step}: merged {units.count(done.deltas, 'delta')} into a base of "
             f"{units.size(done.bytes_written)} in {done.seconds:.1f} s"
         )
 
@@ -86,7 +88,7 @@ def compact(
     "steps",
     type=arguments.STEP,
     multiple=True,
-    help="A step to verify, with what it needs; all by default, and may be repeated.",
+    help="A step to verify, with what it needs; repeatable. Everything by default.",
 )
 @arguments.item
 @arguments.endpoint
@@ -94,11 +96,11 @@ def compact(
 def verify(
     directory: str, steps: tuple[int, ...], item: str | None, endpoint: str | None, as_json: bool
 ) -> None:
-    """Re-read every byte of DIRECTORY and say which of its steps can be restored.
+    """Re-read every byte of DIRECTORY and report which steps and recovery points can be restored.
 
     Every file is checked against the digests, chunks against their own checksums, manifests against
-    each other, row numbers against their tables, and chains down to their bases. Trainers may be at
-    work meanwhile. Exit code 1 where anything is damaged.
+    each other, row indices against their tables, and chains down to their bases. Trainers may be
+    running. The exit code is 1 if anything is damaged.
     """
     from deltackpt.upkeep import verify as verification
 
@@ -107,7 +109,19 @@ def verify(
             directory, item=item, steps=steps or None, endpoint=endpoint, progress=progress
         )
     if as_json:
-        terminal.print_json({"intact": report.intact, **terminal.plain(report)})
+        plain = terminal.plain(report)
+        plain["recovery_points"] = [
+            {
+                "step": one.point.step,
+                "epoch": one.point.epoch,
+                "restorable": one.restorable,
+                "restored_from": one.step,
+                "broken_by": one.broken_by,
+            }
+            for one in report.points
+        ]
+        del plain["points"]
+        terminal.print_json({"intact": report.intact, **plain})
     else:
         _print_report(report)
     if not report.intact:
@@ -126,7 +140,7 @@ def _print_report(report: RootReport) -> None:
         for verdict in report.steps
     ]
     if rows:
-        terminal.print_table(("step", "kind", "restores", "reads"), rows)
+        terminal.print_table(("step", "kind", "restorable", "reads"), rows)
     for problem in report.problems:
         harm = " (restores do not read it)" if problem.stops == "nothing" else ""
         click.echo(f"damaged: {problem}{harm}")
@@ -149,19 +163,20 @@ def _print_report(report: RootReport) -> None:
 
 def _points_text(points: Sequence[PointVerdict]) -> str:
     whole = [verdict for verdict in points if verdict.restorable]
-    newest = f", the newest of step {whole[-1].point.step}" if whole else ""
-    text = f"log: {len(whole)} of {units.count(len(points), 'full point')} can be restored{newest}"
+    newest = f", the newest at step {whole[-1].point.step}" if whole else ""
+    total = units.count(len(points), "full recovery point")
+    text = f"WAL: {len(whole)} of {total} can be restored{newest}"
     void = [verdict for verdict in points if not verdict.restorable]
     if not void:
         return text
     steps = ", ".join(str(verdict.point.step) for verdict in void[:5])
     more = ", ..." if void[5:] else ""
-    return f"{text}; void: {steps}{more}, since {void[0].broken_by}"
+    return f"{text}; not restorable: {steps}{more}, because {void[0].broken_by}"
 
 
 def _chain_text(verdict: StepVerdict) -> str:
     if verdict.read_by is not None:
-        return f"(part of a rolling base, step {verdict.read_by} reads it)"
+        return f"(kept as a part of the rolling base of step {verdict.read_by})"
     if not verdict.restorable:
         return f"broken by {', '.join(verdict.broken_by)}"
     base, *deltas = verdict.chain
@@ -170,20 +185,26 @@ def _chain_text(verdict: StepVerdict) -> str:
 
 @click.command(
     epilog="\b\nExamples:\n"
-    "  deltackpt collect /data/run-17 --dry-run\n"
-    "  deltackpt collect /data/run-17 --keep-last 10 --keep-every 10000\n"
-    "  deltackpt collect /data/run-17 --rolled-back --offline"
+    "  deltackpt gc /data/run-17 --dry-run\n"
+    "  deltackpt gc /data/run-17 --keep-last 10 --keep-every 10000\n"
+    "  deltackpt gc /data/run-17 --rolled-back --offline"
 )
 @arguments.root
 @arguments.item
 @arguments.endpoint
 @click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
-@click.option("--keep-last", type=click.IntRange(min=1), help="Keep so many of the newest steps.")
-@click.option("--keep-every", type=click.IntRange(min=1), help="Keep the multiples of this step.")
-@click.option("--rolled-back", is_flag=True, help="Remove what rollbacks moved aside, too.")
-@click.option("--offline", is_flag=True, help="Your word that no trainer is at work there.")
+@click.option(
+    "--keep-last", type=click.IntRange(min=1), metavar="N", help="Keep the newest N steps."
+)
+@click.option(
+    "--keep-every", type=click.IntRange(min=1), metavar="N", help="Keep the multiples of N."
+)
+@click.option("--rolled-back", is_flag=True, help="Also remove steps that rollbacks moved aside.")
+@click.option(
+    "--offline", is_flag=True, help="Skip the check; you assert that no trainer is running."
+)
 @arguments.as_json
-def collect(
+def gc(
     directory: str,
     item: str | None,
     endpoint: str | None,
@@ -194,16 +215,16 @@ def collect(
     offline: bool,
     as_json: bool,
 ) -> None:
-    """Remove what nothing needs in DIRECTORY, whose trainer has ended.
+    """Remove unneeded files from DIRECTORY after its trainer has ended.
 
-    That is what cut saves, deletions and compactions left, and compacted bases in which no chain
-    ends. Every step stays unless --keep-last or --keep-every say which ones do; then these stay,
-    all that they need, and the newest.
+    These are leftovers of interrupted saves, deletions and compactions, compacted bases that end no
+    chain, and obsolete WAL epochs. All steps are kept unless you pass --keep-last or --keep-every;
+    then only the selected steps, the newest step, and everything that these need are kept.
 
-    A trainer collects by itself. Where one may live, the exit code is 75 and nothing is removed.
-    Its lease must name a process of this host that has ended; --offline replaces that by your word,
-    which a bucket needs wherever somebody trained.
-    A trainer that lives nevertheless can commit nothing more.
+    A running trainer does this itself. If a trainer may be running, the exit code is 75 and nothing
+    is removed. The lease must name a process of this host that has ended; --offline skips this
+    check. A bucket that a trainer has used always needs --offline. A trainer that is still alive is
+    fenced: it cannot commit again.
     """
     from deltackpt.upkeep import collect as collection
     from deltackpt.upkeep.unneeded import Retention
@@ -232,11 +253,11 @@ def collect(
         return
     if found.removable:
         rows = [(one.name, units.size(one.nbytes), one.kind, one.reason) for one in found.removable]
-        terminal.print_table(("name", "size", "what", "why"), rows)
+        terminal.print_table(("name", "size", "kind", "reason"), rows)
     for note in found.notes:
         click.echo(f"note: {note}")
     if dry_run and found.in_use is not None:
-        click.echo(f"note: would be refused without --offline: found {found.in_use}")
+        click.echo(f"note: refused unless --offline is given: found {found.in_use}")
     click.echo(
         f"{'would remove' if dry_run else 'removed'} "
         f"{units.count(len(found.removable), 'object')}, {units.size(found.nbytes)}; "
@@ -258,14 +279,16 @@ def collect(
     "steps",
     type=arguments.STEP,
     multiple=True,
-    help="A step to copy; the newest by default, and may be repeated.",
+    help="A step to copy; repeatable. The newest by default.",
 )
 @click.option("--all", "all_steps", is_flag=True, help="Copy every step.")
 @arguments.item
-@click.option("--recheck", is_flag=True, help="Read again what is whole at the target already.")
-@click.option("--offline", is_flag=True, help="Your word that no trainer is at work at TARGET.")
+@click.option(
+    "--recheck", is_flag=True, help="Re-read existing steps at TARGET too; replace damage."
+)
+@click.option("--offline", is_flag=True, help="Assert that no trainer is running at TARGET.")
 @arguments.endpoint
-@click.option("--workers", type=click.IntRange(min=1), help="Files at a time; 8 by default.")
+@click.option("--workers", type=click.IntRange(min=1), help="Files in flight; 8 by default.")
 @arguments.as_json
 def copy(
     source: str,
@@ -279,16 +302,17 @@ def copy(
     workers: int | None,
     as_json: bool,
 ) -> None:
-    """Copy steps, with all that restoring them needs, from SOURCE to TARGET.
+    """Copy steps and everything needed to restore them from SOURCE to TARGET.
 
-    Each is a directory, a URL with file://, s3://, gs://, az:// or nodes://, or a kvstore spec of
-    TensorStore as JSON. Credentials are found as by the tools of the store's maker.
+    Each is a directory, a URL (file://, s3://, gs://, az:// or nodes://), or a TensorStore kvstore
+    spec as JSON. Credentials are looked up in the same way as by the provider's own tools. The WAL
+    is not copied.
 
     Every byte is checked when it is read and after it was written. A step appears at the target
-    only when it is whole. A copy that is cut off goes on where it was: start it again.
+    only when it is complete. Restart an interrupted copy; it resumes where it stopped.
     """
     if steps and all_steps:
-        raise click.UsageError("--step and --all exclude each other")
+        raise click.UsageError("--step and --all are mutually exclusive")
     from deltackpt.tiers import copy as copying
 
     item = _found_item(source, item, endpoint)
@@ -313,7 +337,7 @@ def copy(
             f"{units.count(len(done.steps), 'step')} ({'..., ' if done.steps[5:] else ''}"
             f"{names}) at the target: copied {units.count(done.file_count, 'file')}, "
             f"{units.size(done.bytes_written)} in {done.seconds:.1f} s; "
-            f"{units.size(done.bytes_found)} were there already"
+            f"{units.size(done.bytes_found)} already present"
         )
 
 
@@ -326,7 +350,7 @@ def copy(
 @click.argument("step", type=arguments.STEP, required=False)
 @arguments.item
 @arguments.endpoint
-@click.option("--tables", is_flag=True, help="Also list what is read of each table.")
+@click.option("--tables", is_flag=True, help="Also list what is read for each table.")
 @arguments.as_json
 def plan(
     directory: str,
@@ -336,20 +360,24 @@ def plan(
     tables: bool,
     as_json: bool,
 ) -> None:
-    """Show what a restore of STEP of DIRECTORY reads, and how long it should take.
+    """Show what a restore of STEP reads from DIRECTORY, and estimate its duration.
 
-    The time is measured here and now: at most about a second of reading, verifying, decoding and
-    merging the step's own rows, for the rest in proportion. What the page cache holds is read from
-    there. What Orbax takes for the dense leaves, and the way to devices, is not in it.
+    STEP is a step, or the training step of a full recovery point; the newest step by default.
+
+    The time is extrapolated from restoring some of the step's rows, for at most about a second.
+    Files in the page cache are read from there. The time excludes Orbax's reading of dense leaves
+    and the transfer to devices.
     """
     from deltackpt.upkeep import estimate
 
     item = _found_item(directory, item, endpoint)
     found = estimate.restore_plan(directory, step, item=item, endpoint=endpoint)
     if as_json:
-        told = terminal.plain(found)
-        told["estimate"]["seconds"] = found.estimate.seconds
-        terminal.print_json(told)
+        plain = terminal.plain(found)
+        plain["estimate"]["seconds"] = found.estimate.seconds
+        del plain["point"]
+        plain["recovery_point"] = found.point and found.point._asdict()
+        terminal.print_json(plain)
         return
     _print_chain(found)
     if tables:
@@ -365,18 +393,22 @@ def plan(
         )
     took = found.estimate
     click.echo(f"memory: {units.size(found.memory_bytes)} for tables and slots")
+    if found.point is None:
+        where = units.count(found.dense_file_count, "file")
+    else:
+        where = "the WAL"
+        wal, records = units.size(found.wal_bytes), units.count(found.wal_records, "record")
+        click.echo(f"WAL: {wal} in {records} up to {found.point}")
+    click.echo(f"dense leaves: {units.size(found.dense_bytes)} in {where}")
     click.echo(
-        f"dense leaves: {units.size(found.dense_bytes)} in "
-        f"{units.count(found.dense_file_count, 'file')}"
-    )
-    click.echo(
-        f"time: about {took.seconds:.2g} s: {took.records_secs:.2g} s records, "
+        f"time: about {took.seconds:.2g} s: {took.records_secs:.2g} s manifests, "
         f"{took.tables_secs:.2g} s tables ({took.sampled_share:.0%} of them measured), "
-        f"{took.dense_secs:.2g} s checks of dense files"
+        f"{took.dense_secs:.2g} s dense file checks"
+        + (f", {took.wal_secs:.2g} s WAL" if found.point is not None else "")
     )
     if len(found.chain) > 1:
         click.echo(
-            f"compaction: a base of at most {units.size(found.folded_bytes)} instead of "
+            f"compaction: a base of at most {units.size(found.merged_bytes)} instead of "
             f"{units.size(found.bytes_read)} in {len(found.chain)} saves"
         )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands that look inside a directory; they need neither jax nor Orbax."""
+"""Inspection commands: ls, show, diff, history. They need neither jax nor Orbax."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import click
 
 from deltackpt import units
 from deltackpt.cli import arguments, terminal
+from deltackpt.cli.advice import as_commands
 
 if TYPE_CHECKING:
-    from deltackpt.inspect import Checkpoints, Diff, History, LazyArray, Log, Save, Step
+    from deltackpt.inspect import Checkpoints, Diff, History, LazyArray, Save, Step, Wal, WalEpoch
 
 _field = click.option(
-    "--field", default="values", show_default=True, help="values, or slot.<name> of a slot."
+    "--field", default="values", show_default=True, help="values, or slot.<name> for a slot."
 )
+#: How ``ls`` shows why a step is kept.
+_KEPT_BECAUSE = {"policy": "policy", "chain": "chain", "nothing": "not kept", None: None}
 
 
 def _open(directory: str, item: str | None, endpoint: str | None) -> Checkpoints:
@@ -29,44 +32,46 @@ def _open(directory: str, item: str | None, endpoint: str | None) -> Checkpoints
     epilog="\b\nExamples:\n"
     "  deltackpt ls /data/run-17\n"
     "  deltackpt ls /data/run-17 --last 20 --json\n"
-    "  deltackpt ls /data/run-17 --log"
+    "  deltackpt ls /data/run-17 --wal"
 )
 @arguments.root
 @arguments.item
 @arguments.endpoint
-@click.option("--last", type=click.IntRange(min=1), help="Only so many of the newest.")
-@click.option("--log", is_flag=True, help="The points of the log between the steps, instead.")
+@click.option("--last", type=click.IntRange(min=1), metavar="N", help="List only the newest N.")
+@click.option("--wal", is_flag=True, help="List the WAL's recovery points instead of steps.")
 @arguments.as_json
 def ls(
     directory: str,
     item: str | None,
     endpoint: str | None,
     last: int | None,
-    log: bool,
+    wal: bool,
     as_json: bool,
 ) -> None:
-    """List the steps of DIRECTORY: kinds, chains, rows, bytes; and the stretches of its log.
+    """List the steps of DIRECTORY with kinds, chains, rows and bytes, and its WAL epochs.
 
-    Where the trainer has a policy of retention, ``stays for`` says which steps that keeps, and
-    which stay only for a chain that goes through them.
+    If the trainer has a retention policy, the column `kept because` shows which steps it keeps, and
+    which are kept only because a chain needs them.
     """
     from deltackpt.inspect.save import SAVE_COLUMNS, save_line
 
     ck = _open(directory, item, endpoint)
-    if log:
-        _list_log(ck.log, last, as_json)
+    if wal:
+        _list_wal(ck.wal, last, as_json)
         return
     saves = ck.saves if last is None else ck.saves_of(ck.steps[-last:])
     stays_for = ck.stays_for
     if as_json:
         terminal.print_json(
-            [{**_save(save), "stays_for": stays_for.get(save.step)} for save in saves]
+            [{**_save(save), "kept_because": stays_for.get(save.step)} for save in saves]
         )
         return
     columns, lines = SAVE_COLUMNS, [save_line(save) for save in saves]
+    lines = [(*line[:-1], as_commands(line[-1])) for line in lines]
     if stays_for:
-        columns = (*columns[:-1], "stays for", columns[-1])
-        lines = [(*line[:-1], stays_for.get(line[0]), line[-1]) for line in lines]
+        columns = (*columns[:-1], "kept because", columns[-1])
+        kept = (_KEPT_BECAUSE[stays_for.get(save.step)] for save in saves)
+        lines = [(*line[:-1], why, line[-1]) for line, why in zip(lines, kept, strict=True)]
     terminal.print_table(columns, lines)
     bases = {} if last is not None else ck.compacted
     on_disk = sum(save.disk_bytes for save in saves) + sum(bases.values())
@@ -74,41 +79,39 @@ def ls(
     if bases:
         counted += f" and {units.count(len(bases), 'compacted base')}"
     click.echo(f"{counted}, {units.size(on_disk)} on disk")
-    _print_stretches(ck.log)
+    _print_epochs(ck.wal)
 
 
-def _print_stretches(log: Log) -> None:
-    from deltackpt.inspect.logs import STRETCH_COLUMNS, stretch_line
+def _print_epochs(wal: Wal) -> None:
+    from deltackpt.inspect.logs import EPOCH_COLUMNS, epoch_line
 
-    if log.stretches:
-        lines = [stretch_line(one) for one in log.stretches]
-        terminal.print_table(STRETCH_COLUMNS, lines, "the log between the steps")
-    if log.problem:
-        click.echo(f"nobody can tell which stretches count: {log.problem}")
+    if wal.epochs:
+        lines = [epoch_line(one) for one in wal.epochs]
+        terminal.print_table(EPOCH_COLUMNS, lines, "write-ahead log")
+    if wal.problem:
+        click.echo(f"cannot determine which WAL epochs are valid: {wal.problem}")
 
 
-def _list_log(log: Log, last: int | None, as_json: bool) -> None:
+def _list_wal(wal: Wal, last: int | None, as_json: bool) -> None:
     from deltackpt.inspect.logs import POINT_COLUMNS, point_lines
 
-    points = log.points()[:last]
+    points = wal.recovery_points()[:last]
     if as_json:
-        stretches = [
-            {**terminal.plain(one), "full_points": one.full_points, "points": len(one.points)}
-            for one in log.stretches
-        ]
         shown = [point._asdict() for point in points]
-        terminal.print_json({"stretches": stretches, "points": shown, "problem": log.problem})
+        epochs = [_epoch(one) for one in wal.epochs]
+        terminal.print_json({"epochs": epochs, "recovery_points": shown, "problem": wal.problem})
         return
-    _print_stretches(log)
+    _print_epochs(wal)
     if points:
         terminal.print_table(POINT_COLUMNS, point_lines(points))
-    click.echo(units.count(len(points), "point"))
+    click.echo(units.count(len(points), "recovery point"))
 
 
 @click.command(
     epilog="\b\nExamples:\n"
     "  deltackpt show /data/run-17\n"
-    "  deltackpt show /data/run-17 12000 --json"
+    "  deltackpt show /data/run-17 12000 --json\n"
+    "  deltackpt show /data/run-17 12007"
 )
 @arguments.root
 @click.argument("step", type=arguments.STEP, required=False)
@@ -118,31 +121,41 @@ def _list_log(log: Log, last: int | None, as_json: bool) -> None:
 def show(
     directory: str, step: int | None, item: str | None, endpoint: str | None, as_json: bool
 ) -> None:
-    """Show a step of DIRECTORY, the newest by default.
+    """Show a step, or a full recovery point, of DIRECTORY; the newest step by default.
 
-    That is its save and chain, its tables and slots, and its dense leaves; of a delta that has
-    these as blocks, by which codes, and how many blocks changed.
+    STEP is a step, or the training step of a full recovery point. The output lists its save and
+    chain, its tables and slots, and its dense leaves. For dense leaves stored as blocks, it also
+    lists their codecs and the number of changed blocks. Leaves without a value
+    (None, optax's MaskedNode and EmptyState) are only counted.
     """
     from deltackpt.inspect import html
-    from deltackpt.inspect.dense import DENSE_COLUMNS, dense_line
+    from deltackpt.inspect.dense import DENSE_COLUMNS, dense_lines
     from deltackpt.inspect.dense_of_blocks import SAVED_COLUMNS, saved_line
     from deltackpt.inspect.save import FIGURE_COLUMNS, figure_lines
     from deltackpt.inspect.step import FIELD_COLUMNS, field_lines
 
     ck = _open(directory, item, endpoint)
     found = ck.at(step)
-    save = ck.save_of(found.step)
+    save = ck.save_of(found.step) if found.point is None else None
     if as_json:
         terminal.print_json(_shown(found, save))
         return
-    click.echo(f"step {found.step}, save {found.save_id}: {save.reason}")
-    click.echo(f"committed {html.utc(save.committed_at) or 'at an unknown time'} UTC")
-    click.echo(f"read through {' -> '.join(found.reads)}")
-    terminal.print_table(FIELD_COLUMNS, field_lines(found))
-    terminal.print_table(FIGURE_COLUMNS, figure_lines(save), "in this save")
-    if found.dense:
-        lines = [dense_line(leaf) for leaf in found.dense.values()]
+    if save is not None:
+        click.echo(f"step {found.step}, save {found.save_id}: {save.reason}")
+        click.echo(f"committed {html.utc(save.committed_at) or 'at an unknown time'} UTC")
+    elif found.point is not None:
+        click.echo(f"{found.point}, WAL record {found.save_id}")
+        click.echo(f"appended {html.utc(found.point.unix_secs)} UTC")
+    click.echo(f"reads {' -> '.join(found.reads)}")
+    if found.tables:
+        terminal.print_table(FIELD_COLUMNS, field_lines(found))
+    if save is not None and save.tables:
+        terminal.print_table(FIGURE_COLUMNS, figure_lines(save), "in this save")
+    lines, empty = dense_lines(found.dense.values())
+    if lines:
         terminal.print_table(DENSE_COLUMNS, lines)
+    if empty:
+        click.echo(empty)
     if found.dense_saved:
         lines = [saved_line(leaf) for leaf in found.dense_saved]
         terminal.print_table(SAVED_COLUMNS, lines, "dense leaves in this save")
@@ -162,11 +175,11 @@ def show(
     "--table",
     "tables",
     multiple=True,
-    help="Only this table; may be repeated.",
+    help="Only this table; repeatable.",
 )
 @_field
 @click.option(
-    "--largest", type=click.IntRange(min=0), default=5, show_default=True, help="Rows to name."
+    "--largest", type=click.IntRange(min=0), default=5, show_default=True, help="Rows to list."
 )
 @arguments.as_json
 def diff(
@@ -180,9 +193,10 @@ def diff(
     largest: int,
     as_json: bool,
 ) -> None:
-    """Show which rows differ between steps A and B.
+    """Show which rows differ between steps A and B, or between recovery points.
 
-    A row differs where any bit does; by how much is told by l2 norms of the changes.
+    A and B are steps, or training steps of full recovery points. A row differs if any bit differs.
+    Changes are reported as l2 norms.
     """
     from deltackpt.inspect.changes import DIFF_COLUMNS, diff_lines
 
@@ -193,11 +207,11 @@ def diff(
     terminal.print_table(DIFF_COLUMNS, diff_lines(found), f"{field}: step {found.a} -> {found.b}")
     for step, names in ((a, found.only_a), (b, found.only_b)):
         if names:
-            click.echo(f"only at step {step}, or of another kind there: {', '.join(names)}")
+            click.echo(f"only at step {step}, or incompatible there: {', '.join(names)}")
     for name, changed in found.tables.items():
         if largest and len(changed.rows):
             rows = ", ".join(map(str, changed.largest(largest).tolist()))
-            click.echo(f"{name}: changed most: rows {rows}")
+            click.echo(f"{name}: rows that changed most: {rows}")
 
 
 @click.command(
@@ -211,10 +225,10 @@ def diff(
 @arguments.item
 @arguments.endpoint
 @_field
-@click.option("--step", "steps", type=arguments.STEP, multiple=True, help="Only this step.")
-@click.option("--no-log", is_flag=True, help="The steps alone, without marks of the log.")
+@click.option("--step", "steps", type=arguments.STEP, multiple=True, help="A step; repeatable.")
+@click.option("--no-wal", is_flag=True, help="Only steps, without recovery points.")
 @click.option(
-    "--columns", type=click.IntRange(min=1), default=6, show_default=True, help="Numbers to show."
+    "--columns", type=click.IntRange(min=1), default=6, show_default=True, help="Values to show."
 )
 @arguments.as_json
 def history(
@@ -225,33 +239,34 @@ def history(
     endpoint: str | None,
     field: str,
     steps: tuple[int, ...],
-    no_log: bool,
+    no_wal: bool,
     columns: int,
     as_json: bool,
 ) -> None:
-    """Show values of rows of a table over the steps, and the points of the log between them.
+    """Show the values of rows at each step, and at the recovery points between steps.
 
-    ``held`` says whether the save of the step holds the row: a base holds all, a delta, or a mark
-    of the log, those that were touched.
+    The column `written` shows whether that save or WAL record contains the row: a base contains
+    every row, a delta or a WAL record the touched ones.
     """
     found = _open(directory, item, endpoint).history(
-        table, list(rows), field=field, steps=steps or None, log=not no_log
+        table, list(rows), field=field, steps=steps or None, wal=not no_wal
     )
     if as_json:
         terminal.print_json(_history(found))
         return
     flat = found.values.reshape(len(found.steps), len(found.rows), -1)
     count = min(columns, flat.shape[2])
-    names = ["step", "row", "held", "norm", *map(str, range(count))]
-    if any(found.marks):
-        names.insert(1, "mark")
+    names = ["step", "row", "written", "norm", *map(str, range(count))]
+    if any(found.point_kinds):
+        names.insert(1, "recovery point")
     lines = [
         _history_line(found, flat, number, place, count)
         for place in range(len(found.rows))
         for number in range(len(found.steps))
         if found.present[number, place]
     ]
-    terminal.print_table(names, lines, f"{found.table}, {field}: {flat.shape[2]} numbers a row")
+    title = f"{found.table}, {field}: {units.count(flat.shape[2], 'value')} per row"
+    terminal.print_table(names, lines, title)
 
 
 def _history_line(found: History, flat: Any, number: int, place: int, count: int) -> list[Any]:
@@ -259,11 +274,23 @@ def _history_line(found: History, flat: Any, number: int, place: int, count: int
 
     row = flat[number, place]
     wide = row.astype(np.complex128 if row.dtype.kind == "c" else np.float64)
-    held = "yes" if found.written[number, place] else ""
+    written = "yes" if found.written[number, place] else ""
     norm = float(np.linalg.norm(wide))
     first = wide[:count].tolist()
-    mark = [found.marks[number] or ""] if any(found.marks) else []
-    return [int(found.steps[number]), *mark, int(found.rows[place]), held, norm, *first]
+    mark = [found.point_kinds[number] or ""] if any(found.point_kinds) else []
+    return [int(found.steps[number]), *mark, int(found.rows[place]), written, norm, *first]
+
+
+def _epoch(epoch: WalEpoch) -> dict[str, Any]:
+    plain = terminal.plain(epoch)
+    return {
+        "number": epoch.number,
+        "valid": plain.pop("live"),
+        **plain,
+        "forked_from": None if (forked := epoch.forked_from) is None else forked._asdict(),
+        "recovery_points": len(epoch.recovery_points),
+        "full_recovery_points": epoch.full_points,
+    }
 
 
 def _save(save: Save) -> dict[str, Any]:
@@ -285,7 +312,7 @@ def _save(save: Save) -> dict[str, Any]:
     }
 
 
-def _shown(step: Step, save: Save) -> dict[str, Any]:
+def _shown(step: Step, save: Save | None) -> dict[str, Any]:
     tables = {
         name: {"values": _array(table)}
         | {f"slot.{slot}": _array(held) for slot, held in table.slots.items()}
@@ -295,10 +322,17 @@ def _shown(step: Step, save: Save) -> dict[str, Any]:
         name: {"kind": leaf.kind, "value": leaf.value}
         if leaf.kind in ("None", "empty", "string")
         else {"kind": leaf.kind, **_array(leaf)}
+        | ({"prng_impl": leaf.prng_impl} if leaf.kind == "key" else {})
         for name, leaf in step.dense.items()
     }
+    if save is not None:
+        about = _save(save)
+    else:
+        assert step.point is not None
+        point = step.point._asdict()
+        about = {"step": step.step, "kind": "recovery point", "recovery_point": point}
     return {
-        **_save(save),
+        **about,
         "save_id": step.save_id,
         "chain": step.chain,
         "reads": step.reads,
@@ -338,9 +372,9 @@ def _history(found: History) -> list[dict[str, Any]]:
     return [
         {
             "step": int(step),
-            "mark": found.marks[number],
+            "recovery_point": found.point_kinds[number],
             "row": int(row),
-            "held": bool(found.written[number, place]),
+            "written": bool(found.written[number, place]),
             "values": found.values[number, place],
         }
         for number, step in enumerate(found.steps)

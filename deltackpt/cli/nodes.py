@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command that makes a node's directory, or memory, part of a store."""
+"""``deltackpt node-store``: serves a node's directory, or memory, as a part of a store."""
 
 from __future__ import annotations
 
@@ -27,17 +27,21 @@ _MOST_TOKEN_BYTES = 4096
     "  deltackpt node-store /nvme/store --port 9470 --token-file ~/.nodes-token\n"
     "  deltackpt node-store --memory 64GiB --bind 10.0.0.7",
 )
-@click.argument("directory", required=False, type=click.Path(file_okay=False, path_type=Path))
-@click.option("--memory", type=arguments.Size(), help="Keep so much in memory, and no directory.")
+@click.argument(
+    "directory", required=False, type=arguments.UserPath(file_okay=False, path_type=Path)
+)
+@click.option(
+    "--memory", type=arguments.Size(), help="Serve this much memory instead of a directory."
+)
 @click.option("--bind", help="Address to listen on; this node's own by default.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="A free one by default.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="A free port by default.")
 @click.option(
     "--token-file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help=f"File with the token, which its owner alone reads; {_TOKEN} by default.",
+    type=arguments.UserPath(dir_okay=False, path_type=Path),
+    help=f"File with the token, readable only by its owner; the variable {_TOKEN} by default.",
 )
-@click.option("--bytes-per-sec", type=arguments.Size(), help="The most that is sent and received.")
-@click.option("--peers", help="All nodes of the store, as its URL names them, to forward reads to.")
+@click.option("--bytes-per-sec", type=arguments.Size(), help="Limit for sending and receiving.")
+@click.option("--peers", help="All nodes, as in the URL of the store, to forward reads to.")
 @arguments.as_json
 def node_store(
     directory: Path | None,
@@ -49,13 +53,13 @@ def node_store(
     peers: str | None,
     as_json: bool,
 ) -> None:
-    """Serve DIRECTORY to other nodes, as a part of a root nodes://HOST:PORT,HOST:PORT/PATH.
+    """Serve DIRECTORY as a part of a store nodes://HOST:PORT,HOST:PORT/PATH.
 
-    It prints the address, and serves until SIGTERM or SIGINT. Who has the token reads and writes
-    all of it, and nothing is encrypted: it is for a network whose hosts are trusted.
+    Nothing is encrypted, and every holder of the token can read and write everything: use it only
+    on a trusted network. The command prints its address and runs until SIGTERM or SIGINT.
 
-    With --peers any of the nodes hands out what the others hold, as TensorStore's http driver needs
-    it, which knows one address.
+    With --peers, each node also serves what the others store. TensorStore's http driver needs this,
+    because it connects to a single address.
     """
     # Imported here: other commands need not pay for it.
     from deltackpt.nodes.directory import DirectoryShelf
@@ -66,7 +70,7 @@ def node_store(
     from deltackpt.storage.nodes import addresses_of
 
     if (directory is None) == (memory is None):
-        raise click.UsageError("expected DIRECTORY or --memory, found both or neither; give one")
+        raise click.UsageError("expected DIRECTORY or --memory, found both or neither; pass one")
     token = _token(token_file)
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -98,25 +102,26 @@ def node_store(
 
 
 def own_address() -> str:
-    """The address of this node that others reach it at.
+    """Returns the address at which other nodes reach this one.
 
     Raises:
-      OptionError: its name stands for none, or for the loopback one.
+      OptionError: this node has no address on a network.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        # Nothing is sent: the kernel says which address it would be sent from.
+        # Sends nothing: the kernel only chooses the source address.
         probe.connect(("192.0.2.1", 9))
         return probe.getsockname()[0]
     raise OptionError(
-        "--bind: expected a network that this node has an address on, found none; name an address"
+        "--bind: expected a network on which this node has an address, found none; pass --bind an "
+        "address"
     )
 
 
 def _token(path: Path | None) -> str:
-    """The token that is let in.
+    """Returns the token that clients must send.
 
     Raises:
-      OptionError: there is none, or others can read it.
+      OptionError: the token is missing, or others can read its file.
     """
     if path is None:
         from deltackpt.storage import buckets
@@ -124,8 +129,8 @@ def _token(path: Path | None) -> str:
         found = buckets.nodes_token()
         if found is None:
             raise OptionError(
-                f"--token-file: expected one, or {_TOKEN} in the environment, found neither; make "
-                "a token: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+                f"--token-file: expected a file, or {_TOKEN} in the environment, found neither; "
+                "make a token: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
             )
         return found
     try:
@@ -133,11 +138,11 @@ def _token(path: Path | None) -> str:
             about = os.fstat(file.fileno())
             if not stat.S_ISREG(about.st_mode) or about.st_mode & 0o077:
                 raise OptionError(
-                    f"{path}: expected a file that its owner alone can read, found the mode "
+                    f"{path}: expected a file that only its owner can read, found the mode "
                     f"{stat.S_IMODE(about.st_mode):04o}; chmod 600 {path}"
                 )
             return file.read(_MOST_TOKEN_BYTES).decode("ascii", "replace").strip()
     except OSError as error:
         raise OptionError(
-            f"{path}: expected a file with the token, found {error.strerror}; name another"
+            f"{path}: expected a file with the token, found {error.strerror}; pass another file"
         ) from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command that brings saves from a stage to its root."""
+"""``deltackpt upload``: uploads the saves of a staging directory."""
 
 from __future__ import annotations
 
@@ -16,24 +16,29 @@ from deltackpt.cli import arguments, terminal
 
 @click.command(
     epilog="\b\nExamples:\n"
-    "  deltackpt promote /dev/shm/run-17 --status\n"
-    "  deltackpt promote /dev/shm/run-17 --until-empty"
+    "  deltackpt upload /dev/shm/run-17 --status\n"
+    "  deltackpt upload /dev/shm/run-17 --until-empty"
 )
-@click.argument("stage", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument(
+    "stage",
+    metavar="STAGING",
+    type=arguments.UserPath(exists=True, file_okay=False, path_type=Path),
+)
 @click.option(
-    "--until-empty", is_flag=True, help="End once every save is at the root; else never by itself."
+    "--until-empty",
+    is_flag=True,
+    help="Exit once every save is uploaded; otherwise run until stopped.",
 )
-@click.option("--status", "only_status", is_flag=True, help="Only say how far promotion has come.")
+@click.option("--status", "only_status", is_flag=True, help="Only print the progress.")
 @arguments.as_json
-def promote(stage: Path, until_empty: bool, only_status: bool, as_json: bool) -> None:
-    """Bring the saves in STAGE to the bucket that its trainer saves to.
+def upload(stage: Path, until_empty: bool, only_status: bool, as_json: bool) -> None:
+    """Upload the saves in the staging directory STAGING to the trainer's bucket.
 
-    A trainer has a promoter of its own, which goes on when the trainer was killed. This is for
-    where that one does not outlive it: a container's hook before it stops, an epilogue of a job, or
-    a process beside the trainer. It waits while another promoter is at work in STAGE, and may be
-    killed at any moment.
+    The trainer's own uploader survives the trainer. Use this command if it cannot: in a container's
+    stop hook, in a job epilogue, or beside the trainer. It waits while another uploader works in
+    STAGING, and can be killed at any time.
 
-    Exit code 1 with --status where saves are not at the root, or a save cannot come there.
+    With --status, the exit code is 1 if saves are waiting or cannot be uploaded.
     """
     # Imported here: other commands need not pay for it.
     from deltackpt.tiers import promoter
@@ -51,14 +56,14 @@ def promote(stage: Path, until_empty: bool, only_status: bool, as_json: bool) ->
     if as_json:
         terminal.print_json(status)
     elif status is None:
-        click.echo("nothing was ever saved here")
+        click.echo("no save was ever staged here")
     else:
-        click.echo(f"root     {status.url}")
+        click.echo(f"target   {status.url}")
         click.echo(f"waiting  {units.count(status.waiting, 'save')}, {units.size(status.nbytes)}")
         for key, text in status.damaged.items():
             click.echo(f"damaged  {key}: {text}")
         if status.problem:
             since = time.strftime("%H:%M:%S", time.localtime(status.problem_unix_secs))
-            click.echo(f"since {since}: {status.problem}")
+            click.echo(f"failing since {since}: {status.problem}")
     if status is not None and (status.waiting or status.damaged):
         sys.exit(1)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands that write something for people to read."""
+"""``deltackpt report``: writes an HTML page about a directory."""
 
 from __future__ import annotations
 
 import click
 
 from deltackpt.cli import arguments, terminal
+from deltackpt.cli.advice import as_commands
 
 
 @click.command(
@@ -17,10 +18,10 @@ from deltackpt.cli import arguments, terminal
 @click.option(
     "-o",
     "--output",
-    type=click.Path(dir_okay=False),
+    type=arguments.UserPath(dir_okay=False),
     default="report.html",
     show_default=True,
-    help="The page.",
+    help="File for the page.",
 )
 @arguments.item
 @arguments.endpoint
@@ -28,9 +29,9 @@ from deltackpt.cli import arguments, terminal
 def report(
     directory: str, output: str, item: str | None, endpoint: str | None, as_json: bool
 ) -> None:
-    """Write a page about DIRECTORY: what it holds, whether it can be restored, pictures.
+    """Write an HTML page about DIRECTORY: its contents, what can be restored, and plots.
 
-    The page is one file that needs no network. Manifests are read, and some rows of the busiest
+    The page is one self-contained file. The command reads manifests and some rows of the busiest
     table; `deltackpt verify` reads every byte.
     """
     # Imported here: other commands need not pay for it.
@@ -45,4 +46,4 @@ def report(
         f"{written.path}: {units.count(written.steps, 'step')}, {units.size(written.nbytes)}"
     )
     for warning in written.warnings:
-        click.echo(f"  {warning}")
+        click.echo(f"  {as_commands(warning)}")

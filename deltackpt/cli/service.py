@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``deltackpt service``: start, look at and stop the restore service of a directory."""
+"""``deltackpt service``: starts, shows and stops the hot standby of a directory."""
 
 from __future__ import annotations
 
@@ -20,25 +20,28 @@ from deltackpt.format import names
 from deltackpt.handlers import waiting
 
 if TYPE_CHECKING:
-    from deltackpt.service.client import MemberStatus, ServiceStatus
+    from deltackpt.service.client import ReplicaStatus, ServiceStatus
 
 _CONNECT_SECS = 20.0
 _COLUMNS = (
-    "shard", "replica", "node", "pid", "step", "point", "behind", "lag", "bytes", "health",
+    "shard", "replica", "node", "pid", "step", "recovery point", "behind", "lag", "bytes", "health",
 )  # fmt: skip
 
 address_option = click.option(
     "--address", default="auto", show_default=True, help="Address of the Ray cluster."
 )
-# The directory need not be one that this machine sees.
+# No search for the item: this machine may not see the directory.
 item_option = click.option(
-    "--item", default=names.EMBEDDINGS_ITEM, show_default=True, help="Our item in each step."
+    "--item",
+    default=names.EMBEDDINGS_ITEM,
+    show_default=True,
+    help="deltackpt's item in each step.",
 )
 
 
 @click.group("service")
 def group() -> None:
-    """The restore service: the newest state of a directory in memory, on Ray."""
+    """Manage the hot standby: the newest state of a directory in memory, on Ray."""
 
 
 @group.command(
@@ -47,12 +50,12 @@ def group() -> None:
 @arguments.root
 @address_option
 @item_option
-@click.option("--shards", type=int, help="Members that share the rows; the nodes by default.")
+@click.option("--shards", type=int, help="Actors that share the rows; one per node by default.")
 @click.option("--replicas", type=int, default=1, show_default=True, help="Copies of each row.")
-@click.option("--memory", "memory_bytes", type=arguments.Size(), help="Most memory of a member.")
-@click.option("--compact-after", type=int, help="Fold chains of that many deltas.")
+@click.option("--memory", "memory_bytes", type=arguments.Size(), help="Memory limit per actor.")
+@click.option("--compact-after", type=int, metavar="N", help="Compact chains of N deltas.")
 @arguments.endpoint
-@click.option("--wait", "wait_secs", type=float, help="Wait so many seconds until it is ready.")
+@click.option("--wait", "wait_secs", type=float, help="Seconds to wait until it is ready.")
 @arguments.as_json
 def start(
     directory: str,
@@ -62,16 +65,16 @@ def start(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Start the service of DIRECTORY, or what is missing of it."""
+    """Start the hot standby of DIRECTORY, or its missing actors."""
     connect(address)
     standby = service.start(directory, options=service.ServiceOptions(item=item, **options))
     if wait_secs is not None:
         standby.wait_ready(timeout_secs=wait_secs)
-    members = len(standby.members())
+    replicas = len(standby.replicas())
     if as_json:
-        terminal.print_json({"directory": standby.directory, "members": members})
+        terminal.print_json({"directory": standby.directory, "replicas": replicas})
     else:
-        click.echo(f"{standby.directory}: {units.count(members, 'member')}")
+        click.echo(f"{standby.directory}: {units.count(replicas, 'actor')}")
 
 
 @group.command(epilog="\b\nExample:\n  deltackpt service status /shared/run-17 --json")
@@ -80,14 +83,14 @@ def start(
 @item_option
 @arguments.as_json
 def status(directory: str, address: str, item: str, as_json: bool) -> None:
-    """Show step, lag, bytes and health of every member; exit 1 where one is behind or ill."""
+    """Show step, lag, bytes and health of each actor; exit code 1 if one lags or is unhealthy."""
     connect(address)
     found = service.connect(directory, item).status()
     if as_json:
         click.echo(json.dumps(_plain(found), indent=2))
     else:
         _show(found)
-    well = all(one.found is not None and not one.found.code for one in found.members)
+    well = all(one.found is not None and not one.found.code for one in found.replicas)
     if not well or found.step != found.newest_step:
         raise click.exceptions.Exit(1)
 
@@ -98,13 +101,13 @@ def status(directory: str, address: str, item: str, as_json: bool) -> None:
 @item_option
 @arguments.as_json
 def stop(directory: str, address: str, item: str, as_json: bool) -> None:
-    """End the service of DIRECTORY; its steps and compacted bases stay."""
+    """Stop the hot standby of DIRECTORY; steps and compacted bases are kept."""
     connect(address)
     print_ended(directory, service.stop(directory, item), as_json=as_json)
 
 
 def print_ended(directory: str, count: int, *, as_json: bool) -> None:
-    """Says how many actors of a root were ended."""
+    """Prints how many actors of a directory were stopped."""
     if as_json:
         terminal.print_json({"directory": directory, "actors_ended": count})
     else:
@@ -112,11 +115,11 @@ def print_ended(directory: str, count: int, *, as_json: bool) -> None:
 
 
 def connect(address: str) -> None:
-    """Connects to a cluster that runs already; it starts none.
+    """Connects to a running Ray cluster; never starts one.
 
     Raises:
       MissingExtra: ray is not installed.
-      ServiceUnavailable: there is no such cluster, or it does not answer.
+      ServiceUnavailable: the cluster does not exist, or does not answer within 20 s.
     """
     service.require_ray()
     import ray
@@ -125,14 +128,14 @@ def connect(address: str) -> None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
 
     try:
-        # Ray would go on for minutes to ask a head that was stopped.
+        # Ray would retry for minutes if the head node was stopped.
         waiting.bounded(join, _CONNECT_SECS, "ray.init()")
     except Exception as error:
         late = isinstance(error, WaitTimeout)
         found = f"no answer within {_CONNECT_SECS:.0f} s" if late else str(error)
         raise ServiceUnavailable(
-            f"Ray at {address!r}: expected a cluster that runs, found {found}; start one with ray "
-            "start, or give --address"
+            f"Ray at {address!r}: expected a running cluster, found {found}; start one with ray "
+            "start, or pass --address"
         ) from error
 
 
@@ -140,16 +143,16 @@ def _show(found: ServiceStatus) -> None:
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD, title=found.directory)
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name in ("node", "health") else "right")
-    for one in found.members:
-        shard = f"{one.member.shard} of {one.member.shards}"
-        table.add_row(shard, str(one.member.replica), *_cells(one))
+    for one in found.replicas:
+        shard = f"{one.replica.shard} of {one.replica.shards}"
+        table.add_row(shard, str(one.replica.index), *_cells(one))
     console = rich.console.Console()
     console.print(table)
     console.print(f"newest committed step: {_text(found.newest_step)}")
     console.print(f"compaction: {found.compactor or 'none'}")
 
 
-def _cells(one: MemberStatus) -> list[str]:
+def _cells(one: ReplicaStatus) -> list[str]:
     said = one.found
     if said is None:
         return ["", "", "", "", "", "", "", one.problem]
@@ -179,15 +182,15 @@ def _plain(found: ServiceStatus) -> dict[str, Any]:
         "step": found.step,
         "newest_step": found.newest_step,
         "compactor": found.compactor,
-        "members": [
+        "replicas": [
             {
-                "shard": one.member.shard,
-                "shards": one.member.shards,
-                "replica": one.member.replica,
+                "shard": one.replica.shard,
+                "shards": one.replica.shards,
+                "replica": one.replica.index,
                 "problem": one.problem,
                 **(dataclasses.asdict(one.found) if one.found is not None else {}),
                 "step": one.step,
             }
-            for one in found.members
+            for one in found.replicas
         ],
     }

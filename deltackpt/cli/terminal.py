@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands print: tables, JSON, progress bars."""
+"""Output of the commands: tables, JSON, progress bars."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ import rich.markup
 import rich.progress
 import rich.table
 
-#: Columns of a terminal below which the last column of a table is left out.
+#: Minimum width of a table's last column; it is left out if the terminal is narrower.
 _LEAST_LAST = 24
 
 
 @contextlib.contextmanager
 def progress(label: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr while bytes are moved, where that is a terminal; gone when it ends.
+    """Shows a progress bar on stderr if that is a terminal; removes it at the end.
 
     Args:
-      label: what is being done.
-      quiet: no bar.
+      label: what is in progress.
+      quiet: show no bar.
 
     Yields:
-      What is to be called with bytes done and bytes in all.
+      A callback for the bytes done and the total bytes.
     """
     console = rich.console.Console(stderr=True)
     columns = (
@@ -48,12 +48,12 @@ def progress(label: str, *, quiet: bool = False) -> Iterator[Callable[[int, int]
 
 
 def print_json(value: Any) -> None:
-    """Prints a value as JSON: dataclasses by their fields, numpy values as numbers and lists."""
+    """Prints a value as JSON: dataclasses as objects, numpy values as numbers and lists."""
     click.echo(json.dumps(plain(value), indent=2))
 
 
 def plain(value: Any) -> Any:
-    """A value in the types of JSON; what is neither finite nor a number becomes its text."""
+    """Converts a value to JSON types; infinities, NaN and other objects become strings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -68,16 +68,15 @@ def plain(value: Any) -> Any:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str = "") -> None:
-    """Prints a table; columns whose values are all numbers are aligned to the right.
+    """Prints a table; columns that contain only numbers are aligned to the right.
 
-    Where it is too wide for the terminal the last column is folded, or left out.
-
-    Where the output is no terminal nothing is cut off.
+    If the table is too wide for the terminal, the last column is wrapped or left out. If stdout is
+    not a terminal, nothing is shortened.
 
     Args:
       columns: headings.
       rows: a value for each column; None is shown as ``-``.
-      title: above it.
+      title: line above the table.
     """
     console = rich.console.Console()
     box = rich.box.SIMPLE_HEAD
@@ -86,7 +85,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], title: st
     if not console.is_terminal:
         console, box = rich.console.Console(width=10_000), None
     elif sum(widths[:-1]) + _LEAST_LAST > console.width < sum(widths):
-        # Numbers are never cut: rather the text at the end is left out.
+        # Never cut numbers: leave out the text column at the end instead.
         columns, cells, widths = columns[:-1], [row[:-1] for row in cells], widths[:-1]
         console.width = max(console.width, sum(widths))
     if title:
@@ -112,5 +111,5 @@ def _cell(value: Any) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number, or a text that begins with one: a size, a time."""
+    """Whether a value is a number, or a string that starts with one: a size, a time."""
     return isinstance(value, (int, float)) or str(value)[:1].isdigit()

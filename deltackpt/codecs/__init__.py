@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How rows are stored. numpy only: trainer, service, compaction and notebook share it.
+"""Codecs: how rows are stored. They need only numpy, so readers without jax can use them.
 
-Decode arithmetic is normative: see ``docs/format.md``. Lossy codecs are encoded by
+Decode arithmetic is normative: see ``docs/reference/format.md``. Lossy codecs are encoded by
 ``deltackpt.save.encode``.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a codec of blocks of dense leaves is; see ``of_blocks``."""
+"""The protocol of codecs for blocks of dense leaves; see ``of_blocks``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ FLOATS = ("float32", "bfloat16", "float16")
 
 
 class BlockArray(NamedTuple):
-    """One stored array of some blocks.
+    """A stored array of a block codec.
 
     Attributes:
-      trailing: shape of what it has of a block; of a ragged one that of an element.
-      dtype: stored.
+      trailing: shape per block; if ragged, per element.
+      dtype: stored dtype.
       zstd: whether its chunks are compressed.
-      byte_planes: whether they are compressed with their last axis first.
-      ragged: whether a block has as many elements as the array ``count`` says.
+      byte_planes: whether chunks are compressed with their last axis first.
+      ragged: whether the array ``count`` contains the number of elements of each block.
     """
 
     trailing: tuple[int, ...]
@@ -35,36 +35,36 @@ class BlockCodec(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name in manifests and options."""
+        """Returns the codec's name in manifests and options."""
         ...
 
     @property
     def lossless(self) -> bool:
-        """Whether decoded blocks are the blocks bit for bit."""
+        """Returns whether decoded blocks equal the blocks bit for bit."""
         ...
 
     @property
     def relative(self) -> bool:
-        """Whether it is decoded by way of a reference."""
+        """Returns whether decoding needs a reference."""
         ...
 
     def takes(self, dtype: str) -> bool:
-        """Whether blocks of a dtype can be stored."""
+        """Returns whether blocks of a dtype can be stored."""
         ...
 
     def stored(self, dtype: np.dtype) -> Mapping[str, BlockArray]:
-        """Suffix to stored array; the main one has the suffix ``""``."""
+        """Returns suffix to stored array; the main one has the suffix ``""``."""
         ...
 
     def decode(
         self, arrays: Mapping[str, np.ndarray], reference: np.ndarray | None, out: np.ndarray
     ) -> None:
-        """Writes blocks.
+        """Decodes blocks.
 
         Args:
           arrays: suffix to stored array, of n blocks.
-          reference: (n, 256) of the blocks' dtype, of relative codecs; it may be ``out``.
-          out: likewise, contiguous.
+          reference: (n, 256) of the blocks' dtype, for relative codecs; it may be ``out``.
+          out: (n, 256) of the blocks' dtype, contiguous; written.
 
         Raises:
           ValueError: the arrays cannot be of n blocks.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a codec is.
+"""The protocol of codecs.
 
-A lossless codec only says how a field's bits lie in its stored array. A lossy one is encoded by
-``deltackpt.save.encode``, jitted, on the device or in the background, and decoded here, in numpy.
+A lossless codec only defines how a field's bits are arranged in its stored array. A lossy one is
+encoded by ``deltackpt.save.encode``, jitted, on the device or in the background, and decoded here,
+in numpy.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class StoredArray(NamedTuple):
 class Codec(Protocol):
     """How the rows of one field are stored.
 
-    Stateless and hashable. A codec has one or more stored arrays, named by suffix; the main one
-    has the suffix ``""``, and the first axis of each is that of the rows. Rows that a lossy codec
-    does not hold are stored beside them as they are: see ``save.fields``.
+    Stateless and hashable. A codec has one or more stored arrays, named by suffix; the main one has
+    the suffix ``""``, and the first axis of each is the rows. Rows that a lossy codec cannot
+    represent are stored raw in additional arrays: see ``save.fields``.
     """
 
     #: Whether decoded rows are the rows bit for bit.
@@ -37,27 +38,27 @@ class Codec(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name in manifests and options."""
+        """Returns the codec's name in manifests and options."""
         ...
 
     def check(self, trailing: tuple[int, ...], dtype: np.dtype) -> None:
-        """Checks that rows of that shape and dtype can be stored, and gain from it.
+        """Checks that rows of a shape and dtype can be stored, and that they get smaller.
 
         Raises:
-          OptionError: they cannot, or the codec would not make them smaller.
+          OptionError: they cannot be stored, or would not get smaller.
         """
         ...
 
     def stored(self, trailing: tuple[int, ...], dtype: np.dtype) -> Mapping[str, StoredArray]:
-        """Suffix to stored array, for rows of that shape and dtype."""
+        """Returns suffix to stored array, for rows of a given shape and dtype."""
         ...
 
     def decode(self, arrays: Mapping[str, np.ndarray], out: np.ndarray) -> None:
-        """Writes the rows into ``out``, (n, *trailing) of the table's dtype, contiguous."""
+        """Decodes the rows into ``out``, (n, *trailing) of the table's dtype, contiguous."""
         ...
 
     def error_bound(self, rows: np.ndarray) -> np.ndarray:
-        """Most l2 error, float64 (n,), of each of the rows (n, *trailing) that the codec holds."""
+        """Returns the largest l2 error of each representable row (n, *trailing), float64 (n,)."""
         ...
 
 
@@ -65,9 +66,9 @@ class Lossless(Codec, Protocol):
     """A codec whose stored array is a view of the rows."""
 
     def stored_view(self, rows: np.ndarray) -> np.ndarray:
-        """The rows (n, *trailing), contiguous, as the stored array."""
+        """Returns the rows (n, *trailing), contiguous, as the stored array."""
         ...
 
     def rows_view(self, stored: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """The stored array as rows of ``dtype``."""
+        """Returns the stored array as rows of ``dtype``."""
         ...

@@ -17,17 +17,17 @@ from deltackpt.format.dtypes import dtype_of
 
 @dataclasses.dataclass(frozen=True)
 class ShorterFloat:
-    """float32 rows as a float of 16 bits.
+    """Stores float32 rows as a 16-bit float.
 
-    It holds rows whose largest magnitude is 0 or lies in [smallest, largest]: from the smallest
-    normal number on, so that the error is relative to the row, to the greatest finite one whose
-    square is far from overflow.
+    It represents rows whose largest magnitude is 0 or in [smallest, largest]: from the smallest
+    normal number, so that the error is relative to the row, to the greatest finite one whose square
+    is far from overflow.
 
     Attributes:
-      name: of the codec.
-      dtype: name of the float.
-      mantissa_bits: explicit bits of its mantissa.
-      smallest, largest: magnitudes, as above.
+      name: the codec's name.
+      dtype: name of the 16-bit float dtype.
+      mantissa_bits: number of explicit mantissa bits.
+      smallest, largest: limits of the magnitude, as above.
     """
 
     name: str
@@ -57,7 +57,7 @@ class ShorterFloat:
             np.copyto(out, arrays[""].view(dtype_of(self.dtype)))
 
     def error_bound(self, rows: np.ndarray) -> np.ndarray:
-        """See ``Codec``: half a unit in the last place, and what is subnormal may become 0."""
+        """See ``Codec``: half a unit in the last place; subnormal values may become 0."""
         flat = rows.reshape(len(rows), math.prod(rows.shape[1:])).astype(np.float64)
         below = np.sqrt(flat.shape[1]) * self.smallest
         relative = 2.0 ** -(self.mantissa_bits + 1)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes of second moments: on a grid of logarithms to base 2, zero a symbol of its own.
+"""Codes of second moments: a grid of base-2 logarithms, with a separate symbol for zero.
 
-A second moment spans many powers of two within one block. A linear code makes the small ones zero,
-and an optimizer that divides by their roots then leaves the model in ruins.
+Second moments span many powers of two within one block. A linear code would turn the small ones
+into zero, and an optimizer that divides by their square roots would then diverge.
 
-The grid has 128 places to an octave, half a per cent from one to the next. What stands for them is
-one table of constants, so that decoding needs no ``exp2``, whose last bit differs from machine to
-machine: the float32 next to ``2**(m / 128)`` for m from 0 to 127, and these times powers of two.
-``log8`` looks its numbers up. ``log4`` multiplies the reference by one of them: one product of
-normal float32 numbers, rounded once, which no machine computes in another way.
+The grid has 128 points per octave, half a percent from one to the next. They are represented by a
+table of constants, so that decoding needs no ``exp2``, whose last bit differs between machines: the
+float32 nearest to ``2**(m / 128)`` for m from 0 to 127, and these times powers of two. ``log8``
+looks its values up. ``log4`` multiplies the reference by one of them: one product of normal float32
+numbers, rounded once, the same on every machine.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _SIGNIFICAND_BITS = 23
 
 @functools.cache
 def octave() -> tuple[int, ...]:
-    """The 24-bit integers next to ``2**(23 + m / 128)``, by exact arithmetic.
+    """Returns the 24-bit integers nearest to ``2**(23 + m / 128)``, by exact arithmetic.
 
-    Example:
+    Examples:
       >>> octave()[0] == 2**23, octave()[64] == round(2**23 * 2**0.5)
       (True, True)
     """
@@ -73,9 +73,9 @@ def octave() -> tuple[int, ...]:
 
 @functools.cache
 def powers(dtype: str) -> np.ndarray:
-    """What each place of the grid decodes to, (PLACES,) of a float dtype, ascending.
+    """Returns the decoded value of each grid point, (PLACES,) of a float dtype, ascending.
 
-    The power of two nearest to it in float32, rounded to the dtype; never zero and never infinite.
+    The value is the nearest power of two in float32, rounded to the dtype; never zero or infinite.
     """
     significands = np.array(octave(), np.float64) * 2.0**-_SIGNIFICAND_BITS
     scales = np.ldexp(1.0, np.arange(LOWEST_POWER, END_POWER))
@@ -97,7 +97,7 @@ def powers(dtype: str) -> np.ndarray:
 
 @functools.cache
 def factors() -> np.ndarray:
-    """What codes of ``log4`` multiply by, float32 (steps, 16): 0 for the symbol of zero."""
+    """Returns the multipliers of the codes of ``log4``, float32 (steps, 16); 0 for zero."""
     steps = np.arange(WIDEST_STEP + 1)[:, None]
     changes = np.arange(-MIDDLE, FURTHEST + 1) * steps
     found = powers("float32")[changes - LOWEST_POWER * FINE]
@@ -108,7 +108,7 @@ def factors() -> np.ndarray:
 
 @functools.cache
 def _places(dtype: str) -> np.ndarray:
-    """``powers`` for all places that 16 bits can name: behind the last one, the last one."""
+    """Returns ``powers`` for all points that 16 bits can name; past the end, the last one."""
     found = np.full(1 << 16, powers(dtype)[-1])
     found[:PLACES] = powers(dtype)
     return found
@@ -116,17 +116,17 @@ def _places(dtype: str) -> np.ndarray:
 
 @functools.cache
 def _factors_of_bytes() -> tuple[np.ndarray, np.ndarray]:
-    """``factors`` of the lower and the upper code of a byte, each (steps, 256) laid end to end."""
+    """Returns ``factors`` of the lower and the upper code of a byte, each flat (steps * 256,)."""
     code = np.arange(256)
     return factors()[:, code & 15].reshape(-1), factors()[:, code >> 4].reshape(-1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Logarithms:
-    """Codes of 8 bits; each block has its lowest place and its step.
+    """8-bit codes; each block stores its lowest point and its step.
 
-    Code 0 is zero, code k the place ``low + (k - 1) * step``. A block of any positive numbers and
-    zeros is held. Where it spans 20 octaves, its numbers come within 3 %.
+    Code 0 is zero; code k is the point ``low + (k - 1) * step``. Blocks may contain any positive
+    numbers and zeros. If a block spans 20 octaves, the relative error is at most 3 %.
     """
 
     name: str = "log8"
@@ -148,7 +148,7 @@ class Logarithms:
     def decode(
         self, arrays: Mapping[str, np.ndarray], reference: np.ndarray | None, out: np.ndarray
     ) -> None:
-        """See ``BlockCodec``: places in 16 bits; those behind the last one are the last one."""
+        """See ``BlockCodec``: 16-bit points; those past the end are clamped to the last one."""
         table = _places(out.dtype.name)
         steps = arrays["step"].astype(np.uint16)[:, None]
         firsts = arrays["low"][:, None] - steps
@@ -158,7 +158,7 @@ class Logarithms:
             places = codes.astype(np.uint16)
             places *= steps[part]
             places += firsts[part]
-            # All places are in the table, and of the ways to say so this one is the fastest.
+            # All indices are in the table; mode="wrap" is the fastest way to skip the check.
             np.take(table, places, out=found, mode="wrap")
             if not codes.all():
                 found[codes == 0] = 0
@@ -166,10 +166,10 @@ class Logarithms:
 
 @dataclasses.dataclass(frozen=True)
 class LogarithmDifference:
-    """Codes of 4 bits: by how many steps of the grid a number moved; each block has its step.
+    """4-bit codes: the number of grid steps by which a value moved; each block stores its step.
 
-    Errors do not add up: the reference is what the parent decodes to. A block is held where no
-    number moved by more than 7/4 octaves, and none that was zero is so no longer.
+    Errors do not add up, because the reference is the decoded parent. A block can be represented
+    if no value moved by more than 7/4 octaves, and no zero has become nonzero.
     """
 
     name: str = "log4"
@@ -195,7 +195,7 @@ class LogarithmDifference:
         assert reference is not None
         steps = arrays["step"]
         if len(steps) and steps.max() > WIDEST_STEP:
-            raise ValueError(f"steps up to {WIDEST_STEP}, found {steps.max()}")
+            raise ValueError(f"expected steps up to {WIDEST_STEP}, found {steps.max()}")
         half = BLOCK // 2
         firsts = steps.astype(np.uint16)[:, None] << 8
         factor = np.empty((min(len(out), _PIECE_BLOCKS), half), np.float32)

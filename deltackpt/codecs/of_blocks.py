@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs of dense leaves: blocks of 256 numbers, most of them as a change of a reference.
+"""Codecs of dense leaves: blocks of 256 elements, most of them as changes of a reference.
 
-A *reference* is what a block was in the parent, as it decodes. A *relative* codec stores the change
-from it, so that errors do not add up along a chain: each save corrects those of the one before. The
-others need none, and a reader begins with the newest of them.
+A *reference* is the decoded block of the parent. A *relative* codec stores the change from it, so
+errors do not add up along a chain: each save corrects the errors of the previous one. Other codecs
+need no reference, and a reader starts with the newest block that uses one of them.
 
-Decode arithmetic is normative: in float32 a product that has no rounding error (a code of at most 8
-bits, a scale of at most 11), then one sum, rounded once; fused or not, it is the same number.
-Subnormal numbers are those of IEEE 754. A sum is one only where the reference is one and the code
-is 0: scales are so large that a sum which nearly cancels is 0, or far above. Compilers that take
-subnormal numbers for 0, as XLA does on the CPU, must leave blocks alone that hold one.
+Decode arithmetic is normative: in float32 a product without rounding error (a code of at most 8
+bits, a scale of at most 11), then one sum, rounded once; the result is the same whether they are
+fused or not. Subnormal numbers follow IEEE 754. A sum is subnormal only if the reference is
+and the code is 0: scales are so large that a sum that nearly cancels is 0 or far from subnormal.
+Compilers that flush subnormal numbers to 0, such as XLA on the CPU, must not change blocks that
+contain one.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from deltackpt.errors import OptionError
 from deltackpt.format.dense_blocks import BLOCK
 from deltackpt.format.dtypes import stored_dtype
 
-#: Blocks that are encoded or decoded at once: of float32, 1 MiB; fewer pay more for the calls than
-#: the cache saves.
+#: Blocks that are encoded or decoded at once: 1 MiB of float32. With fewer, the calls cost more
+#: than the cache saves.
 PIECE_BLOCKS = 1024
 
 
 def bits_dtype(dtype: np.dtype) -> np.dtype:
-    """The unsigned integers that hold the bits of a dtype."""
+    """Returns the unsigned integer dtype with the size of a dtype."""
     return np.dtype(f"u{dtype.itemsize}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """The bits as they are."""
+    """Stores the unchanged bits."""
 
     name: str = "raw"
     lossless: bool = True
@@ -62,9 +63,9 @@ class Whole:
 
 @dataclasses.dataclass(frozen=True)
 class Planes:
-    """The bytes of equal place side by side, by zstd: of the bits, or of the XOR with a reference.
+    """Byte planes, compressed by zstd: of the bits, or of their XOR with a reference.
 
-    Trained bf16 weights ten steps later: 0.23 of their bytes as XOR, 0.7 as they are.
+    Trained bf16 weights ten steps later: 0.23 of their bytes as XOR, 0.7 without.
     """
 
     name: str
@@ -94,10 +95,10 @@ class Planes:
 
 @dataclasses.dataclass(frozen=True)
 class Sparse:
-    """The numbers of a block that changed: how many, where, and their bits' XOR with the reference.
+    """The changed elements of a block: their count, positions, and XOR with the reference.
 
-    A number of bf16 takes 3 bytes before zstd, so that it pays where at most a tenth changed; its
-    XOR has few bits set, which zstd finds.
+    A bf16 element takes 3 bytes before zstd, so the codec pays off if at most a tenth of the
+    elements changed. The XOR has few bits set, which zstd exploits.
     """
 
     name: str = "sparse"
@@ -126,24 +127,24 @@ class Sparse:
         self.change(arrays, np.arange(len(out)), out)
 
     def change(self, arrays: Mapping[str, np.ndarray], blocks: np.ndarray, out: np.ndarray) -> None:
-        """Changes blocks where they lie.
+        """Applies changes to blocks in place.
 
         Args:
           arrays: suffix to stored array, of n blocks.
-          blocks: (n,) which rows of ``out`` these are, ascending.
-          out: (m, 256), contiguous: what they were.
+          blocks: (n,) indices of rows of ``out``, ascending.
+          out: (m, 256), contiguous: the earlier values.
 
         Raises:
-          ValueError: as ``decode``.
+          ValueError: as for ``decode``.
         """
         count, at, changed = arrays["count"].astype(np.int64), arrays["at"], arrays[""]
         total = int(count.sum())
         if len(count) != len(blocks) or total != len(at) or total != len(changed):
-            raise ValueError(f"{total} numbers of {len(blocks)} blocks, found {len(at)}")
+            raise ValueError(f"{total} elements of {len(blocks)} blocks, found {len(at)}")
         places = np.repeat(blocks * BLOCK, count)
         places += at
         if not (places[1:] > places[:-1]).all():
-            raise ValueError("places that ascend, found some that do not")
+            raise ValueError("expected ascending positions, found unsorted ones")
         flat = out.reshape(-1).view(changed.dtype)
         flat[places] ^= changed
 
@@ -183,7 +184,7 @@ class Difference(_Linear):
             part = slice(start, start + PIECE_BLOCKS)
             before, found = widened(reference[part], room[0]), room[1, : len(out[part])]
             self.code.decode({name: array[part] for name, array in arrays.items()}, found)
-            # The same number whether the product and the sum are fused or not.
+            # The same result whether the product and the sum are fused or not.
             if out.dtype == np.float32:
                 np.add(before, found, out=out[part])
             else:
@@ -193,7 +194,7 @@ class Difference(_Linear):
 
 @dataclasses.dataclass(frozen=True)
 class Alone(_Linear):
-    """A symmetric uniform code of the numbers themselves, which needs no reference."""
+    """A symmetric uniform code of the values themselves; needs no reference."""
 
     relative: bool = False
 
@@ -227,24 +228,25 @@ _CODECS: dict[str, BlockCodec] = {
         *logarithms.LOGARITHMS,
     )
 }
-#: What an option may name: ``exact`` chooses the smallest of the lossless ones for each block.
-EXACT = "exact"
-#: What keeps positive numbers positive, without a reference.
+#: Name for options and figures: the smallest lossless encoding of each block. Manifests contain
+#: the names of the encodings.
+LOSSLESS = "lossless"
+#: Keeps positive values positive, without a reference.
 LOGARITHM = "log8"
-#: The next more precise one; what is not here is followed by ``exact``.
+#: The next more precise codec; those that are not listed are followed by ``lossless``.
 _WIDER = {"ef4": "ef8", "log4": "log8"}
 
 
 def names() -> list[str]:
-    """Names that an option may give."""
-    return [EXACT, *sorted(name for name, codec in _CODECS.items() if not codec.lossless)]
+    """Returns the names for options."""
+    return [LOSSLESS, *sorted(name for name, codec in _CODECS.items() if not codec.lossless)]
 
 
 def get(name: str) -> BlockCodec:
-    """The codec of a name in a manifest.
+    """Returns the codec of a name in a manifest.
 
     Raises:
-      OptionError: there is none.
+      OptionError: the name is unknown.
     """
     try:
         return _CODECS[name]
@@ -256,10 +258,10 @@ def get(name: str) -> BlockCodec:
 
 
 def is_linear(name: str) -> bool:
-    """Whether small numbers of a block may become 0, or change their sign, beside large ones."""
+    """Returns whether small values may become 0 or change sign if the block also has large ones."""
     return isinstance(_CODECS.get(name), _Linear)
 
 
 def wider(name: str) -> str:
-    """The next more precise codec."""
-    return _WIDER.get(name, EXACT)
+    """Returns the next more precise codec."""
+    return _WIDER.get(name, LOSSLESS)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes of 2, 3, 4 and 8 bits in bytes.
+"""Packs codes of 2, 3, 4 and 8 bits into bytes.
 
-With b bits a byte has 8 / b places, and a row of ``width`` codes takes ``plane = ceil(width * b /
-8)`` bytes: byte j holds code j in its lowest bits, code ``plane + j`` in the next, and so on, so
-that packing and unpacking move whole runs of columns. Three bits are stored as the lower two of
-each code, then the third. Missing codes at the end are 0.
+With b bits, a byte has 8 / b positions, and a row of ``width`` codes takes ``plane = ceil(width * b
+/ 8)`` bytes: byte j has code j in its lowest bits, code ``plane + j`` in the next, and so on, so
+that packing and unpacking move whole runs of columns. For 3-bit codes, the lower two bits of each
+code are stored first, then the third bits. Missing codes at the end are 0.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _LOWER = np.uint64(0x0F0F0F0F0F0F0F0F)
 
 
 def packed_bytes(width: int, bits: int) -> int:
-    """Bytes of ``width`` codes of ``bits`` bits.
+    """Returns the bytes of ``width`` codes of ``bits`` bits.
 
-    Example:
+    Examples:
       >>> packed_bytes(64, 3), packed_bytes(10, 3), packed_bytes(5, 4)
       (24, 5, 3)
     """
@@ -27,14 +27,14 @@ def packed_bytes(width: int, bits: int) -> int:
 
 
 def plane_bytes(width: int, bits: int) -> int:
-    """Columns of one plane: the codes that stand in the same place of their bytes."""
+    """Returns the columns of one plane: the codes at the same position of their bytes."""
     return -(-width * bits // 8)
 
 
 def unpack(packed: np.ndarray, bits: int, width: int) -> np.ndarray:
-    """Codes (n, width) uint8 of packed rows (n, packed_bytes) uint8.
+    """Unpacks rows (n, packed_bytes) uint8 to codes (n, width) uint8.
 
-    Example:
+    Examples:
       >>> unpack(np.array([[0x21, 0x43]], np.uint8), 4, 3).tolist()
       [[1, 3, 2]]
     """
@@ -69,9 +69,9 @@ def _unpack_words(packed: np.ndarray, codes: np.ndarray) -> None:
 
 
 def pack(codes: np.ndarray) -> np.ndarray:
-    """Packs codes of 4 bits, (n, width) uint8 with a width that 16 divides, as ``unpack`` has them.
+    """Packs 4-bit codes, (n, width) uint8, the inverse of ``unpack``; width is a multiple of 16.
 
-    Example:
+    Examples:
       >>> codes = np.arange(16, dtype=np.uint8)[None]
       >>> bytes(pack(codes)[0, :3]).hex(), (unpack(pack(codes), 4, 16) == codes).all().item()
       ('8091a2', True)

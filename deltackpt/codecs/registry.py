@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs by name, and whole blocks through them."""
+"""Codecs by name, and decoding of whole blocks."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _WIDER_BITS = {2: "3", 3: "4", 4: "8"}
 
 
 def names() -> list[str]:
-    """Names of all codecs."""
+    """Returns the names of all codecs."""
     return sorted(_CODECS)
 
 
 def get(name: str) -> Codec:
-    """The codec of a name.
+    """Returns the codec of a name.
 
     Raises:
-      OptionError: there is none.
+      OptionError: the name is unknown.
     """
     try:
         return _CODECS[name]
@@ -52,14 +52,14 @@ def get(name: str) -> Codec:
 
 
 def is_lossless(codec: Codec) -> TypeGuard[Lossless]:
-    """Whether a codec keeps every bit, and so is a view of the rows."""
+    """Returns whether a codec is lossless, so that decoding returns a view."""
     return codec.lossless
 
 
 def wider(name: str) -> str:
-    """The next more precise codec: more bits of the same kind, then bf16, then raw.
+    """Returns the next more precise codec: more bits of the same kind, then bf16, then raw.
 
-    Example:
+    Examples:
       >>> wider("adaptive2"), wider("int8"), wider("bf16")
       ('adaptive3', 'bf16', 'raw')
     """
@@ -73,12 +73,12 @@ def wider(name: str) -> str:
 
 
 def array_name(field: str, suffix: str) -> str:
-    """Name of a field's stored array."""
+    """Returns the name of a field's stored array."""
     return f"{field}.{suffix}" if suffix else field
 
 
 def decode_block(encoded: EncodedBlock, specs: Iterable[FieldSpec]) -> RowBlock:
-    """Decodes the fields of a block, as their specs say; views where no bit changes.
+    """Decodes the fields of a block by their specs; returns views if no bit changes.
 
     Specs are those of the block's segment: ``Segment.spec``.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Row-wise uniform quantization: codes of few bits, and a scale and an offset for each row.
 
-Source: Eisenman et al., "Check-N-Run", NSDI 2022, section 4.2 (symmetric, asymmetric, and the
-adaptive asymmetric one: a greedy search of the range).
+Source: Eisenman et al., "Check-N-Run", NSDI 2022, section 4.2 (symmetric, asymmetric, and adaptive
+asymmetric: a greedy search of the range).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from deltackpt.errors import OptionError
 SMALLEST, LARGEST = 2.0**-48, 2.0**48
 #: In float16 tables: a decoded number may lie a step beyond the row, and must not overflow.
 _LARGEST_FLOAT16 = 2.0**15
-#: A row's parameters are float16 where its largest magnitude is below this one, and its scale is
-#: 0 or at least that one; else they are bfloat16, which the sign bit of the scale says.
+#: A row's parameters are float16 if its largest magnitude is below the first, and its scale is 0 or
+#: at least the second; else they are bfloat16, which the sign bit of the scale indicates.
 FLOAT16_BELOW, FLOAT16_SCALE = 2.0**15, 2.0**-16
 BFLOAT16_FLAG = 0x8000
 #: Parameters of one row in bytes, each.
@@ -39,7 +39,7 @@ _DTYPES = tuple(_ROUNDING)
 
 
 def largest(dtype: np.dtype) -> float:
-    """The largest magnitude of rows of a dtype that is held."""
+    """Returns the largest magnitude of representable rows of a dtype."""
     return _LARGEST_FLOAT16 if dtype.name == "float16" else LARGEST
 
 
@@ -48,17 +48,17 @@ class Uniform:
     """Codes k of a row x, decoded as ``(k - middle) * scale + offset``.
 
     Asymmetric codes cover [min, max] of the row with ``2**bits`` levels. Symmetric ones have no
-    offset: 0 is exact, and one level of the ``2**bits`` is not used.
+    offset: 0 is exact, and one of the ``2**bits`` levels is unused.
 
     Attributes:
-      name: of the codec.
-      bits: of a code: 2, 3, 4 or 8.
-      symmetric: whether there is no offset.
-      bins: the greedy search shrinks the range by a ``bins``-th of it at a time, at the end where
-        that leaves the smaller l2 error, and the best range seen is kept; 0 searches none.
-      ratio: how much of the range the search may take away.
-      refits: how often scale and offset are then fitted to the codes by least squares, each time
-        kept only if the l2 error falls.
+      name: the codec's name.
+      bits: bits per code: 2, 3, 4 or 8.
+      symmetric: whether codes are symmetric around 0, without an offset.
+      bins: the greedy search shrinks the range in steps of ``1 / bins``, from the end with the
+        smaller L2 error, and keeps the best range; 0 for no search.
+      ratio: maximum share of the range that the search may remove.
+      refits: number of least-squares fits of scale and offset to the codes after the search; a fit
+        is kept only if it reduces the l2 error.
     """
 
     name: str
@@ -71,22 +71,22 @@ class Uniform:
 
     @property
     def middle(self) -> int:
-        """The code whose value is the offset."""
+        """Returns the code whose value is the offset."""
         return 1 << (self.bits - 1)
 
     @property
     def lowest(self) -> int:
-        """The lowest code less the middle."""
+        """Returns the lowest code minus the middle."""
         return 1 - self.middle if self.symmetric else -self.middle
 
     @property
     def highest(self) -> int:
-        """The highest code less the middle."""
+        """Returns the highest code minus the middle."""
         return self.middle - 1
 
     @property
     def steps(self) -> int:
-        """Steps of the search."""
+        """Returns the number of steps of the search."""
         return round(self.bins * self.ratio)
 
     def check(self, trailing: tuple[int, ...], dtype: np.dtype) -> None:
@@ -104,7 +104,7 @@ class Uniform:
         if stored >= raw:
             raise OptionError(
                 f"codec {self.name}: expected rows wide enough to gain, found {dtype.name} rows of "
-                f"shape {trailing}: {raw} bytes as they are, {stored} encoded; use codec raw or "
+                f"shape {trailing}: {raw} bytes raw, {stored} encoded; use codec raw or "
                 "bf16"
             )
 
@@ -148,10 +148,10 @@ class Uniform:
         return found[0], None if self.symmetric else found[1]
 
     def error_bound(self, rows: np.ndarray) -> np.ndarray:
-        """See ``Codec``: half a step for each number, and the rounding of the parameters.
+        """See ``Codec``: half a step for each element, and the rounding of the parameters.
 
-        The search and the fits begin with the row's whole range and keep the best, so the bound
-        of the plain codec is theirs too.
+        The search and the fits begin with the row's whole range and keep the best, so the bound of
+        the plain codec also applies to them.
         """
         flat = rows.reshape(len(rows), math.prod(rows.shape[1:])).astype(np.float64)
         low, high = flat.min(axis=1, initial=np.inf), flat.max(axis=1, initial=-np.inf)

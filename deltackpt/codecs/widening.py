@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short floats as float32, in memory that is there: bit for bit what a cast makes of them."""
+"""Converts short floats to float32 in existing memory, bit for bit like a cast."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def widened(values: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Numbers as float32.
+    """Returns values as float32.
 
     Args:
       values: (n, 256) of a dtype in ``block_codec.FLOATS``.
@@ -22,7 +22,7 @@ def widened(values: np.ndarray, out: np.ndarray) -> np.ndarray:
         return values
     out = out[: len(values)]
     if values.dtype == np.float16:
-        # A cast takes 2.5 times as long: numpy's wheels have no instructions of processors for it.
+        # A cast takes 2.5 times as long: numpy's wheels do not use CPU instructions for it.
         np.take(_of_float16(), values.view(np.uint16), out=out, mode="wrap")
     else:
         np.copyto(out, values)
@@ -31,9 +31,9 @@ def widened(values: np.ndarray, out: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _of_float16() -> np.ndarray:
-    """What each pattern of 16 bits is, (65536,) float32."""
+    """Returns the float32 of each pattern of 16 bits, (65536,)."""
     patterns = np.arange(1 << 16, dtype=np.uint16)
-    with np.errstate(invalid="ignore"):  # Of some processors, by signaling NaN.
+    with np.errstate(invalid="ignore"):  # Some CPUs warn of signaling NaN.
         found = patterns.view(np.float16).astype(np.float32)
     found.flags.writeable = False
     return found

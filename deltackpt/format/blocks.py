@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """RowBlock and EncodedBlock: rows of one group, after and before they are decoded.
 
-A group's *virtual table* is its tables laid end to end along the rows. A *field* is one array
+A group's *virtual table* is its tables concatenated along the rows. A *field* is one array
 over that table: ``values`` (the rows themselves) or ``slot.<name>`` (one optimizer slot).
 """
 
@@ -27,12 +27,12 @@ class Box(NamedTuple):
 
     @property
     def cells(self) -> int:
-        """How many numbers it holds, of those along the first two axes."""
+        """Number of cells along the first two axes."""
         return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
 
 
 class Ranges:
-    """Ascending, disjoint, not adjacent spans of rows as one sequence; two of them at least."""
+    """Two or more ascending spans of rows, neither overlapping nor adjacent, as one sequence."""
 
     def __init__(self, spans: Sequence[Span]):
         """See ``rows_of``, which makes them."""
@@ -61,7 +61,7 @@ class Ranges:
         return rows if dtype is None else rows.astype(dtype)
 
     def below(self, row: int) -> int:
-        """How many of the rows lie below ``row``."""
+        """Returns the number of rows below ``row``."""
         number = bisect.bisect_right(self.spans, row, key=lambda span: span[0]) - 1
         if number < 0:
             return 0
@@ -83,7 +83,7 @@ def slot_field(slot: str) -> str:
 
 
 def row_slice(rows: Rows, start: int, stop: int) -> slice:
-    """Positions in ``rows`` of the row indices in ``[start, stop)``."""
+    """Returns the positions in ``rows`` of the row indices in ``[start, stop)``."""
     if isinstance(rows, range):
         low = min(max(start - rows.start, 0), len(rows))
         return slice(low, min(max(stop - rows.start, low), len(rows)))
@@ -94,32 +94,35 @@ def row_slice(rows: Rows, start: int, stop: int) -> slice:
 
 
 def distinct(values: np.ndarray) -> np.ndarray:
-    """Values of 0 or more in order, each once, of some thousand; quicker than ``np.unique``."""
+    """Returns the sorted distinct values (0 or more).
+
+    Faster than ``np.unique`` for some thousand.
+    """
     values = np.sort(values)
     return values[np.diff(values, prepend=-1) > 0]
 
 
 def rows_of(spans: Iterable[Span]) -> range | Ranges:
-    """The rows of disjoint spans in any order, adjacent ones joined."""
+    """Returns the rows of disjoint spans in any order; adjacent spans are joined."""
     found = joined(spans)
     return Ranges(found) if len(found) > 1 else range(*found[0]) if found else range(0)
 
 
 def spans_of(rows: range | Ranges) -> tuple[Span, ...]:
-    """The spans of rows that are no array."""
+    """Returns the spans of rows that are represented as spans."""
     if isinstance(rows, Ranges):
         return rows.spans
     return ((rows.start, rows.stop),) if len(rows) else ()
 
 
 def common(one: Span, other: Span) -> Span:
-    """What two spans have in common; an empty span where that is nothing."""
+    """Returns the intersection of two spans; an empty span if they are disjoint."""
     first = max(one[0], other[0])
     return first, max(first, min(one[1], other[1]))
 
 
 def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Spans in ascending order, those that touch or overlap joined; empty ones are left out."""
+    """Returns spans in ascending order; joins touching ones and drops empty ones."""
     found: list[Span] = []
     for start, stop in sorted(spans):
         if found and start <= found[-1][1]:
@@ -133,13 +136,13 @@ def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
 class RowBlock:
     """Rows of one group on one shard, in host memory.
 
-    What a save copies of the training state, and what a read gives to the merge.
+    A save copies the training state into these, and a read passes them to the merge.
 
     Attributes:
       group: name of the group.
       rows: sorted unique virtual row indices, length n.
-      columns: what the block holds of the fields that are as wide as the table: ``values``, and
-        slots of its width; others are whole.
+      columns: range of columns that the block holds of ``values`` and of slots as wide as the
+        table; other fields are whole.
       fields: field name to its array: ``values`` is (n, columns) in the table's dtype, a slot is
         (n, columns) or (n, *trailing) in its own. A slot that is ``always`` written travels in a
         block of its own whose rows are all rows of the shard.
@@ -158,12 +161,12 @@ class RowBlock:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EncodedBlock:
-    """What is read of a segment's stored arrays: a RowBlock once it is decoded.
+    """A segment's stored arrays; decoding them returns a RowBlock.
 
     Attributes:
-      group, rows, columns: as in RowBlock.
+      group, rows, columns: same as in RowBlock.
       arrays: stored array name to array, first axis n. A field's codec yields one or more arrays,
-        the first named like the field, further ones ``<field>.<suffix>``.
+        the first named like the field, the others ``<field>.<suffix>``.
     """
 
     group: str

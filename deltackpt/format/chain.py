@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chains: what a restore reads, what retention must keep, what does not fit together.
+"""Chains: what a restore reads, what retention must keep, and which saves do not fit together.
 
-Pure functions over what manifests say: no I/O, no jax.
+Pure functions over the contents of manifests: no I/O, no JAX.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from deltackpt.format.outline import Outline
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveInfo:
-    """What chain logic needs to know of a committed save.
+    """The fields of a committed save that chain logic needs.
 
     Attributes:
       save_id: its identity.
@@ -37,7 +37,7 @@ class SaveInfo:
 
     @classmethod
     def of(cls, head: Manifest | Outline, step_dir: str) -> SaveInfo:
-        """What the manifest of process 0 says; the step directory's name is not in it."""
+        """Builds the record from process 0's manifest, which lacks the step directory's name."""
         return cls(
             save_id=head.save_id,
             kind=head.kind,
@@ -48,10 +48,10 @@ class SaveInfo:
         )
 
     def still(self, read: float = math.inf) -> float:
-        """How many saves before this one a restore must read; infinity where down to a base.
+        """Returns how many earlier saves a restore must read; infinity if down to a base.
 
         Args:
-          read: how many that was said to be, itself included, by saves that lead to it.
+          read: the same number from later saves, including this save.
         """
         if self.rolling is not None and self.rolling.full:
             read = min(read, self.rolling.window)
@@ -59,16 +59,16 @@ class SaveInfo:
 
 
 def walk(target: SaveInfo, find: Callable[[ParentRef], SaveInfo | None]) -> Iterator[SaveInfo]:
-    """A save and its parents, newest first, as far as they are found and a restore needs them.
+    """Yields a save and the parents that a restore needs, newest first, as far as they are found.
 
-    That is down to a base, or over the window of a rolling one. What is found is not judged: it may
-    be another save than the one that was named, which ``restore_chain`` says. A directory that was
-    passed is not entered again, so the walk ends whatever the records say.
+    The walk ends at a base, or after the window of a rolling one. It does not check what it finds,
+    which may be another save than the named one; ``restore_chain`` reports that. No directory is
+    visited twice, so the walk always ends.
 
     Args:
       target: where to begin.
-      find: what stands where a save names its parent, None where nothing does. It is asked after
-        the save that names it was taken up.
+      find: returns the save in a parent's directory, or None. It is called after its child was
+        processed.
     """
     passed: set[str] = set()
     save: SaveInfo | None = target
@@ -83,7 +83,7 @@ def walk(target: SaveInfo, find: Callable[[ParentRef], SaveInfo | None]) -> Iter
 
 
 def restore_chain(target: SaveInfo, by_dir: Mapping[str, SaveInfo]) -> tuple[SaveInfo, ...]:
-    """The saves that restoring ``target`` reads, base first.
+    """Returns the saves that restoring ``target`` reads, base first.
 
     Args:
       target: the save to restore.
@@ -91,20 +91,26 @@ def restore_chain(target: SaveInfo, by_dir: Mapping[str, SaveInfo]) -> tuple[Sav
 
     Raises:
       BrokenChain: a parent is missing, is another save than the one named, is not older, or a
-        directory holds the save of another step; the message names the step, the save id that
-        was expected, what was found, and the newest step whose chain is whole.
+        directory holds the save of another step; the message names the step, the save id that was
+        expected, what was found, and the newest step whose chain is whole.
     """
     chain, problem = _walk(target, by_dir)
     if problem is None:
         return tuple(reversed(chain))
     newest = _newest_intact(by_dir, target)
     if newest is None:
-        known = "no step that was looked at is intact; restore_latest() looks at all of them"
+        known = "none of the examined steps is intact; restore_latest() examines all of them"
     else:
         known = f"newest intact step is {newest}: restore it, or call restore_latest()"
     broken = chain[-1]
     where = "" if broken is target else f"step {broken.step_dir} of its chain: "
     raise BrokenChain(f"step {target.step_dir}: {where}{problem}; {known}")
+
+
+def broken_at(target: SaveInfo, by_dir: Mapping[str, SaveInfo]) -> SaveInfo | None:
+    """Returns the save of a chain that ``restore_chain`` would report; None if it is whole."""
+    found, problem = _walk(target, by_dir)
+    return None if problem is None else found[-1]
 
 
 def live_set(
@@ -113,14 +119,14 @@ def live_set(
     in_flight: Iterable[SaveId] = (),
     compacted: Collection[SaveId] = (),
 ) -> frozenset[SaveId]:
-    """Saves whose step directories must stay: those to keep, and what restoring needs of others.
+    """Returns the saves whose step directories must be kept.
 
     Args:
       keep: saves that a policy keeps.
       saves: all committed saves.
       in_flight: saves not committed yet, and parents that they name or may name.
-      compacted: saves for which a compacted base stands: nothing needs their step directories,
-        nor those of their parents.
+      compacted: saves with a compacted base, which need neither their own step directories nor
+        those of their parents.
     """
     kept = frozenset(keep)
     return kept | (_closure(kept, saves, in_flight, compacted) - frozenset(compacted))
@@ -131,12 +137,12 @@ def needed_bases(
     in_flight: Iterable[SaveId],
     compacted: Collection[SaveId],
 ) -> frozenset[SaveId]:
-    """Saves whose compacted bases must stay, since chains of others end there.
+    """Returns the saves whose compacted bases must be kept, because other chains end there.
 
     Args:
       saves: all committed saves.
       in_flight: saves not committed yet, and parents that they name or may name.
-      compacted: saves for which a compacted base stands.
+      compacted: saves with a compacted base.
     """
     standing = tuple(saves)
     every = frozenset(save.save_id for save in standing)
@@ -147,10 +153,10 @@ def check_index(head: Manifest) -> None:
     """Checks that the manifest of process 0 names the part of every process once.
 
     Raises:
-      Damaged: it does not.
+      Damaged: a process is missing or named twice.
     """
     found = [part.process for part in head.parts] or [0]
-    # The number of processes is compared first: nobody bounds it.
+    # The number of processes is compared first, since it is unbounded.
     if head.process_count != len(found) or found != list(range(len(found))):
         raise Damaged(
             f"step {head.save_id.step}, manifest of process 0",
@@ -165,7 +171,7 @@ def _closure(
     in_flight: Iterable[SaveId],
     compacted: Collection[SaveId],
 ) -> frozenset[SaveId]:
-    """Saves in the chains of others; a chain ends where a compacted base stands."""
+    """Saves in the chains of others; a chain ends at a compacted base."""
     by_id = {save.save_id: save for save in saves}
     #: The most that any chain reads of each, itself included.
     live: dict[SaveId, float] = {}
@@ -183,7 +189,7 @@ def _closure(
 
 
 def _walk(target: SaveInfo, by_dir: Mapping[str, SaveInfo]) -> tuple[list[SaveInfo], str | None]:
-    """The chain of a save, newest first, as far as it is whole, and what is wrong where it ends.
+    """The intact part of a save's chain, newest first, and the error where it ends.
 
     Steps descend along a chain, so the walk ends.
     """
@@ -199,7 +205,7 @@ def _walk(target: SaveInfo, by_dir: Mapping[str, SaveInfo]) -> tuple[list[SaveIn
 
 
 def _own_problem(save: SaveInfo) -> str | None:
-    """What is wrong with a save by itself."""
+    """The error of a save by itself."""
     if save.step_dir.isdecimal() and int(save.step_dir) != save.save_id.step:
         return (
             f"directory {save.step_dir}: expected a save of step {int(save.step_dir)}, found "
@@ -213,7 +219,7 @@ def _own_problem(save: SaveInfo) -> str | None:
 
 
 def _parent_problem(save: SaveInfo, by_dir: Mapping[str, SaveInfo]) -> str | None:
-    """What is wrong with the link from a save to its parent, None where nothing is."""
+    """The error of the link from a save to its parent, or None."""
     ref = save.parent
     if ref is None:
         return None
@@ -233,7 +239,7 @@ def _parent_problem(save: SaveInfo, by_dir: Mapping[str, SaveInfo]) -> str | Non
 
 
 def _newest_intact(by_dir: Mapping[str, SaveInfo], target: SaveInfo) -> int | None:
-    """The newest step but ``target`` whose chain reaches a base."""
+    """The newest step except ``target`` whose chain reaches a base."""
     candidates = sorted(by_dir.values(), key=lambda save: save.save_id.step, reverse=True)
     for save in candidates:
         if save.step_dir != target.step_dir and _walk(save, by_dir)[1] is None:

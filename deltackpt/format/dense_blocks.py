@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense leaves of a delta, or of a mark, as blocks: the records of what one process wrote of them.
+"""Records of the dense leaves of a delta or WAL record that one process wrote as blocks.
 
 The values of the dense item are those of Orbax's database (``NAME/0.1``: a chunk of a leaf) and the
-files beside it. A chunk is a table of *blocks* of 256 numbers, the last one filled up with zeros;
-the chunks of one dtype, laid end to end, are a group, and a segment holds some blocks of a group by
-one codec. Blocks that no segment holds are as in the parent. Small values, and all that is no
-array, are *plain*: bytes, one after the other.
+files beside it. A chunk is a table of *blocks* of 256 values, the last one padded with zeros; the
+chunks of one dtype, laid end to end, are a group, and a segment holds some blocks of a group by one
+codec. Blocks in no segment are unchanged from the parent. Small values and everything that is not
+an array are *plain*: consecutive bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from deltackpt.format import dtypes
 from deltackpt.format.segments import Segment
 from deltackpt.format.soundness import MOST, check_segment, is_name, require
 
-#: Numbers of a block: what shares a scale.
+#: Values per block: they share a scale.
 BLOCK = 256
 #: Smaller chunks are plain: a block of float32 is larger.
 PLAIN_BYTES = 1024
@@ -35,13 +35,14 @@ class BlockedValue:
     """One value of the dense item.
 
     Attributes:
-      key: in Orbax's database, ``NAME/.zarray`` or ``NAME/I.J``; of a file its path in the item.
+      key: key in Orbax's database, ``NAME/.zarray`` or ``NAME/I.J``; for a file, its path in the
+        item.
       file: whether it is a file.
-      dtype: of its numbers; of plain values ``uint8``.
-      count: how many there are.
-      group: the dtype where it is made of blocks, ``plain`` where it is not.
-      at: its first block in the group; of a plain value its first byte, None where that is as in
-        the parent.
+      dtype: dtype of its elements; ``uint8`` for plain values.
+      count: number of elements.
+      group: its dtype if it consists of blocks, otherwise ``plain``.
+      at: its first block in the group. For a plain value, its first byte; None if the value is
+        the same as in the parent.
     """
 
     key: str
@@ -53,12 +54,12 @@ class BlockedValue:
 
     @property
     def plain(self) -> bool:
-        """Whether it is kept as bytes."""
+        """Whether it is stored as bytes."""
         return self.group == PLAIN
 
     @property
     def blocks(self) -> int:
-        """How many blocks it has, the last one filled up."""
+        """Number of its blocks, including a padded last one."""
         return 0 if self.plain else blocks_of(self.count)
 
     @property
@@ -69,12 +70,13 @@ class BlockedValue:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseBlocks:
-    """What one process wrote of the dense item in a delta, or in a mark.
+    """The dense leaves that one process wrote in a delta, or in a WAL record.
 
     Attributes:
-      values: all that it has of the item, changed or not; keys are unique among all processes.
-      segments: what changed since the parent. ``group`` is a dtype, or ``plain``; ``fields`` is
-        ``blocks``, whose codec is that of the encoding.
+      values: every value of the item that it owns, changed or not; keys are unique across
+        processes.
+      segments: the data that changed since the parent. ``group`` is a dtype, or ``plain``;
+        ``fields`` is ``blocks``, whose codec is that of the encoding.
     """
 
     values: tuple[BlockedValue, ...]
@@ -86,17 +88,17 @@ class DenseBlocks:
         return sum(entry.nbytes for segment in self.segments for entry in segment.arrays)
 
     def of_group(self, group: str) -> list[BlockedValue]:
-        """The values made of a group's blocks, in the order of these."""
+        """Returns the values in a group, in the order of their blocks."""
         return [value for value in self.values if value.group == group and not value.plain]
 
 
 def blocks_of(count: int) -> int:
-    """How many blocks hold so many numbers."""
+    """Returns the number of blocks for a number of values."""
     return -(-count // BLOCK)
 
 
 def is_plain(nbytes: int, dtype: str) -> bool:
-    """Whether a chunk is kept as bytes."""
+    """Returns whether a chunk is stored as bytes."""
     return nbytes < PLAIN_BYTES or dtype not in BLOCKED_DTYPES
 
 
@@ -112,7 +114,7 @@ BLOCKED_DTYPES = frozenset(
 
 
 def laid_out(values: Iterable[BlockedValue]) -> Iterator[BlockedValue]:
-    """The values with the places of their blocks: end to end in each group."""
+    """Assigns positions to the values' blocks: end to end in each group."""
     ends: dict[str, int] = {}
     for value in values:
         if value.plain:
@@ -124,10 +126,10 @@ def laid_out(values: Iterable[BlockedValue]) -> Iterator[BlockedValue]:
 
 
 def check(record: DenseBlocks) -> None:
-    """Checks what a record says by itself.
+    """Checks a record on its own.
 
     Raises:
-      Unsound: it cannot be.
+      Unsound: the record is invalid.
     """
     keys: set[Key] = set()
     ends: dict[str, int] = {}
@@ -170,5 +172,5 @@ def check(record: DenseBlocks) -> None:
 
 
 def plain_bytes(record: DenseBlocks) -> int:
-    """Bytes of all plain values that it holds."""
+    """Returns the bytes of all plain values in a record."""
     return sum(value.count for value in record.values if value.plain and value.at is not None)

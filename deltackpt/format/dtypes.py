@@ -29,7 +29,7 @@ _ML_DTYPES = (
     *("float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"),
     *("float8_e5m2fnuz", "float8_e8m0fnu"),
 )
-#: Names of the dtypes that tables may have: of all others a manifest says nothing that is true.
+#: Names of the dtypes that tables may have; a manifest with others is invalid.
 DTYPES = frozenset((*_NUMPY, *(name for name in _ML_DTYPES if hasattr(ml_dtypes, name))))
 #: Bytes of a number of each kind at most: Zarr v3 has no wider ones.
 _WIDEST = {"b": 1, "i": 8, "u": 8, "f": 8, "c": 16}
@@ -37,7 +37,7 @@ _WIDEST = {"b": 1, "i": 8, "u": 8, "f": 8, "c": 16}
 
 @functools.cache
 def dtype_of(name: str) -> np.dtype:
-    """The dtype of a name as in a manifest, such as ``float32`` or ``bfloat16``.
+    """Returns the dtype for a name in a manifest, such as ``float32`` or ``bfloat16``.
 
     Raises:
       OptionError: no such dtype is known.
@@ -50,10 +50,10 @@ def dtype_of(name: str) -> np.dtype:
 
 
 def without_elements(dtype: str, shape: str) -> np.ndarray | None:
-    """An array without elements, of a dtype's name and sizes with commas between them.
+    """Returns an array without elements, from a dtype's name and comma-separated sizes.
 
     Returns:
-      The array; None where the texts are those of none.
+      The array; None if the strings are invalid.
     """
     sizes = [int(size) for size in shape.split(",") if size.isdecimal() and len(size) < _DIGITS]
     if dtype not in DTYPES or 0 not in sizes or len(sizes) != shape.count(",") + 1:
@@ -66,22 +66,23 @@ def without_elements(dtype: str, shape: str) -> np.ndarray | None:
 
 @functools.cache
 def stored_dtype(dtype: np.dtype) -> np.dtype:
-    """The core Zarr dtype whose bits hold ``dtype``."""
-    if dtype.kind in _CORE_KINDS and dtype.isbuiltin == 1:
+    """Returns the core Zarr dtype whose bits hold ``dtype``."""
+    # 2 is one that a library has registered; numpy's own are 1, and 0 after newbyteorder("=").
+    if dtype.kind in _CORE_KINDS and dtype.isbuiltin != 2:
         return dtype
     return np.dtype(f"uint{8 * dtype.itemsize}")
 
 
 @functools.cache
 def itemsize_of(stored: str) -> int:
-    """Bytes of one number of a stored dtype."""
+    """Returns the bytes of one element of a stored dtype."""
     return np.dtype(stored).itemsize
 
 
 def can_store(dtype: np.dtype) -> bool:
-    """Whether an array comes back as it was: a dtype that its name says all of, and Zarr can hold.
+    """Returns whether an array of this dtype can be stored and restored exactly.
 
-    A name says nothing of the order of bytes.
+    The dtype's name must determine it completely; it does not include the byte order.
     """
     try:
         named = dtype_of(dtype.name)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of a file of extents, but for what is held in them: ``docs/format.md``.
+"""The file format of extents, except for their contents: ``docs/reference/format.md``.
 
-A block says how the file is divided, and is written once. Each extent begins with a block that says
-which piece of which stream follows it; its checksum covers it, and its field ``crc32c`` the stream
-up to the end of the piece, so that the last one of a stream has that of all of it.
+The first block describes the division of the file, and is written once. Each extent begins with a
+header block that identifies the piece of the stream that follows. The header has its own checksum;
+its field ``crc32c`` covers the stream up to the end of the piece, so the last piece has that of the
+whole stream.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ _HEAD_MAGIC, _HEAD = b"dckpexts", struct.Struct("<8sIQQ")
 _HEADER_MAGIC, _HEADER = b"dckpextn", struct.Struct("<8sIQIIQIH")
 _CRC = struct.Struct("<I")
 _KEY = re.compile(r"[a-z0-9.-]{1,200}")
+#: Counting by one never gets there; a greater one could not be counted on from.
+_MOST_SEQUENCE = 1 << 63
 
 
 class Division(NamedTuple):
     """How a file is divided.
 
     Attributes:
-      extent_bytes: of each extent, its header included; a multiple of ``BLOCK_BYTES``.
-      count: how many extents there are.
+      extent_bytes: size of each extent with its header; a multiple of ``BLOCK_BYTES``.
+      count: number of extents.
     """
 
     extent_bytes: int
@@ -38,22 +41,22 @@ class Division(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the whole file."""
+        """Size of the file in bytes."""
         return BLOCK_BYTES + self.count * self.extent_bytes
 
     @property
     def payload_bytes(self) -> int:
-        """What an extent holds at most."""
+        """Maximum payload of an extent in bytes."""
         return self.extent_bytes - BLOCK_BYTES
 
     def start(self, extent: int) -> int:
-        """Where an extent begins."""
+        """Returns the offset of an extent."""
         return BLOCK_BYTES + extent * self.extent_bytes
 
     def extents(self, nbytes: int) -> int:
-        """How many extents a stream takes.
+        """Returns the number of extents that a stream of ``nbytes`` needs.
 
-        Example:
+        Examples:
           >>> division = Division(8192, 6)
           >>> [division.extents(nbytes) for nbytes in (0, 4096, 4097)]
           [1, 1, 2]
@@ -62,15 +65,16 @@ class Division(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What an extent holds.
+    """The header of an extent.
 
     Attributes:
-      sequence: of the stream: greater than those of all before it; the newest where there is none.
-      number: which piece it is, from 0.
-      pieces: how many there are; 0 where the extent was let go, and holds nothing.
-      nbytes: of the piece.
-      crc32c: of the stream, from its beginning to the end of the piece.
-      key: of the stream.
+      sequence: sequence number of the stream, greater than all earlier ones; the newest if the
+        extent is free.
+      number: number of the piece, from 0.
+      pieces: number of pieces; 0 if the extent was freed.
+      nbytes: size of the piece in bytes.
+      crc32c: CRC32C of the stream, from its beginning to the end of the piece.
+      key: key of the stream.
     """
 
     sequence: int
@@ -82,23 +86,23 @@ class Header(NamedTuple):
 
 
 def division_block(division: Division) -> bytes:
-    """The first block of a file."""
+    """Returns the first block of a file."""
     return _block(_HEAD.pack(_HEAD_MAGIC, VERSION, *division))
 
 
 def read_division(block: bytes, name: str) -> Division:
-    """What the first block of a file says.
+    """Parses the first block of a file.
 
     Args:
-      block: it.
-      name: how errors name the file.
+      block: the block.
+      name: the file's name in errors.
 
     Raises:
       Damaged: it is altered, or that of another kind of file.
       FormatTooNew: a later version of deltackpt wrote it.
     """
     body = _checked(block)
-    action = "move the file away; what it holds is lost with it"
+    action = "move the file away; its contents are lost"
     if body is None or not body.startswith(_HEAD_MAGIC):
         raise Damaged(name, "a file of extents", f"one that begins with {block[:8]!r}", action)
     _, version, extent_bytes, count = _HEAD.unpack_from(body)
@@ -114,14 +118,15 @@ def read_division(block: bytes, name: str) -> Division:
 
 
 def header_block(header: Header) -> bytes:
-    """The first block of an extent.
+    """Returns the first block of an extent.
 
     Raises:
-      ValueError: the key is none that can be held.
+      ValueError: the key is invalid.
     """
     if header.pieces and not _KEY.fullmatch(header.key):
         raise ValueError(
-            f"{header.key!r}: expected a key of 1 to 200 small letters, digits, points and hyphens"
+            f"{header.key!r}: expected a key of 1 to 200 lower-case letters, digits, dots and "
+            "hyphens"
         )
     *numbers, key = header
     encoded = key.encode("ascii")
@@ -129,14 +134,15 @@ def header_block(header: Header) -> bytes:
 
 
 def read_header(block: bytes) -> Header | None:
-    """What the first block of an extent says; None where it is altered, or was never written."""
+    """Parses the first block of an extent; None if it is altered, or was never written."""
     body = _checked(block)
     if body is None or not body.startswith(_HEADER_MAGIC):
         return None
     _, _, *numbers, length = _HEADER.unpack_from(body)
     key = body[_HEADER.size : _HEADER.size + length].decode("latin-1")
     header = Header._make((*numbers, key))
-    return header if not header.pieces or _KEY.fullmatch(key) else None
+    is_sound = header.sequence <= _MOST_SEQUENCE and (not header.pieces or _KEY.fullmatch(key))
+    return header if is_sound else None
 
 
 def _block(body: bytes) -> bytes:

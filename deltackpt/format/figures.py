@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of what a save holds of each table, from its records."""
+"""Statistics of each table in a save, from its records."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class TableFigures:
       table: the table.
       field: ``values`` or ``slot.<name>``.
       codec: how its rows were stored.
-      reason: why so.
+      reason: why that codec was chosen.
       rows: rows written.
       nbytes: their bytes on disk.
       ratio: ``nbytes`` over the bytes of these rows unencoded.
-      relative_error: norm of what decoding changes over the norm of the rows; 0 where lossless.
+      relative_error: norm of the decoding error over the norm of the rows; 0 if lossless.
     """
 
     table: str
@@ -39,17 +39,17 @@ class TableFigures:
 
 
 class LeafFigures(NamedTuple):
-    """One dense leaf in a delta that has it as blocks, or what a process has of it.
+    """One dense leaf that a delta stores as blocks, or one process's part of it.
 
     Attributes:
       leaf: its path.
-      codec: ``exact``, or the lossy one that was used.
-      reason: why another one than was asked for; empty where it is that.
-      raw_bytes: of the leaf itself.
-      nbytes: on disk.
-      blocks: of 256 numbers that it has; 1 where it is too small for them.
-      changed_blocks: of these, the ones that are stored.
-      relative_error: norm of what decoding changes over the norm of the leaf; 0 where lossless.
+      codec: ``lossless``, or the lossy codec that was used.
+      reason: why the codec differs from the configured one; empty if it does not.
+      raw_bytes: unencoded bytes of the leaf itself.
+      nbytes: bytes on disk.
+      blocks: number of its blocks of 256 elements; 1 if it is smaller than a block.
+      changed_blocks: number of blocks that are stored.
+      relative_error: norm of the decoding error over the norm of the leaf; 0 if lossless.
     """
 
     leaf: str
@@ -63,7 +63,7 @@ class LeafFigures(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[LeafFigures]) -> LeafFigures:
-        """Those of a leaf by those of its chunks, of which the greatest error counts."""
+        """Combines the figures of a leaf's chunks; the largest error is kept."""
         return cls(
             leaf=parts[0].leaf,
             codec="+".join(sorted({part.codec for part in parts})),
@@ -79,15 +79,15 @@ class LeafFigures(NamedTuple):
 def table_figures(
     groups: Sequence[GroupEntry], tables: Sequence[TableEntry], segments: Sequence[Segment]
 ) -> tuple[TableFigures, ...]:
-    """What segments hold of each table, by field.
+    """Returns figures of the rows that segments hold of each table, by field.
 
-    A field's bytes are shared out by rows. The bytes of the row numbers, which serve all fields
-    of a segment, are in none of them.
+    A field's bytes are divided among tables in proportion to their rows. Row indices, which all
+    fields of a segment share, are not counted.
 
     Args:
-      groups: of the save.
-      tables: of the save.
-      segments: of one part, or of all.
+      groups: groups of the save.
+      tables: tables of the save.
+      segments: segments of one part, or of all.
     """
     found = []
     for group in groups:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames of a log: what a process wrote between two steps, each chained to the one before.
+"""WAL frames: what a process appends between two steps, each frame chained to the previous one.
 
-A frame is a fixed part, a head (a record as msgpack) and a body (bytes). The checksum of its fixed
-part and head goes on from that of the body before, and that of its body from that of its head, so
-that no frame can be altered, left out, repeated or exchanged unnoticed. A head says how long its
-body is: looking through a log reads no rows.
+A frame consists of a prefix, a head (a msgpack record) and a body (bytes). The checksum of prefix
+and head continues that of the previous body, and the body's checksum continues that of the head. No
+frame can therefore be altered, omitted, repeated or swapped undetected. Heads contain the body's
+length, so scanning a log reads no rows.
 
-A *mark* ends what one call of ``log()`` has written. A segment begins with a ``begin`` frame, from
-which the next goes on, so that those after it hold where earlier ones were trimmed.
+A mark frame completes the WAL record of one ``append()`` call. A segment starts with a ``begin``
+frame that continues the chain, so later segments remain valid after earlier ones are trimmed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAGIC = b"DLOG"
 #: Magic, version, kind, part, process, seq, step, bytes of the head and of the body.
 _FIXED = struct.Struct("<4sBBHIQQIQ")
 _CRC = struct.Struct("<I")
-#: What stands before the head of a frame.
+#: The prefix, before the head of a frame.
 PREFIX_BYTES = _FIXED.size + _CRC.size
 CRC_BYTES = _CRC.size
 #: A body is cut so that it has no more, but for a single row, or a single leaf, that does.
@@ -54,7 +54,7 @@ Sizes = tuple[tuple[int, ...], ...]
 
 
 class Kind(enum.IntEnum):
-    """What a frame holds."""
+    """Frame types."""
 
     BEGIN = 0
     ROWS = 1
@@ -66,7 +66,7 @@ class Kind(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class After:
-    """The last frame of an earlier part that counts: what that part holds beyond it does not."""
+    """The last valid frame of an earlier part; later frames of that part are ignored."""
 
     part: int
     seq: int
@@ -74,12 +74,12 @@ class After:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeginHead:
-    """Begins a segment.
+    """Head of the first frame of a segment.
 
     Attributes:
-      stretch: of the log.
-      crc32c: what the next frame goes on from; its seq is that of this frame.
-      after: of the first segment of a part but the first: where it goes on.
+      stretch: sequence number of the epoch.
+      crc32c: checksum that the next frame continues; its seq is that of this frame.
+      after: for the first segment of a later part: the frame that it continues.
     """
 
     stretch: int
@@ -93,7 +93,7 @@ class RowsHead:
 
     Attributes:
       segment: the rows.
-      sizes: of the arrays that are compressed.
+      sizes: sizes of the compressed arrays.
     """
 
     segment: Segment
@@ -101,22 +101,22 @@ class RowsHead:
 
     @property
     def arrays(self) -> tuple[ArrayEntry, ...]:
-        """Those of the body, in order."""
+        """The arrays of the body, in order."""
         return self.segment.arrays
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseValue:
-    """A key of the dense item, as Orbax lays it out, and how many bytes of the body are its value.
+    """One value of the dense item, in Orbax's layout, and its number of bytes in the frame's body.
 
     Attributes:
-      key: a key of the database; or a file of the item, by its path in it.
+      key: its key in the database; for a file, its path in the item.
       file: whether it is a file.
-      nbytes: in the body.
-      decoded_bytes: of the value itself.
-      itemsize: of the numbers that it holds.
-      against: seq of the frame that holds the value which these bytes are the difference to, by
-        ``xor``, of byte planes, by zstd; None where the body has the value itself.
+      nbytes: its bytes in the body.
+      decoded_bytes: size of the decoded value in bytes.
+      itemsize: bytes per element.
+      against: seq of the frame with the value that this one was XORed with. The result is split
+        into byte planes and compressed with zstd. None if the body holds the value itself.
     """
 
     key: str
@@ -129,20 +129,20 @@ class DenseValue:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseHead:
-    """Dense leaves of a full mark, by the keys of Orbax's layout."""
+    """Dense leaves of a full record, by key in Orbax's layout."""
 
     values: tuple[DenseValue, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlocksHead:
-    """Some dense leaves of a full mark, as blocks; the arrays of all segments are the body.
+    """Some dense leaves of a full record, as blocks; the body holds the arrays of all segments.
 
     Attributes:
-      record: which leaves, and what is stored of them.
-      against: number of the call whose mark holds what these leaves were before, in frames of this
-        kind; None where nothing of them is missing. All frames of a mark have the same.
-      sizes: of the arrays that are compressed.
+      record: the leaves, and their stored blocks.
+      against: number of the ``append()`` call whose record holds the previous values of these
+        leaves; None if this frame has them in full. Equal in all frames of a record.
+      sizes: sizes of the compressed arrays.
     """
 
     record: DenseBlocks
@@ -151,13 +151,13 @@ class BlocksHead:
 
     @property
     def arrays(self) -> tuple[ArrayEntry, ...]:
-        """Those of the body, in order."""
+        """The arrays of the body, in order."""
         return tuple(entry for segment in self.record.segments for entry in segment.arrays)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoggedItem:
-    """A further item of a mark, and how many bytes of the body it has."""
+    """An additional item of a record, and its number of bytes in the frame's body."""
 
     name: str
     kind: Literal["bytes", "json"]
@@ -166,21 +166,21 @@ class LoggedItem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ItemsHead:
-    """Further items of a mark."""
+    """Further items of a record."""
 
     items: tuple[LoggedItem, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MarkHead:
-    """Ends what one call of ``log()`` wrote.
+    """Head of the frame that completes a record.
 
     Attributes:
-      save_id: of the mark, whose ``attempt`` is the number of the call.
-      parent: of the mark, or of the step, since which the rows are.
+      save_id: id of the record; its ``attempt`` is the number of the ``append()`` call.
+      parent: the record or step that the rows are relative to.
       full: whether all dense leaves are among the frames.
-      frames: how many there are since the mark before; this one does not count.
-      unix_ns: when it was taken, nanoseconds since 1970.
+      frames: number of frames since the previous record, without this one.
+      unix_ns: when it was captured, in nanoseconds since 1970.
     """
 
     save_id: SaveId
@@ -203,7 +203,7 @@ _KINDS = {head: kind for kind, head in _HEADS.items()}
 
 
 class Place(NamedTuple):
-    """Where a frame stands in the log of a process, and of which step it is."""
+    """The position of a frame in the log of a process, and its step."""
 
     part: int
     process: int
@@ -212,12 +212,12 @@ class Place(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A frame as it is written.
+    """An encoded frame.
 
     Attributes:
-      buffers: its bytes, end to end.
-      nbytes: of all of them.
-      crc32c: what the next frame goes on from.
+      buffers: its bytes, in consecutive buffers.
+      nbytes: total size in bytes.
+      crc32c: checksum that the next frame continues.
     """
 
     buffers: list[memoryview]
@@ -226,7 +226,7 @@ class Encoded(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """What stands before the head of a frame, of which nothing is believed yet."""
+    """The prefix of a frame; unverified."""
 
     kind: int
     place: Place
@@ -237,7 +237,7 @@ class Prefix(NamedTuple):
 
     @property
     def version(self) -> int:
-        """Of the format."""
+        """Version of the format."""
         return self.covered[len(MAGIC)]
 
     @property
@@ -247,13 +247,13 @@ class Prefix(NamedTuple):
 
 
 def encode(place: Place, head: Head, body: Iterable[Sequence[Buffer]], crc32c: int) -> Encoded:
-    """A frame that goes on from another one.
+    """Encodes a frame that continues another one.
 
     Args:
-      place: where it stands.
-      head: what it holds.
-      body: arrays, each in contiguous pieces; they are padded to whole words.
-      crc32c: what the frame before gave; 0 for the first of a segment.
+      place: its position.
+      head: its header.
+      body: arrays, each in contiguous pieces; each is padded to a whole word.
+      crc32c: checksum of the previous frame; 0 for the first of a segment.
     """
     packed = records.packed(_as_map(head))
     parts = [part for pieces in body for part in _padded(pieces)]
@@ -271,14 +271,14 @@ def encode(place: Place, head: Head, body: Iterable[Sequence[Buffer]], crc32c: i
 
 
 def prefix_of(data: bytes | memoryview, name: str) -> Prefix:
-    """What stands before the head of a frame.
+    """Parses the prefix of a frame.
 
     Args:
-      data: ``PREFIX_BYTES`` of them.
-      name: how errors name the frame.
+      data: ``PREFIX_BYTES`` bytes.
+      name: the frame's name in errors.
 
     Raises:
-      Damaged: no frame begins so.
+      Damaged: the bytes are not a frame's prefix.
     """
     fixed = bytes(data[: _FIXED.size])
     magic, _, kind, *place, head_bytes, body_bytes = _FIXED.unpack(fixed)
@@ -291,23 +291,23 @@ def prefix_of(data: bytes | memoryview, name: str) -> Prefix:
 
 
 def head_of(prefix: Prefix, data: bytes | memoryview, crc32c: int, name: str) -> Any:
-    """The head of a frame, checked with what stands before it.
+    """Parses and verifies the head of a frame together with its prefix.
 
     Args:
-      prefix: of ``prefix_of``.
-      data: its head.
-      crc32c: what the frame before gave; a ``begin`` frame goes on from nothing.
-      name: how errors name the frame.
+      prefix: the result of ``prefix_of``.
+      data: the bytes of the header.
+      crc32c: checksum of the previous frame; a ``begin`` frame continues none.
+      name: the frame's name in errors.
 
     Raises:
-      Damaged: it is altered, is no head, or does not go on from the frame before.
+      Damaged: it is altered, is not a head, or does not continue the previous frame.
       FormatTooNew: a later version of deltackpt wrote it.
     """
     seed = 0 if prefix.kind == Kind.BEGIN else crc32c
     found = google_crc32c.extend(google_crc32c.extend(seed, prefix.covered), bytes(data))
     if found != prefix.crc32c:
         raise Damaged(name, f"crc32c {prefix.crc32c:08x}", f"crc32c {found:08x}")
-    # Where the checksum is right no flipped bit has made it a later version.
+    # With a valid checksum, it is really a later version and not a flipped bit.
     if prefix.version > VERSION:
         raise FormatTooNew(
             f"{name}: expected frames of version {VERSION} or below, found {prefix.version}; "
@@ -326,19 +326,19 @@ def head_of(prefix: Prefix, data: bytes | memoryview, crc32c: int, name: str) ->
 
 
 def body_crc32c(data: bytes | memoryview) -> int:
-    """What stands behind the body of a frame: the checksum that the next one goes on from."""
+    """Returns the checksum after a frame's body, which the next frame continues."""
     (crc,) = _CRC.unpack(data)
     return crc
 
 
 def check_body(body: memoryview, head_crc32c: int, expected: int, name: str) -> None:
-    """Checks the body of a frame.
+    """Verifies the body of a frame.
 
     Args:
-      body: it.
-      head_crc32c: the checksum of its head, from which its own goes on.
-      expected: what stands behind it.
-      name: how errors name the frame.
+      body: the body.
+      head_crc32c: checksum of its header, which the body's checksum continues.
+      expected: the checksum stored after the body.
+      name: the frame's name in errors.
 
     Raises:
       Damaged: it is altered.
@@ -349,7 +349,7 @@ def check_body(body: memoryview, head_crc32c: int, expected: int, name: str) -> 
 
 
 def extended(crc: int, data: memoryview) -> int:
-    """A checksum with further bytes; long ones in pieces, as the interpreter's lock is held."""
+    """Returns a checksum extended by more bytes; works in pieces, because it holds the GIL."""
     if not data.nbytes:
         return crc
     view = np.frombuffer(data, np.uint8)
@@ -361,17 +361,17 @@ def extended(crc: int, data: memoryview) -> int:
 
 
 def chunk_rows(entry: ArrayEntry, number: int) -> int:
-    """Rows of a chunk: of the last one those that are left."""
+    """Returns the number of rows of a chunk; the last one may have fewer."""
     return min(entry.chunk_rows, entry.shape[0] - number * entry.chunk_rows)
 
 
 def chunk_bytes(entry: ArrayEntry, number: int) -> int:
-    """Bytes of a chunk before any compression."""
+    """Returns the uncompressed bytes of a chunk."""
     return entry.nbytes // entry.shape[0] * chunk_rows(entry, number)
 
 
 def pieces_of(sizes: Sequence[int], body: memoryview, name: str) -> list[memoryview]:
-    """The bytes of each array, value, or item, in a body.
+    """Returns the bytes of each array, value or item in a body.
 
     Raises:
       Damaged: the body has another length.
@@ -409,10 +409,10 @@ def _bytes_of(buffer: Buffer) -> memoryview:
 
 
 def _check(head: Any, prefix: Prefix) -> None:
-    """Checks what a head says by itself.
+    """Checks a head on its own.
 
     Raises:
-      Unsound: it cannot be.
+      Unsound: the head is invalid.
     """
     if isinstance(head, RowsHead):
         try:
@@ -441,7 +441,7 @@ def _check(head: Any, prefix: Prefix) -> None:
             require(save_id.step <= MOST, f"at most {MOST}", save_id.step, f"{place}.step")
         step = prefix.place.step
         require(head.save_id.step == step, f"step {step}", head.save_id.step, "save_id.step")
-        # Whoever goes from marks to their parents comes to an end.
+        # Guarantees that following records to their parents ends.
         above = head.parent.step
         require(above <= step, f"a step up to {step}", above, "parent.step")
     if not isinstance(head, (BeginHead, MarkHead)):

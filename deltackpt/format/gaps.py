@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Row gaps: sorted unique rows as differences, which compress to about 9 bits per row at 5 %.
 
-The first gap is the first row itself; every further one is the distance to the row before.
+The first gap is the first row itself; every other gap is the distance to the previous row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from deltackpt.errors import Damaged
 
 
 def encode_gaps(rows: np.ndarray) -> np.ndarray:
-    """Gaps of sorted unique rows, (n,) uint32 where they fit, else uint64."""
+    """Returns the gaps of sorted unique rows, (n,) uint32 if they fit, else uint64."""
     gaps = np.diff(rows, prepend=0)
     wide = gaps.size and int(gaps.max()) > np.iinfo(np.uint32).max
     return gaps.astype(np.uint64 if wide else np.uint32)
@@ -21,12 +21,12 @@ def encode_gaps(rows: np.ndarray) -> np.ndarray:
 def decode_gaps(
     gaps: np.ndarray, *, total_rows: int, name: str, after: int | None = None
 ) -> np.ndarray:
-    """Rows, (n,) int64 ascending.
+    """Returns the rows of some gaps, (n,) int64 ascending.
 
     Args:
-      gaps: what ``encode_gaps`` gave, or a part of it.
+      gaps: the result of ``encode_gaps``, or a part of it.
       total_rows: rows of the virtual table.
-      name: how errors name the array.
+      name: the array's name in errors.
       after: the row before the part; None for the first.
 
     Raises:

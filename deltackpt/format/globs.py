@@ -7,12 +7,12 @@ import functools
 import re
 from collections.abc import Iterable
 
-#: How many paths an error lists before it says how many more there are.
+#: Maximum number of paths that an error lists.
 _LISTED = 40
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names one per line for an error message, the first few where there are many."""
+    """Formats names one per line for an error message; only the first few of many."""
     names = sorted(names)
     lines = [f"  {name}" for name in names[:_LISTED]]
     if len(names) > _LISTED:
@@ -21,20 +21,20 @@ def listed(names: Iterable[str]) -> str:
 
 
 def meant(name: str, names: Iterable[str], error: type[Exception]) -> str:
-    """The path that a name means among some: itself, else the only one that ends with it.
+    """Returns the path that a name refers to: itself, or the only one that ends with it.
 
     Args:
       name: a '/'-joined path, or the last steps of one: ``users`` for ``params/tables/users``.
       names: the paths.
-      error: what to raise where the name says too little.
+      error: type of the error for an ambiguous name.
 
     Returns:
-      The path; the name as it is where no path ends with it.
+      The path; the name itself if no path ends with it.
 
     Raises:
       error: several paths end with it; the message lists them.
 
-    Example:
+    Examples:
       >>> meant("users", ["tables/users", "tables/items"], ValueError)
       'tables/users'
     """
@@ -44,8 +44,8 @@ def meant(name: str, names: Iterable[str], error: type[Exception]) -> str:
         return name
     if len(ends) > 1:
         raise error(
-            f"table {name!r}: expected the end of exactly one path, found it to end several\n"
-            f"{listed(ends)}\ngive more of the path"
+            f"table {name!r}: expected the end of exactly one path, found several\n"
+            f"{listed(ends)}\nuse more of the path"
         )
     return ends.pop()
 
@@ -75,6 +75,6 @@ def _glob(pattern: str) -> re.Pattern[str]:
 
 
 def matches(pattern: str | re.Pattern[str], name: str) -> bool:
-    """Whether a path's text matches one glob or compiled pattern, from end to end."""
+    """Returns whether a path matches a glob or compiled pattern completely."""
     compiled = _glob(pattern) if isinstance(pattern, str) else pattern
     return compiled.fullmatch(name) is not None

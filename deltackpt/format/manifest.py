@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a save holds: frozen records and their bytes. No I/O, no jax.
+"""Manifests: frozen records of what a save holds, and their encoding. No I/O, no JAX.
 
-What they mean is specified in ``docs/format.md``.
+``docs/reference/format.md`` specifies them.
 """
 
 from __future__ import annotations
@@ -13,20 +13,26 @@ from typing import Any, Literal
 
 import google_crc32c
 
-from deltackpt.errors import FormatTooNew
 from deltackpt.format import blocks, dense_blocks, records
 from deltackpt.format.dense_blocks import DenseBlocks
 from deltackpt.format.records import Unsound
 from deltackpt.format.segments import FieldSpec, GroupEntry, Segment
-from deltackpt.format.soundness import MOST, check_segment, is_name, require
+from deltackpt.format.soundness import (
+    check_save_id,
+    check_segment,
+    features_in,
+    is_name,
+    refuse_unknown,
+    require,
+)
 
 #: What the bytes of a manifest begin with.
 MAGIC = "deltackpt.manifest"
 #: Features that a reader must know to read a step; unknown ones raise FormatTooNew.
 KNOWN_FEATURES: frozenset[str] = frozenset({"encodings", "parts", "rolling", "dense_blocks"})
-#: Needed by what is not stored ``raw``: rows may stand beside their codes.
+#: Required unless everything is stored ``raw``: rows may be stored next to their codes.
 ENCODINGS = "encodings"
-#: Needed by what several processes wrote: only process 0's manifest says what the tables are.
+#: Required for saves by several processes: only process 0's manifest describes the tables.
 PARTS = "parts"
 #: Needed by a save from which a restore may go back a few saves only, not to a base.
 ROLLING = "rolling"
@@ -42,6 +48,8 @@ MOST_PARENTS = 64
 #: Kinds of the steps of a key path.
 _PATH_KINDS = ("dict", "seq", "attr", "flat")
 Kind = Literal["base", "delta"]
+#: How a save found the touched rows; "" if nothing tracked them.
+TrackingName = Literal["touched", "fingerprints", ""]
 #: One typed step of a key path: ("dict", key), ("seq", index), ("attr", name) or ("flat", index).
 KeyEntry = tuple[str, str | int]
 KeyPath = tuple[KeyEntry, ...]
@@ -69,7 +77,7 @@ class ParentRef:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseRef:
-    """A compacted base: the save that it stands for, and the bytes of its arrays."""
+    """A compacted base: the save that it replaces, and the bytes of its arrays."""
 
     save_id: SaveId
     nbytes: int
@@ -77,14 +85,14 @@ class BaseRef:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RollingShare:
-    """The share of all rows that a delta of a rolling base holds besides the touched ones.
+    """The share of all rows that a delta of a rolling base holds in addition to the touched ones.
 
     Attributes:
-      window: in how many saves every row is written.
-      number: which share it is, from 0 on: of a table of n rows those from ``n * number // window``
-        to ``n * (number + 1) // window``.
-      filled: how many saves in a row, along the chain and up to this one, have written theirs;
-        ``window`` where there are more.
+      window: number of saves within which every row is written.
+      number: index of the share. For a table of n rows, it is the rows from
+        ``n * number // window`` to ``n * (number + 1) // window``.
+      filled: number of consecutive saves, along the chain and up to this one, that have written
+        their share; at most ``window``.
     """
 
     window: int
@@ -112,10 +120,10 @@ class RollingShare:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableEntry:
-    """One table: where its leaf and its slots' leaves stand in the state, and in its group.
+    """One table: the paths of its leaves in the state, and its place in its group.
 
-    ``leaves`` maps a field name to the key path of its leaf; a leaf of a field with trailing
-    shape t has shape (rows, *t).
+    ``leaves`` maps a field name to the key path of its leaf; a leaf of a field with trailing shape
+    t has shape (rows, *t).
     """
 
     name: str
@@ -143,7 +151,7 @@ class Layout:
       groups: the groups, named ``g0``, ``g1``, ... in the order of their first table.
       tables: the tables in the order of their names.
       dense: every leaf that is neither table nor slot nor TouchState.
-      tracking_paths: where TouchStates stand; they are never saved.
+      tracking_paths: paths of TouchStates, which are never saved.
     """
 
     groups: tuple[GroupEntry, ...]
@@ -157,7 +165,7 @@ class Layout:
         return {group.name: group for group in self.groups}
 
     def has_rows_of(self, other: Layout) -> bool:
-        """Whether the tables and slots of another layout are those of this one, by their names.
+        """Returns whether another layout has the same tables and slots, by name.
 
         The types of the containers around them may differ: a state that was imported as plain
         dicts is restored into a ``TrainState``.
@@ -178,16 +186,16 @@ WHOLE_SHARE = 1 << 32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cover:
-    """Where the rows of a part lie in one group: no others are in it, not all of them need be.
+    """The region of a group that contains a part's rows, not necessarily all of the region.
 
-    Its size does not grow with the number of tables where a mesh shards them all alike.
+    Its size does not grow with the number of tables if a mesh shards all of them alike.
 
     Attributes:
       group: the group.
-      tables: spans of the tables that it has rows of, numbered in the order of their offsets.
-      share: of each of these tables, the rows from ``share[0]`` to ``share[1]``, in units of
-        ``rows / WHOLE_SHARE``.
-      columns: of the fields that are as wide as the table.
+      tables: ranges of the tables that it has rows of, numbered in the order of their offsets.
+      share: range of rows within each of these tables, from ``share[0]`` to ``share[1]``, in
+        units of ``rows / WHOLE_SHARE``.
+      columns: columns of the fields that are as wide as the table.
     """
 
     group: str
@@ -198,13 +206,13 @@ class Cover:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """What process 0 says of the part of another process, or of its own.
+    """Process 0's index entry for a part.
 
     Attributes:
-      process: which.
+      process: index of the process.
       crc32c: CRC32C of the bytes of its manifest; 0 in process 0's own.
       nbytes: bytes of its arrays, before any compression.
-      covers: where its rows lie.
+      covers: regions that contain its rows.
     """
 
     process: int
@@ -215,10 +223,10 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What one process wrote of one save.
+    """One process's part of a save.
 
-    Where there are several, that of process 0 comes last and speaks for all: ``groups``,
-    ``tables``, ``dense`` and ``tracking_paths`` are in it alone.
+    With several processes, process 0's manifest is written last and describes all: only it contains
+    ``groups``, ``tables``, ``dense`` and ``tracking_paths``.
     """
 
     kind: Kind
@@ -255,16 +263,18 @@ class Manifest:
     covers: tuple[Cover, ...] = ()
     #: What was touched of the rows whose stamps other processes hold too; of parts but process 0's.
     shared_stamps: dict[str, int] = dataclasses.field(default_factory=dict)
-    #: Every part, by process; in the manifest of process 0, where there are several.
+    #: Every part, by process; only in process 0's manifest, for several processes.
     parts: tuple[Part, ...] = ()
-    #: The dense leaves, where they are blocks of this item; of a delta, and of each part its own.
+    #: The dense leaves, if they are blocks of this item; in deltas, for each part its own.
     dense_blocks: DenseBlocks | None = None
     #: Bytes of the dense leaves of a base, against which deltas have theirs as blocks; 0 elsewhere.
     dense_bytes: int = 0
+    #: How the manager found touched rows. Process 0's alone.
+    tracking: TrackingName = ""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays, before any compression; of all parts where it speaks for them."""
+        """Bytes of its arrays, before any compression; of all parts if it describes them."""
         return nbytes_of(self)
 
     @property
@@ -274,7 +284,7 @@ class Manifest:
 
 
 def nbytes_of(record: Any) -> int:
-    """Bytes of the arrays of a manifest, or of an outline; of all parts where it names them."""
+    """Returns the bytes of a manifest's or outline's arrays; of all parts if it describes them."""
     if record.parts:
         return sum(part.nbytes for part in record.parts)
     dense = () if record.dense_blocks is None else record.dense_blocks.segments
@@ -288,7 +298,7 @@ def cover(
     rows: range | blocks.Ranges,
     columns: Iterable[tuple[int, int]],
 ) -> Cover:
-    """The cover of some virtual rows, at least one, and columns of a group."""
+    """Returns the region of some virtual rows (at least one) and columns of a group."""
     held, low, high = [], WHOLE_SHARE, 0
     for number, table in enumerate(members(group, tables)):
         part = rows[blocks.row_slice(rows, table.offset, table.offset + table.rows)]
@@ -308,25 +318,28 @@ def cover(
 
 
 def path_name(path: KeyPath) -> str:
-    """A path as text: its steps joined with '/'."""
+    """Returns a path as a string: its components joined with '/'."""
     return "/".join(str(step) for _, step in path)
 
 
 def plan_crc32c(record: Manifest) -> int:
-    """CRC32C of what all processes must agree on: tables, groups, codecs, dense leaves."""
+    """Returns the CRC32C of the data that all processes must agree on.
+
+    They are tables, groups, codecs and dense leaves.
+    """
     names = ("groups", "tables", "dense", "tracking_paths")
     return google_crc32c.value(records.packed({name: getattr(record, name) for name in names}))
 
 
 def members(group: GroupEntry, tables: Iterable[TableEntry]) -> list[TableEntry]:
-    """A group's tables in the order of their offsets, which is that of ``Encoding``'s figures."""
+    """Returns a group's tables by offset, in the order of ``Encoding``'s figures."""
     return sorted((t for t in tables if t.group == group.name), key=lambda t: t.offset)
 
 
 def with_codecs(
     groups: Iterable[GroupEntry], codec_of: Callable[[GroupEntry, FieldSpec], str]
 ) -> tuple[GroupEntry, ...]:
-    """The groups with another codec for each of their fields."""
+    """Returns the groups with other codecs for their fields."""
     return tuple(
         dataclasses.replace(
             group,
@@ -347,8 +360,7 @@ def from_bytes(data: bytes, cls: type = Manifest, *, name: str, magic: str = MAG
     """Decodes bytes of ``to_bytes``; ``name`` names the object in errors.
 
     Raises:
-      Damaged: the bytes are truncated, altered or not a record of this kind; or it says what no
-        such record can.
+      Damaged: the bytes are truncated, altered, not a record of this kind, or invalid.
       FormatTooNew: a later version wrote it, or it needs a feature unknown here.
     """
     if cls is Manifest:
@@ -360,7 +372,7 @@ def from_bytes(data: bytes, cls: type = Manifest, *, name: str, magic: str = MAG
     fields = records.fields_of(data, name=name, magic=magic)
     try:
         if cls is Manifest:
-            _check_features(fields, name)
+            refuse_unknown(features_in(fields), KNOWN_FEATURES, name)
         record = records.built(cls, fields)
         if isinstance(record, Manifest):
             _check(record)
@@ -369,22 +381,11 @@ def from_bytes(data: bytes, cls: type = Manifest, *, name: str, magic: str = MAG
     return record
 
 
-def _check_features(fields: dict[str, Any], name: str) -> None:
-    features = fields.get("features", [])
-    if type(features) is not list or not all(type(feature) is str for feature in features):
-        raise Unsound("names of features", features, "features")
-    if unknown := set(features) - KNOWN_FEATURES:
-        raise FormatTooNew(
-            f"{name}: needs features {sorted(unknown)}, unknown to this deltackpt; "
-            "install a newer deltackpt"
-        )
-
-
 def _check(record: Manifest) -> None:
-    """Checks what a manifest says by itself; ``bounds`` checks it against its groups.
+    """Checks a manifest on its own; ``bounds`` checks it against its groups.
 
     Raises:
-      Unsound: it cannot be.
+      Unsound: the manifest is invalid.
     """
     check_ids(record)
     if not _sound_paths.has(record.tables, record.dense, record.tracking_paths):
@@ -403,10 +404,10 @@ def _check(record: Manifest) -> None:
 
 
 def check_ids(record: Any) -> None:
-    """Checks what a manifest, or an outline of one, says of which save it is.
+    """Checks the identity of the save in a manifest or outline.
 
     Raises:
-      Unsound: there is no such save.
+      Unsound: the identity is invalid.
     """
     ids = [("save_id", record.save_id)]
     if record.parent is not None:
@@ -414,8 +415,7 @@ def check_ids(record: Any) -> None:
         directory = record.parent.step_dir
         require(is_name(directory), "the name of a directory", directory, "parent.step_dir")
     for place, save_id in ids:
-        require(is_name(save_id.run), "the id of a run", save_id.run, f"{place}.run")
-        require(save_id.step <= MOST, f"at most {MOST}", save_id.step, f"{place}.step")
+        check_save_id(save_id, place)
     if (rolling := record.rolling) is not None:
         window, number, filled = rolling.window, rolling.number, rolling.filled
         require(window > 1, "at least 2 saves", window, "rolling.window")
@@ -428,17 +428,17 @@ def check_ids(record: Any) -> None:
 
 
 def check_paths(record: Any) -> None:
-    """Checks where a record of tables and dense leaves says that they stand.
+    """Checks the paths of tables and dense leaves in a record.
 
     Raises:
-      Unsound: there is no such place.
+      Unsound: a path is invalid.
     """
     for path in key_paths(record):
         require(all(_is_key(*entry) for entry in path), "a key path", path)
 
 
 def key_paths(record: Any) -> Iterator[KeyPath]:
-    """Where everything that a record, or a layout, names stands in the state."""
+    """Yields the paths of everything that a record or layout names in the state."""
     for table in record.tables:
         yield from table.leaves.values()
     for leaf in record.dense:

@@ -5,30 +5,32 @@ Inside an Orbax step directory::
 
     <step>/
       embeddings/                      the item of DeltaHandler (its name is the user's)
-        manifest.<process>.msgpack     written last of its part
+        manifest.<process>.msgpack     written last in its part
         digests.<process>.msgpack      length and CRC32C of every file of the part
         part.<process>/<segment>/<array>/zarr.json, c/...
-      dense/                           Orbax's own PyTree item
-      digests.step.<process>.msgpack   the dense files of one of several processes
+      dense/                           an Orbax PyTree item
+      digests.step.<process>.msgpack   the dense files of one process, if there are several
       digests.step.msgpack             everything else in the step, written just before the commit
 
 Beside the steps::
 
     compacted/
-      lock                             held by the one compactor of the directory
-      <step>/<item>/                   a base that stands for the item of the step
-        dense/                         Orbax's item, where the step has dense leaves as blocks
-      <step>.<id>.tmp/                 one that is being folded
-    kept.msgpack                       what the trainer's policy of retention keeps
+      lock                             held by the compactor of the directory
+      <step>/<item>/                   a base that replaces the item of the step
+        dense/                         Orbax's item, if the step stores dense leaves as blocks
+      <step>.<id>.tmp/                 a base that is being merged
+    kept.msgpack                       the steps that the preservation policy keeps
     log/
-      <stretch>.msgpack                the head of a stretch: what its log goes on from
-      <stretch>/<process>/<part>-<seq>.seg   frames, end to end
+      <epoch>.msgpack                  the header of a WAL epoch, with its fork point
+      <epoch>/head.msgpack             a copy of the header
+      <epoch>/<process>/<part>-<seq>.seg     segments: consecutive frames
 """
 
 from __future__ import annotations
 
 import operator
 import re
+import reprlib
 import urllib.parse
 import uuid
 from typing import NamedTuple, Protocol, Self, SupportsIndex, TypeVar
@@ -40,15 +42,15 @@ DENSE_ITEM = "dense"
 STEP_DIGESTS = "digests.step.msgpack"
 #: Longest name that file systems take.
 _NAME_BYTES = 255
-#: What Orbax says of a step: its items, metrics and times.
+#: Orbax's metadata of a step: its items, metrics and times.
 STEP_METADATA = "_CHECKPOINT_METADATA"
 #: Orbax's item of what was measured at a step, and the file in it.
 METRICS = "metrics"
 #: What Orbax looks for where directories cannot be renamed.
 COMMIT_SUCCESS = "commit_success.txt"
-#: What Orbax's PyTree handler says of an item's leaves, in the item.
+#: Orbax's metadata of an item's leaves, in the item.
 PYTREE_METADATA = "_METADATA"
-#: Every file of Orbax's and ours that stands beside the items of a step.
+#: Every file of Orbax and deltackpt next to the items of a step.
 _STEP_FILES = (STEP_DIGESTS, STEP_METADATA, COMMIT_SUCCESS)
 #: What Orbax calls an item, or a step, that is not whole yet.
 TEMPORARY = ".orbax-checkpoint-tmp"
@@ -56,22 +58,24 @@ TEMPORARY = ".orbax-checkpoint-tmp"
 ROLLED_BACK = "rolled-back"
 #: Steps that are being deleted: renamed here first, then emptied.
 TRASH = "deleted"
-#: Bases that compaction folded, beside the steps that they stand for.
+#: Compacted bases, next to the steps that they replace.
 COMPACTED = "compacted"
 COMPACTION_LOCK = "lock"
-#: What was logged between steps, beside them.
+#: The write-ahead log, next to the steps.
 LOG = "log"
+#: The copy of a WAL epoch's header, next to its segments.
+HEAD_COPY = "head.msgpack"
 #: What the trainer's policy of retention keeps.
 KEPT = "kept.msgpack"
 #: The newest step that a record can hold: an int64.
 LAST_STEP = (1 << 63) - 1
-#: What a copy has not finished yet; hidden, so that nobody takes it for a step.
+#: Unfinished copies; hidden, so that they are not taken for steps.
 COPYING = ".copying"
 #: Markers of what is whole in an object store.
 COPIED = "copied"
 GAPS = "rows.gaps"
 
-#: Folder of the nodes of a database, where they do not stand beside values in "d/".
+#: Folder of a database's nodes, if they are not stored with the values in "d/".
 DENSE_NODES = "n/"
 
 _MANIFEST = re.compile(r"manifest\.(\d+)\.msgpack")
@@ -92,7 +96,7 @@ _COMPACTION = re.compile(r".+\.[0-9a-f]{32}\.tmp")
 
 
 def is_item_name(name: object) -> bool:
-    """Whether an item may be called so: one folder in a step, with a name to itself."""
+    """Returns whether a name is valid for an item: one unique folder in a step."""
     if not isinstance(name, str) or name in ("", ".", "..", DENSE_ITEM, *_STEP_FILES):
         return False
     if {"/", "\0"}.intersection(name) or any("\ud800" <= one <= "\udfff" for one in name):
@@ -103,12 +107,12 @@ def is_item_name(name: object) -> bool:
 
 
 def manifest_name(process: int) -> str:
-    """Name of a process's manifest in the item's directory."""
+    """Returns the name of a process's manifest in the item's directory."""
     return f"manifest.{process}.msgpack"
 
 
 def manifest_process(name: str) -> int | None:
-    """Process of a manifest's name, None where the name is another object's."""
+    """Returns the process of a manifest's name; None for other names."""
     match = _MANIFEST.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -124,7 +128,7 @@ def failure_name(process: int) -> str:
 
 
 def failure_process(name: str) -> int | None:
-    """Process of a failure's note, None where the name is another object's."""
+    """Returns the process of a failure note; None if the name is not one of a failure note."""
     match = _FAILURE.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -140,7 +144,7 @@ def step_digests_name(process: int) -> str:
 
 
 def step_digests_process(name: str) -> int | None:
-    """Process of such digests, None where the name is another object's."""
+    """Returns the process of step digests; None if the name is not one of step digests."""
     match = _STEP_DIGESTS.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -151,7 +155,7 @@ def dense_part(process: int) -> str:
 
 
 def dense_process(name: str) -> int | None:
-    """Process whose dense files a folder of Orbax's holds, None for another folder."""
+    """Returns the process whose dense files an Orbax folder holds; None for other folders."""
     match = _DENSE_PART.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -172,9 +176,9 @@ _Where = TypeVar("_Where", bound=_Folder)
 
 
 def is_dense_node(name: str) -> bool:
-    """Whether a path below a step is a manifest or a node of a process's database of dense leaves.
+    """Returns whether a path in a step is a manifest or node of a process's dense database.
 
-    Where nodes have a folder of their own, these say all but the values.
+    If nodes have their own folder, they describe everything except the values.
     """
     return _DENSE_NODE.fullmatch(name) is not None
 
@@ -185,43 +189,43 @@ def part_dir(item_dir: _Where, process: int) -> _Where:
 
 
 def is_of_part(name: str) -> bool:
-    """Whether a path in the item's directory is covered by what a process says of its own part.
+    """Returns whether a path in the item's directory is covered by a process's own records.
 
-    The arrays are by its digests; what stands beside them is by process 0's index, but for the
-    manifest and the digests of process 0 itself.
+    Its digests cover the arrays. Process 0's index covers the files next to them, except the
+    manifest and digests of process 0 itself.
     """
     top = name.partition("/")[0]
     return _PART.fullmatch(top) is not None or _OTHERS.fullmatch(top) is not None
 
 
 def array_dir(item_dir: _Where, process: int, segment: str, array: str) -> _Where:
-    """Directory of one Zarr array of a part; the name is percent-encoded, it may hold slashes."""
+    """Directory of a Zarr array of a part; its name is percent-encoded: it may hold slashes."""
     return part_dir(item_dir, process) / segment / urllib.parse.quote(array, safe="")
 
 
 def step_number(name: str) -> int | None:
-    """Number of a committed step's directory, None where the name is another object's."""
+    """Returns the step of a committed step's directory name; None for other names."""
     return int(name) if _STEP.fullmatch(name) else None
 
 
 def as_step(step: SupportsIndex) -> int:
-    """The number of a step that a caller gives, as a plain int.
+    """Returns a caller's step as a plain int.
 
     Args:
       step: an int, or an integer scalar of numpy or jax, such as flax's ``TrainState.step``.
 
     Raises:
-      OptionError: it is not an integer, or is none that a step can have.
+      OptionError: it is not an integer, or is out of range.
     """
     try:
         number = None if isinstance(step, bool) else operator.index(step)
-    except TypeError:  # A float, an array of several, a traced number: each says so in its way.
+    except TypeError:  # Floats, arrays and traced values each raise a different error.
         number = None
     if number is None or not 0 <= number <= LAST_STEP:
         raise OptionError(
             f"step: expected an integer from 0 to 2**63 - 1, or an integer scalar of numpy or jax, "
-            f"found {step!r} of type {type(step).__name__}; give the number of training steps "
-            "taken, outside of jit"
+            f"found {reprlib.repr(step)} of type {type(step).__name__}; pass the number of "
+            "completed training steps, outside of jit"
         )
     return number
 
@@ -232,13 +236,13 @@ def lease_name(epoch: int) -> str:
 
 
 def lease_epoch(name: str) -> int | None:
-    """Epoch of a lease's name, None where the name is another object's."""
+    """Returns the epoch of a lease; None if the name is not one of a lease."""
     match = _LEASE.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def compacted_dir(step_dir: _Where, item: str) -> _Where:
-    """Directory of the compacted base that stands for an item of a step."""
+    """Returns the directory of the compacted base of a step's item."""
     return step_dir.parent / COMPACTED / step_dir.name / item
 
 
@@ -248,51 +252,51 @@ def copied_name(unit: str) -> str:
 
 
 def compaction_name(step_dir: str) -> str:
-    """A fresh name below ``COMPACTED`` for a base that is being folded."""
+    """Returns a new name below ``COMPACTED`` for a base that is being merged."""
     return f"{step_dir}.{uuid.uuid4().hex}.tmp"
 
 
 def is_compaction(name: str) -> bool:
-    """Whether a name below ``COMPACTED`` is that of a base that is, or was, being folded."""
+    """Returns whether a name below ``COMPACTED`` is a base that is, or was, being merged."""
     return _COMPACTION.fullmatch(name) is not None
 
 
 def stretch_name(stretch: int) -> str:
-    """Name of the head of a stretch of the log."""
+    """Returns the name of a WAL epoch's header."""
     return f"{stretch}.msgpack"
 
 
 def stretch_number(name: str) -> int | None:
-    """Number of the stretch that a head's name is of, None where it is another object's."""
+    """Returns the number in a WAL epoch header's name; None for other names."""
     match = _STRETCH.fullmatch(name)
     return int(match[1]) if match else None
 
 
 class SegmentPlace(NamedTuple):
-    """Where a segment of a process's log begins: in which part, and with which frame."""
+    """The start of a WAL segment of a process: its part, and its first frame."""
 
     part: int
     seq: int
 
 
 def segment_name(part: int, seq: int) -> str:
-    """Name of a segment of a process's log; they sort as they follow each other."""
+    """Returns the name of a WAL segment; names sort in log order."""
     return f"{part:05}-{seq:020}.seg"
 
 
 def segment_place(name: str) -> SegmentPlace | None:
-    """Where a segment of that name begins, None where it is another object's."""
+    """Parses a segment's name; None for other names."""
     match = _SEGMENT.fullmatch(name)
     return SegmentPlace(int(match[1]), int(match[2])) if match else None
 
 
 class PieceRange(NamedTuple):
-    """A piece of a segment at a root that is a bucket.
+    """A piece of a segment in a bucket.
 
     Attributes:
-      start: where it begins in the segment.
-      end: where the next one begins.
-      step: of the last mark in it, or the one that it is a part of.
+      start: its offset in the segment.
+      end: offset of the next piece.
+      step: step of the last record in it, or of the record that it is a part of.
     """
 
     start: int
@@ -301,11 +305,11 @@ class PieceRange(NamedTuple):
 
 
 def piece_name(piece: PieceRange) -> str:
-    """Name of a piece of a segment, below the segment's."""
+    """Returns the name of a piece of a segment, below the segment's."""
     return f"{piece.start:020}-{piece.end:020}.{piece.step}"
 
 
 def piece_range(name: str) -> PieceRange | None:
-    """What a piece of that name holds, None where it is another object's."""
+    """Parses a piece's name; None for other names."""
     match = _PIECE.fullmatch(name)
     return PieceRange(int(match[1]), int(match[2]), int(match[3])) if match else None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outlines of manifests: what tells a save from others, and its size. A directory holds thousands.
+"""Outlines of manifests: identity and size of a save, cheap enough for thousands of steps.
 
-An outline has some of a manifest's fields, under the same names, and is built of the same bytes.
+An outline has some of a manifest's fields, under the same names, and is parsed from the same bytes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _PartSize:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outline:
-    """Of a Manifest what tells a save from others, and its size: a directory holds thousands."""
+    """The identity and size of a save, from its manifest."""
 
     kind: Kind
     save_id: SaveId
@@ -67,19 +67,19 @@ class Outline:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays, before any compression; of all parts where it speaks for them."""
+        """Bytes of its arrays, before any compression; of all parts if it describes them."""
         return manifest.nbytes_of(self)
 
 
 def outline(data: bytes, *, name: str) -> Outline | Manifest:
-    """What chains need to know of a save, of the bytes of the manifest of process 0.
+    """Parses the outline of a save from the bytes of process 0's manifest.
 
     Args:
-      data: of ``to_bytes``.
-      name: how errors name the manifest.
+      data: the result of ``to_bytes``.
+      name: the manifest's name in errors.
 
     Raises:
-      Damaged, FormatTooNew: as ``from_bytes``.
+      Damaged, FormatTooNew: as for ``from_bytes``.
     """
     found = records.quickly(Outline, data, name=name, magic=manifest.MAGIC, alike=frozenset())
     if found is not None and manifest.KNOWN_FEATURES.issuperset(found.features):

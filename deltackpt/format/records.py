@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records: dataclasses as checked bytes, and back. No I/O, no jax.
 
-The bytes are one msgpack map with a CRC32C of its body, specified in ``docs/format.md``. Whoever
-can write to a directory can write a record whose checksum is right, so nothing of it is believed:
-every value must be of the type that the dataclass declares, and whole numbers are never negative.
+The bytes are one msgpack map with a CRC32C of its body (see ``docs/reference/format.md``). Anyone
+who can write to a directory can write a record with a valid checksum, so no value is trusted:
+each must have the type that the dataclass declares, and integers must not be negative.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KEPT_FIELDS = 32
 
 
 class Unsound(ValueError):
-    """A record, its checksum right, says what cannot be.
+    """A record with a valid checksum but invalid contents.
 
     Attributes:
       expected: what should be there.
@@ -46,39 +46,45 @@ class Unsound(ValueError):
         super().__init__(f"{place}: expected {self.expected}, found {self.found}")
 
     def within(self, name: str) -> Unsound:
-        """The same, seen from the record that holds it under a name."""
+        """Returns the same error, seen from the enclosing record."""
         inner = self.place if not self.place or self.place[0] == "[" else f".{self.place}"
         return Unsound(self.expected, self.found, f"{name}{inner}")
 
     def damage(self, name: str) -> Damaged:
-        """What to raise where a record of that name says so."""
+        """Returns the ``Damaged`` error for a record with this problem."""
         where = f" in {self.place}" if self.place else ""
         return Damaged(name, f"{self.expected}{where}", self.found)
 
 
 class Sound:
-    """Values that were checked, by identity: ``quickly`` gives the same for the same bytes."""
+    """Values that were checked, by identity.
+
+    ``quickly`` returns the same objects for the same bytes.
+    """
 
     def __init__(self) -> None:
-        """None was."""
+        """Starts empty."""
         self._known: dict[tuple[int, ...], tuple[Any, ...]] = {}
 
     def has(self, *values: Any) -> bool:
-        """Whether these values were found sound, together."""
+        """Returns whether these values were checked together."""
         return tuple(map(id, values)) in self._known
 
     def add(self, *values: Any) -> None:
-        """Keeps that they are, and the values: no other has their identity meanwhile."""
+        """Records objects as checked, and keeps them alive so that their identities stay unique."""
         self._known[tuple(map(id, values))] = values
         while len(self._known) > _KEPT_FIELDS:
             self._known.pop(next(iter(self._known)), None)
 
 
 def shown(value: object) -> str:
-    """A value of a record in an error message, however long it is."""
+    """Formats a value of a record for an error message, with limited length."""
     if isinstance(value, (list, tuple, dict, str, bytes)) and len(value) > _SHOWN_CHARACTERS:
         return f"a {type(value).__name__} of length {len(value)}"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deep to be shown"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
@@ -86,7 +92,7 @@ def to_bytes(record: Any, magic: str) -> bytes:
     """Encodes a dataclass with its checksum.
 
     Raises:
-      OptionError: it is longer than any reader takes.
+      OptionError: the record is longer than readers accept.
     """
     body = packed(_fields(record) | {_VERSION: FORMAT_VERSION})
     head = {"format": magic, "version": FORMAT_VERSION, "crc32c": google_crc32c.value(body)}
@@ -100,7 +106,7 @@ def to_bytes(record: Any, magic: str) -> bytes:
 
 
 def packed(value: dict[str, Any]) -> bytes:
-    """A map as msgpack; dataclasses in it are maps of their fields."""
+    """Returns a map as msgpack; dataclasses in it become maps of their fields."""
     data = msgpack.packb(value, use_bin_type=True, default=_fields)
     assert data is not None
     return data
@@ -116,11 +122,11 @@ def _names(kind: type) -> tuple[str, ...]:
 
 
 def fields_of(data: bytes, *, name: str, magic: str) -> dict[str, Any]:
-    """The fields of a record, as msgpack gives them.
+    """Parses the fields of a record.
 
     Args:
-      data: of ``to_bytes``.
-      name: how errors name the object.
+      data: the result of ``to_bytes``.
+      name: the object's name in errors.
       magic: the kind of record.
 
     Raises:
@@ -147,22 +153,22 @@ def fields_of(data: bytes, *, name: str, magic: str) -> dict[str, Any]:
 
 
 def quickly(kind: Any, data: bytes, *, name: str, magic: str, alike: frozenset[str]) -> Any:
-    """As ``built`` of ``fields_of``, for records of which many are alike in some fields.
+    """Like ``built`` of ``fields_of``, for records that share some fields.
 
-    These fields are built once for the same bytes: all saves of a run have the same tables.
+    Equal bytes of these fields are decoded once, because all saves of a run have the same tables.
 
     Args:
       kind: the dataclass.
-      data: of ``to_bytes``.
-      name: how errors name the object.
+      data: the result of ``to_bytes``.
+      name: the object's name in errors.
       magic: the kind of record.
-      alike: names of the fields.
+      alike: names of the shared fields.
 
     Returns:
-      The record; None where anything is unusual: ``fields_of`` and ``built`` say what.
+      The record; None if anything is unusual, which ``fields_of`` and ``built`` then report.
 
     Raises:
-      Damaged: as ``fields_of``.
+      Damaged: as for ``fields_of``.
     """
     version, body = _head_of(data, name, magic)
     try:
@@ -191,7 +197,8 @@ def _sliced(body: bytes) -> dict[str, bytes]:
     """The bytes of each field of a map; all elements are passed over, so none is missing.
 
     Raises:
-      ValueError, TypeError, msgpack.UnpackException: it is no such map, or has a field twice.
+      ValueError, TypeError, msgpack.UnpackException: the bytes are not such a map, or repeat a
+        field.
     """
     walker = msgpack.Unpacker(raw=False, strict_map_key=True, max_buffer_size=max(1, len(body)))
     walker.feed(body)
@@ -202,7 +209,7 @@ def _sliced(body: bytes) -> dict[str, bytes]:
         walker.skip()
         found[field] = body[start : walker.tell()]
     if len(found) != count or walker.tell() != len(body):
-        raise ValueError("fields twice, or more than a map")
+        raise ValueError("duplicate fields, or trailing bytes after the map")
     return found
 
 
@@ -211,7 +218,7 @@ def _unpacked_plainly(data: bytes) -> Any:
 
 
 def _head_of(data: bytes, name: str, magic: str) -> tuple[int, bytes]:
-    """The version of a record as its head says, and its body, whose checksum is right."""
+    """The version in a record's head, and its verified body."""
     try:
         head = unpacked(data)
         if head.get("format") != magic:
@@ -230,7 +237,7 @@ def _head_of(data: bytes, name: str, magic: str) -> tuple[int, bytes]:
 
 
 def built(kind: Any, fields: dict[str, Any]) -> Any:
-    """The dataclass that the fields of a record describe; unknown fields are passed over.
+    """Builds the dataclass of a record from its fields; ignores unknown fields.
 
     Raises:
       Unsound: a field is missing, or a value is not of the type that is declared.
@@ -239,14 +246,14 @@ def built(kind: Any, fields: dict[str, Any]) -> Any:
 
 
 def unpacked(data: bytes) -> dict[Any, Any]:
-    """A map from its msgpack bytes, in memory that is in proportion to them.
+    """Decodes a msgpack map, with memory proportional to its bytes.
 
     Raises:
-      ValueError: they are none.
+      ValueError: the bytes are not a map.
     """
     try:
-        # Memory is taken for an array before its elements are seen. Passing over all of them first
-        # shows that there are as many as it says.
+        # Decoding allocates an array before its elements are read. Skipping all elements first
+        # proves that they exist.
         walker = msgpack.Unpacker(max_buffer_size=max(1, len(data)))
         walker.feed(data)
         walker.skip()
@@ -255,13 +262,16 @@ def unpacked(data: bytes) -> dict[Any, Any]:
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
         raise ValueError(str(error) or type(error).__name__) from error
     if not isinstance(found, dict):
-        raise ValueError(f"no map but a {type(found).__name__}")
+        raise ValueError(f"expected a map, found a {type(found).__name__}")
     return found
 
 
 @functools.cache
 def _builder(kind: Any) -> Callable[[Any], Any]:
-    """What makes a value of a type: a chain of twenty saves has some ten thousand values."""
+    """A function that builds values of a type.
+
+    A chain of twenty saves has about ten thousand values.
+    """
     if kind in _PLAIN:
         return _PLAIN[kind]
     if dataclasses.is_dataclass(kind):
@@ -321,7 +331,7 @@ def _field_builders(kind: Any) -> tuple[dict[str, Callable[[Any], Any]], set[str
 
 def _number(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise Unsound("a whole number of 0 or more", value)
+        raise Unsound("a non-negative integer", value)
     return value
 
 
@@ -384,7 +394,7 @@ def _each(makers: tuple[Callable[[Any], Any], ...], value: Any) -> tuple[Any, ..
 
 
 def _numbers(count: int | None, otherwise: Callable[[Any], Any], value: Any) -> tuple[int, ...]:
-    """Whole numbers at once, of which records have the most; ``otherwise`` says what is wrong."""
+    """Checks lists of integers at once, the most common values; ``otherwise`` reports errors."""
     if type(value) is list and value and count in (None, len(value)):
         if {*map(type, value)} == {int} and min(value) >= 0:
             return tuple(value)

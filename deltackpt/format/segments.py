@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segments: rows of one group as stored arrays, and how each of their fields was encoded. Records.
+"""Records of segments: rows of one group as stored arrays, and the encoding of their fields.
 
-What they mean is specified in ``docs/format.md``.
+``docs/reference/format.md`` specifies them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FieldSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupEntry:
-    """Tables of equal fields, laid end to end; ``rows`` is the length of the virtual table."""
+    """Tables with equal fields, concatenated; ``rows`` is the length of the virtual table."""
 
     name: str
     rows: int
@@ -52,13 +52,13 @@ class GroupEntry:
         return sum(spec.row_bytes for spec in self.fields)
 
     def columns(self, spec: FieldSpec) -> tuple[int, int] | None:
-        """All columns of a field; None where it is not as wide as the tables: it is never split."""
+        """Returns all columns of a field; None if it is not as wide as the tables."""
         return (0, self.width) if width(spec.trailing) == self.width else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArrayEntry:
-    """One stored Zarr array: its shape is the truth, not that of ``zarr.json``.
+    """One stored Zarr array. Its shape is authoritative, not the one in ``zarr.json``.
 
     ``chunk_rows`` rows of the first axis make a chunk; other axes are not split. ``zstd`` and
     ``byte_planes`` arrays are compressed, the latter with their last axis first; others can be
@@ -74,7 +74,7 @@ class ArrayEntry:
 
     @property
     def compressed(self) -> bool:
-        """Whether a chunk's file holds something else than the bytes of its rows."""
+        """Whether a chunk's file is compressed."""
         return self.zstd or self.byte_planes
 
     @property
@@ -90,12 +90,12 @@ class Encoding:
     Attributes:
       field: the field.
       codec: the codec that was used in the end.
-      reason: why this one, for people.
+      reason: why this codec was chosen, as text.
       nbytes: bytes of its stored arrays, checksums and compression included.
       rows: rows of each table of the group, in the order of their offsets.
-      squared_error: likewise the sum of the squares of what decoding changes; 0 where lossless.
-      squared_norm: likewise the sum of the squares of the rows; 0 where lossless. Rows that are
-        stored beside their codes count in neither.
+      squared_error: per table, the sum of squares of the decoding error; 0 if lossless.
+      squared_norm: per table, the sum of squares of the rows; 0 if lossless. Rows that are stored
+        next to their codes count in neither.
     """
 
     field: str
@@ -111,7 +111,8 @@ class Encoding:
 class Segment:
     """Rows of one group that a part holds, with the same fields for each.
 
-    ``columns`` is what it holds of the fields that are as wide as the tables; others are whole.
+    ``columns`` is the range of columns that it holds of fields as wide as the tables; other fields
+    are whole.
 
     Either ``ranges`` lists the virtual rows as half-open ranges in ascending order, or it is
     None and the array ``rows.gaps`` holds them. ``count`` is the number of rows. Segments lie in
@@ -134,9 +135,12 @@ class Segment:
         trailing = planned.trailing
         if trailing and group.columns(planned) is not None:
             trailing = (self.columns[1] - self.columns[0], *trailing[1:])
-        return dataclasses.replace(planned, trailing=trailing, codec=used.get(field, planned.codec))
+        codec = used.get(field, planned.codec)
+        if (trailing, codec) == (planned.trailing, planned.codec):
+            return planned
+        return dataclasses.replace(planned, trailing=trailing, codec=codec)
 
 
 def width(trailing: tuple[int, ...]) -> int:
-    """Columns of a field: the length of its second axis, 1 where it has none."""
+    """Returns the columns of a field: the length of its second axis, 1 without one."""
     return trailing[0] if trailing else 1

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a record can say at all: names that stay in their save, numbers that can be counted."""
+"""Limits on the contents of records: names that stay inside their save, countable sizes."""
 
 from __future__ import annotations
 
 import math
 import urllib.parse
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
+from deltackpt.errors import FormatTooNew
 from deltackpt.format import dtypes, records
 from deltackpt.format.records import Unsound
 
 if TYPE_CHECKING:
+    from deltackpt.format.manifest import SaveId
     from deltackpt.format.segments import ArrayEntry, Segment
 
 #: Core dtypes of Zarr v3, which hold all others.
@@ -32,17 +35,17 @@ _NAME_BYTES = 255
 
 
 def require(holds: bool, expected: str, found: object, place: str = "") -> None:
-    """Checks something that a record says.
+    """Checks a property of a record.
 
     Raises:
-      Unsound: it does not hold.
+      Unsound: the property is violated.
     """
     if not holds:
         raise Unsound(expected, found, place)
 
 
 def is_name(name: str) -> bool:
-    """Whether a text is one component of a path: no name of a record leads out of its save."""
+    """Returns whether a string is a single path component, so that it cannot leave its save."""
     return (
         0 < len(name.encode()) <= _NAME_BYTES
         and name not in (".", "..")
@@ -50,11 +53,45 @@ def is_name(name: str) -> bool:
     )
 
 
-def check_segment(segment: Segment) -> None:
-    """Checks what a manifest says of a segment by itself.
+def check_save_id(save_id: SaveId, place: str) -> None:
+    """Checks the identity of a save or WAL record.
 
     Raises:
-      Unsound: it cannot be.
+      Unsound: the identity is invalid.
+    """
+    require(is_name(save_id.run), "the id of a run", save_id.run, f"{place}.run")
+    require(save_id.step <= MOST, f"at most {MOST}", save_id.step, f"{place}.step")
+
+
+def features_in(fields: Mapping[str, Any]) -> list[str]:
+    """Returns the features that a record needs, before its other fields are checked.
+
+    Raises:
+      Unsound: they are not names.
+    """
+    features = fields.get("features", [])
+    if type(features) is not list or not all(type(feature) is str for feature in features):
+        raise Unsound("names of features", features, "features")
+    return features
+
+
+def refuse_unknown(features: Iterable[str], known: frozenset[str], name: str) -> None:
+    """Refuses a record that needs features unknown here.
+
+    Raises:
+      FormatTooNew: a later version of deltackpt wrote it.
+    """
+    if unknown := {*features} - known:
+        raise FormatTooNew(
+            f"{name}: expected known features, found {sorted(unknown)}; install a newer deltackpt"
+        )
+
+
+def check_segment(segment: Segment) -> None:
+    """Checks a segment's record on its own.
+
+    Raises:
+      Unsound: the record is invalid.
     """
     require(is_name(segment.name), "the name of a directory", segment.name, "name")
     require(segment.count <= MOST, f"at most {MOST}", segment.count, "count")

@@ -1,34 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads of stretches: what a log goes on from, and so which earlier marks still count.
+"""WAL epoch headers: the point a log forked from, which determines the valid earlier records.
 
-A stretch is the log of one run: every start and every restore begins another. Its head is made
-once, whole, under a number above all earlier ones, before the run saves or logs anything. From then
-on it alone says what came before: the point that training went on from, or the step, or nothing.
-What earlier stretches hold beyond that is dead, also what a trainer still appends that does not
-know it yet.
+A WAL epoch is the log of one run: every start and every restore begins a new one. Its header is
+written once, atomically, with a number above all earlier ones, before the run saves or appends
+anything. The newest header alone names what it continues: a recovery point, a step, or nothing.
+Records of earlier epochs beyond that are ignored, including those that a fenced trainer still
+appends.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from deltackpt.errors import FormatTooNew
 from deltackpt.format import manifest, records
 from deltackpt.format.manifest import DenseLeaf, KeyPath, Layout, SaveId, TableEntry
 from deltackpt.format.records import Unsound
 from deltackpt.format.segments import GroupEntry
-from deltackpt.format.soundness import is_name, require
+from deltackpt.format.soundness import is_name, refuse_unknown, require
 
 _MAGIC = "deltackpt.log"
 #: More than any job has; the log of each is looked for.
 _MOST_PROCESSES = 1 << 16
-#: Features that a reader must know to read a stretch.
+#: Features that a reader must support to read a WAL epoch.
 KNOWN_FEATURES: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Continues:
-    """The point of an earlier stretch that a run goes on from."""
+    """The recovery point of an earlier WAL epoch from which a run resumes."""
 
     stretch: int
     save_id: SaveId
@@ -36,19 +35,18 @@ class Continues:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StretchHead:
-    """What a run goes on from, and what it logs.
+    """Header of a WAL epoch: what the run resumed from, and what it logs.
 
     Attributes:
-      stretch: its number.
-      run: id of the run; the save ids of its marks and steps bear it.
-      process_count: how many processes log; 0 where the run keeps no log, and only says what it
-        goes on from.
-      directory: where the segments are, where that is not beside the head.
-      base: the step that training was restored from, or that the point builds on; None where it
-        began afresh.
-      continues: the point that training was restored at; None where it was a step.
-      groups, tables, dense, tracking_paths: as in a manifest, of the state that is logged.
-      features: what a reader must know.
+      stretch: number of the epoch.
+      run: id of the run, part of the save ids of its records and steps.
+      process_count: number of logging processes; 0 if the run has no log and only records its fork
+        point.
+      directory: location of the segments, if not next to the header.
+      base: the step that was restored, or onto which the point was replayed; None for a new run.
+      continues: the restored recovery point; None if a step was restored.
+      groups, tables, dense, tracking_paths: same as in a manifest, for the logged state.
+      features: features that a reader must support.
     """
 
     stretch: int
@@ -83,21 +81,17 @@ def from_bytes(data: bytes, *, name: str) -> StretchHead:
     """Decodes a head.
 
     Args:
-      data: of ``to_bytes``.
-      name: how errors name it.
+      data: the result of ``to_bytes``.
+      name: its name in errors.
 
     Raises:
-      Damaged: it is altered, or says what no head can.
+      Damaged: it is altered or invalid.
       FormatTooNew: a later version wrote it, or it needs a feature unknown here.
     """
     fields = records.fields_of(data, name=name, magic=_MAGIC)
     try:
         head = records.built(StretchHead, fields)
-        if unknown := set(head.features) - KNOWN_FEATURES:
-            raise FormatTooNew(
-                f"{name}: needs features {sorted(unknown)}, unknown to this deltackpt; install a "
-                "newer deltackpt"
-            )
+        refuse_unknown(head.features, KNOWN_FEATURES, name)
         _check(head)
     except Unsound as error:
         raise error.damage(name) from error
@@ -110,6 +104,6 @@ def _check(head: StretchHead) -> None:
     require(count <= _MOST_PROCESSES, f"at most {_MOST_PROCESSES}", count, "process_count")
     if (continues := head.continues) is not None:
         before = continues.stretch
-        require(before < head.stretch, "an earlier stretch", before, "continues.stretch")
+        require(before < head.stretch, "an earlier epoch", before, "continues.stretch")
         require(head.base is not None, "the step below the point", None, "base")
     manifest.check_paths(head)

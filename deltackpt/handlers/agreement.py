@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of a run agree on, on their main threads: never in the background of a save.
+"""Agreement of the processes of a run on their main threads, never in the background of a save.
 
-That is when a manager is made, when a step is restored, when ``save`` asks whether a writer is free
-or moves later steps aside, and when a save without our manager draws its run: calls that every
-process makes at the same point of its program. What goes on in the background of a save is
-``save.rendezvous``'s, which uses no collective.
+Every process makes these calls at the same point of its program: when a manager opens, when a step
+is restored, when ``save`` checks for a free writer or moves later steps aside, and when a save
+without our manager draws its run. ``save.rendezvous`` coordinates the background of a save, without
+collectives.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import hashlib
 import itertools
 import json
 import re
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -24,19 +26,19 @@ from orbax.checkpoint import multihost
 
 from deltackpt import processes
 from deltackpt.errors import ProcessFailed, ProcessMissing, RestoreError, StepGone, StepNotFound
+from deltackpt.handlers.board import JobBoard
+from deltackpt.state import contexts
 
-#: Directory to how many managers it had in this process: the keys of barriers are the job's.
-_managers: collections.Counter[str] = collections.Counter()
 _LATE = re.compile(r"timed out task names:(.*?)(?:RPC|$)", re.DOTALL)
 
 
 class Failure(NamedTuple):
-    """What went wrong on a process.
+    """A failure on a process.
 
     Attributes:
-      process: its index.
-      text: the error.
-      fatal: whether it would go wrong with any other step too.
+      process: index of the process.
+      text: text of the error.
+      fatal: whether any other step would fail too.
       gone: whether the step was removed.
     """
 
@@ -47,69 +49,71 @@ class Failure(NamedTuple):
 
 
 class Processes:
-    """The processes of a run; with one process nothing waits and nothing is sent."""
+    """The processes of a run; a single process neither waits nor sends."""
 
     def __init__(self, directory: str, timeout_secs: float, *, alone: bool = False):
-        """Looks up how many processes there are.
+        """Looks up the number of processes.
 
         Args:
-          directory: what they meet for.
-          timeout_secs: the longest wait for another process.
-          alone: whether this process takes no notice of the others.
+          directory: the directory that they share.
+          timeout_secs: maximum wait for another process.
+          alone: whether this process ignores the others.
         """
         self.index = 0 if alone else processes.index()
         self.count = 1 if alone else processes.count()
-        if self.count > 1:
-            _managers[directory] += 1
-        self._key = f"deltackpt:{directory}:{_managers[directory]}"
+        self._directory = directory
+        #: Begins the keys of barriers, which are the job's; agreed on when they first meet.
+        self._key: str | None = None
         self._meetings = itertools.count()
         self._timeout_secs = timeout_secs
         self._barrier: multihost.BarrierSyncFn | None = None
 
     @property
     def everybody(self) -> set[int]:
-        """Indices of all processes."""
+        """Returns the indices of all processes."""
         return set(range(self.count))
 
     def agree(self, what: str, value: Any) -> Any:
-        """The value that process 0 gives, on every process.
+        """Returns process 0's value on every process.
 
         Args:
-          what: what is agreed on, for errors.
-          value: whatever json can write; only process 0's counts.
+          what: the subject of the agreement, for errors.
+          value: a JSON value; only that of process 0 counts.
 
         Raises:
-          ProcessMissing: a process did not come in time.
+          ProcessMissing: a process timed out.
         """
         if self.count == 1:
             return value
         self._meet(what)
         data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-        length = int(multihost.broadcast_one_to_all(np.int32(len(data))))
-        sent = np.zeros(length, np.uint8)
-        sent[: len(data)] = data[:length]
-        return json.loads(np.asarray(multihost.broadcast_one_to_all(sent)).tobytes())
+        with contexts.neutral():
+            length = int(multihost.broadcast_one_to_all(np.int32(len(data))))
+            sent = np.zeros(length, np.uint8)
+            sent[: len(data)] = data[:length]
+            return json.loads(np.asarray(multihost.broadcast_one_to_all(sent)).tobytes())
 
     def failures(
         self, what: str, error: BaseException | None, *, fatal: bool, patience: int = 3
     ) -> list[Failure]:
-        """What went wrong on which process; the same answer on every process.
+        """Returns the failures of all processes; the same result on every process.
 
         Args:
-          what: what was being done.
-          error: what went wrong here.
-          fatal: whether it would go wrong with any other step too.
-          patience: how many times the limit to wait: others may have waited for this process at a
-            barrier of Orbax first.
+          what: the operation.
+          error: its error on this process.
+          fatal: whether any other step would fail too.
+          patience: multiple of the timeout: other processes may first have waited for this one at
+            an Orbax barrier.
         """
         if self.count == 1:
             return [] if error is None else [Failure(0, str(error), fatal, _gone(error))]
         self._meet(what, patience=patience)
         flags = np.zeros((self.count, 3), bool)
         flags[self.index] = error is not None, fatal, _gone(error)
-        found = np.any(multihost_utils.process_allgather(flags), axis=0)
+        with contexts.neutral():
+            found = np.any(multihost_utils.process_allgather(flags), axis=0)
         text = "" if error is None else f"{type(error).__name__}: {error}"
-        # Failures are few: each is told by its process alone.
+        # Failures are few, so each is broadcast separately.
         return [
             Failure(int(process), self._told(text, int(process)), *map(bool, found[process, 1:]))
             for process in np.flatnonzero(found[:, 0])
@@ -117,18 +121,18 @@ class Processes:
 
     @contextlib.contextmanager
     def together(self, what: str, *, fatal: bool = False, patience: int = 3) -> Iterator[None]:
-        """Work after which every process raises, or none.
+        """Runs a block; afterwards either every process raises, or none does.
 
         Args:
-          what: what is being done.
-          fatal: whether another step would not do either where it fails.
+          what: the operation.
+          fatal: whether no other step would succeed if it fails.
           patience: as for ``failures``.
 
         Raises:
-          RestoreError: another process could not do it, and another step may do; it is named.
-          StepGone: likewise, since the step was removed.
-          ProcessFailed: another process could not go on at all; it is named.
-          ProcessMissing: a process did not come in time.
+          RestoreError: another process failed, and another step may succeed; the message names it.
+          StepGone: another process failed because the step was removed.
+          ProcessFailed: another process failed fatally; the message names it.
+          ProcessMissing: a process timed out.
         """
         error: Exception | None = None
         try:
@@ -148,17 +152,17 @@ class Processes:
     def of_first(
         self, what: str, find: Callable[[], Any], *, fatal: bool = False, patience: int = 3
     ) -> Any:
-        """What process 0 finds, on every process.
+        """Returns the value that process 0 finds, on every process.
 
         Args:
-          what: what is being found.
-          find: called on process 0 alone; its result is whatever json can write.
-          fatal: whether nothing else would do either where it fails.
+          what: the value's name, for errors.
+          find: called only on process 0; returns a JSON value.
+          fatal: whether no other step would succeed if it fails.
           patience: as for ``failures``.
 
         Raises:
-          RestoreError, ProcessFailed: process 0 could not find it; there its own error is raised.
-          ProcessMissing: a process did not come in time.
+          RestoreError, ProcessFailed: process 0 failed; process 0 itself raises its own error.
+          ProcessMissing: a process timed out.
         """
         found = None
         with self.together(what, fatal=fatal, patience=patience):
@@ -167,41 +171,46 @@ class Processes:
         return self.agree(what, found)
 
     def gather(self, what: str, value: Any) -> list[Any]:
-        """What each process gives, by process; the same answer on every process.
+        """Returns the value of each process, by process; the same result on every process.
 
         Args:
           what: what is gathered, for errors.
-          value: whatever json can write.
+          value: a JSON value.
 
         Raises:
-          ProcessMissing: a process did not come in time.
+          ProcessMissing: a process timed out.
         """
         if self.count == 1:
             return [value]
         self._meet(what)
         data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-        lengths = np.asarray(multihost_utils.process_allgather(np.int32(len(data))))
-        sent = np.zeros(int(lengths.max()), np.uint8)
-        sent[: len(data)] = data
-        found = np.asarray(multihost_utils.process_allgather(sent))
+        with contexts.neutral():
+            lengths = np.asarray(multihost_utils.process_allgather(np.int32(len(data))))
+            sent = np.zeros(int(lengths.max()), np.uint8)
+            sent[: len(data)] = data
+            found = np.asarray(multihost_utils.process_allgather(sent))
         return [
             json.loads(one[:length].tobytes()) for one, length in zip(found, lengths, strict=True)
         ]
 
     def named(self, what: str, error: BaseException) -> ProcessMissing:
-        """A barrier of the coordination service that was not met in time, with who was missing."""
-        # The service names those that did not come after the first that did.
+        """Returns the error of a barrier that timed out, naming the missing processes."""
+        # After the first arrival, the service lists those that did not arrive.
         late = _LATE.search(str(error))
         names = re.findall(r"\d+", late[1]) if late is not None else ()
-        missing = tuple(sorted({int(name) for name in names} - {self.index}))
+        return self._missing(what, {int(name) for name in names}, str(error).splitlines()[0])
+
+    def _missing(self, what: str, late: set[int], found: str) -> ProcessMissing:
+        missing = tuple(sorted(late - {self.index}))
         shown = f"process {', '.join(map(str, missing))}" if missing else "every process"
         return ProcessMissing(
-            f"{what}: expected {shown} to come in time (timeouts.processes_secs is "
-            f"{self._timeout_secs:g}), found {str(error).splitlines()[0]}; look at the logs of the "
-            "processes, then restart the job",
+            f"{what}: expected {shown} to arrive in time (timeouts.processes_secs is "
+            f"{self._timeout_secs:g}), found {found}; check the logs of the processes, then "
+            "restart the job",
             missing,
         )
 
+    @contexts.neutral()
     def _told(self, text: str, source: int) -> str:
         own = np.frombuffer(text.encode(), np.uint8)
         is_source = self.index == source
@@ -213,9 +222,44 @@ class Processes:
         return np.asarray(told).tobytes().decode(errors="replace")
 
     def _meet(self, what: str, *, patience: int = 1) -> None:
-        """Collectives have no limit of their own: first everybody must have come."""
-        key = f"{self._key}:{next(self._meetings)}:{what}"
-        self._wait(key, patience * self._timeout_secs, what)
+        """Waits for all processes first, since collectives have no timeout."""
+        timeout_secs = patience * self._timeout_secs
+        if self._key is None:
+            self._key = self._join(what, timeout_secs)
+        self._wait(f"{self._key}:{next(self._meetings)}:{what}", timeout_secs, what)
+
+    def _join(self, what: str, timeout_secs: float) -> str:
+        """Returns a key that only the processes of the current meeting have.
+
+        A counter of meetings would stay out of step once a process fails before a meeting. So each
+        process puts a random name on the job's board while it waits, and process 0 assigns the key
+        to these names.
+        """
+        if not multihost.is_jax_distributed_client_initialized():
+            return f"deltackpt:{self._directory}"
+        board, own = JobBoard(), uuid.uuid4().hex
+        at = f"deltackpt/meet/{hashlib.sha256(self._directory.encode()).hexdigest()}"
+        deadline = time.monotonic() + timeout_secs
+        awaited = [f"waits/{process}" for process in range(1, self.count)]
+        board.replace(f"{at}/waits/{self.index}", own.encode())
+        try:
+            found = [
+                board.wait_for(f"{at}/{name}", deadline - time.monotonic())
+                for name in ([f"keys/{own}"] if self.index else awaited)
+            ]
+            if None in found:
+                late = self.everybody - {*map(int, board.folder(f"{at}/waits/"))}
+                raise self._missing(what, late, "that it did not")
+        finally:
+            board.delete(f"{at}/keys/{own}")
+            board.delete(f"{at}/waits/{self.index}")
+        names = [one.decode() for one in found if one is not None]
+        if self.index:
+            return names[0]
+        for wait, name in zip(awaited, names, strict=True):
+            board.delete(f"{at}/{wait}")
+            board.put(f"{at}/keys/{name}", own.encode())
+        return own
 
     def _wait(self, key: str, timeout_secs: float, what: str) -> None:
         if self._barrier is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small values that the processes of a job hand to each other, by JAX's coordination service."""
+"""Key-value exchange between the processes of a job, over JAX's coordination service."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from orbax.checkpoint import multihost
 
 from deltackpt.errors import OptionError, StorageError
 
-#: Of a value that was put before it is asked for.
+#: Timeout for a value that already exists.
 _GET_MS = 10_000
-#: How an error begins that says that there was no value in time.
+#: Beginning of the error message of a timeout.
 _LATE = "DEADLINE_EXCEEDED"
 
 
@@ -22,16 +22,16 @@ class JobBoard:
     """The key-value store of the job's coordination service; see ``save.apart.Board``."""
 
     def __init__(self) -> None:
-        """Of a job that ``jax.distributed`` has joined.
+        """Connects to the coordination service of ``jax.distributed``.
 
         Raises:
-          OptionError: it has not.
+          OptionError: ``jax.distributed`` is not initialized.
         """
         if not multihost.is_jax_distributed_client_initialized():
             raise OptionError(
-                "Tiers(shared=False): expected that jax.distributed.initialize() has joined the "
-                "processes, whose coordination service carries what they tell each other, found "
-                "that it was not called; call it first, or give the job a stage that all see"
+                "Tiers(shared=False): expected a job with jax.distributed.initialize(), whose "
+                "coordination service connects the processes, found that it was not called; call "
+                "it first, or use a staging directory that all processes see"
             )
         self._client: Any = multihost.get_jax_distributed_client()
 
@@ -41,7 +41,7 @@ class JobBoard:
             self._client.key_value_set_bytes(key, data)
 
     def replace(self, key: str, data: bytes) -> None:
-        """Puts a value, also where there is one.
+        """Stores a value, replacing an existing one.
 
         Raises:
           StorageError: the service does not answer.
@@ -50,7 +50,7 @@ class JobBoard:
             self._client.key_value_set_bytes(key, data, allow_overwrite=True)
 
     def put_first(self, key: str, data: bytes) -> bytes:
-        """Puts a value unless there is one; returns the one that there is.
+        """Stores a value unless one exists; returns the stored value.
 
         Raises:
           StorageError: the service does not answer.
@@ -60,7 +60,7 @@ class JobBoard:
         return self.get(key)
 
     def wait_for(self, key: str, timeout_secs: float) -> bytes | None:
-        """A value as soon as there is one; None where there is none within that time.
+        """Returns a value as soon as it exists; None if it does not appear in time.
 
         Raises:
           StorageError: the service does not answer.
@@ -98,5 +98,5 @@ def _refusals(key: str) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         raise StorageError(
             f"{key}: expected an answer of JAX's coordination service, found "
-            f"{str(error).splitlines()[0]}; look at the log of process 0, then restart the job"
+            f"{str(error).splitlines()[0]}; check the log of process 0, then restart the job"
         ) from error

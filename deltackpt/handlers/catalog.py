@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of committed steps without restoring them, and removing one of them."""
+"""Metadata of committed steps without restoring them, and deletion of one."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import orbax.checkpoint as ocp
 
-from deltackpt.errors import Damaged, OptionError, StepNotFound
+from deltackpt.errors import Damaged, OptionError, RestoreError, StepNotFound
 from deltackpt.format import chain, names
 from deltackpt.format.manifest import SaveId
 from deltackpt.handlers import retention
 from deltackpt.handlers.reading import OrbaxItems
 from deltackpt.handlers.run import Run
-from deltackpt.policy.retention import PreservationPolicy
+from deltackpt.policies.retention import PreservationPolicy
 from deltackpt.reading import saves
+from deltackpt.reading.stretches import Logs, coverings
 from deltackpt.restore import placing
 from deltackpt.state import tables
 from deltackpt.storage.store import Spot
@@ -36,11 +38,11 @@ class Catalog:
         self._items = OrbaxItems(run.root, {})
 
     def metadata(self, step: int) -> Mapping[str, Any]:
-        """Orbax's metadata of a step: ``metrics``, ``custom_metadata``, and when it was saved.
+        """Returns Orbax's metadata of a step: ``metrics``, ``custom_metadata``, and timestamps.
 
         Raises:
-          StepNotFound: it was not committed, or is gone.
-          Damaged: it cannot be understood.
+          StepNotFound: the step was not committed, or was removed.
+          Damaged: the metadata cannot be parsed.
         """
         name = str(self._check(step) / names.STEP_METADATA)
         data = self._run.root.metadata(step)
@@ -53,7 +55,7 @@ class Catalog:
         return found
 
     def best(self, metric: Metric | None, mode: Mode) -> int | None:
-        """The step with the best metric; as ``CheckpointManager.best_step``."""
+        """Returns the step with the best metric; see ``CheckpointManager.best_step``."""
         if mode not in ("max", "min"):
             raise OptionError(f"best_step, mode: expected 'max' or 'min', found {mode!r}")
         if metric is None:
@@ -71,16 +73,16 @@ class Catalog:
         return None if best is None else best[1]
 
     def _of_retention(self) -> tuple[Metric, Mode]:
-        policy = _best_n(retention.as_policy(self._run.options.retention))
+        policy = _best_n(retention.policy_of(self._run.options))
         if policy is None:
             raise OptionError(
-                "best_step: expected a metric, or ManagerOptions.retention with a BestN policy, "
-                "found neither; give e.g. best_step('loss', mode='min')"
+                "best_step: expected a metric, or a BestN ManagerOptions.preservation_policy, "
+                "found neither; pass e.g. best_step('loss', mode='min')"
             )
         return policy.get_metric_fn, "min" if policy.reverse else "max"
 
     def abstract_state(self, step: int) -> Any:
-        """Shapes and dtypes of a step's state; as ``CheckpointManager.item_metadata``."""
+        """Returns shapes and dtypes of a step's state; see ``CheckpointManager.item_metadata``."""
         run = self._run
         save = saves.read_save(self._check(step), run.item)
         abstract = placing.abstract_of(save).tables or {}
@@ -88,26 +90,29 @@ class Catalog:
         return tables.join(None, save.layout, abstract, dense, None)
 
     def delete(self, step: int) -> None:
-        """Removes one step, on process 0; as ``CheckpointManager.delete``."""
-        run = self._run
-        with run.among.together(f"deleting step {step}", fatal=True):
-            if run.among.index == 0:
-                self._delete(step, run.lineage.protected())
+        """Deletes one step, on process 0; see ``CheckpointManager.delete``."""
+        run, what = self._run, f"deleting step {step}"
+        save_id, is_needed = run.among.of_first(
+            what, lambda: self._delete(step, run.lineage.protected()), fatal=True
+        )
         run.newest = run.among.of_first("the newest step", run.root.newest_step)
+        run.log.deleted(SaveId(*save_id), is_needed=is_needed)
 
-    def _delete(self, step: int, protected: frozenset[SaveId]) -> None:
+    def _delete(self, step: int, protected: frozenset[SaveId]) -> tuple[Any, bool]:
+        """Deletes a step; returns its save id, and whether only it covered trimmed WAL records."""
         root = self._run.held
         self._check(step)
         infos = root.saves()
         info = infos[step]
         if info is None:
-            raise Damaged(str(root.at(step)), "a manifest that can be read", "none")
+            raise Damaged(str(root.at(step)), "a readable manifest", "none")
         others = {number: other for number, other in infos.items() if number != step}
         unreadable = sorted(number for number, other in others.items() if other is None)
         if unreadable:
             raise OptionError(
-                f"step {step}: expected to know what every other step needs, found that "
-                f"{unreadable} cannot be read; look with `deltackpt verify`, and remove these first"
+                f"step {step}: expected readable manifests of all other steps, found that those of "
+                f"{unreadable} cannot be read; check with `deltackpt verify`, and remove these "
+                "first"
             )
         known = [other for other in infos.values() if other is not None]
         compacted = root.compacted()
@@ -121,13 +126,44 @@ class Catalog:
             raise OptionError(
                 f"step {step}: expected a step that no other needs, found that steps {needing} are "
                 "deltas on top of it; delete these first, or compact the chain (deltackpt compact) "
-                "so that a base stands in its place"
+                "so that a base replaces it"
             )
+        is_needed = self._covers_trimmed(step)
         root.remove_steps([step])
         root.collect(lambda: protected)
+        return dataclasses.astuple(info.save_id), is_needed
+
+    def _covers_trimmed(self, step: int) -> bool:
+        """Returns whether only this step explains why WAL records are missing.
+
+        Raises:
+          OptionError: the newest recovery points replay onto it.
+        """
+        try:
+            history = Logs(self._run.root.log_at).read()
+        except RestoreError:
+            return False  # Restores report it, with this step and without it.
+        if not history.eras:
+            return False
+        steps = self._run.root.restorable()
+        left = {number: save_id for number, save_id in steps.items() if number != step}
+        newest = max(left, default=-1)
+        unreached = coverings(history, steps)[1]
+        needing = [
+            point.step
+            for point in coverings(history, left)[1]
+            if point.full and point.step > newest and point not in unreached
+        ]
+        if needing:
+            raise OptionError(
+                f"step {step}: expected a step that no recovery point needs, found that recovery "
+                f"points {min(needing)} to {max(needing)} replay onto it; save a later step first, "
+                "then delete this one"
+            )
+        return any(one.may_be_trimmed and one.step <= step for one in history.losses(newest))
 
     def _check(self, step: int) -> Spot:
-        """Where a step stands."""
+        """Returns the path of a step."""
         self._run.root.await_readable(step)
         step_dir = self._run.root.at(step)
         if not step_dir.is_dir():
@@ -139,7 +175,7 @@ class Catalog:
 
 
 def _best_n(policy: PreservationPolicy) -> ocp.checkpoint_managers.BestN | None:
-    """The policy that ranks steps, among several that are joined too."""
+    """Returns the policy that ranks steps, also from within a joined policy."""
     if isinstance(policy, ocp.checkpoint_managers.BestN):
         return policy
     inner = [_best_n(one) for one in getattr(policy, "policies", ())]

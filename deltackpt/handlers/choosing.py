@@ -1,169 +1,254 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which step or point is restored: the newest, the one that was asked for, or what is near it.
+"""Chooses the step or recovery point to restore: the newest or the requested one.
 
-Beside a trainer all of these go: retention removes steps, and trimming the marks of points. So the
-answer is sought anew when what was chosen could not be read, and process 0 alone gives it.
+While a trainer runs, retention removes steps and trimming removes WAL records. The choice is
+therefore repeated if the chosen state could not be read, and only process 0 makes it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from deltackpt.errors import DamagedLog, RestoreError, StepGone, StepNotFound, StorageError
+from deltackpt.errors import (
+    BrokenChain,
+    DamagedWal,
+    RestoreError,
+    StepGone,
+    StepNotFound,
+    StorageError,
+)
 from deltackpt.format.manifest import SaveId
 from deltackpt.handlers.run import Run
-from deltackpt.reading.stretches import History, LogPoint, Logs, coverings, newest_way
+from deltackpt.ledger import damaged_saves, points
+from deltackpt.ledger.damaged_saves import DamagedSave
+from deltackpt.ledger.log_losses import losses_of
+from deltackpt.reading.stretches import History, Logs, RecoveryPoint, coverings, newest_way
+
+#: How often a log is read again at most while each look finds other damage.
+_LOOKS = 4
 
 
 class Choice(NamedTuple):
-    """What is restored: a step, or a point by way of a step below it."""
+    """The target of a restore: a step, or a recovery point that replays onto a step."""
 
     step: int
-    point: LogPoint | None
+    point: RecoveryPoint | None
 
     @property
     def number(self) -> int:
-        """The training step that is restored."""
+        """Returns the training step to restore."""
         return self.step if self.point is None else self.point.step
 
     @classmethod
     def of(cls, plain: Any) -> Choice | None:
-        """A choice that JSON has carried."""
+        """Returns a choice from its JSON value."""
         if plain is None:
             return None
         step, point = plain
         if point is None:
             return cls(step, None)
         stretch, save_id, full, unix_secs = point
-        return cls(step, LogPoint(stretch, SaveId(*save_id), full, unix_secs))
+        return cls(step, RecoveryPoint(stretch, SaveId(*save_id), full, unix_secs))
 
 
-def _plain(point: LogPoint) -> Any:
-    return point.stretch, dataclasses.astuple(point.save_id), point.full, point.unix_secs
+def _plain(point: RecoveryPoint) -> Any:
+    return point.epoch, dataclasses.astuple(point.save_id), point.full, point.unix_secs
 
 
 class Tried:
-    """Steps and points that were not intact, and those that went while they were read."""
+    """Steps and recovery points that were damaged, or removed while they were read.
+
+    Attributes:
+      lost: missing or altered parts of the WAL: records above the last choice, by their newest
+        step; epoch headers that were read from a copy instead, by None.
+    """
 
     def __init__(self) -> None:
+        self.lost: list[tuple[int | None, RestoreError]] = []
         self.steps: set[int] = set()
         self.points: set[SaveId] = set()
         self.skipped: list[tuple[int, RestoreError]] = []
         self.gone: list[tuple[int, RestoreError]] = []
+        #: Saves with damaged files that every chain with them reads.
+        self.damaged: set[DamagedSave] = set()
+        #: Steps that need a damaged save and were not passed yet, with the error that has shown it.
+        self._lost_with: dict[int, RestoreError] = {}
+
+    @property
+    def lost_points(self) -> list[tuple[int, RestoreError]]:
+        """Returns the entries of ``lost`` that made recovery points unrestorable."""
+        return [(step, error) for step, error in self.lost if step is not None]
+
+    def lose(self, steps: Iterable[int], error: RestoreError) -> None:
+        """Records steps that need a save that is damaged; they are not tried."""
+        for step in steps:
+            self.steps.add(step)
+            self._lost_with.setdefault(step, error)
+
+    def passed(self, above: int) -> list[tuple[int, RestoreError]]:
+        """Returns the lost steps above a number, newest first, each once; they are skipped."""
+        found = sorted((step for step in self._lost_with if step > above), reverse=True)
+        told = [(step, self._lost_with.pop(step)) for step in found]
+        self.skipped += told
+        return told
 
     def skip(self, choice: Choice, error: RestoreError) -> None:
-        """Notes what is wrong with a choice: with the marks of a log, or with the step."""
+        """Records an error of a choice, in its WAL records or in its step."""
         self.skipped.append((choice.number, error))
-        if choice.point is None or not isinstance(error, DamagedLog):
+        if choice.point is None or not isinstance(error, DamagedWal):
             self.steps.add(choice.step)
         else:
             self.points.add(choice.point.save_id)
-            if isinstance(error.mark, SaveId):
-                self.points.add(error.mark)
+            if isinstance(error.record, SaveId):
+                self.points.add(error.record)
 
 
 class Chooser:
-    """Chooses among the steps and points of a run's root, all processes alike."""
+    """Chooses among the steps and recovery points of a run, the same on all processes."""
 
     def __init__(self, run: Run):
-        """Looks at nothing yet.
+        """Reads nothing yet.
 
         Args:
           run: the manager's run.
         """
         self._run = run
 
-    def newest(self, tried: Tried, *, log: bool) -> Choice | None:
-        """The newest step, or point, but for those that were tried; None where there is none.
+    def newest(self, tried: Tried, *, wal: bool) -> Choice | None:
+        """Returns the newest step or recovery point except those already tried, or None.
 
         Args:
-          tried: what was not intact.
-          log: whether points count.
+          tried: the ones that were not intact.
+          wal: whether to consider recovery points.
         """
-        run = self._run
 
         def find() -> Any:
-            # The log first: what is trimmed from it then has made way for a step that is listed.
-            history = Logs(run.root.log_at).read() if log else None
-            steps = {*run.root.steps()} - tried.steps
-            way = None
-            if history is not None and history.eras:
-                way = newest_way(history, self._ids(steps), tried.points)
-            if way is not None:
-                return way.step.step, _plain(way.point)
-            newest = max(steps, default=None)
-            return None if newest is None else (newest, None)
+            found = self._look(tried, wal)
+            before = set[str]()
+            for _ in range(_LOOKS):
+                lost = {name for _, name, *_ in found[1]}
+                if lost <= before:
+                    break
+                # A trainer may roll back or trim the log while it is read.
+                before, found = lost, self._look(tried, wal)
+            return found
 
-        return Choice.of(run.among.of_first("choosing a step", find))
+        chosen, lost = self._run.among.of_first("choosing a step", find)
+        tried.lost = [(step, DamagedWal(*told)) for step, *told in lost]
+        return Choice.of(chosen)
 
-    def asked(self, asked: int | LogPoint) -> Choice:
-        """The step that was asked for, or the point and a step below it that leads there.
+    def _look(self, tried: Tried, wal: bool) -> tuple[Any, list[Any]]:
+        """Returns what to restore, and the lost WAL above it, both as plain values."""
+        # The WAL first: a step listed later covers anything trimmed from it.
+        history = Logs(self._run.root.log_at).read() if wal else History(())
+        steps = {*self._run.root.steps()} - tried.steps
+        way = None
+        if history.eras:
+            way = newest_way(history, self._ids(steps), tried.points)
+        newest = max(steps, default=-1)
+        chosen = (newest, None) if steps else None
+        if way is not None:
+            newest, chosen = way.point.step, (way.step.step, _plain(way.point))
+        losses = losses_of(self._run.root, history, newest, above=newest)
+        lost = [(one.step, one.error) for one in losses]
+        lost += [(None, error) for error in history.replaced]
+        return chosen, [
+            (step, error.object_name, error.expected, error.found, error.action)
+            for step, error in lost
+        ]
+
+    def lost_with(self, tried: Tried, choice: Choice, error: RestoreError) -> list[int]:
+        """Returns the steps that need a damaged save that a choice needs, ascending.
+
+        Args:
+          tried: where the save is remembered.
+          choice: what could not be restored.
+          error: why not, on this process.
+        """
+        run = self._run
+        found = damaged_saves.blamed(error, run.root.spot, run.item)
+        every = run.among.gather("looking for damaged saves", found)
+        blamed = {DamagedSave(*one) for one in every if one is not None}
+        tried.damaged |= {one for one in blamed if one.every_child}
+
+        def find() -> list[int]:
+            if not blamed and not isinstance(error, BrokenChain):
+                return []
+            damaged = tried.damaged | blamed if blamed else set[DamagedSave]()
+            with contextlib.suppress(RestoreError, StorageError):  # Then each step is tried.
+                return sorted(run.root.lost_with(damaged, choice.step))
+            return []
+
+        steps = run.among.of_first("finding the steps of a damaged save", find)
+        return [step for step in steps if step not in tried.steps]
+
+    def left(self, point: RecoveryPoint) -> bool:
+        """Returns whether training rolled back past a recovery point since it was found."""
+        run = self._run
+        return run.among.of_first(
+            f"looking for {point}", lambda: not Logs(run.root.log_at).read().counts(point)
+        )
+
+    def asked(self, asked: int | RecoveryPoint) -> Choice:
+        """Returns the requested step, or the recovery point and a step that it replays onto.
 
         Raises:
-          StepNotFound: there is none; the message names what is near.
+          StepNotFound: the step or recovery point does not exist; the message names the nearest
+            ones.
         """
         choice = self.found(asked)
         if choice is None:
             raise StepNotFound(
-                f"{self._shown(asked)}: expected a committed step, or a point that one leads to, "
+                f"{self._shown(asked)}: expected a committed step, or a recovery point above one, "
                 f"found neither; {self.near(_number(asked))}"
             )
         return choice
 
-    def found(self, asked: int | LogPoint) -> Choice | None:
-        """As ``asked``; None where there is none."""
+    def found(self, asked: int | RecoveryPoint) -> Choice | None:
+        """Like ``asked``, but returns None if the step or recovery point does not exist."""
         run = self._run
 
         def find() -> Any:
             if isinstance(asked, int) and asked in {*run.root.steps()}:
                 return asked, None
-            history, at = Logs(run.root.log_at).read(), _number(asked)
-            if not any(point.full and asked in (point, at) for point in _at(history, at)):
-                return None
-            way = newest_way(history, run.root.restorable(), at=at)
+            way = points.way_to(Logs(run.root.log_at).read(), run.root.restorable(), asked)
             return None if way is None else (way.step.step, _plain(way.point))
 
         return Choice.of(run.among.of_first(f"finding {asked}", find))
 
-    def points(self) -> list[LogPoint]:
-        """Full points to which a step leads that can be restored, newest first."""
+    def points(self) -> list[RecoveryPoint]:
+        """Returns the full recovery points that a committed step makes restorable, newest first."""
         history = Logs(self._run.root.log_at).read()
         _, unreached = coverings(history, self._run.root.restorable())
         return [point for point in history.points() if point.full and point not in unreached]
 
-    def went(self, asked: int | LogPoint) -> StepGone:
-        """What to raise of a step or point that is there no more, and was when it was found."""
+    def went(self, asked: int | RecoveryPoint) -> StepGone:
+        """Returns the error for a step or recovery point that was removed after it was found."""
         return StepGone(
-            f"{self._shown(asked)}: expected it to stay while it was read, found it removed: steps "
-            f"by retention, the marks of points once later steps are committed; "
+            f"{self._shown(asked)}: expected it to stay while it was read, found it removed: "
+            "retention removes steps, and WAL records go once later steps are committed; "
             f"{self.near(_number(asked))}"
         )
 
     def near(self, number: int) -> str:
-        """What can be restored that is nearest to a step, by this process's own look."""
-        found = [(step, f"step {step}") for step in self._run.root.restorable()]
-        with contextlib.suppress(RestoreError, StorageError):  # Steps are known all the same.
-            found += [(point.step, str(point)) for point in self.points()]
-        below = max((one for one in found if one[0] <= number), default=None)
-        above = min((one for one in found if one[0] > number), default=None)
-        told = " and ".join(one[1] for one in (below, above) if one is not None)
-        nearest = f"the nearest that can be restored: {told}" if told else "none can be restored"
-        return f"{nearest}; all_steps() and points() list what there is"
+        """Describes the restorable steps and points nearest to a step, as seen by this process."""
+        steps, found = self._run.root.restorable(), list[RecoveryPoint]()
+        with contextlib.suppress(RestoreError, StorageError):  # The steps are known anyway.
+            found = self.points()
+        near = points.nearest(number, steps, found)
+        return f"{near}; all_steps() and recovery_points() list what exists"
 
-    def _shown(self, asked: int | LogPoint) -> str:
+    def _shown(self, asked: int | RecoveryPoint) -> str:
         return f"{self._run.root.at(asked) if isinstance(asked, int) else asked}"
 
     def _ids(self, steps: set[int]) -> dict[int, SaveId]:
-        """Save ids of those steps whose manifests can be read."""
+        """Returns the save ids of the steps whose manifests can be read."""
         known = self._run.root.saves()
         return {step: info.save_id for step in steps if (info := known.get(step)) is not None}
 
 
-def _number(asked: int | LogPoint) -> int:
+def _number(asked: int | RecoveryPoint) -> int:
     return asked if isinstance(asked, int) else asked.step
-
-
-def _at(history: History, number: int) -> list[LogPoint]:
-    return [point for point in history.points() if point.step == number]

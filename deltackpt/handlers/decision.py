@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a step is saved, by the rules of Orbax's policies or every so many steps."""
+"""Decides whether a step is saved, with an Orbax policy or at a fixed interval."""
 
 from __future__ import annotations
 
@@ -24,26 +24,24 @@ def should_save(
     metrics: Mapping[str, Any] | None,
     preempted: Callable[[int], bool],
 ) -> bool:
-    """Whether ``ManagerOptions.decision`` takes a step; of several processes what process 0 finds.
+    """Returns whether the options select a step; process 0 decides for all processes.
 
     Args:
       run: the manager's run.
       step: the training step.
-      in_flight: the save that is not settled yet.
-      metrics: those of the step, as far as they are known.
+      in_flight: the save in flight, if any.
+      metrics: the known metrics of the step.
       preempted: whether the job will be preempted at a step.
     """
-    policy = run.options.decision
+    policy = run.options.save_decision_policy
     if policy is None:
-        return True
-    if isinstance(policy, int):
-        return step % policy == 0
+        return step % (run.options.save_interval_steps or 1) == 0
 
     def decide() -> bool:
         now = {"metrics": dict(metrics or {}), "commit_timestamp_nsecs": time.time_ns()}
         previous = retention.committed_steps(run.root)
         if in_flight is not None and in_flight.step not in [known.step for known in previous]:
-            # It began before now, and will stand before the next is committed.
+            # It began earlier, and will be committed before the next one.
             previous.append(CommittedStep(in_flight.step, lambda: now))
         context = _policies.DecisionContext(
             is_saving_in_progress=in_flight is not None and not in_flight.future.done(),

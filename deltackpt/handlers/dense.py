@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense leaves through Orbax's own PyTree handler.
 
-Orbax 0.12.8 refuses two kinds of leaves that training states hold: numpy scalars, which travel
-as arrays without axes, and arrays without elements, which travel as a string that says so. What it
-accepts and cannot write is found by ``fault`` before anything begins; what it would cast, cut or
-leave out at a restore by ``check`` and ``restored``.
+Orbax 0.12.8 rejects two kinds of leaves that training states contain: numpy scalars, which are
+stored as arrays without axes, and arrays without elements, which are stored as a descriptive
+string. ``fault`` finds leaves that Orbax accepts but cannot write, before the save starts.
+``check`` and ``restored`` find leaves that it would cast, truncate or drop in a restore.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,49 +21,54 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
+from etils import epath
 
 from deltackpt import codecs
 from deltackpt.errors import TemplateMismatch
-from deltackpt.format.globs import listed
-from deltackpt.state import paths
+from deltackpt.reading.orbax_values import ARRAY_METADATAS, key_impls
+from deltackpt.restore import mismatch
+from deltackpt.state import paths, placement
 
 _EMPTY = "deltackpt:empty"
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray)
 _MISSING = object()
 #: What a key of a text must not hold: Orbax takes it for a JSON pointer, and escapes nothing.
 _NO_POINTER = re.compile("~(?![01])")
-_ADVICE = "give the state that was saved as the template, or restore without one"
 
 
 def handler() -> ocp.PyTreeCheckpointHandler:
-    """Orbax's handler for the dense item."""
+    """Returns Orbax's handler for the dense item."""
     return ocp.PyTreeCheckpointHandler()
 
 
 def save_args(dense: dict[str, Any]) -> ocp.args.PyTreeSave:
-    """Save arguments of the dense leaves, nested dicts."""
+    """Returns save arguments of the dense leaves, nested dicts."""
     return ocp.args.PyTreeSave(storable(dense))
 
 
 def storable(dense: dict[str, Any]) -> dict[str, Any]:
-    """Dense leaves as they are stored."""
+    """Returns dense leaves in the form in which they are stored."""
     return jax.tree.map(_storable, dense, is_leaf=_is_none)
 
 
-def fault(leaf: Any, key: Sequence[str] = ()) -> str | None:
-    """Why a dense leaf cannot be stored, None where it can.
+def nbytes(tree: Any) -> int:
+    """Returns the bytes of the arrays among dense leaves."""
+    return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(tree))
 
-    For leaves of one type, and of one shape and dtype where they have these, the answer is the
-    same, but for Python's integers and texts.
+
+def fault(leaf: Any, key: Sequence[str] = ()) -> str | None:
+    """Returns why a dense leaf cannot be stored, or None.
+
+    The result depends only on type, shape and dtype, except for Python integers and strings.
 
     Args:
       leaf: the leaf.
-      key: where it stands in the nested dicts of the item.
+      key: its path in the nested dicts of the item.
     """
     if _has_halves("".join(key)):
-        return "has half a character in its path, which is no Unicode then"
+        return "has a lone surrogate in its path, which is not valid Unicode"
     if key and key[-1].endswith("/"):
-        # Orbax would write it over the leaf whose path is the same but for that.
+        # Orbax would overwrite the leaf with the same path without it.
         return "has a path that ends with '/'"
     if paths.is_empty(leaf):
         return None
@@ -75,8 +82,10 @@ def fault(leaf: Any, key: Sequence[str] = ()) -> str | None:
         return None if -(1 << 63) <= leaf < 1 << 64 else "is an integer of more than 64 bits"
     if isinstance(leaf, str) and not isinstance(leaf, np.str_):
         if _is_empty(leaf):
-            return f"begins with {_EMPTY!r}, which stands for arrays"
-        return "has half a character, and is no Unicode" if _has_halves(leaf) else _text_fault(key)
+            return f"begins with {_EMPTY!r}, which is reserved for arrays"
+        if _has_halves(leaf):
+            return "has a lone surrogate, which is not valid Unicode"
+        return _text_fault(key)
     if isinstance(leaf, bytes):
         return f"is {kind}"
     if isinstance(leaf, (np.generic, np.ndarray, jax.Array)):
@@ -85,20 +94,20 @@ def fault(leaf: Any, key: Sequence[str] = ()) -> str | None:
 
 
 def _has_halves(text: str) -> bool:
-    """Whether a surrogate stands without its other half: no file can hold it as a text."""
+    """Returns whether a string has a lone surrogate, which no file can store."""
     return paths.printable(text) != text
 
 
 def _text_fault(key: Sequence[str]) -> str | None:
-    """Why a text cannot be stored under a key; arrays without elements are texts, too."""
+    """Returns why a string (or an array without elements) cannot be stored under a key."""
     if _NO_POINTER.search(".".join(key)):
-        return "is stored as a text, in whose path Orbax cannot have '~'"
+        return "is stored as a string, whose path cannot contain '~' in Orbax"
     return None
 
 
 def _dtype_fault(leaf: Any) -> str | None:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return "is an array of keys without any element" if 0 in leaf.shape else None
+        return "is an array of keys without elements" if 0 in leaf.shape else None
     try:
         # Without elements it travels as a text, of any dtype that has a name.
         known = codecs.dtype_of(leaf.dtype.name) if 0 in leaf.shape else ts.dtype(leaf.dtype.name)
@@ -109,11 +118,11 @@ def _dtype_fault(leaf: Any) -> str | None:
 
 
 def restore_args(abstract: dict[str, Any] | None, stored: Any) -> ocp.args.PyTreeRestore:
-    """Restore arguments of the dense leaves.
+    """Returns restore arguments of the dense leaves.
 
     Args:
-      abstract: what to restore, with the wanted shardings, like the argument of ``save_args``;
-        None restores everything, arrays as numpy arrays.
+      abstract: what to restore, with the target shardings, like the argument of ``save_args``; None
+        restores everything, arrays as numpy arrays.
       stored: Orbax's metadata of the stored item.
     """
     if abstract is None:
@@ -126,7 +135,7 @@ def restore_args(abstract: dict[str, Any] | None, stored: Any) -> ocp.args.PyTre
 
 
 def abstract(stored: Any) -> dict[str, Any]:
-    """Shapes and dtypes of stored leaves; what is no array stays as Orbax describes it.
+    """Returns shapes and dtypes of stored leaves; other leaves stay as Orbax describes them.
 
     Args:
       stored: Orbax's metadata of the stored item.
@@ -135,45 +144,64 @@ def abstract(stored: Any) -> dict[str, Any]:
 
 
 def check(abstract: dict[str, Any], stored: dict[str, Any], step: int) -> None:
-    """Checks leaves of the template against those of the step; Orbax would cast and drop some.
+    """Checks leaves of the template against those of the step; Orbax would cast or drop some.
 
     Args:
-      abstract: what to restore, like the argument of ``save_args``.
+      abstract: the leaves to restore, like the argument of ``save_args``.
       stored: Orbax's metadata of each stored leaf.
       step: the step, for errors.
 
     Raises:
-      TemplateMismatch: a leaf is missing on either side, is of another kind, shape or dtype, or has
-        a dtype that jax would cut to 32 bits.
+      TemplateMismatch: a leaf is missing on either side, has another kind, shape or dtype, or has a
+        dtype that jax would truncate to 32 bits.
     """
     wanted, found = by_key(abstract), by_key(stored)
-    if forgotten := found.keys() - wanted.keys():
-        raise TemplateMismatch(
-            f"step {step}: expected by the template no further dense leaves, found in the step\n"
-            f"{listed(map(_name, forgotten))}\n{_ADVICE}; what is not in the template would be lost"
-        )
+    faults = {}
+    for key in (*wanted, *sorted(found.keys() - wanted.keys())):
+        leaf, have = wanted.get(key, _MISSING), found.get(key, _MISSING)
+        if leaf is _MISSING or not _fits(leaf, have):
+            faults[f"dense leaf {_name(key)}"] = _described(leaf), _described(have)
+    if faults:
+        raise mismatch.mismatch(step, faults)
     for key, leaf in wanted.items():
-        have = found.get(key, _MISSING)
-        if not _fits(leaf, have):
-            raise TemplateMismatch(
-                f"step {step}, dense leaf {_name(key)}: expected by the template "
-                f"{_described(leaf)}, found in the step {_described(have)}; {_ADVICE}"
-            )
         if isinstance(leaf, _ARRAYS) and (problem := paths.narrowed(leaf)):
             raise TemplateMismatch(f"step {step}, dense leaf {_name(key)}: {problem}")
 
 
-def restored(found: dict[str, Any], abstract: dict[str, Any] | None, step: int) -> dict[str, Any]:
-    """The dense leaves as they were given to ``save_args``.
+def from_folder(item_dir: epath.Path, abstract: dict[str, Any] | None, step: int) -> dict[str, Any]:
+    """Restores the dense leaves of an item with Orbax's handler.
 
     Args:
-      found: what Orbax restored.
-      abstract: what was to be restored, as for ``restore_args``.
+      item_dir: directory of the item.
+      abstract: the leaves to restore, as for ``restore_args``.
       step: the step, for errors.
 
     Raises:
-      TemplateMismatch: a number does not fit into the template's type, or an array without
-        elements is another one.
+      TemplateMismatch: as for ``check`` and ``restored``.
+    """
+    with contextlib.closing(handler()) as reader:
+        metadata = reader.metadata(item_dir)
+        if abstract is not None:
+            check(abstract, metadata.tree, step)
+        found = reader.restore(item_dir, args=restore_args(abstract, metadata))
+    leaves = restored(found, abstract, step)
+    if abstract is not None:
+        return leaves
+    about = sorted((item_dir / ARRAY_METADATAS).glob("process_*"))
+    return typed(leaves, (path.read_bytes() for path in about))
+
+
+def restored(found: dict[str, Any], abstract: dict[str, Any] | None, step: int) -> dict[str, Any]:
+    """Returns the dense leaves as they were passed to ``save_args``.
+
+    Args:
+      found: the leaves that Orbax restored.
+      abstract: the requested leaves, as for ``restore_args``.
+      step: the step, for errors.
+
+    Raises:
+      TemplateMismatch: a value does not fit into the template's type, or an array without elements
+        is a different one.
     """
     found = jax.tree.map(_original, found, is_leaf=_is_leaf)
     if abstract is None:
@@ -181,11 +209,29 @@ def restored(found: dict[str, Any], abstract: dict[str, Any] | None, step: int) 
     values = by_key(found)
     for key, leaf in by_key(abstract).items():
         if not _holds(leaf, values[key]):
-            raise TemplateMismatch(
-                f"step {step}, dense leaf {_name(key)}: expected by the template "
-                f"{_described(leaf)}, found in the step {_described(values[key])}; {_ADVICE}"
-            )
-    return jax.tree.map(_like, found, abstract, is_leaf=_is_leaf)
+            sides = _described(leaf), _described(values[key])
+            raise mismatch.mismatch(step, {f"dense leaf {_name(key)}": sides})
+    return jax.tree.map(like, found, abstract, is_leaf=_is_leaf)
+
+
+def typed(found: dict[str, Any], about: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Replaces key data with typed keys in leaves restored without a template.
+
+    Args:
+      found: the leaves.
+      about: contents of the item's metadata files.
+    """
+    impls: dict[str, str] = {}
+    for data in about:
+        impls |= key_impls(json.loads(bytes(data)))
+    if not impls:
+        return found
+
+    def as_stored(path: Any, leaf: Any) -> Any:
+        impl = impls.get(".".join(ocp.tree.str_keypath(path)))
+        return leaf if impl is None else jax.random.wrap_key_data(jnp.asarray(leaf), impl=impl)
+
+    return jax.tree.map_with_path(as_stored, found, is_leaf=_is_leaf)
 
 
 def _is_none(leaf: Any) -> bool:
@@ -201,23 +247,23 @@ def _is_leaf(node: Any) -> bool:
 
 
 def by_key(dense: Any) -> dict[tuple[str, ...], Any]:
-    """Leaves of nested dicts by their keys; empty containers count as leaves."""
+    """Returns leaves of nested dicts by their keys; empty containers count as leaves."""
     found = jax.tree.leaves_with_path(dense, is_leaf=_is_leaf)
     return {ocp.tree.str_keypath(path): leaf for path, leaf in found}
 
 
 def _name(key: tuple[str, ...]) -> str:
-    """Path of a dense leaf in the state, whose steps are escaped in its key."""
+    """Returns the path of a dense leaf in the state, from its escaped key."""
     return "/".join(map(urllib.parse.unquote, key))
 
 
 def _is_number(leaf: Any) -> bool:
-    """Whether a leaf is a number of Python's; numpy's float64 is one of them otherwise."""
+    """Returns whether a leaf is a Python number; numpy's float64 would pass as one otherwise."""
     return isinstance(leaf, (bool, int, float)) and not isinstance(leaf, np.generic)
 
 
 def _fits(leaf: Any, have: Any) -> bool:
-    """Whether a leaf of the template can be restored from what is stored, by Orbax's metadata."""
+    """Returns whether a leaf of the template matches the stored one, by its metadata."""
     if have is _MISSING:
         return False
     if leaf is ...:  # Orbax leaves it as it is.
@@ -239,14 +285,22 @@ def _fits(leaf: Any, have: Any) -> bool:
 
 
 def stored_as(leaf: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and dtype under which Orbax keeps an array; of keys their numbers."""
+    """Returns the shape and dtype in which Orbax stores an array; for keys, of their key data."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     return tuple(leaf.shape), leaf.dtype.newbyteorder("=")
 
 
+def as_keys(data: Any, like: Any) -> jax.Array:
+    """Wraps key data as typed keys with the PRNG implementation of other keys, abstract or not."""
+    impls: list[Any] = []
+    # ``key_impl`` rejects abstract keys but accepts those of a trace.
+    jax.eval_shape(lambda keys: impls.append(jax.random.key_impl(keys)), like)
+    return jax.random.wrap_key_data(jnp.asarray(data), impl=impls[0])
+
+
 def _holds(leaf: Any, value: Any) -> bool:
-    """Whether a restored value is what a leaf of the template stands for."""
+    """Returns whether a restored value is of the kind that a leaf of the template names."""
     if isinstance(leaf, str):
         return isinstance(value, str)
     if not isinstance(leaf, (*_ARRAYS, np.generic)):
@@ -262,19 +316,19 @@ def _native(dtype: Any) -> Any:
 
 
 def _rank(dtype: Any) -> int:
-    """0 of truth values, 1 of integers, 2 of other numbers: one goes into a higher one."""
+    """Ranks types: 0 for booleans, 1 for integers, 2 for other numbers; lower fits into higher."""
     kinds = (np.bool_, np.integer, np.number)
     return next((i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), len(kinds))
 
 
 def _described(leaf: Any) -> str:
-    """A leaf of a template, or Orbax's metadata of one, in an error."""
+    """Describes a leaf of a template, or Orbax's metadata of one, for an error."""
     if leaf is _MISSING:
-        return "no such array"
+        return mismatch.NOTHING
     if leaf is None or paths.is_empty(leaf):
         return repr(leaf)
     if isinstance(leaf, ocp.metadata.StringMetadata):
-        return "a text, or an array without elements"
+        return "a string, or an array without elements"
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if shape is None or dtype is None:
         return f"{leaf!r} ({type(leaf).__name__})" if _is_number(leaf) else repr(leaf)
@@ -282,7 +336,7 @@ def _described(leaf: Any) -> str:
 
 
 def _is_empty(text: str) -> bool:
-    """Whether a text stands for an array without elements."""
+    """Returns whether a string represents an array without elements."""
     return text.startswith(_EMPTY + ":")
 
 
@@ -303,25 +357,30 @@ def _original(leaf: Any) -> Any:
     return leaf
 
 
-def _like(leaf: Any, abstract: Any) -> Any:
-    """Gives back the kind of leaf that the template has where Orbax changed it."""
+def like(leaf: Any, abstract: Any) -> Any:
+    """Returns a stored leaf converted to the kind and placement of the matching template leaf."""
     if isinstance(abstract, np.generic):
         return abstract.dtype.type(leaf)
     if isinstance(abstract, np.ndarray):
         return np.asarray(leaf, abstract.dtype)
     if isinstance(abstract, _ARRAYS) and (isinstance(leaf, np.ndarray) or _is_number(leaf)):
-        value = np.asarray(leaf, abstract.dtype)
-        return jax.device_put(value, getattr(abstract, "sharding", None))
+        # With jax_enable_x64 off its arrays have 32 bits at most.
+        dtype = jax.dtypes.canonicalize_dtype(abstract.dtype)
+        return placement.put(np.asarray(leaf, dtype), abstract)
+    if isinstance(abstract, _ARRAYS) and isinstance(leaf, jax.Array):
+        if leaf.is_fully_addressable:
+            leaf = jax.device_put(leaf, placement.sharding_of(abstract))
+        return placement.like(leaf, abstract)
     return leaf
 
 
 def a_number(stored: ocp.metadata.ScalarMetadata) -> bool | int | float:
-    """A number of the type of a stored one, which asks Orbax for it."""
+    """Returns a number of the stored type, which makes Orbax restore a number."""
     return np.dtype(stored.dtype).type().item()
 
 
 def _asked_for(leaf: Any, have: Any) -> Any:
-    """What Orbax is asked for: a number as such, since it would cut one that does not fit."""
+    """Returns the request to Orbax: a plain number, since Orbax would truncate others."""
     if isinstance(leaf, (*_ARRAYS, np.generic)) and isinstance(have, ocp.metadata.ScalarMetadata):
         return a_number(have)
     item = _storable(leaf)
@@ -331,7 +390,7 @@ def _asked_for(leaf: Any, have: Any) -> Any:
 
 
 def _with_sharding(leaf: Any) -> Any:
-    """Restoring without shardings goes to the default device, whatever the topology was."""
+    """Adds a sharding; without one Orbax restores to the default device."""
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
         default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=default)

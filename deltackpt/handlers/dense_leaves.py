@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense leaves from the values of their item, straight to where the template has them.
+"""Reads dense leaves from the values of their item, straight into the template's placement.
 
-Arrays whose chunks are bytes as they are go into their shardings without Orbax: a chunk that is a
-shard is the shard's memory on the CPU, and chunks that meet no shard of this process are not read.
-What is left (keys, numbers, compressed arrays, memory of other kinds) Orbax restores from a folder
-that holds nothing else.
+Arrays with uncompressed chunks are read into their shardings without Orbax. On the CPU, a chunk
+that is a shard is read into the shard's memory. Chunks outside the shards of this process are not
+read. Orbax restores the rest (keys, numbers, compressed arrays, other memory kinds) from a
+directory that contains nothing else.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -26,14 +25,17 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from deltackpt import codecs
+from deltackpt.errors import Damaged, RestoreError, StorageError
 from deltackpt.format.names import DENSE_ITEM, PYTREE_METADATA
+from deltackpt.format.soundness import MOST_ZSTD_RATIO
 from deltackpt.handlers import dense
 from deltackpt.reading.dense_values import DenseItem, DenseValues
-from deltackpt.reading.orbax_values import OrbaxValues
+from deltackpt.reading.orbax_values import ARRAY_METADATAS, OrbaxValues
 from deltackpt.resources import memory
 from deltackpt.restore.step_files import DenseFiles
 from deltackpt.restore.steps import DenseRead
-from deltackpt.storage.ocdbt import ZARRAY, chunk_key
+from deltackpt.state import placement
+from deltackpt.storage.ocdbt import ZARRAY, check_chunks, chunk_key
 
 #: Containers without leaves, by their names in Orbax's metadata.
 _EMPTY: Mapping[str, Callable[[], Any]] = {
@@ -42,12 +44,30 @@ _EMPTY: Mapping[str, Callable[[], Any]] = {
     "Tuple": tuple,
     "None": lambda: None,
 }
+#: Orbax's names of the kinds of leaves that are stored as arrays.
+_NUMBER = "scalar"
+_ARRAY_KINDS = ("jax.Array", "np.ndarray", _NUMBER)
+_NUMBERS = (bool, int, float)
 _PLACED = (jax.sharding.NamedSharding, jax.sharding.SingleDeviceSharding)
 
 #: What Orbax may restore from a copy where the rest needs no Orbax: so many bytes, or a share.
 _LEFT_BYTES, _LEFT_SHARE = 1 << 20, 16
 
-#: Where a leaf stands in the nested dicts of the item.
+#: Errors of parsing bytes that are not valid descriptions or chunks.
+_NONSENSE = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    NotImplementedError,
+)
+
+#: So many bytes may be those of an array that lacks chunks.
+_MADE_UP_BYTES = 64 << 20
+
+#: Path of a leaf in the nested dicts of the item.
 KeyPath = tuple[str, ...]
 #: Half-open ranges along each axis.
 _Box = tuple[tuple[int, int], ...]
@@ -55,24 +75,26 @@ _Box = tuple[tuple[int, int], ...]
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """An array whose chunks are its numbers as they are.
+    """An array with uncompressed chunks.
 
     Attributes:
       name: in the database.
       chunks: shape of a chunk.
+      is_number: whether the leaf was a Python number.
     """
 
     name: str
     shape: tuple[int, ...]
     chunks: tuple[int, ...]
     dtype: np.dtype
+    is_number: bool = False
 
     def keys(self, boxes: Iterable[_Box]) -> set[str]:
-        """Keys of the chunks that meet some boxes."""
+        """Returns keys of the chunks that intersect some boxes."""
         return {chunk_key(self.name, index) for box in boxes for index in self.indices(box)}
 
     def indices(self, box: _Box) -> Iterator[tuple[int, ...]]:
-        """Which chunks meet a box."""
+        """Returns which chunks intersect a box."""
         ranges = [
             range(start // size, -(-stop // size))
             for (start, stop), size in zip(box, self.chunks, strict=True)
@@ -80,7 +102,7 @@ class _Stored:
         return itertools.product(*ranges)
 
     def read(self, values: Mapping[str, memoryview], box: _Box) -> np.ndarray:
-        """A box of the array: the memory of a chunk where that is all of it."""
+        """Reads a box of the array; without a copy if the box is a chunk."""
         found = [*self.indices(box)]
         shape = tuple(stop - start for start, stop in box)
         if len(found) == 1 and shape == self.chunks:
@@ -102,32 +124,34 @@ class _Stored:
 
 
 class DenseLeaves:
-    """What an item holds, by its descriptions, and how it becomes leaves."""
+    """The leaves of an item, by their descriptions."""
 
-    def __init__(self, item: DenseItem | DenseFiles):
+    def __init__(self, item: DenseItem | DenseFiles, name: str):
         """Reads the descriptions.
 
         Args:
-          item: of the step.
+          item: name of the item of the step.
+          name: its name in errors.
 
         Raises:
-          Damaged: they are missing or altered.
+          Damaged: they are missing, altered, or not valid descriptions.
         """
         self._item = item
+        self._name = name
         self._outline = item.outline
-        self._metadata = json.loads(bytes(self._outline.files[PYTREE_METADATA]))
         self._kinds: dict[KeyPath, str] = {}
-        for entry in self._metadata["tree_metadata"].values():
-            key = tuple(step["key"] for step in entry["key_metadata"])
-            self._kinds[key] = entry["value_metadata"]["value_type"]
+        with self._nonsense_is_damage():
+            self._metadata = json.loads(bytes(self._outline.files[PYTREE_METADATA]))
+            for entry in self._metadata["tree_metadata"].values():
+                self._kinds[_key_of(entry)] = _text(entry["value_metadata"]["value_type"])
 
     def need_no_orbax(self, abstract: dict[str, Any] | None, values: OrbaxValues) -> bool:
-        """Whether nearly all of an item goes straight to where a template has it.
+        """Returns whether nearly all of an item can be read straight into a template's placement.
 
         Args:
           abstract: as for ``restored``.
-          values: of the item. Of each array all chunks must be there, as TensorStore would make up
-            those that are not.
+          values: values of the item. All chunks of each array must exist, because TensorStore fills
+            missing chunks.
         """
         wanted = None if abstract is None else dense.by_key(abstract)
         if wanted is not None and wanted.keys() != self._kinds.keys():
@@ -141,23 +165,40 @@ class DenseLeaves:
             if not chunks or any(values.nbytes((False, chunk)) != nbytes for chunk in chunks):
                 return False
             straight += nbytes * len(chunks)
-        total = sum(values.nbytes(key) or 0 for key in values.keys() if not key[0])
+        # Descriptions of many small arrays are more than a MiB, and nothing of it is for Orbax.
+        total = sum(
+            values.nbytes(key) or 0
+            for key in values.keys()
+            if not (key[0] or key[1].endswith(f"/{ZARRAY}"))
+        )
         return total - straight <= max(_LEFT_BYTES, total // _LEFT_SHARE)
 
     def abstract(self) -> dict[str, Any]:
-        """As ``dense.abstract``."""
-        with self._folder(DenseValues(self._described(None), self._outline.files)) as folder:
-            return dense.abstract(dense.handler().metadata(folder))
+        """See ``dense.abstract``."""
+        found: dict[KeyPath, Any] = {
+            key: _metadata_of(array)
+            if array.is_number
+            else jax.ShapeDtypeStruct(array.shape, array.dtype)
+            for key, array in self._stored.items()
+        }
+        found |= {key: empty() for key, empty in self._empty.items()}
+        left = self._kinds.keys() - found.keys()
+        if left:
+            described = DenseValues(self._described(left), self._files(left))
+            with self._nonsense_is_damage(), self._folder(described) as folder:
+                found |= dense.by_key(dense.abstract(dense.handler().metadata(folder)))
+        return _nested(found)
 
     def some(self, keys: Collection[KeyPath], step: int) -> dict[str, Any]:
-        """Some leaves on the host, as ``restored`` has them without a template."""
+        """Returns some leaves, as ``restored`` returns them without a template."""
         return self._restored(None, {*keys}, step).leaves
 
     def restored(self, abstract: dict[str, Any] | None, step: int) -> DenseRead:
-        """The leaves, checked as ``dense.check`` and ``dense.restored`` check Orbax's.
+        """Returns the leaves, with the checks of ``dense.check`` and ``dense.restored``.
 
         Args:
-          abstract: what to restore, with the wanted shardings; None for everything, on the host.
+          abstract: what to restore, with the target shardings; None for everything, on the host
+            except typed keys.
           step: the step, for errors.
 
         Raises:
@@ -176,28 +217,35 @@ class DenseLeaves:
             if key in keys
             and (wanted is None or (key in wanted and _is_placed(wanted[key], array)))
         }
-        known = {key: _EMPTY[self._kinds[key]]() for key in keys if self._kinds[key] in _EMPTY}
+        known = {key: empty() for key, empty in self._empty.items() if key in keys}
         if wanted is not None:  # Placeholders stay, as Orbax has it.
             known |= {key: ... for key in keys if wanted.get(key) is ...}
         left = keys - placed.keys() - known.keys()
         described = DenseValues(self._described(left), self._files(left))
         rest = None
         if left:
-            with self._folder(described) as folder:
+            with self._nonsense_is_damage(), self._folder(described) as folder:
                 rest = dense.handler().metadata(folder)
         if abstract is not None:
             found = {} if rest is None else dense.by_key(rest.tree)
             arrays = {key: _metadata_of(array) for key, array in placed.items()}
             dense.check(abstract, _nested({**found, **arrays, **known}), step)
         boxes = {
-            key: _boxes(None if wanted is None else wanted[key], array.shape)
+            key: _boxes(None if wanted is None or array.is_number else wanted[key], array.shape)
             for key, array in placed.items()
         }
         names = {".".join(key) for key in left}
-        chunks = {key for path, array in placed.items() for key in array.keys(boxes[path].values())}
+        keys_of = {path: array.keys(boxes[path].values()) for path, array in placed.items()}
+        chunks = set[str]().union(*keys_of.values())
         values = self._item.read(
             lambda key: key in chunks or key.rpartition("/")[0] in names
         ).values
+        with self._nonsense_is_damage():
+            for path, array in placed.items():
+                nbytes = math.prod(array.chunks) * array.dtype.itemsize
+                _check_chunks(values, keys_of[path], nbytes)
+            for name, text in described.values.items():
+                _check_stored(name.removesuffix(f"/{ZARRAY}"), text, values)
         leaves: dict[KeyPath, Any] = dict(known)
         for key, array in placed.items():
             template = None if wanted is None else wanted[key]
@@ -207,13 +255,29 @@ class DenseLeaves:
             asked = None if wanted is None else _nested({key: wanted[key] for key in left})
             with self._folder(described._replace(values={**described.values, **own})) as folder:
                 args = dense.restore_args(asked, rest)
-                leaves |= dense.by_key(dense.handler().restore(folder, args=args))
+                try:
+                    restored = dense.handler().restore(folder, args=args)
+                except (ValueError, TypeError):
+                    # It is the item, and not the template, if it cannot be restored without one.
+                    with self._nonsense_is_damage():
+                        dense.handler().restore(folder, args=dense.restore_args(None, rest))
+                    raise
+                except Exception:
+                    with self._nonsense_is_damage():
+                        raise
+                leaves |= dense.by_key(restored)
         whole = dense.restored(_nested(leaves), abstract, step)
+        if wanted is None:
+            with self._nonsense_is_damage():
+                files = self._outline.files.items()
+                about = (data for name, data in files if name.startswith(f"{ARRAY_METADATAS}/"))
+                whole = dense.typed(whole, about)
         on_devices = {
             chunk: np.frombuffer(values[chunk], np.uint8)
             for key, array in placed.items()
-            if self._item.fresh and wanted is not None and not isinstance(wanted[key], np.ndarray)
-            for chunk in array.keys(boxes[key].values())
+            if self._item.fresh and wanted is not None
+            if not (array.is_number or isinstance(wanted[key], np.ndarray))
+            for chunk in keys_of[key]
         }
         return DenseRead(whole, on_devices)
 
@@ -225,32 +289,32 @@ class DenseLeaves:
         template: Any,
     ) -> Any:
         held = {box: array.read(values, box) for box in set(boxes.values())}
+        if template is not None and array.is_number:
+            [data] = held.values()
+            number = data.item()
+            return type(template)(number) if type(template) in _NUMBERS else number
         if template is None or isinstance(template, np.ndarray):
             [data] = held.values()
             return data if self._item.fresh else data.copy()
-        # As for tables: memory that is ours alone is a device's on the CPU, of one device.
-        once = {box for box, count in collections.Counter(boxes.values()).items() if count == 1}
-        arrays = [
-            jax.device_put(
-                held[box],
-                jax.sharding.SingleDeviceSharding(device),
-                may_alias=self._item.fresh and box in once,
-            )
-            for device, box in boxes.items()
-        ]
-        return jax.make_array_from_single_device_arrays(
-            array.shape, _sharding(template), arrays, dtype=array.dtype
-        )
+        return placement.assembled(template, boxes, held, may_alias=self._item.fresh)
+
+    @functools.cached_property
+    def _empty(self) -> dict[KeyPath, Callable[[], Any]]:
+        """Returns the containers without leaves, and None."""
+        return {key: _EMPTY[kind] for key, kind in self._kinds.items() if kind in _EMPTY}
 
     @functools.cached_property
     def _stored(self) -> dict[KeyPath, _Stored]:
-        """The arrays that need no Orbax, wherever they are to lie."""
+        """Returns the arrays that do not need Orbax, for any placement."""
+        with self._nonsense_is_damage():
+            return self._plain_arrays()
+
+    def _plain_arrays(self) -> dict[KeyPath, _Stored]:
         special = {
-            one["array_metadata"]["param_name"]
-            for name, data in self._outline.files.items()
-            if name.startswith("array_metadatas/")
-            for one in json.loads(bytes(data))["array_metadatas"]
-            if one["array_metadata"].get("ext_metadata")
+            name
+            for file, data in self._outline.files.items()
+            if file.startswith(f"{ARRAY_METADATAS}/")
+            for name in _special(json.loads(bytes(data))["array_metadatas"])
         }
         if self._metadata.get("use_zarr3"):
             return {}
@@ -258,28 +322,43 @@ class DenseLeaves:
         for key, kind in self._kinds.items():
             name = ".".join(key)
             text = self._outline.values.get(f"{name}/{ZARRAY}")
-            if kind in ("jax.Array", "np.ndarray") and text is not None and name not in special:
+            if kind in _ARRAY_KINDS and text is not None and name not in special:
                 array = _array(name, json.loads(bytes(text)))
-                if array is not None:
-                    found[key] = array
+                if array is not None and (kind != _NUMBER or not array.shape):
+                    found[key] = dataclasses.replace(array, is_number=kind == _NUMBER)
         return found
 
-    def _described(self, keys: Iterable[KeyPath] | None) -> dict[str, memoryview]:
-        """Descriptions of arrays; of all by default."""
-        if keys is None:
-            return dict(self._outline.values)
+    def _described(self, keys: Iterable[KeyPath]) -> dict[str, memoryview]:
+        """Returns descriptions of arrays."""
         names = (f"{'.'.join(key)}/{ZARRAY}" for key in keys)
         return {name: self._outline.values[name] for name in names if name in self._outline.values}
 
     def _files(self, keys: set[KeyPath]) -> dict[str, memoryview]:
-        """The files of an item that has some leaves only."""
+        """Returns the files of an item that contains only some leaves."""
         entries = {
             text: entry
             for text, entry in self._metadata["tree_metadata"].items()
-            if tuple(step["key"] for step in entry["key_metadata"]) in keys
+            if _key_of(entry) in keys
         }
         metadata = {**self._metadata, "tree_metadata": entries}
         return {**self._outline.files, PYTREE_METADATA: memoryview(json.dumps(metadata).encode())}
+
+    @contextlib.contextmanager
+    def _nonsense_is_damage(self) -> Iterator[None]:
+        """Reports impossible contents of an item as damage, even if the checksums match."""
+        try:
+            yield
+        except (RestoreError, StorageError):
+            raise
+        except Exception as error:
+            # Orbax raises ``Exception`` itself for a missing chunk.
+            if isinstance(error, _NONSENSE) or type(error) is Exception:
+                raise self._damage(error) from error
+            raise
+
+    def _damage(self, error: Exception) -> Damaged:
+        found = f"{type(error).__name__}: {error}"
+        return Damaged(self._name, "dense leaves in Orbax's layout", found)
 
     @contextlib.contextmanager
     def _folder(self, values: DenseValues) -> Iterator[epath.Path]:
@@ -287,8 +366,30 @@ class DenseLeaves:
             yield epath.Path(files.folder(DENSE_ITEM))
 
 
+def _text(found: Any) -> str:
+    if not isinstance(found, str):
+        raise TypeError(f"{found!r} is not text")
+    return found
+
+
+def _key_of(entry: Mapping[str, Any]) -> KeyPath:
+    return tuple(_text(step["key"]) for step in entry["key_metadata"])
+
+
+def _special(entries: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Returns names of arrays with extended dtypes, such as keys, as Orbax will read them."""
+    for one in (entry["array_metadata"] for entry in entries):
+        name, extended = _text(one["param_name"]), one.get("ext_metadata")
+        for shape in (one["write_shape"], one["chunk_shape"]):
+            tuple(shape)
+        if extended:
+            if (impl := extended.get("random_key_impl")) is not None:
+                jax.eval_shape(functools.partial(jax.random.key, impl=_text(impl)), 0)
+            yield name
+
+
 def _array(name: str, described: Mapping[str, Any]) -> _Stored | None:
-    """An array by its ``.zarray``; None where its chunks are no plain numbers."""
+    """Returns an array by its ``.zarray``; None if its chunks are not plain values."""
     plain = (
         described["zarr_format"] == 2
         and described["compressor"] is None
@@ -299,19 +400,63 @@ def _array(name: str, described: Mapping[str, Any]) -> _Stored | None:
     text = described["dtype"]
     if not plain or not isinstance(text, str) or text.startswith(">"):
         return None
-    dtype = np.dtype(text) if text[:1] in "<|" else codecs.dtype_of(text)
-    return _Stored(name, tuple(described["shape"]), tuple(described["chunks"]), dtype)
+    check_chunks(described)
+    shape, chunks = tuple(described["shape"]), tuple(described["chunks"])
+    return _Stored(name, shape, chunks, _dtype_of(text))
+
+
+def _dtype_of(text: str) -> np.dtype:
+    return np.dtype(text) if text[:1] in "<|>" else codecs.dtype_of(text)
+
+
+def _check_chunks(values: Mapping[str, memoryview], keys: Iterable[str], nbytes: int) -> None:
+    """Checks that chunks exist, and their lengths, before memory is allocated for an array.
+
+    Raises:
+      ValueError: one is missing, or has another length.
+    """
+    for key in keys:
+        if key not in values or values[key].nbytes != nbytes:
+            raise ValueError(f"{key} does not have {nbytes} bytes")
+
+
+def _check_stored(name: str, text: memoryview, values: Mapping[str, memoryview]) -> None:
+    """Checks an array before Orbax restores it: TensorStore allocates the size that it claims.
+
+    Raises:
+      ValueError, LookupError, TypeError: its description is invalid, or claims more than is stored.
+    """
+    described = json.loads(bytes(text))
+    check_chunks(described)
+    counts = [-(-n // c) for n, c in zip(described["shape"], described["chunks"], strict=True)]
+    keys = [chunk_key(name, index) for index in itertools.product(*map(range, counts))]
+    nbytes = math.prod(described["chunks"]) * _dtype_of(described["dtype"]).itemsize
+    there = [key for key in keys if key in values]
+    if described["compressor"] is None and not described["filters"]:
+        _check_chunks(values, there, nbytes)
+    elif nbytes > MOST_ZSTD_RATIO * min((values[key].nbytes for key in there), default=nbytes):
+        raise ValueError(f"{name} has chunks of {nbytes} bytes")
+    # TensorStore makes up those that are not there.
+    if len(there) < len(keys) and nbytes * len(keys) > _MADE_UP_BYTES:
+        raise ValueError(f"{name} has {len(there)} of {len(keys)} chunks")
 
 
 def _metadata_of(array: _Stored) -> ocp.metadata.ArrayMetadata:
-    """What Orbax says of it, as far as ``dense.check`` asks."""
+    """Returns Orbax's metadata of it, as far as ``dense.check`` needs it."""
+    if array.is_number:
+        return ocp.metadata.ScalarMetadata(name=array.name, directory=None, dtype=array.dtype)
     return ocp.metadata.ArrayMetadata(
         name=array.name, directory=None, shape=array.shape, sharding=None, dtype=array.dtype
     )
 
 
 def _is_placed(leaf: Any, array: _Stored) -> bool:
-    """Whether an array becomes a leaf of a template without Orbax."""
+    """Returns whether an array becomes a leaf of a template without Orbax."""
+    if array.is_number:
+        if type(leaf) in _NUMBERS:
+            return True
+        is_array = isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic))
+        return is_array and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
     if not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray)):
         return False
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or 0 in leaf.shape:
@@ -323,23 +468,16 @@ def _is_placed(leaf: Any, array: _Stored) -> bool:
         return False
     if isinstance(leaf, np.ndarray):
         return leaf.dtype.isnative
-    sharding = leaf.sharding
-    if sharding is None:
-        return True
-    kinds = (None, jax.local_devices()[0].default_memory().kind)
-    return type(sharding) in _PLACED and sharding.memory_kind in kinds
-
-
-def _sharding(leaf: Any) -> Any:
-    """That of a template's leaf; without one the default device, as ``dense.restore_args``."""
-    return leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    sharding = placement.sharding_of(leaf)
+    return sharding is None or type(sharding) in _PLACED
 
 
 def _boxes(leaf: Any, shape: Sequence[int]) -> dict[Any, _Box]:
-    """The box of each device of this process; all of it where the leaf is on the host."""
-    if leaf is None or isinstance(leaf, np.ndarray):
+    """Returns the box of each device of this process; the whole leaf if no device must hold it."""
+    sharding = placement.sharding_of(leaf)
+    if sharding is None:
         return {None: tuple((0, size) for size in shape)}
-    indices = _sharding(leaf).addressable_devices_indices_map(tuple(shape))
+    indices: Mapping[Any, Any] = sharding.addressable_devices_indices_map(tuple(shape))
     return {
         device: tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
         for device, index in indices.items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a save is given, the one that is on its way to the commit, and how one has failed."""
+"""The arguments of a save, the save in flight, and its failure."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from deltackpt.state.touch_state import TouchState
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SaveArguments:
-    """What ``save()`` was given beside step and state."""
+    """The arguments of ``save()`` other than step and state; ``ids`` is from ``append()``."""
 
     touched: TouchState | None = None
     items: Items | None = None
     metrics: Mapping[str, float] | None = None
     force_base: bool = False
     custom_metadata: Mapping[str, Any] | None = None
+    ids: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name in ("metrics", "custom_metadata"):
@@ -34,28 +35,28 @@ class SaveArguments:
                 object.__setattr__(self, name, _as_json(name, given))
         if not (self.touched is None or isinstance(self.touched, TouchState)):
             raise OptionError(
-                "touched: expected the TouchState that deltackpt.touched.init() made and mark() "
-                f"gave back, found {type(self.touched).__name__}; give that"
+                "touched: expected a TouchState from deltackpt.touched.init() or mark(), found "
+                f"{type(self.touched).__name__}; pass its result"
             )
 
 
 def _as_json(name: str, given: object) -> dict[str, Any]:
-    """A copy that JSON can hold, taken now; scalars of numpy and jax are numbers there."""
+    """Returns a copy as JSON values; scalars of numpy and jax become numbers."""
     if not isinstance(given, Mapping):
         raise OptionError(f"{name}: expected a mapping, found {type(given).__name__}")
     try:
         return json.loads(json.dumps(dict(given), default=_number))
     except (TypeError, ValueError) as error:
         raise OptionError(
-            f"{name}: expected what JSON can write, found {given!r}: {error}; give numbers, texts, "
-            "lists and dicts, arrays by .tolist()"
+            f"{name}: expected JSON values, found {given!r}: {error}; pass numbers, strings, lists "
+            "and dicts; convert arrays with .tolist()"
         ) from error
 
 
 def _number(value: Any) -> Any:
     if getattr(value, "ndim", None) == 0:
         return value.item()
-    raise TypeError(f"{type(value).__name__} is none of these")
+    raise TypeError(f"{type(value).__name__} is not one of these")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,10 +67,10 @@ class Failure:
     cause: Exception
 
     def error(self, taken: Saved | None) -> SaveFailed:
-        """What is raised; its cause is to be ``cause``.
+        """Returns the error to raise from ``cause``.
 
         Args:
-          taken: the save that was taken since, None where none was.
+          taken: the save that was made since then, or None.
         """
         if isinstance(self.cause, DeltackptError):
             detail = str(self.cause)
@@ -78,26 +79,28 @@ class Failure:
         follow = (
             "no touched row is lost, save again"
             if taken is None
-            else f"step {taken.step} was taken and covers its rows"
+            else f"step {taken.step} is being saved and contains its rows"
         )
         if isinstance(self.cause, OutOfSpace) and taken is None:
             follow = f"keep fewer steps; {follow}"
         kind = SaveFailed
         if isinstance(self.cause, DeltackptError) and self.cause.leaves_doubt:
             kind = TrackingFailed
-            follow = "the next save is a base" if taken is None else f"step {taken.step} was taken"
+            follow = "the next save is a base"
+            if taken is not None:
+                follow = f"step {taken.step} is being saved"
         error = kind(f"the save of step {self.step} failed: {detail}; {follow}")
-        error.taken = taken
+        error.saved = taken
         return error
 
 
 class Done(NamedTuple):
-    """What the background half of a save that stands has done.
+    """The result of the background half of a committed save.
 
     Attributes:
-      room_secs: how long it waited for room.
-      committed: when the step was written, and visible.
-      warnings: of what went wrong beside it.
+      room_secs: how long the save waited for room.
+      committed: when the step became visible.
+      warnings: warnings about other problems.
     """
 
     room_secs: float
@@ -107,15 +110,15 @@ class Done(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class InFlight:
-    """The save that is not settled yet.
+    """The save in flight.
 
     Attributes:
-      step: its number.
-      temporary: the directory that it is written in.
-      pending: its tables, or why there are none of this process.
-      future: its background half.
-      started: when ``save()`` was called, of ``time.perf_counter()``.
-      blocked_secs: how long ``save()`` took.
+      step: the training step.
+      temporary: the directory in which it is written.
+      pending: its tables, or why this process cannot save them.
+      future: future of its background half.
+      started: when ``save()`` was called, as a ``time.perf_counter()`` value.
+      blocked_secs: how long ``save()`` blocked.
     """
 
     step: int
@@ -127,10 +130,10 @@ class InFlight:
 
     @property
     def told(self) -> bool:
-        """Whether the call of ``save()`` raised why it failed."""
+        """Returns whether ``save()`` itself raised the error."""
         return isinstance(self.pending, RefusedSave)
 
     @property
     def is_lost(self) -> bool:
-        """Whether it failed, and nobody was told yet."""
+        """Returns whether the save failed and the failure was not reported yet."""
         return self.future.done() and self.future.exception() is not None

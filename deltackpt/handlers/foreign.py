@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items of a step that handlers of Orbax write: further items, and unusual dense leaves."""
+"""Items of a step that Orbax handlers write: additional items, and unusual dense leaves."""
 
 from __future__ import annotations
 
@@ -19,27 +19,24 @@ from deltackpt.save.rendezvous import Rendezvous
 from deltackpt.storage import files
 from deltackpt.storage.batch import FileBatch
 
-#: Where Orbax's PyTree handler keeps a file of each process, in its item.
-_ARRAY_METADATA = "array_metadatas"
-
 
 class HandlerItem:
-    """An item on its way through a handler; see ``step.Item``."""
+    """An item that a handler writes; see ``step.Item``."""
 
     def __init__(self, handler: Any, futures: list[Any]):
-        """Made by ``begin``."""
+        """Created by ``begin``."""
         self._handler = handler
         self._futures = futures
 
     @classmethod
     def begin(cls, handler: Any, item_dir: Path, args: Any, workers: Workers) -> HandlerItem:
-        """Has the handler take what it saves; training may go on afterwards.
+        """Makes the handler capture its data; training may continue afterwards.
 
         Args:
-          handler: of Orbax.
+          handler: an Orbax handler.
           item_dir: existing directory of the item, in the step's temporary directory.
           args: its save arguments.
-          workers: threads for what cannot be done in a running event loop.
+          workers: threads for work that cannot be done in a running event loop.
         """
         directory = epath.Path(item_dir)
         if not isinstance(handler, AsyncCheckpointHandler):
@@ -58,17 +55,17 @@ class HandlerItem:
             return
         for own in _own(item_dir, others.process):
             batch.adopt(own)
-        # Whoever wrote the rest: what this process holds of it is on disk.
+        # Whichever process wrote the rest, this process's share is on disk.
         files.fsync_tree(item_dir, while_others_write=True)
 
     def _adopt_apart(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
-        """Takes what this process wrote; nobody could put the arrays of several together."""
+        """Adds what this process wrote; arrays of several processes cannot be merged."""
         if _own(item_dir, others.process):
             raise OptionError(
                 f"item {item_dir.name}: expected one that {type(self._handler).__name__} writes on "
                 "one process, with Tiers(shared=False), found arrays of several processes in it; "
-                "give the job a stage that all processes see, or keep unusual leaves (strings and "
-                "PRNG keys of several processes) out of the state"
+                "use a staging directory that all processes see, or keep unusual leaves (strings "
+                "and PRNG keys of several processes) out of the state"
             )
         if others.process > 0:
             batch.adopt(item_dir)
@@ -81,29 +78,29 @@ class HandlerItem:
 
 
 class Metrics:
-    """What the user measured at a step, as Orbax keeps it; see ``step.Item``."""
+    """The user's metrics of a step, stored as Orbax stores them; see ``step.Item``."""
 
     def __init__(self, metrics: Mapping[str, float]):
         """Keeps them."""
         self._text = json.dumps(dict(metrics))
 
     def write(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
-        """Process 0 writes them."""
+        """Writes the metrics, on process 0."""
         if others.process == 0:
             batch.write(item_dir / names.METRICS, self._text.encode())
 
     def complete(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
-        """Nothing is left to do."""
+        """Does nothing."""
 
 
 def _own(item_dir: Path, process: int) -> list[Path]:
-    """Folders that Orbax's PyTree handler gives to one process, as far as they are there."""
+    """Returns the existing directories that Orbax's PyTree handler assigns to one process."""
     folder = item_dir / names.dense_part(process)
     return [folder] if folder.is_dir() else []
 
 
 def _awaited(call: Any, workers: Workers) -> Any:
-    """The result of a coroutine, in a notebook too, whose thread runs an event loop already."""
+    """Returns the result of a coroutine, also in a notebook, whose thread runs an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

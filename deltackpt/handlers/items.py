@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which handler of ``CheckpointManager(handlers=...)`` is for what, and what it is given."""
+"""Checks the handlers and items given to ``CheckpointManager``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 
 from deltackpt.errors import OptionError
 from deltackpt.format import names
+from deltackpt.state import paths
 from deltackpt.state.choice import Tables
 
 _EXAMPLE = "{'embeddings': Tables(select='params/emb/*')}"
@@ -21,36 +22,36 @@ _EXAMPLE = "{'embeddings': Tables(select='params/emb/*')}"
 def sorted_handlers(
     handlers: Mapping[str, Any] | None,
 ) -> tuple[str, Tables, dict[str, ocp.CheckpointHandler]]:
-    """Tells our item from Orbax's.
+    """Separates deltackpt's item from Orbax's items.
 
     Args:
-      handlers: item names to what handles them.
+      handlers: item names to handlers.
 
     Returns:
-      Name and tables of our item, and the other handlers.
+      Name and tables of deltackpt's item, and the other handlers.
 
     Raises:
-      OptionError: there is not exactly one ``Tables``, another value is no handler, or a name
-        cannot be that of an item.
+      OptionError: not exactly one value is a ``Tables``, another value is not a handler, or a name
+        is not a valid item name.
     """
     if handlers is not None and not isinstance(handlers, Mapping):
         raise OptionError(
-            "handlers: expected a mapping of item names to what handles them, found "
-            f"{_kind(handlers)}; give e.g. {_EXAMPLE}"
+            "handlers: expected a mapping of item names to handlers, found "
+            f"{_kind(handlers)}; pass e.g. {_EXAMPLE}"
         )
-    given = dict(handlers or {names.EMBEDDINGS_ITEM: Tables(select="**/embedding")})
+    given = dict(handlers or {names.EMBEDDINGS_ITEM: Tables(select=paths.DEFAULT_SELECT)})
     ours = {name: choice for name, choice in given.items() if isinstance(choice, Tables)}
     if len(ours) != 1:
         raise OptionError(
             "handlers: expected exactly one item with a deltackpt.Tables, found "
-            f"{sorted(map(str, ours)) or 'none'}; give e.g. {_EXAMPLE}"
+            f"{sorted(map(str, ours)) or 'none'}; pass e.g. {_EXAMPLE}"
         )
     for name in given:
         if not names.is_item_name(name):
             raise OptionError(
-                f"handlers[{name!r}]: expected a name that one folder of a step can have, found "
-                f"one that is reserved ({names.DENSE_ITEM!r} holds the leaves that are neither "
-                "tables nor slots) or no name of a folder; call the item something else"
+                f"handlers[{name!r}]: expected a valid directory name, found one that is invalid "
+                f"or reserved ({names.DENSE_ITEM!r} contains the leaves that are neither tables "
+                "nor slots); choose another name"
             )
     [(item, chosen)] = ours.items()
     others = {name: handler for name, handler in given.items() if name != item}
@@ -68,18 +69,19 @@ def sorted_handlers(
 def save_args(
     items: Mapping[str, Any] | None, handlers: dict[str, Any], tables: str
 ) -> dict[str, ocp.args.CheckpointArgs]:
-    """Save arguments of further items, as they are now.
+    """Returns the save arguments of additional items, as they are now.
 
-    Orbax's handlers copy arrays before ``save()`` returns; JSON and protobuf values they read
-    when they write, and what the caller has changed by then would be saved.
+    Orbax's handlers copy arrays before ``save()`` returns, but read JSON and protobuf values when
+    they write them, so that a later change by the caller would be saved. These are copied here.
 
     Args:
-      items: item names to save arguments, as the user gave them.
-      handlers: of further items, by name; one for JSON is added for each new name of such.
-      tables: the name of our own item.
+      items: item names to save arguments, as passed by the user.
+      handlers: handlers of additional items, by name; a JSON handler is added for each new JSON
+        item.
+      tables: name of deltackpt's own item.
 
     Raises:
-      OptionError: no handler takes them.
+      OptionError: no handler accepts an argument.
     """
     checked = _checked(items, handlers, tables, 0)
     return {name: _as_it_is(name, args) for name, args in checked.items()}
@@ -88,22 +90,22 @@ def save_args(
 def restore_args(
     items: Mapping[str, Any] | None, handlers: dict[str, Any], tables: str
 ) -> dict[str, ocp.args.CheckpointArgs]:
-    """Restore arguments of further items; None among them leaves an item to its handler.
+    """Returns the restore arguments of additional items; None leaves an item to its handler.
 
     Raises:
-      OptionError: no handler takes them.
+      OptionError: no handler accepts an argument.
     """
     return _checked(items, handlers, tables, 1)
 
 
 def _checked(items: Any, handlers: dict[str, Any], tables: str, use: int) -> dict[str, Any]:
-    """Items, each with arguments of the class that its handler saves (0) or restores (1) by."""
+    """Returns items with arguments of the class that their handlers save (0) or restore (1) by."""
     if items is None:
         return {}
     if not isinstance(items, Mapping):
         raise OptionError(
             f"items: expected a mapping of item names to Orbax arguments, found {_kind(items)}; "
-            "give e.g. {'progress': ocp.args.JsonSave({'epoch': 3})}"
+            "pass e.g. {'progress': ocp.args.JsonSave({'epoch': 3})}"
         )
     for name, args in items.items():
         is_json = isinstance(args, (ocp.args.JsonSave, ocp.args.JsonRestore))
@@ -111,10 +113,10 @@ def _checked(items: Any, handlers: dict[str, Any], tables: str, use: int) -> dic
             handlers.setdefault(name, ocp.JsonCheckpointHandler())
         if name not in handlers:
             raise OptionError(
-                f"items[{name!r}]: expected one of the further items that the manager has handlers "
-                f"of, {sorted(handlers)}, found another name; give the manager what handles it, as "
-                "in handlers={..., 'progress': ocp.JsonCheckpointHandler()} (the state itself is "
-                "none: it goes in by save(step, state))"
+                f"items[{name!r}]: expected one of the items with a handler, {sorted(handlers)}, "
+                "found another name; pass the manager a handler for it, as in "
+                "handlers={..., 'progress': ocp.JsonCheckpointHandler()} (the state itself is not "
+                "an item: pass it as save(step, state))"
             )
         handler = handlers[name]
         known = ocp.args.has_registered_args(handler)
@@ -124,7 +126,7 @@ def _checked(items: Any, handlers: dict[str, Any], tables: str, use: int) -> dic
         if wanted is None or type(args) is not wanted:
             shown = "Orbax arguments" if wanted is None else wanted.__name__
             raise OptionError(
-                f"items[{name!r}]: expected {shown}, which {type(handler).__name__} takes, found "
+                f"items[{name!r}]: expected {shown} for {type(handler).__name__}, found "
                 f"{_kind(args)}; wrap it, as in ocp.args.JsonSave({{...}}) or "
                 "ocp.args.JsonRestore() for JSON"
             )
@@ -140,8 +142,8 @@ def _as_it_is(name: str, args: Any) -> Any:
         return dataclasses.replace(args, item=json.loads(json.dumps(args.item)))
     except (TypeError, ValueError, RecursionError) as error:
         raise OptionError(
-            f"items[{name!r}]: expected a value that JSON can hold, found that {error}; turn it "
-            "into plain numbers, texts, lists and dicts first (float(x), x.tolist())"
+            f"items[{name!r}]: expected a JSON value, found that {error}; convert it to plain "
+            "numbers, strings, lists and dicts first (float(x), x.tolist())"
         ) from error
 
 
@@ -150,5 +152,5 @@ def _kind(value: Any) -> str:
 
 
 def json_args(values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Save arguments of items that are what JSON can write; None without any."""
+    """Returns save arguments of JSON items, or None."""
     return {name: ocp.args.JsonSave(value) for name, value in values.items()} or None

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The position of a data iterator as one more item of a step.
+"""The position of a data iterator, saved as an additional item of a step.
 
-Each process has an iterator of its own and keeps its position in a file of its own, named and
-written as grain's ``CheckpointHandler`` does, so that each reads what the other wrote. Grain's
-handler works in the call of ``save()``, which then waits until the step's directories are made;
-and its restore moves the iterator before the rest of the step is known to be whole. Here the
-position is bytes, taken before the save and given back after the restore.
+Each process has its own iterator and stores its position in its own file, named and written like
+those of grain's ``CheckpointHandler``, so that each can read the other's. Grain's handler writes
+during ``save()``, which must then wait for the step's directories; and its restore moves the
+iterator before the rest of the step is known to be intact. Here the position is captured as bytes
+before the save and applied after the restore.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from deltackpt.storage import files
 
 @runtime_checkable
 class DataIterator(Protocol):
-    """What an iterator over batches must have for its position to be saved; grain's have it."""
+    """The protocol of an iterator over batches whose position can be saved; grain's have it."""
 
     def get_state(self) -> Any:
-        """The position behind the last batch that was handed out: bytes, or a JSON value."""
+        """Returns the position after the last batch returned: bytes, or a JSON value."""
         ...
 
     def set_state(self, state: Any) -> None:
-        """Goes to a position: the next batch is the one that followed it."""
+        """Moves to a position: the next batch is the one that followed it."""
         ...
 
 
 def position_of(iterator: DataIterator) -> bytes:
-    """The position of an iterator now, as it is stored.
+    """Returns the current position of an iterator, as it is stored.
 
     Raises:
       OptionError: its state is neither bytes nor a JSON value.
@@ -68,15 +68,15 @@ def move_to(iterator: DataIterator, position: bytes) -> None:
     """Moves an iterator to a stored position.
 
     Raises:
-      TemplateMismatch: the iterator refuses it.
+      TemplateMismatch: the iterator rejects it.
     """
     try:
         as_bytes = isinstance(iterator.get_state(), bytes)
         iterator.set_state(position if as_bytes else json.loads(position))
     except (ValueError, TypeError, LookupError) as error:
         raise TemplateMismatch(
-            f"{type(iterator).__name__}: expected it to go on from the position of the step, found "
-            f"that it refuses it: {error}; make the same pipeline as the run that was saved"
+            f"{type(iterator).__name__}: expected it to resume from the step's position, found "
+            f"that it rejects it: {error}; build the same pipeline as the run that was saved"
         ) from error
 
 
@@ -94,7 +94,7 @@ class IteratorHandler(AsyncCheckpointHandler):
         return [CommitFutureAwaitingContractedSignals(write(), name="deltackpt-iterator")]
 
     def save(self, directory: epath.Path, args: IteratorSave) -> None:
-        """Saves and waits."""
+        """Saves, and waits until the position is written."""
         for future in asyncio.run(self.async_save(directory, args)):
             future.result()
 
@@ -117,16 +117,16 @@ class IteratorHandler(AsyncCheckpointHandler):
         return files.read_bytes(path)
 
     def finalize(self, directory: epath.Path) -> None:
-        """Nothing is left to do: the file was complete when its future ended."""
+        """Does nothing: the file is complete once its future is done."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing."""
 
 
 @ocp.args.register_with_handler(IteratorHandler, for_save=True)
 @dataclasses.dataclass
 class IteratorSave(ocp.args.CheckpointArgs):
-    """Save arguments: a position, as by ``position_of``."""
+    """Save arguments: a position from ``position_of``."""
 
     position: bytes
 
@@ -134,4 +134,4 @@ class IteratorSave(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(IteratorHandler, for_restore=True)
 @dataclasses.dataclass
 class IteratorRestore(ocp.args.CheckpointArgs):
-    """Restore arguments; the result is a position, for ``move_to``."""
+    """Restore arguments; the result is a position for ``move_to``."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every private name of Orbax that deltackpt needs, tested against the pinned version.
 
-- ``AsyncCheckpointHandler``: what tells handlers that write in the background from others.
-- ``CommitFutureAwaitingContractedSignals``: the future that waits for the step's directory where
-  Orbax's own manager makes it; a plain executor future would race its creation.
+- ``AsyncCheckpointHandler``: distinguishes handlers that write in the background from others.
+- ``CommitFutureAwaitingContractedSignals``: a future that waits for the step's directory if Orbax's
+  own manager creates it; a plain executor future would race its creation.
 """
 
 from orbax.checkpoint._src.futures.future import CommitFutureAwaitingContractedSignals

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A part of a step in a template of another structure: to begin from it, not to go on with it."""
+"""Reads parts of a step into a template of a different structure, to initialize a new run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,8 @@ from deltackpt.ledger.steps import Steps
 from deltackpt.outcomes import ReadRows, ReadState
 from deltackpt.reading import saves
 from deltackpt.reading.reader import Progress
-from deltackpt.state import paths, touch_state
+from deltackpt.restore import placing
+from deltackpt.state import paths, placement, touch_state
 from deltackpt.state.nesting import dense_at
 
 #: Reads rows of tables: ``Restorer.rows``.
@@ -34,17 +35,18 @@ def read_state(
     read: ReadTables,
     progress: Progress | None,
 ) -> ReadState:
-    """Leaves of a step by their paths, as ``CheckpointManager.read_state``.
+    """Returns leaves of a step by path; see ``CheckpointManager.read_state``.
 
     Args:
       step: the step.
-      template: the wanted structure.
-      root: of the steps.
-      item: of the tables.
-      items: what reads dense leaves.
-      read: what reads tables.
-      progress: called with bytes of tables read and in all.
+      template: the target structure.
+      root: directory of the steps.
+      item: name of the item with the tables.
+      items: reads dense leaves.
+      read: reads tables.
+      progress: called with the bytes of tables read and the total.
     """
+    paths.check_template(template)
     root.await_readable(step)
     save = saves.read_save(root.at(step), item)
     flat = paths.flatten_with_paths(template, _stays)
@@ -63,24 +65,29 @@ def read_state(
         values = items.some(step, [leaf.key for leaf in asked])
         found |= {_place(leaf.path): dense_at(values, leaf.key) for leaf in asked}
     saves.check_stands(save)
-    leaves, cast = list(flat.leaves), list[_Place]()
+    leaves, cast, grown = list(flat.leaves), list[_Place](), dict[str, tuple[int, int]]()
     for place in wanted.keys() & found.keys():
         leaf = leaves[wanted[place]]
-        placed = _like(leaf, found[place], f"step {step}, {'/'.join(place)}")
+        what = f"step {step}, {'/'.join(place)}"
+        placed = _like(leaf, found[place], what, is_table=stored[place] is not None)
         leaves[wanted[place]] = placed
+        if (name := stored[place]) is not None and len(placed) > len(found[place]):
+            grown[name] = len(found[place]), len(placed)
         if not jnp.issubdtype(getattr(placed, "dtype", int), jax.dtypes.extended):
             if getattr(placed, "dtype", None) != getattr(found[place], "dtype", None):
                 cast.append(place)
+    placing.report_grown(step, grown)
+    unused = stored.keys() - wanted.keys()
     return ReadState(
         step=step,
         state=jax.tree.unflatten(treedef, leaves),
         missing=_names(wanted.keys() - stored.keys()),
-        unused=_names(stored.keys() - wanted.keys()),
+        unused=_names(unused - _placeholders(step, save.layout, items, unused)),
         cast=_names(cast),
     )
 
 
-#: Steps of a path, whatever containers they lead through; one may hold a slash.
+#: Returns the components of a path, for any kind of containers; a component may contain a slash.
 _Place = tuple[str, ...]
 
 
@@ -92,13 +99,22 @@ def _names(places: Iterable[_Place]) -> tuple[str, ...]:
     return tuple(sorted("/".join(place) for place in places))
 
 
+def _placeholders(
+    step: int, layout: Layout, items: OrbaxItems, among: Collection[_Place]
+) -> set[_Place]:
+    """Returns paths of a step with None or an empty container, such as optax's ``MaskedNode``."""
+    entries = [leaf for leaf in layout.dense if _place(leaf.path) in among]
+    kinds = dense.by_key(items.abstract(step)) if entries else {}
+    return {_place(leaf.path) for leaf in entries if paths.is_empty(kinds.get(leaf.key, ...))}
+
+
 def _stays(leaf: Any) -> bool:
-    """Whether a leaf of a template is left as it is: a placeholder, or marks of another run."""
+    """Returns whether a leaf of a template is kept: a placeholder, or marks of another run."""
     return leaf is ... or touch_state.is_touch_state(leaf)
 
 
 def _stored(layout: Layout) -> dict[_Place, str | None]:
-    """All leaves of a step, and which table each belongs to; None for dense ones."""
+    """Returns all leaves of a step, and the table that each belongs to; None for dense ones."""
     found: dict[_Place, str | None] = {_place(leaf.path): None for leaf in layout.dense}
     for table in layout.tables:
         found |= {_place(path): table.name for path in table.leaves.values()}
@@ -114,52 +130,77 @@ def _tables(layout: Layout, rows: ReadRows) -> dict[_Place, Any]:
     }
 
 
-def _like(leaf: Any, value: Any, what: str) -> Any:
-    """A stored value as a leaf of the template has it: its type, dtype and sharding.
+def _like(leaf: Any, value: Any, what: str, *, is_table: bool) -> Any:
+    """Converts a stored value to the type, dtype and sharding of a leaf of the template.
+
+    If a table has grown, its additional rows are those of the template.
 
     Raises:
-      TemplateMismatch: it has another shape, a dtype that would change what the numbers mean, or
-        an integer that the template's dtype does not hold.
+      TemplateMismatch: the shape differs, or the template's dtype changes the kind of the values or
+        cannot represent an integer.
     """
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         return _plain(leaf, value, what)
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-    value = np.asarray(value)
-    if is_key and (value.shape, value.dtype) == dense.stored_as(leaf):
-        value = jax.random.wrap_key_data(jnp.asarray(value), impl=jax.random.key_impl(leaf))
+    is_key = _is_key(leaf)
+    if not _is_key(value):
+        value = np.asarray(value)
+        if is_key and (value.shape, value.dtype) == dense.stored_as(leaf):
+            # For key data that was saved as integers, the template gives the implementation.
+            value = dense.as_keys(value, leaf)
     same = value.dtype == leaf.dtype
-    if value.shape != leaf.shape or (is_key and not same):
+    grows = is_table and leaf.shape[1:] == value.shape[1:] and leaf.shape[:1] > value.shape[:1]
+    kept = grows and isinstance(leaf, (jax.Array, np.ndarray))
+    if (value.shape != leaf.shape and not kept) or ((is_key or _is_key(value)) and not same):
+        advice = (
+            "a template of arrays, whose additional rows stay unchanged"
+            if grows
+            else ("a template of the stored shape and kind")
+        )
         raise TemplateMismatch(
-            f"{what}: expected by the template {leaf.dtype}{list(leaf.shape)}, found in the step "
-            f"{value.dtype}{list(value.shape)}; give a template of the stored shape, or a "
-            "placeholder (...) to leave this leaf as it is"
+            f"{what}: expected {leaf.dtype}{list(leaf.shape)} as in the template, found "
+            f"{value.dtype}{list(value.shape)} in the step; pass {advice}, or a placeholder (...) "
+            "to keep this leaf"
         )
     if not (same or jnp.can_cast(value.dtype, leaf.dtype, "same_kind")):
         raise TemplateMismatch(
-            f"{what}: expected by the template a number of {leaf.dtype}, found in the step one of "
-            f"{value.dtype}, which is of another kind; give a template of the stored dtype"
+            f"{what}: expected values of {leaf.dtype} as in the template, found {value.dtype} in "
+            "the step, which is a different kind; pass a template with the stored dtype"
         )
     if is_key:
-        return jax.device_put(value, getattr(leaf, "sharding", None))
+        return dense.like(value, leaf)
     on_host = isinstance(leaf, (np.ndarray, np.generic))
-    # With jax_enable_x64 off its arrays have 32 bits at most.
     dtype = leaf.dtype if on_host else jax.dtypes.canonicalize_dtype(leaf.dtype)
     cast = value.astype(dtype, copy=on_host)
     if jnp.issubdtype(dtype, jnp.integer) and not np.array_equal(cast, value):
         raise TemplateMismatch(
-            f"{what}: expected by the template integers of {dtype}, found in the step one of "
-            f"{value.dtype} that this does not hold; give a template of the stored dtype"
+            f"{what}: expected integers that fit the template's {dtype}, found one of "
+            f"{value.dtype} in the step that does not fit; pass a template of the stored dtype"
         )
-    sharding = getattr(leaf, "sharding", None)
-    if on_host:
-        return cast
-    if sharding is None:
-        return jax.device_put(cast)
-    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: cast[index])
+    if kept:
+        return _grown(leaf, cast)
+    return dense.like(cast, leaf)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(getattr(leaf, "dtype", np.dtype(bool)), jax.dtypes.extended)
+
+
+def _grown(template: Any, values: np.ndarray) -> Any:
+    """Returns a table of the template with its first rows replaced by the stored ones."""
+    if isinstance(template, np.ndarray):
+        return np.concatenate((values, template[len(values) :]))
+    arrays = []
+    for shard in template.addressable_shards:
+        data, (start, stop, _) = np.array(shard.data), shard.index[0].indices(len(template))
+        count = max(0, min(stop, len(values)) - start)
+        data[:count] = values[(slice(start, start + count), *shard.index[1:])]
+        arrays.append(jax.device_put(data, shard.data.sharding))
+    found = jax.make_array_from_single_device_arrays(template.shape, template.sharding, arrays)
+    return placement.like(found, template)
 
 
 def _plain(leaf: Any, value: Any, what: str) -> Any:
-    """A stored value as a text, or as a number of Python's."""
+    """Returns a stored value as a string or a Python number."""
     number = np.asarray(value)
     kinds = (np.bool_, np.integer, np.floating)
     rank = next((i for i, kind in enumerate(kinds) if jnp.issubdtype(number.dtype, kind)), None)
@@ -169,8 +210,8 @@ def _plain(leaf: Any, value: Any, what: str) -> Any:
     if rank is None or wanted is None or rank > wanted or number.shape:
         shown = repr(value) if isinstance(value, str) else f"{number.dtype}{list(number.shape)}"
         raise TemplateMismatch(
-            f"{what}: expected by the template {leaf!r} ({type(leaf).__name__}), found in the step "
-            f"{shown}; give a template of the stored kind, or a placeholder (...) to leave this "
-            "leaf as it is"
+            f"{what}: expected {leaf!r} ({type(leaf).__name__}) as in the template, found {shown} "
+            "in the step; pass a template of the stored kind, or a placeholder (...) to keep this "
+            "leaf"
         )
     return type(leaf)(number.item())

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense leaves and further items of committed steps: read straight, or by Orbax's handlers."""
+"""Reads dense leaves and additional items of committed steps, directly or with Orbax's handlers."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
 from etils import epath
 
+from deltackpt import processes
 from deltackpt.errors import RestoreError, StorageError
 from deltackpt.format import names
 from deltackpt.handlers import dense
@@ -17,10 +19,11 @@ from deltackpt.handlers.dense_leaves import DenseLeaves
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import chains, orbax_values, saves
 from deltackpt.reading.dense_values import DenseItem
+from deltackpt.reading.orbax_values import OrbaxValues
 from deltackpt.reading.saves import StoredSave
 from deltackpt.restore.step_files import DenseFiles, ItemFiles
 from deltackpt.restore.steps import DenseRead, Items
-from deltackpt.storage.store import FileStore
+from deltackpt.storage.store import FileStore, spot
 
 
 class OrbaxItems:
@@ -30,8 +33,8 @@ class OrbaxItems:
         """Reads nothing yet.
 
         Args:
-          root: of the steps.
-          handlers: of further items, by name.
+          root: directory of the steps.
+          handlers: handlers of additional items, by name.
         """
         self._root = root
         self._handlers = handlers
@@ -39,69 +42,75 @@ class OrbaxItems:
     def dense(
         self, step: int, abstract: dict[str, Any] | None, files: ItemFiles | None = None
     ) -> DenseRead:
-        """As ``ItemReader.dense``."""
+        """See ``ItemReader.dense``."""
         if isinstance(files, DenseFiles):
-            return DenseLeaves(files).restored(abstract, step)
+            return _leaves(files, step).restored(abstract, step)
         if files is None and (chain := self._of_blocks(step)) is not None:
             return chains.read_whole(
-                chain, lambda chain: DenseLeaves(DenseItem(chain)).restored(abstract, step)
+                chain, lambda chain: _leaves(DenseItem(chain), step).restored(abstract, step)
             )
-        handler = dense.handler()
         with self._item_dir(step, names.DENSE_ITEM, files) as item_dir:
-            metadata = handler.metadata(item_dir)
-            if abstract is not None:
-                dense.check(abstract, metadata.tree, step)
-            args = dense.restore_args(abstract, metadata)
-            leaves = dense.restored(handler.restore(item_dir, args=args), abstract, step)
-        return DenseRead(leaves)
+            if processes.count() == 1:  # With several, Orbax's handler synchronizes.
+                save = saves.read_save(self._root.at(step), self._root.item)
+                name = f"{save.name}/{names.DENSE_ITEM}"
+                values = OrbaxValues(spot(Path(item_dir)), None, name)
+                if (leaves := _straight(save, values, abstract, step)) is not None:
+                    return leaves.restored(abstract, step)
+            return DenseRead(dense.from_folder(item_dir, abstract, step))
 
     def straight(
-        self, step: int, abstract: dict[str, Any] | None
+        self, step: int, abstract: dict[str, Any] | None, *, verify: bool = True
     ) -> Callable[[], DenseRead] | None:
-        """As ``ItemReader.straight``: of a step with Orbax's item, where that lies in files."""
+        """See ``ItemReader.straight``, for a step with an Orbax item."""
         at = self._root.at(step)
-        if not isinstance(at.store, FileStore):
-            return None
         try:
             save = saves.read_save(at, self._root.item)
             if save.head.dense_blocks is not None or "step" not in save.head.digests:
                 return None
             values = orbax_values.of_save(save)
-            leaves = DenseLeaves(DenseItem([save], lambda _: values))
-            if not leaves.need_no_orbax(abstract, values):
-                return None
-        except (RestoreError, StorageError, LookupError, ValueError):
-            return None  # Who checks all of it says what is wrong.
+        except (RestoreError, StorageError):
+            return None  # The full check reports the error.
+        if not verify:
+            values = values.at_copy(values.at, verify=False)
+        leaves = _straight(save, values, abstract, step)
+        if leaves is None:
+            return None
+        if isinstance(at.store, FileStore):
+            return lambda: _read(leaves, values, abstract, step)
 
         def read() -> DenseRead:
-            found = leaves.restored(abstract, step)
-            values.check_rest()
-            return found
+            # One request per file, instead of one per value.
+            with self._item_dir(step, names.DENSE_ITEM) as item_dir:
+                copy = values.at_copy(spot(Path(item_dir)), verify=verify)
+                own = _leaves(DenseItem([save], lambda _: copy), step)
+                return _read(own, copy, abstract, step)
 
         return read
 
     def some(self, step: int, keys: Collection[tuple[str, ...]]) -> dict[str, Any]:
-        """Some dense leaves on the host, and others where that is no more work.
+        """Returns some dense leaves on the host, verified; all of them if the item has no digests.
 
         Args:
-          step: its number.
-          keys: of leaves that the step has.
+          step: the step.
+          keys: keys of leaves that the step has.
         """
-        if (chain := self._of_blocks(step)) is None:
+        if (chain := self._own(step)) is None:
             return self.dense(step, None).leaves
         return chains.read_whole(
-            chain, lambda chain: DenseLeaves(DenseItem(chain)).some(keys, step)
+            chain, lambda chain: _leaves(DenseItem(chain), step).some(keys, step)
         )
 
     def abstract(self, step: int) -> dict[str, Any]:
-        """Shapes and dtypes of the dense leaves of a step, read from metadata alone."""
-        if (chain := self._of_blocks(step)) is not None:
-            return chains.read_whole(chain, lambda chain: DenseLeaves(DenseItem(chain)).abstract())
+        """Returns shapes and dtypes of the dense leaves of a step, from metadata alone."""
+        if (chain := self._own(step)) is not None:
+            return chains.read_whole(
+                chain, lambda chain: _leaves(DenseItem(chain), step).abstract()
+            )
         with self._item_dir(step, names.DENSE_ITEM) as item_dir:
             return dense.abstract(dense.handler().metadata(item_dir))
 
     def items(self, step: int, items: Items, files: ItemFiles | None = None) -> Mapping[str, Any]:
-        """As ``ItemReader.items``."""
+        """See ``ItemReader.items``."""
         return {name: self._item(step, name, args, files) for name, args in sorted(items.items())}
 
     def _item(self, step: int, name: str, args: Any, files: ItemFiles | None) -> Any:
@@ -113,11 +122,18 @@ class OrbaxItems:
             return handler.restore(item_dir, args=args)
 
     def _of_blocks(self, step: int) -> Sequence[StoredSave] | None:
-        """The chain of a delta with dense leaves as blocks; None of a step that has the item."""
+        """Returns the chain of a delta with dense leaves as blocks, or None."""
         step_dir, item = self._root.at(step), self._root.item
         if saves.read_save(step_dir, item).head.dense_blocks is None:
             return None
         return chains.read_chain(step_dir, item)
+
+    def _own(self, step: int) -> Sequence[StoredSave] | None:
+        """Returns the chain with a step's dense leaves; None if it is another manager's."""
+        if (chain := self._of_blocks(step)) is not None:
+            return chain
+        save = saves.read_save(self._root.at(step), self._root.item)
+        return [save] if "step" in save.head.digests else None
 
     @contextlib.contextmanager
     def _item_dir(
@@ -128,3 +144,27 @@ class OrbaxItems:
             return
         with self._root.local(step, name) as item_dir:
             yield epath.Path(item_dir)
+
+
+def _leaves(item: DenseItem | DenseFiles, step: int) -> DenseLeaves:
+    return DenseLeaves(item, f"{step}/{names.DENSE_ITEM}")
+
+
+def _read(
+    leaves: DenseLeaves, values: OrbaxValues, abstract: dict[str, Any] | None, step: int
+) -> DenseRead:
+    """Reads leaves from an item, and verifies its other files if digests cover them."""
+    found = leaves.restored(abstract, step)
+    values.check_rest()
+    return found
+
+
+def _straight(
+    save: StoredSave, values: OrbaxValues, abstract: dict[str, Any] | None, step: int
+) -> DenseLeaves | None:
+    """Returns a reader of a save's Orbax item if nearly all of it can be read without Orbax."""
+    try:
+        leaves = _leaves(DenseItem([save], lambda _: values), step)
+        return leaves if leaves.need_no_orbax(abstract, values) else None
+    except (RestoreError, StorageError, LookupError, ValueError):
+        return None  # Orbax, or a full check, reports the error.

@@ -1,24 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Restores of a manager: what its processes agree on, and what the run goes on from afterwards."""
+"""Restores of a manager: agreement between its processes, and the state of the run afterwards."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from deltackpt import events, processes
 from deltackpt.errors import (
     BrokenChain,
     Damaged,
+    DeltackptError,
     ForeignDirectory,
     NoIntactStep,
     RestoreError,
+    SaveFailed,
     StepGone,
     StepNotFound,
     StorageError,
+    TableSelectionError,
 )
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import Continues
@@ -26,12 +30,14 @@ from deltackpt.handlers import dense, partial
 from deltackpt.handlers.choosing import Choice, Chooser, Tried
 from deltackpt.handlers.items import restore_args
 from deltackpt.handlers.reading import OrbaxItems
+from deltackpt.handlers.restored import RestoredState, same_leaves, to_compare
 from deltackpt.handlers.run import Run
 from deltackpt.outcomes import ReadRows, ReadState, Restored
 from deltackpt.reading import chains, dense_values
 from deltackpt.reading.reader import Progress, RestoredTables
-from deltackpt.reading.stretches import LogPoint
+from deltackpt.reading.stretches import RecoveryPoint
 from deltackpt.restore import steps
+from deltackpt.restore.placing import same_tables
 from deltackpt.restore.steps import Found, Items, Loaded, RowRanges, Service, StepReader
 from deltackpt.save import proof, snapshot
 from deltackpt.save.dense_blocks import DenseKeeper
@@ -42,22 +48,24 @@ from deltackpt.storage.ocdbt import ZARRAY
 
 _T = TypeVar("_T")
 
-#: How often steps that a trainer removes meanwhile are followed by others.
+#: How often to look again if a running trainer removes the chosen step.
 _LISTINGS = 10
 
 
 class Restorer:
-    """Reads steps, and makes them what the run goes on from; used by one thread at a time."""
+    """Reads steps and makes them the parents of the next saves; used by one thread at a time."""
 
     def __init__(self, run: Run, extra: dict[str, Any]):
         """Reads nothing yet.
 
         Args:
           run: the manager's run.
-          extra: handlers of further items, by name.
+          extra: handlers of additional items, by name.
         """
         self._run = run
         self._extra = extra
+        #: Objects of a bucket's journal that were already reported as damaged.
+        self._told: set[str] = set()
         self._chooser = Chooser(run)
         limits = run.options.timeouts
         self._steps = StepReader(
@@ -76,14 +84,15 @@ class Restorer:
         progress: Progress | None,
         service: Service,
         *,
-        log: bool,
+        wal: bool,
     ) -> Restored | None:
-        """The newest intact step, or point; as ``CheckpointManager.restore_latest``."""
+        """Restores the newest intact step or recovery point; see ``restore_latest``."""
         run, started = self._run, time.perf_counter()
         tried = Tried()
-        choice = self._chooser.newest(tried, log=log)
+        choice = self._chooser.newest(tried, wal=wal)
         while choice is not None:
             began, step = time.perf_counter(), choice.number
+            self._tell_passed(tried, step, began)
             try:
                 result = self._from_any_copy(
                     choice.step,
@@ -93,51 +102,107 @@ class Restorer:
                 if not isinstance(error, RestoreError) or not error.another_step_may_do:
                     run.tell_failure("restore", step, error, began)
                     raise
-                # Listed anew: beside a trainer, what goes while it is read has a successor, which
-                # may have its number. Of a point it is the marks that go, of a step its chain.
-                again = self._chooser.newest(tried, log=log)
-                succeeded = again is not None and again != choice and again.number >= step
-                if (succeeded or _is_gone(error)) and len(tried.gone) < _LISTINGS:
+                # List again: if a running trainer removed the step's chain or the point's WAL
+                # records, there is a successor, possibly with the same step.
+                again = self._chooser.newest(tried, wal=wal)
+                gone = again is not None and again != choice and again.number >= step
+                gone = gone or _is_gone(error) or self._is_left(choice)
+                if gone and len(tried.gone) < _LISTINGS:
                     tried.gone.append((step, error))
                     choice = again
                     continue
+                lost = self._chooser.lost_with(tried, choice, error)
+                error = _with_lost(error, lost)
+                tried.lose((one for one in lost if one != choice.step), error)
                 run.tell_failure("skip", step, error, began)
                 tried.skip(choice, error)
                 if not isinstance(error, ForeignDirectory):
-                    what = "step" if choice.point is None else "point"
+                    what = "step" if choice.point is None else "recovery point"
                     events.warn(f"{what} {step} is skipped, it is not intact: {error}")
-                choice = self._chooser.newest(tried, log=log)
+                choice = self._chooser.newest(tried, wal=wal)
                 continue
             for foreign, error in tried.skipped:
                 if isinstance(error, ForeignDirectory):
                     events.warn(f"step {foreign} is skipped: {error}")
-            return dataclasses.replace(result, skipped=tuple(tried.skipped))
-        gone, skipped = tried.gone, tried.skipped
+            for lost, error in tried.lost:
+                run.tell_failure("skip", lost, error, started)
+                what = "the WAL" if lost is None else f"recovery point {lost} is skipped, the WAL"
+                events.warn(f"{what} is not intact: {error}")
+            unusable = run.root.unusable()
+            newer = [(one, unusable[one]) for one in sorted(unusable, reverse=True)]
+            newer = [(one, error) for one, error in newer if one > result.step]
+            for number, error in newer:
+                run.tell_failure("skip", number, error, began, log_message=True)
+            skipped = (*newer, *tried.skipped, *tried.lost_points, *self._lost(result.step))
+            return dataclasses.replace(result, skipped=skipped)
+        self._tell_passed(tried, -1, started)
+        gone = tried.gone
+        skipped = [*tried.skipped, *tried.lost_points, *self._lost(-1)]
         if gone and not skipped:
             run.tell_failure("restore", gone[0][0], gone[0][1], started)
             raise gone[0][1]
         if not skipped:
             return None
         if all(isinstance(error, ForeignDirectory) for _, error in skipped):
-            # No copy of the directory helps: it is another one, or the item is.
+            # A backup does not help: the directory or the item is the wrong one.
             raise skipped[0][1]
+        newest = skipped[0][1]
+        why = str(newest)
+        if isinstance(newest, Damaged):  # Its advice is to restore an older step.
+            why = why.removesuffix(f"; {newest.action}")
         error = NoIntactStep(
             f"{run.root}: expected an intact step, found {len(skipped)} steps and "
-            f"none intact, the newest because {skipped[0][1]}; copy the directory back "
+            f"none intact, the newest because {why}; copy the directory back "
             "from a backup, or start again in an empty one"
         )
         run.tell_failure("restore", None, error, started)
         raise error
 
+    def _tell_passed(self, tried: Tried, above: int, started: float) -> None:
+        """Reports the steps above a number that a damaged save of another step has lost."""
+        for step, error in tried.passed(above):
+            self._run.tell_failure("skip", step, error, started)
+
+    def _is_left(self, choice: Choice) -> bool:
+        return choice.point is not None and self._chooser.left(choice.point)
+
+    def _lost(self, above: int) -> list[tuple[int, RestoreError]]:
+        """Returns steps above one that a damaged journal lost; reports all its problems."""
+        run, started = self._run, time.perf_counter()
+
+        def look() -> Any:
+            lost = run.root.lost_steps()
+            steps = sorted((step for step in lost if step > above), reverse=True)
+            told = {id(lost[step]) for step in steps}
+            others = [problem for problem in run.root.problems() if id(problem) not in told]
+            return [
+                *((step, lost[step].__reduce__()[1]) for step in steps),
+                *((None, problem.__reduce__()[1]) for problem in others),
+            ]
+
+        found: list[tuple[int, RestoreError]] = []
+        for step, fields in run.among.of_first("looking for what was lost", look):
+            error = Damaged(*fields)
+            if step is not None:
+                found.append((step, error))
+                events.warn(f"step {step} is skipped, since it may not be committed: {error}")
+            elif error.object_name not in self._told:
+                events.warn(str(error))
+            else:
+                continue
+            self._told.add(error.object_name)
+            run.tell_failure("skip", step, error, started)
+        return found
+
     def one(
         self,
-        asked: int | LogPoint,
+        asked: int | RecoveryPoint,
         template: Any,
         items: Items | None,
         progress: Progress | None,
         service: Service,
     ) -> Restored:
-        """One step, or point; as ``CheckpointManager.restore``."""
+        """Restores one step or recovery point; see ``CheckpointManager.restore``."""
         started = time.perf_counter()
         step = asked if isinstance(asked, int) else asked.step
         try:
@@ -149,15 +214,16 @@ class Restorer:
             raise
 
     def _while_it_stands(
-        self, asked: int | LogPoint, read: Callable[[Choice], Restored]
+        self, asked: int | RecoveryPoint, read: Callable[[Choice], Restored]
     ) -> Restored:
-        """Reads what was asked for; anew where another way to it has taken the place of the first.
+        """Reads what was requested; retries if another step replaced the one that it replays onto.
 
-        A step under a point may be removed, and its marks trimmed, while a later step leads there.
+        A step below a recovery point may be removed, and its WAL records trimmed, while a later
+        step makes the point restorable.
 
         Raises:
-          StepNotFound: there is no such step, or point.
-          StepGone: it went while it was read.
+          StepNotFound: the step or recovery point does not exist.
+          StepGone: it was removed while it was read.
         """
         choice = self._chooser.asked(asked)
         for _ in range(_LISTINGS):
@@ -170,19 +236,20 @@ class Restorer:
                 if again is None:
                     # Marks that went without a later step are lost, and not trimmed.
                     newest = self._run.root.newest_step()
-                    if _is_gone(error) or (newest is not None and newest >= choice.number):
+                    trimmed = newest is not None and newest >= choice.number
+                    if _is_gone(error) or trimmed or self._is_left(choice):
                         raise self._chooser.went(asked) from error
                 if again is None or again == choice:
                     raise
                 choice = again
         raise self._chooser.went(asked)
 
-    def points(self) -> list[LogPoint]:
-        """As ``CheckpointManager.points``."""
+    def points(self) -> list[RecoveryPoint]:
+        """See ``CheckpointManager.recovery_points``."""
         return self._chooser.points()
 
     def rows(self, step: int, ranges: RowRanges, progress: Progress | None) -> ReadRows:
-        """Rows of tables alone; as ``CheckpointManager.read``."""
+        """Reads rows of tables only; see ``CheckpointManager.read``."""
         started = time.perf_counter()
 
         def read() -> tuple[Loaded, float, float]:
@@ -206,16 +273,16 @@ class Restorer:
         )
 
     def state(self, step: int, template: Any, progress: Progress | None) -> ReadState:
-        """Leaves by their paths; as ``CheckpointManager.read_state``."""
+        """Reads leaves by their paths; see ``CheckpointManager.read_state``."""
         run, items = self._run, OrbaxItems(self._run.root, {})
         return partial.read_state(step, template, run.root, run.item, items, self.rows, progress)
 
     def _from_any_copy(self, step: int, read: Callable[[], _T]) -> _T:
-        """Reads a step; where a copy that is near turns out damaged, again from another one."""
+        """Reads a step; retries from another copy if a local copy is damaged."""
         try:
             return read()
         except (BrokenChain, Damaged):
-            # Of several processes all would have to read again.
+            # With several processes, all would have to read again.
             if self._run.among.count > 1 or not self._run.root.found_damaged(step):
                 raise
         return read()
@@ -226,7 +293,7 @@ class Restorer:
         template: Any,
         rows: RowRanges | None,
         service: Service,
-        point: LogPoint | None = None,
+        point: RecoveryPoint | None = None,
     ) -> tuple[Found, float]:
         with self._run.among.together(f"finding step {step}"):
             self._run.root.await_readable(step)
@@ -238,6 +305,9 @@ class Restorer:
     ) -> tuple[Loaded, float]:
         own = dataclasses.astuple(found.target.info.save_id)
         agreed = SaveId(*self._run.among.agree("choosing a save", own))
+        straight = self._run.among.gather("reading dense leaves", found.straight is not None)
+        if not all(straight):  # Orbax's handler needs all processes.
+            found = dataclasses.replace(found, straight=None)
         with self._run.among.together(f"restoring step {found.step}"):
             loaded = self._steps.load(found, agreed, progress, held)
         return loaded, time.perf_counter()
@@ -252,7 +322,7 @@ class Restorer:
     ) -> Restored:
         run, started = self._run, time.perf_counter()
         step, point = choice.number, choice.point
-        # A point has its own items, whatever was asked of a step.
+        # A recovery point has its own items; the given arguments are for a step.
         items = None if point is not None else restore_args(items, self._extra, run.item)
         found, found_at = self._find(choice.step, template, None, service, point)
         with contextlib.ExitStack() as held:
@@ -269,7 +339,7 @@ class Restorer:
             if loaded.point is not None:
                 extra = loaded.point.items_for(run.among.index, run.among.count)
         if not run.options.read_only:
-            self._go_on_from(found, loaded, state, fresh, drawn)
+            fresh = self._go_on_from(choice, found, loaded, state, fresh, drawn)
         seconds = self._tell(step, merged, started, found_at, read_at)
         return Restored(
             step=step,
@@ -285,9 +355,9 @@ class Restorer:
             point=point,
         )
 
-    def _sources(self, merged: RestoredTables, point: LogPoint | None) -> tuple[str, ...]:
-        """Where each save of a chain was read, and the marks above it."""
-        log = () if point is None or merged.point else ("log",)
+    def _sources(self, merged: RestoredTables, point: RecoveryPoint | None) -> tuple[str, ...]:
+        """Returns where each save of a chain was read, and the WAL records above it."""
+        log = () if point is None or merged.point else ("wal",)
         if merged.source != "storage":
             return (merged.source,) * len(merged.chain) + log
         return *(self._run.root.source_of(info.save_id) for info in merged.chain), *log
@@ -295,9 +365,9 @@ class Restorer:
     def _tell(
         self, step: int, merged: RestoredTables, started: float, found_at: float, read_at: float
     ) -> float:
-        """Emits a restore that ends now, and says how long it took, in seconds.
+        """Emits the event of a restore that ends now; returns its duration in seconds.
 
-        Moments are of ``time.perf_counter()``.
+        Times are those of ``time.perf_counter()``.
         """
         now = time.perf_counter()
         event = events.RestoreEvent(
@@ -311,37 +381,78 @@ class Restorer:
             place_secs=now - read_at,
             total_secs=now - started,
         )
-        events.emit(event, self._run.sinks)
+        self._run.emit(event)
         return event.total_secs
+
+    def _equals(self, choice: Choice, split: tables.Split) -> bool:
+        """Returns whether a state equals a step or recovery point, which is read again.
+
+        Raises:
+          StorageError, WaitTimeout, FencedError, ProcessFailed: it could not be read.
+          SaveFailed: the comparison failed for another reason, such as too little memory.
+        """
+        what = f"comparing the state with step {choice.step}"
+        try:
+            found, _ = self._find(choice.step, to_compare(split), None, None, choice.point)
+            with contextlib.ExitStack() as held:
+                loaded, _ = self._load(found, None, held)
+                with self._run.among.together(what):
+                    same = same_leaves(loaded.dense, split.dense)
+                    same = same and same_tables(loaded.tables, split.fields)
+        except (RestoreError, TableSelectionError):
+            return False  # It was removed or damaged, or has other leaves.
+        except DeltackptError:
+            raise
+        except Exception as error:
+            raise SaveFailed(
+                f"{what}: expected to read the step again, since it is already saved, found "
+                f"{error!r}; nothing was saved or lost: save a later step"
+            ) from error
+        return all(self._run.among.gather(what, same))
 
     def _go_on_from(
         self,
+        choice: Choice,
         found: Found,
         loaded: Loaded,
         state: Any,
         fresh: TouchState | None,
         drawn: str,
-    ) -> None:
-        """Makes a restored step the parent of the next save, of the new run ``drawn``."""
+    ) -> TouchState | None:
+        """Makes a restored step the parent of the next save, of the new run ``drawn``.
+
+        Returns:
+          The fresh TouchState; None if the run continues with fingerprints.
+        """
         run, merged = self._run, loaded.tables
         continues = None
         if found.way is not None:
             point = found.way.point
-            continues = Continues(stretch=point.stretch, save_id=point.save_id)
+            continues = Continues(stretch=point.epoch, save_id=point.save_id)
         # Each process may have read another chain to the step; all decide from one.
         sizes = run.among.agree("what was read", [info.nbytes for info in merged.chain])
         layout = merged.layout
         if found.expected is not None and layout.has_rows_of(found.expected.layout):
-            # The state goes on in the template's containers, which need not be the saved ones.
+            # Training continues in the template's containers, which may differ.
             layout = found.expected.layout
-        identity = touch_state.identity_of(drawn)
-        clocks = Clocks(readings=(Reading("", identity, 0),))
-        witness = None
-        if run.tracker is not None:
-            kept = merged if found.expected is None else tables.split(state, run.choice)
-            run.tracker.start(kept.fields, kept.layout, identity)
-        elif fresh is not None:
-            split = tables.split(state, run.choice)
+        identity, recorded = touch_state.identity_of(drawn), found.target.head.tracking
+        hashed = touch_state.next_identity(identity)
+        readings = (Reading("", identity, 0),)
+        witness, split = None, tables.split(state, run.choice)
+        kept = merged if found.expected is None else split
+        run.tracking.restored(
+            kept.fields,
+            kept.layout,
+            has_touch_state=bool(split.marks),
+            recorded=recorded,
+            identity=hashed,
+        )
+        if run.tracking.tracker is not None:
+            readings = (*readings, Reading("", hashed, 0))
+        clocks = Clocks(readings=readings)
+        if not run.tracking.accepts_touch_state(recorded):
+            fresh = None
+        if fresh is not None:
             clocks = dataclasses.replace(clocks, windows=snapshot.clocks_of(split, ()).windows)
             if run.options.deltas.sampled_proof:
                 witness = proof.of_restored(split, fresh, run.staging)
@@ -358,16 +469,17 @@ class Restorer:
             replayed=None if loaded.point is None else loaded.point.rows,
             continues=continues,
         )
-        run.restored = found.step
+        state_at = RestoredState.of(split, functools.partial(self._equals, choice))
+        run.note_restored(found.step, state_at)
         if run.dense is not None and loaded.point is None and found.expected is not None:
-            self._keep_references(run.dense, found, loaded, state)
+            self._keep_references(run.dense, found, loaded, split)
+        return fresh
 
     def _keep_references(
-        self, keeper: DenseKeeper, found: Found, loaded: Loaded, state: Any
+        self, keeper: DenseKeeper, found: Found, loaded: Loaded, split: tables.Split
     ) -> None:
         """Makes the dense leaves of a restored step the references of the next delta."""
         run = self._run
-        split = tables.split(state, run.choice)
         # Orbax's item of a delta goes with its step, once that is compacted: what follows is whole.
         if not split.layout.dense or not found.target.has_dense:
             return
@@ -386,6 +498,16 @@ class Restorer:
             {key: bytes(data) for key, data in described.items()},
             loaded.chunks,
         )
+
+
+def _with_lost(error: RestoreError, lost: Sequence[int]) -> RestoreError:
+    """Returns an error that also lists the steps that cannot be restored because of it."""
+    if len(lost) < 2:
+        return error
+    which = f"steps {', '.join(map(str, lost))} need it"
+    if isinstance(error, Damaged):
+        return Damaged(error.object_name, error.expected, error.found, f"{which}; {error.action}")
+    return type(error)(f"{error}; {which}")
 
 
 def _is_gone(error: RestoreError) -> bool:

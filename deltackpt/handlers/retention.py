@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Retention that never removes what a kept step needs, by the rules of Orbax's policies."""
+"""Retention that never removes what a kept step needs, with Orbax's preservation policies."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import datetime
 import functools
@@ -20,7 +21,8 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.held import Held
 from deltackpt.ledger.kept import Kept
 from deltackpt.ledger.steps import Steps
-from deltackpt.policy.retention import PreservationPolicy
+from deltackpt.options import ManagerOptions
+from deltackpt.policies.retention import PreservationPolicy
 
 _logger = logging.getLogger(__name__)
 
@@ -29,11 +31,11 @@ _policies = ocp.checkpoint_managers
 
 @dataclasses.dataclass(frozen=True)
 class CommittedStep:
-    """A committed step as policies see it; its metadata is read where one looks at that.
+    """A committed step as policies see it; its metadata is read when a policy accesses it.
 
     Attributes:
-      step: its number.
-      read: gives what Orbax's metadata of the step says.
+      step: the training step.
+      read: returns Orbax's metadata of the step.
     """
 
     step: int
@@ -45,18 +47,18 @@ class CommittedStep:
 
     @property
     def metrics(self) -> dict[str, Any] | None:
-        """What ``save()`` was given as metrics; None where that was nothing."""
+        """Returns the metrics passed to ``save()``, or None."""
         return dict(self._metadata.get("metrics") or {}) or None
 
     @property
     def time(self) -> datetime.datetime:
-        """When it was committed."""
+        """Returns when it was committed."""
         nanoseconds = self._metadata.get("commit_timestamp_nsecs") or 0
         return datetime.datetime.fromtimestamp(nanoseconds / 1e9, datetime.UTC)
 
 
 def committed_steps(root: Steps) -> list[CommittedStep]:
-    """All committed steps of a directory, oldest first."""
+    """Returns all committed steps of a directory, oldest first."""
     return [
         CommittedStep(step, functools.partial(_metadata, root, step))
         for step in sorted(root.steps())
@@ -64,24 +66,24 @@ def committed_steps(root: Steps) -> list[CommittedStep]:
 
 
 def enforce(policy: PreservationPolicy, root: Held, protected: frozenset[SaveId]) -> None:
-    """Removes what a policy does not keep and no kept step needs, and notes what it keeps.
+    """Removes steps that neither a policy nor a kept step needs, and records the kept steps.
 
-    Where the manifest of a step cannot be read, everything stays.
+    If the manifest of a step cannot be read, nothing is removed.
 
     Args:
-      policy: the user's; ``as_policy``.
-      root: of the steps.
-      protected: saves that stay whatever the policy says; ``Lineage.protected``.
+      policy: the user's policy, from ``as_policy``.
+      root: directory of the steps.
+      protected: saves that are kept regardless of the policy; ``Lineage.protected``.
 
     Raises:
-      StorageError: the store refused.
+      StorageError: the store reported an error.
     """
     if type(policy) is _policies.LatestN and policy.n is None:
         root.note_kept(None)
         return
     steps = committed_steps(root)
     context = _policies.PreservationContext()
-    wanted = list(policy.should_preserve(steps, context=context))
+    wanted = list(_nan_is_worst(policy).should_preserve(steps, context=context))
     if not all(wanted):
         root.remove_steps(_surplus(steps, wanted, root, protected))
     # Last: a full disk gets room first.
@@ -96,7 +98,7 @@ def _surplus(
     root: Steps,
     protected: frozenset[SaveId],
 ) -> list[int]:
-    """The steps that a policy does not keep, and that no kept step needs."""
+    """Returns the steps that a policy does not keep, and that no kept step needs."""
     infos = root.saves()
     unreadable = [step for step, info in infos.items() if info is None]
     if unreadable:
@@ -122,18 +124,38 @@ def _surplus(
     ]
 
 
-def as_policy(retention: int | PreservationPolicy | None) -> PreservationPolicy:
-    """The policy of ``ManagerOptions.retention``: a number keeps that many newest steps."""
-    if retention is None or isinstance(retention, int):
-        return _policies.LatestN(retention)
-    return retention
+def _nan_is_worst(policy: Any) -> PreservationPolicy:
+    """Returns the policy with a ``BestN`` that ranks NaN below every number.
+
+    Orbax's may keep only a NaN. If all steps have NaN, the newest is kept.
+    """
+    changed = copy.copy(policy)
+    if isinstance(policy, _policies.BestN):
+        metric_of, worst = policy.get_metric_fn, policy.reverse
+
+        def ranked(metrics: Any) -> tuple[bool, float]:
+            value = metric_of(metrics)
+            is_nan = bool(value != value)
+            return is_nan is worst, 0.0 if is_nan else value
+
+        changed.get_metric_fn = ranked
+    elif isinstance(policy, _policies.AnyPreservationPolicy):
+        changed.policies = [_nan_is_worst(one) for one in policy.policies]
+    else:
+        return policy
+    return changed
+
+
+def policy_of(options: ManagerOptions) -> PreservationPolicy:
+    """Returns the policy that decides which committed steps are kept."""
+    return options.preservation_policy or _policies.LatestN(options.max_to_keep)
 
 
 def _metadata(root: Steps, step: int) -> Mapping[str, Any]:
-    """What a step was saved with; nothing where that cannot be understood.
+    """Returns what a step was saved with; empty if that cannot be parsed.
 
     Raises:
-      StorageError: the store refused: that says nothing about the step.
+      StorageError: the store reported an error, which has nothing to do with the step.
     """
     try:
         found = json.loads(root.metadata(step))

@@ -1,70 +1,92 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What saving and restoring share of one run of a manager."""
+"""State that the saves and restores of one manager share."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
+
+import jax.numpy as jnp
 
 from deltackpt import events, processes
-from deltackpt.errors import OptionError
+from deltackpt.errors import OptionError, ProcessMissing
+from deltackpt.format.manifest import SaveId
 from deltackpt.handlers.agreement import Processes
 from deltackpt.handlers.board import JobBoard
+from deltackpt.handlers.restored import RestoredState
+from deltackpt.handlers.tracking import RowTracking
 from deltackpt.ledger.held import Held
 from deltackpt.ledger.steps import Steps
-from deltackpt.options import Dense, ManagerOptions
+from deltackpt.options import Dense, ManagerOptions, Tiers, WalOptions
+from deltackpt.policies import Rolling
 from deltackpt.resources.pace import Pace
 from deltackpt.resources.staging import Staging
 from deltackpt.resources.workers import Workers
+from deltackpt.save import snapshot
 from deltackpt.save.apart import Meetings
 from deltackpt.save.dense_blocks import DenseKeeper
 from deltackpt.save.dense_coding import codings
+from deltackpt.save.flight import Embeddings
 from deltackpt.save.lineage import Lineage, new_run
 from deltackpt.save.rendezvous import Rendezvous, of_this_process
 from deltackpt.state.choice import Tables
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState
-from deltackpt.tracking.fingerprints import RowTracker
 
 #: Opens the root, to be written or only read.
 OpenRoot = Callable[[bool], Steps]
 
 
+#: Why a save is a base: a TouchState need not mark what changed while rows were hashed.
+HASHED = "a TouchState replaces the fingerprints of earlier calls"
+
+
 class Log(Protocol):
-    """What saves tell the log of a run; see ``log.recorder``."""
+    """The WAL's view of the saves of a run; see ``wal.recorder``."""
 
     def begin(self, split: Split) -> None:
-        """Called before the first save or mark of a run: training goes on from here."""
+        """Called before the first save or WAL record of a run, with the step that it continues."""
         ...
 
     def check(self, split: Split, marks: Sequence[Marks]) -> None:
-        """Called before a save: compares what was logged with the stamps.
+        """Called before a save: compares the appended rows with the stamps.
 
         Raises:
-          TrackingError: rows were touched that no mark holds.
+          TrackingError: rows were touched that no WAL record contains.
         """
         ...
 
     def saved(self) -> None:
-        """Called once a save was begun: it covers all that was logged."""
+        """Called once a save has started, which contains everything appended so far."""
         ...
 
     def refused(self, split: Split) -> None:
-        """Called where a save was begun by the other processes, and could not be by this one."""
+        """Called if the other processes started a save and this one could not."""
         ...
 
     def distrust(self, reason: str) -> None:
-        """Rows changed that were not marked: no mark of the run can be restored any more."""
+        """Called if rows changed without being marked: no record of the run can be restored."""
+        ...
+
+    def deleted(self, step: SaveId, *, is_needed: bool) -> None:
+        """Called on all processes once a step was deleted; no later record may continue from it.
+
+        Args:
+          step: the deleted save.
+          is_needed: whether WAL records were trimmed that no remaining step covers, so that the WAL
+            must end.
+        """
         ...
 
 
 class NoLog:
-    """The ``Log`` of a manager that is only read."""
+    """The ``Log`` of a read-only manager."""
 
     def begin(self, split: Split) -> None:
         """See ``Log``."""
@@ -81,9 +103,12 @@ class NoLog:
     def distrust(self, reason: str) -> None:
         """See ``Log``."""
 
+    def deleted(self, step: SaveId, *, is_needed: bool) -> None:
+        """See ``Log``."""
+
 
 def keeper(options: Dense) -> DenseKeeper:
-    """What copies dense leaves for blocks, and keeps what these decode to: a new one."""
+    """Creates the object that copies dense leaves for blocks and keeps their decoded values."""
     return DenseKeeper(
         codings(options.codec, options.max_error),
         max_reference_bytes=options.max_reference_bytes,
@@ -91,30 +116,66 @@ def keeper(options: Dense) -> DenseKeeper:
     )
 
 
+def abandon(root: Steps) -> None:
+    """Closes the root of a manager whose constructor failed; see ``Held.abandon``."""
+    if isinstance(root, Held):
+        root.abandon()
+    else:
+        root.close()
+
+
+def _require_shared_log(options: WalOptions | None) -> None:
+    if options is not None and not options.backend.directory:
+        raise OptionError(
+            "WalOptions.backend: expected a directory that all processes see, found a staging "
+            "directory for each process (Tiers(shared=False)); pass LocalWal(directory=...)"
+        )
+
+
+def _among(directory: str | os.PathLike[str], options: ManagerOptions) -> Processes:
+    return Processes(os.fspath(directory), options.timeouts.processes_secs, alone=options.alone)
+
+
+def _opening(directory: str | os.PathLike[str]) -> str:
+    return f"{os.fspath(directory)}: opening it"
+
+
+def refuse(
+    directory: str | os.PathLike[str], options: ManagerOptions, error: OptionError
+) -> NoReturn:
+    """Raises an error of a manager's arguments; the other processes report it without waiting."""
+    with contextlib.suppress(ProcessMissing):
+        with _among(directory, options).together(_opening(directory), fatal=True, patience=1):
+            raise error
+    raise error
+
+
 @dataclasses.dataclass(eq=False)
 class Run:
-    """One manager's run: its directory, what it goes on from, and whom it tells.
+    """State shared by the saves and restores of a manager.
 
     Attributes:
-      options: of the manager.
-      sinks: receivers of events.
-      root: where the steps are; a trainer holds it.
-      item: of the tables.
-      choice: which leaves are tables.
+      options: options of the manager.
+      event_handlers: receivers of events.
+      root: the checkpoint directory, whose lease a trainer holds.
+      item: name of the item with the tables.
+      choice: selects the tables.
       among: the processes that save and restore together.
-      lineage: what this run knows of its own saves.
+      lineage: the saves of this run.
       staging: memory for snapshots.
       workers: threads of saves.
-      tracker: what finds touched rows where that is the manager's business.
-      meetings: where processes meet that do not see each other's directories.
-      newest: the newest step, as process 0 found it at first; every committed one since.
-      restored: the step that the next save goes on from, where it is not the newest one.
-      dense: what keeps dense leaves that are blocks of deltas; None where they are Orbax's items.
-      log: what is told of saves.
+      tracking: how touched rows are found.
+      meetings: coordinates processes that do not share directories.
+      newest: the newest step: first as process 0 found it, then every committed one.
+      restored: the step that the next save continues from, if it is not the newest one.
+      dense: keeps dense leaves that deltas store as blocks; None if they are Orbax items.
+      log: receives the saves.
+      restored_state: the restored state, and where training continued from it.
+      is_emitting: whether event handlers are being called.
     """
 
     options: ManagerOptions
-    sinks: tuple[events.Sink, ...]
+    event_handlers: tuple[events.EventHandler, ...]
     root: Steps
     item: str
     choice: Tables
@@ -122,12 +183,14 @@ class Run:
     lineage: Lineage
     staging: Staging
     workers: Workers
-    tracker: RowTracker | None
+    tracking: RowTracking
     newest: int | None
     meetings: Meetings | None = None
     restored: int | None = None
     dense: DenseKeeper | None = None
     log: Log = dataclasses.field(default_factory=NoLog)
+    restored_state: tuple[Any, RestoredState] | None = None
+    is_emitting: bool = False
 
     @classmethod
     def begin(
@@ -136,92 +199,118 @@ class Run:
         item: str,
         choice: Tables,
         options: ManagerOptions,
-        sinks: tuple[events.Sink, ...],
+        event_handlers: tuple[events.EventHandler, ...],
         open_root: OpenRoot,
+        take_over: Callable[[], None],
     ) -> Run:
-        """A new run on a root, which process 0 opens before the others.
+        """Begins a new run on a root, which process 0 opens before the others.
+
+        Every process checks the options before any lease is taken.
 
         Args:
-          directory: where the root is, as the user named it.
-          item: of the tables.
-          choice: which leaves are tables.
-          options: of the manager.
-          sinks: receivers of events.
-          open_root: opens it, for this process to write where it is the first of them.
+          directory: the root, as the user named it.
+          item: name of the item with the tables.
+          choice: selects the tables.
+          options: options of the manager.
+          event_handlers: receivers of events.
+          open_root: opens the directory, for writing on process 0.
+          take_over: called before the directory is opened.
+
+        Raises:
+          OptionError: the options are not valid for this job or directory.
         """
-        among = Processes(
-            os.fspath(directory), options.timeouts.processes_secs, alone=options.alone
-        )
+        among, what = _among(directory, options), _opening(directory)
+        board: JobBoard | None = None
+        with among.together(what, fatal=True, patience=1):
+            staging = Staging(options.writes.staging_bytes)
+            workers = Workers(
+                cpus=options.background.cpus,
+                threads=options.background.threads,
+                pace=Pace(options.background.bytes_per_sec),
+            )
+            dense = keeper(options.dense)
+            tracking = RowTracking(
+                options.deltas.tracking,
+                dense_blocks=options.dense.deltas == "blocks",
+                may_stop=options.wal is None and not isinstance(options.deltas.policy, Rolling),
+            )
+            if among.count > 1 and not (options.read_only or (options.tiers or Tiers()).shared):
+                board = JobBoard()
+                _require_shared_log(options.wal)
+            take_over()
         opened: list[Steps] = []
 
         def first() -> int | None:
             opened.append(open_root(not options.read_only))
             return opened[0].newest_step()
 
-        what = f"{os.fspath(directory)}: opening it"
-        newest = among.of_first(what, first, fatal=True, patience=1)
-        root = opened[0] if opened else open_root(False)
-        meetings = None
-        if isinstance(root, Held) and root.apart:
-            root.join(functools.partial(among.gather, what))
-            newest = among.of_first(what, root.newest_step, fatal=True)
-            meetings = Meetings(
-                JobBoard(), among.index, among.count, options.timeouts.processes_secs
+        try:
+            newest = among.of_first(what, first, fatal=True, patience=1)
+            with among.together(what, fatal=True):
+                if not opened:
+                    opened.append(open_root(False))
+            root, meetings = opened[0], None
+            if isinstance(root, Held) and root.apart:
+                assert board is not None
+                root.join(functools.partial(among.gather, what))
+                newest = among.of_first(what, root.newest_step, fatal=True)
+                meetings = Meetings(
+                    board, among.index, among.count, options.timeouts.processes_secs
+                )
+            lineage = Lineage(
+                options.deltas.policy,
+                ledger=root if isinstance(root, Held) else None,
+                item=item,
+                run=among.agree("a new run", new_run()),
+                compacted=options.deltas.bases == "compacted",
             )
-        lineage = Lineage(
-            options.deltas.policy,
-            ledger=root if isinstance(root, Held) else None,
-            item=item,
-            run=among.agree("a new run", new_run()),
-            compacted=options.deltas.bases == "compacted",
-        )
+        except BaseException:
+            for one in opened:
+                abandon(one)
+            raise
         return cls(
             options=options,
-            sinks=sinks,
+            event_handlers=event_handlers,
             root=root,
             item=item,
             choice=choice,
             among=among,
             lineage=lineage,
-            staging=Staging(options.writes.staging_bytes),
-            workers=Workers(
-                cpus=options.background.cpus,
-                threads=options.background.threads,
-                pace=Pace(options.background.bytes_per_sec),
-            ),
-            tracker=RowTracker() if options.deltas.tracking == "fingerprints" else None,
+            staging=staging,
+            workers=workers,
+            tracking=tracking,
             newest=newest,
             meetings=meetings,
-            dense=keeper(options.dense) if options.dense.deltas == "own" else None,
+            dense=dense if options.dense.deltas == "blocks" else None,
         )
 
     @property
     def held(self) -> Held:
-        """The root, of a manager that saves."""
+        """Returns the checkpoint directory of a manager that can save."""
         assert isinstance(self.root, Held)
         return self.root
 
     def meeting(self, temporary: Path) -> Rendezvous:
-        """Where the processes meet that write a step."""
+        """Returns how the processes that write a step coordinate."""
         if self.meetings is None:
             return of_this_process(temporary, self.options.timeouts.processes_secs)
         return self.meetings.of(temporary, fsync=self.fsync)
 
     @property
     def fsync(self) -> bool:
-        """Whether steps are forced to disk."""
+        """Returns whether steps are fsynced."""
         return self.options.writes.durability == "power"
 
     def check_above(self, step: int) -> None:
         """Checks that a step may be saved.
 
         Raises:
-          OptionError: it is not above the newest one, or the one that was restored.
+          OptionError: the step is not greater than the newest or the restored one.
         """
         newest = self.newest if self.restored is None else self.restored
         parent = self.lineage.goes_on
         if newest is not None and parent is not None:
-            # A save that was told to have failed may stand all the same.
+            # A save that was reported as failed may be committed nevertheless.
             newest = max(newest, parent.step)
         if (point := self.lineage.continues) is not None:
             newest = max(newest or 0, point.save_id.step)
@@ -232,44 +321,64 @@ class Run:
             newest = self.root.newest_step()
             if newest is None or step > newest:
                 return
+        found = "the same step, which is already saved" if step == newest else "an older one"
         raise OptionError(
             f"step {step} in {self.root}: expected a step above {newest}, the newest in the "
-            "directory or the restored one, found an older or equal one; call restore_latest() or "
-            "restore(step) first to go on from a step, or use an empty directory"
+            f"directory or the restored one, found {found}; call restore_latest() or "
+            "restore(step) first to resume from a step, or use an empty directory"
         )
 
     def roll_back(self, step: int) -> None:
         """Moves steps later than the restored one aside, once, before the first save.
 
         Args:
-          step: the one that is about to be saved.
+          step: the step that is about to be saved.
         """
         if self.restored is None:
             return
         # The others list no steps before process 0 has moved them.
-        what = f"going on from step {self.restored} with step {step}"
+        what = f"continuing from step {self.restored} with step {step}"
         with self.among.together(what, fatal=True):
             self.held.roll_back(self.restored, self.lineage.run)
         self.newest, self.restored = self.restored, None
 
-    def touched_rows(self, split: Split, given: TouchState | None) -> TouchState | None:
-        """The TouchState beside those of a state: the one given, or what the tracker finds now.
+    def end_hashing(self) -> None:
+        """Makes the next save a base if a TouchState has replaced fingerprints.
+
+        The TouchState does not mark rows that changed before. If the saves that hashed rows have
+        failed, their parent may have seen the same TouchState.
+        """
+        if self.tracking.has_left:
+            self.lineage.distrust(HASHED)
+
+    def note_restored(self, step: int, state: RestoredState) -> None:
+        """Records what training continues from."""
+        self.restored = step
+        self.restored_state = self._position, state
+
+    @property
+    def _position(self) -> Any:
+        return self.restored, self.lineage.goes_on, self.lineage.continues
+
+    def is_restored(self, split: Split, touched: TouchState | None) -> bool:
+        """Returns whether a state is the restored one, alike on every process.
 
         Args:
           split: the state.
-          given: by the caller of ``save`` or ``log``.
-
-        Raises:
-          OptionError: one is given, and rows are found by fingerprints.
+          touched: what ``tracking.look`` returned.
         """
-        if self.tracker is None:
-            return given
-        if given is not None:
-            raise OptionError(
-                'touched: expected none with tracking="fingerprints", which finds the rows by '
-                'itself, found a TouchState; leave it out, or use tracking="marks"'
-            )
-        return self.tracker.look(split.fields, split.layout)
+        if self.restored_state is None or self.restored_state[0] != self._position:
+            return False  # Training keeps a state that it had before the last restore.
+        marked, hashed = self.lineage.distrusted is not None, False
+        if self.tracking.tracker is not None:
+            stamps = () if touched is None else touched.stamps.values()
+            # A row that changed may have changed back.
+            hashed = not any(int(jnp.max(each)) for each in stamps)
+        else:
+            marks = Embeddings(split=split, touched=touched).marks
+            clocks = snapshot.clocks_of(split, marks)
+            marked = marked or any(reading.clock for reading in clocks.readings)
+        return self.restored_state[1].is_same(split, self.among, marked=marked, hashed=hashed)
 
     def tell_failure(
         self,
@@ -277,9 +386,27 @@ class Run:
         step: int | None,
         error: Exception,
         started: float,
+        *,
+        log_message: bool = False,
     ) -> None:
-        """Emits what failed; ``started`` is of ``time.perf_counter()``."""
+        """Emits a failure event.
+
+        Args:
+          operation: what failed.
+          step: the step, if it concerns one.
+          error: the failure.
+          started: when the operation began, as a ``time.perf_counter()`` value.
+          log_message: whether the error is neither raised nor issued as a warning.
+        """
         seconds = time.perf_counter() - started
         process = processes.index()
         event = events.FailureEvent.of(error, operation, step, process=process, seconds=seconds)
-        events.emit(event, self.sinks)
+        self.emit(event, log_message)
+
+    def emit(self, event: events.Event, log_message: bool = True) -> None:
+        """Logs an event and passes it to the handlers, which must not call the manager."""
+        self.is_emitting = True
+        try:
+            events.emit(event, self.event_handlers, log_message=log_message)
+        finally:
+            self.is_emitting = False

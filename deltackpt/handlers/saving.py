@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves of a manager, one at a time: taken on the training thread, written by one of ours.
+"""Saves of a manager, one at a time: captured on the training thread, written by a worker.
 
-A save takes the touched rows and copies of the dense leaves, has further items begun by their
-handlers, and hands all of it over as a ``step.Step``, which is written and committed in the
-background. What failed there is found by the next call, which reports it once and is itself taken.
+A save copies the touched rows and the dense leaves, lets the handlers start on additional items,
+and passes everything on as a ``step.Step``, which is written and committed in the background. The
+next call reports a background failure once, and still makes its own save.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from deltackpt.handlers import dense, retention
 from deltackpt.handlers.flight import Done, Failure, InFlight, SaveArguments
 from deltackpt.handlers.foreign import HandlerItem, Metrics
 from deltackpt.handlers.items import save_args
-from deltackpt.handlers.run import Run
+from deltackpt.handlers.run import HASHED, Run
 from deltackpt.handlers.v1 import DeltaCheckpointableHandler
 from deltackpt.ledger.held import Held
 from deltackpt.options import WhenBusy
@@ -50,8 +50,9 @@ from deltackpt.save.flight import (
     RefusedSave,
     SaveReport,
 )
+from deltackpt.save.lineage import UNTRACKED
 from deltackpt.save.step import Item, Step
-from deltackpt.state import tables
+from deltackpt.state import contexts, tables
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import TouchState
 from deltackpt.storage import files
@@ -64,31 +65,32 @@ class Saver:
     """Starts saves and settles them; used by one thread at a time."""
 
     def __init__(self, run: Run, extra: dict[str, Any], owner: object):
-        """Nothing is in flight.
+        """Starts nothing yet.
 
         Args:
           run: the manager's run.
-          extra: handlers of further items, by name.
-          owner: the manager, which is kept while a save is in flight.
+          extra: handlers of additional items, by name.
+          owner: the manager, which is kept alive while a save is in flight.
         """
         self._run = run
         self._extra = extra
         self._owner = owner
-        self._keeps = retention.as_policy(run.options.retention)
+        self._keeps = retention.policy_of(run.options)
         #: The save that is not settled yet.
         self.in_flight: InFlight | None = None
         #: The step of a save that was put off.
         self.due: int | None = None
         self.reports: collections.deque[SaveReport] = collections.deque(maxlen=_REPORTS)
-        #: Whether it was said that no TouchState moves.
-        self._told_stands_still = False
-        #: Whether it was said that blocks do not cover the dense leaves.
+        #: Whether the warnings about idle TouchStates and about missing tracking were issued.
+        self._told_stands_still = self._told_untracked = False
+        self._has_tables = True
+        #: Whether the warning about dense leaves that blocks do not support was issued.
         self._told_unusual = False
         #: Temporary directories of failed saves. Only these: another process may be ahead, and
         #: write the next step already.
         self._leftovers: list[Path] = []
         #: A failure that a restore or a read met, which warned of it; it is still to be raised.
-        self._untold: Failure | None = None
+        self.untold: Failure | None = None
 
     # On the training thread.
 
@@ -100,23 +102,24 @@ class Saver:
         when_busy: WhenBusy,
         started: float,
     ) -> Saved:
-        """Settles the save before, and starts one; as ``CheckpointManager.save``.
+        """Settles the previous save and starts one; see ``CheckpointManager.save``.
 
         Args:
           step: the training step.
           state: the whole training state.
-          arguments: what else was given.
+          arguments: the other arguments.
           when_busy: what to do while a save is in flight.
-          started: when the caller began to wait, of ``time.perf_counter()``.
+          started: when the caller started to wait, as a ``time.perf_counter()`` value.
         """
         run = self._run
         items = save_args(arguments.items, self._extra, run.item)
         arguments = dataclasses.replace(arguments, items=items)
         if when_busy != "wait" and self.all_busy():
             return self._not_now(step, started)
-        met = self._untold
+        met = self.untold
         failure = self.settle(run.options.timeouts.save_secs)
         self.due = None
+        is_first = run.lineage.goes_on is None
         if failure is not None and isinstance(failure.cause, ProcessMissing) and failure is not met:
             # It would be missing for this save as well; a restore since has shown that it is not.
             raise failure.error(None) from failure.cause
@@ -128,33 +131,52 @@ class Saver:
             if not _goes_on(error):
                 run.tell_failure("save", step, error, started)
             raise
-        self._warn_of_tracking()
+        if saved.kind is not None:
+            self._warn_of_tracking(is_first)
         if failure is not None:
             raise failure.error(saved) from failure.cause
         return saved
 
-    def split(self, state: Any, *, dense_fault: tables.DenseFault | None = None) -> Split:
-        """A state's tables, slots and dense leaves; its marks, unless rows are found by hashes."""
-        split = tables.split(state, self._run.choice, dense_fault=dense_fault)
-        # Fingerprints see more than the marks in a state.
-        return split if self._run.tracker is None else dataclasses.replace(split, marks=())
+    def split(self, state: Any, touched: TouchState | None) -> Split:
+        """Returns a state's tables, slots and dense leaves, and its marks unless it hashes rows.
+
+        With ``tracking="auto"`` this decides how touched rows are found.
+
+        Raises:
+          UnsupportedLeaf: a leaf cannot be stored, or it or ``touched`` cannot be read.
+        """
+        return self._run.tracking.choose(self.parts(state, touched), touched)
+
+    def parts(self, state: Any, touched: TouchState | None) -> Split:
+        """Returns a state's tables, slots, dense leaves and marks, without side effects.
+
+        Raises:
+          UnsupportedLeaf: a leaf cannot be stored, or it or ``touched`` cannot be read.
+        """
+        tables.check_touched(touched)
+        return tables.split(state, self._run.choice, dense_fault=dense.fault)
 
     def _start(self, step: int, state: Any, arguments: SaveArguments, started: float) -> Saved:
         run = self._run
         if run.among.count == 1:
-            # Of several processes one holds the lease: its commit checks it, and tells the others.
+            # With several processes, the lease holder's commit checks it and informs the others.
             run.held.check_lease()
-        # First of all: what cannot be stored leaves even a rollback undone.
-        split = self.split(state, dense_fault=dense.fault)
+        # First, so that an unsupported leaf does not even cause a rollback.
+        split = self.split(state, arguments.touched)
+        self._has_tables = bool(split.layout.tables)
         self.go_back(split, arguments.touched)
+        if self._is_restored(step, split, arguments):
+            reason = "it was restored, and nothing has changed since"
+            return Saved.skipped(step, reason, started)
         run.check_above(step)
         run.roll_back(step)
+        run.end_hashing()
         run.log.begin(split)
         run.held.begin(run.lineage.goes_on, run.lineage.run)
         attempt = run.lineage.attempts + 1
         items: dict[str, Item] = {}
         try:
-            if run.tracker is None:
+            if run.tracking.tracker is None:
                 marks = Embeddings(split=split, touched=arguments.touched).marks
                 run.log.check(split, marks)
             pending = self._take(step, attempt, split, arguments, items)
@@ -162,7 +184,7 @@ class Saver:
             self._drop(items)
             self._leftovers.append(self._temporary(step, attempt))
             if run.among.count > 1:
-                # The others begin it all the same, and are told.
+                # The others begin it nevertheless, and get the error.
                 run.lineage.count_attempts(attempt)
                 refused = RefusedSave(error)
                 self._hand_over(step, attempt, {run.item: refused}, refused, arguments, started)
@@ -170,6 +192,7 @@ class Saver:
             raise
         flight = self._hand_over(step, attempt, items, pending, arguments, started)
         run.log.saved()
+        run.tracking.saved()
         if run.options.deltas.base_snapshot == "block" or _has_host_arrays(split):
             with run.workers.pace.lifted():
                 self._wait_released(pending, step)
@@ -177,14 +200,27 @@ class Saver:
         intent = pending.intent
         return Saved(step=step, kind=intent.kind, reason=intent.reason, blocked_secs=blocked_secs)
 
+    def _is_restored(self, step: int, split: Split, arguments: SaveArguments) -> bool:
+        """Returns whether a loop that made no step saves the restored step again at its end."""
+        run, point = self._run, self._run.lineage.continues
+        if arguments.force_base or arguments.items or arguments.metrics or arguments.ids:
+            return False
+        if arguments.custom_metadata or not run.lineage.goes_on_with(split.layout):
+            return False
+        if run.restored is None or step != (run.restored if point is None else point.save_id.step):
+            return False
+        if run.newest is not None and run.newest > step:
+            return False  # Training went back: without a save a restart would find the later steps.
+        return run.is_restored(split, run.tracking.look(split, arguments.touched))
+
     def _snapshot(self, step: int, split: Split, arguments: SaveArguments) -> PendingSave:
         run = self._run
         embeddings = Embeddings(
             split=split,
-            touched=run.touched_rows(split, arguments.touched),
+            touched=run.tracking.look(split, arguments.touched),
             lineage=run.lineage,
             options=PipelineOptions(
-                sampled_proof=run.options.deltas.sampled_proof and run.tracker is None,
+                sampled_proof=run.options.deltas.sampled_proof and run.tracking.tracker is None,
                 fsync=run.fsync,
                 staging_bytes=run.options.writes.staging_bytes,
                 digests=("item", "step"),
@@ -193,7 +229,8 @@ class Saver:
             staging=run.staging,
             workers=run.workers,
             force_base=arguments.force_base,
-            dense_bytes=0 if run.dense is None else _dense_bytes(split),
+            dense_bytes=0 if run.dense is None else dense.nbytes(split.dense),
+            tracking=run.tracking.name(split, arguments.touched),
         )
         return snapshot.take(embeddings, step, run.held.step_dir(step))
 
@@ -205,7 +242,7 @@ class Saver:
         arguments: SaveArguments,
         items: dict[str, Item],
     ) -> PendingSave:
-        """Adds all items of a step, which are then independent of what training does next."""
+        """Captures all items of a step, independently of what training does next."""
         run = self._run
         pending = items[run.item] = self._snapshot(step, split, arguments)
         if split.layout.dense:
@@ -220,7 +257,7 @@ class Saver:
         return pending
 
     def _drop(self, items: Mapping[str, Item]) -> None:
-        """Gives up what was taken of a step that will not be written."""
+        """Releases what was captured for a step that will not be written."""
         for item in items.values():
             if isinstance(item, PendingSave):
                 self._run.lineage.failed(item.intent.save_id)
@@ -229,9 +266,9 @@ class Saver:
         _release(items)
 
     def _dense(self, step: int, attempt: int, split: Split, pending: PendingSave) -> Item | None:
-        """Dense leaves by our own writer, or by Orbax's handler where one of them is unusual.
+        """Captures dense leaves for our own writer, or for Orbax's handler if one is unusual.
 
-        None where they are blocks of the item of a delta.
+        Returns None if they are blocks of the item of a delta.
         """
         run = self._run
         leaves = dense.storable(split.dense)
@@ -257,7 +294,7 @@ class Saver:
     def _begun(self, step: int, attempt: int, name: str, handler: Any, args: Any) -> HandlerItem:
         run = self._run
         item_dir = self._temporary(step, attempt) / name
-        item_dir.mkdir(parents=True, exist_ok=True)
+        files.make_below(run.held.path, item_dir)
         return HandlerItem.begin(handler, item_dir, args, run.workers)
 
     def _temporary(self, number: int, attempt: int) -> Path:
@@ -289,13 +326,14 @@ class Saver:
         nbytes += sum(item.nbytes for item in items.values() if isinstance(item, DenseLeaves))
         if isinstance(pending, PendingSave) and pending.dense is not None:
             nbytes += pending.dense.nbytes
-        # With the manager, which would say that its save is lost if it went.
+        # Keep a strong reference to the manager: __del__ would otherwise report a lost save.
         future = run.workers.save(self._write, planned, nbytes, self._owner)
         self.in_flight = InFlight(number, temporary, pending, future, started)
         return self.in_flight
 
     # In the background.
 
+    @contexts.neutral()
     def _write(self, planned: Step, nbytes: int, owner: object) -> Done:
         run, begun = self._run, time.perf_counter()
         warnings: list[str] = []
@@ -305,27 +343,28 @@ class Saver:
             room_secs = time.perf_counter() - begun
             committed = steps.write(planned, run.workers)
         except BaseException:
-            _release(planned.items)  # Not all of them were come to.
+            _release(planned.items)  # Some items were never started.
             self._drop_references(planned)
+            run.held.remove_remade(planned.others.temporary)
             raise
         self._keep_references(planned)
         run.held.committed()
         if run.among.index == 0:
             try:
-                # Asked after the commit, which the policy counts.
+                # After the commit, since the policy counts this step.
                 retention.enforce(self._keeps, run.held, run.lineage.protected())
             except Exception as error:
-                warnings.append(f"steps that retention does not keep may stay: {error}")
+                warnings.append(f"steps that retention should remove may remain: {error}")
         return Done(room_secs, committed, tuple(warnings))
 
     def _drop_references(self, planned: Step) -> None:
-        """What a save has of dense leaves is no reference where it does not stand."""
+        """Discards the dense leaves of a failed save as references."""
         run, pending = self._run, planned.items[planned.tables]
         if run.dense is not None and isinstance(pending, PendingSave):
             run.dense.references.failed(pending.intent.save_id)
 
     def _keep_references(self, planned: Step) -> None:
-        """References of dense leaves count once their save stands."""
+        """Makes the dense leaves of a committed save the references."""
         run, pending = self._run, planned.items[planned.tables]
         if run.dense is not None and isinstance(pending, PendingSave):
             save_id = pending.intent.save_id
@@ -334,7 +373,7 @@ class Saver:
     def _metadata(
         self, items: Mapping[str, Item], arguments: SaveArguments, begun_ns: int
     ) -> bytes:
-        """Orbax's metadata of the step, from which it restores without being told anything."""
+        """Returns Orbax's metadata of the step, which lets Orbax restore it without arguments."""
         handlers = {
             self._run.item: DeltaCheckpointableHandler,
             names.DENSE_ITEM: ocp.PyTreeCheckpointHandler,
@@ -354,30 +393,43 @@ class Saver:
     # On the training thread again.
 
     def go_back(self, split: Split, touched: TouchState | None) -> None:
-        """Forgets a restore that was only looked at: training goes on with what it had before."""
+        """Reverts a restore that was only for inspection: training keeps its earlier state."""
         lineage = self._run.lineage
-        if self._run.tracker is not None or not lineage.can_go_back:
+        if self._run.tracking.tracker is not None or not lineage.can_go_back:
             # Reading the clocks waits for the step that computes them.
             return
         marks = Embeddings(split=split, touched=touched).marks
         if lineage.go_back(snapshot.clocks_of(split, marks)):
             self._run.restored = lineage.restored
+            if self._run.tracking.looked_before:
+                lineage.distrust(HASHED)
 
-    def _warn_of_tracking(self) -> None:
-        """Says what the sampled proof found, and once where no TouchState moves."""
+    def _warn_of_tracking(self, is_first: bool) -> None:
+        """Warns of faults that the audit found, and once if tracking is missing or idle."""
         assert self.in_flight is not None
         pending = self.in_flight.pending
         assert isinstance(pending, PendingSave)
         step = pending.intent.save_id.step
         if pending.doubt is not None:
-            events.warn(f"step {step} is saved as a base, since {pending.doubt}")
+            events.warn(f"step {step} is saved as a base, because {pending.doubt}")
             self._run.log.distrust(pending.doubt)
+        elif not self._has_tables:
+            return
         elif pending.intent.stands_still and not self._told_stands_still:
             self._told_stands_still = True
             events.warn(
-                f"step {step}: no TouchState has moved since the parent of this delta, which "
-                "therefore holds no row; if the tables did change, give save() the TouchState that "
+                f"step {step}: expected marks since the parent of this delta, found none, so the "
+                "delta contains no row; if the tables did change, pass save() the TouchState that "
                 "the training step returned (touched = touched.mark(touched, ids))"
+            )
+        elif self._run.tracking.stopped:
+            return  # It has warned.
+        elif pending.intent.reason == UNTRACKED and not is_first and not self._told_untracked:
+            self._told_untracked = True
+            events.warn(
+                f'step {step}: expected a TouchState or tracking="fingerprints", found neither, '
+                "so every save is a base; pass ManagerOptions(deltas=DeltaOptions("
+                'tracking="fingerprints")), or mark the rows with touched.mark or touched.track'
             )
 
     def _wait_released(self, pending: PendingSave, step: int) -> None:
@@ -385,35 +437,36 @@ class Saver:
         if not pending.released.wait(limit):
             raise WaitTimeout(
                 f"step {step}: expected its tables to be written within {limit} s "
-                "(timeouts.save_secs), found the write still running; look at the storage"
+                "(timeouts.save_secs), found the write still running; check the storage"
             )
 
     def _not_now(self, step: int, started: float) -> Saved:
         flight = self.in_flight
-        # Of several processes process 0 may be the only one that is not done yet.
+        # Process 0 may be the only process that is still busy.
         which = "a step" if flight is None else f"step {flight.step}"
         reason = f"{which} is still being saved"
         if self._run.options.writes.when_busy == "coalesce":
             self.due = step
-            reason += "; due, save_if_due() takes it"
+            reason += "; due, save_if_due() will save it"
         return Saved.skipped(step, reason, started)
 
     @property
     def is_lost(self) -> bool:
-        """Whether a save failed, and that was not raised yet."""
-        return self._untold is not None or (self.in_flight is not None and self.in_flight.is_lost)
+        """Returns whether a save failed, and that was not raised yet."""
+        return self.untold is not None or (self.in_flight is not None and self.in_flight.is_lost)
 
     @property
     def may_commit(self) -> bool:
-        """Whether a save is in flight, or to be settled, that has not failed."""
+        """Returns whether a save that has not failed is in flight or not yet settled."""
         return self.in_flight is not None and not self.in_flight.is_lost
 
     def busy(self) -> bool:
-        """Whether a save of this process is in flight."""
-        return self.in_flight is not None and not self.in_flight.future.done()
+        """Returns whether a save of this process is in flight."""
+        flight = self.in_flight  # Another thread may settle it now.
+        return flight is not None and not flight.future.done()
 
     def all_busy(self) -> bool:
-        """Whether a save is in flight: what process 0 finds, on every process."""
+        """Returns, equal on every process, whether process 0 has a save in flight."""
         return self._run.among.agree("asking for a free writer", self.busy())
 
     # The end of a save.
@@ -422,17 +475,17 @@ class Saver:
         """Waits for the save in flight, if any, and reports it.
 
         Args:
-          timeout_secs: the longest wait.
+          timeout_secs: maximum wait.
 
         Returns:
-          What is to be raised, once: that it failed, or that the one before a restore or a read
-          did.
+          The failure to raise, once: of this save, or of an earlier one that a restore or read
+          found.
 
         Raises:
-          WaitTimeout: it goes on.
+          WaitTimeout: the save is still running.
         """
-        failure = self._settled(timeout_secs) or self._untold
-        self._untold = None
+        failure = self._settled(timeout_secs) or self.untold
+        self.untold = None
         return failure
 
     def _settled(self, timeout_secs: float) -> Failure | None:
@@ -443,9 +496,9 @@ class Saver:
             return None
         if not concurrent.futures.wait([flight.future], timeout_secs).done:
             raise WaitTimeout(
-                f"the save of {flight.step}: expected it to end within {timeout_secs} s "
-                "(ManagerOptions.timeouts), found it still running; look at the storage, then "
-                "wait() again"
+                f"save of step {flight.step}: expected it to end within {timeout_secs} s "
+                "(ManagerOptions.timeouts), found it still running; check the storage, then call "
+                "wait_until_finished() again"
             )
         self.in_flight = None
         cause = flight.future.exception()
@@ -460,15 +513,16 @@ class Saver:
             events.warn(text)
         try:
             run.held.collect(run.lineage.protected)
-        except StorageError as error:
-            events.warn(f"what nothing needs could not be removed: {error}")
+        except Exception as error:  # The save is valid regardless of the error.
+            text = str(error) if isinstance(error, StorageError) else repr(error)
+            events.warn(f"unneeded files could not be removed: {text}")
         return None
 
     def settle_at_root(self, timeout_secs: float) -> None:
-        """Waits until every save is where it is to be durable, and tells how it came there.
+        """Waits until every save is durable as configured, and reports it.
 
         Raises:
-          WaitTimeout, FencedError, SaveFailed: as ``Held.settle``.
+          WaitTimeout, FencedError, SaveFailed: as for ``Held.settle``.
         """
         if isinstance(held := self._run.root, Held):
             try:
@@ -477,49 +531,49 @@ class Saver:
                 self._tell_news()
 
     def _tell_news(self) -> None:
-        """Tells what happened between stage and root since the last call."""
+        """Emits the upload events since the last call."""
         if isinstance(held := self._run.root, Held):
             for event in held.news():
                 if held.tells:
-                    events.emit(event, self._run.sinks)
+                    self._run.emit(event)
                 if not isinstance(event, events.FailureEvent) or event.step is None:
                     continue
                 if event.code == Damaged.code:
-                    # What is taken against it could not come to the root either.
-                    reason = f"a save cannot come to the root: {event.message}"
+                    # Saves on top of it could not be uploaded either.
+                    reason = f"a save cannot be uploaded: {event.message}"
                     self._run.lineage.lost(event.step, reason)
 
     def _failed(self, flight: InFlight, cause: BaseException) -> Failure:
         run = self._run
         if not isinstance(cause, Exception):
-            cause = SaveFailed(f"its thread was ended by {cause!r}")
+            cause = SaveFailed(f"{cause!r} ended its thread")
         failure = Failure(flight.step, cause)
         if isinstance(flight.pending, PendingSave):
             run.lineage.failed(flight.pending.intent.save_id)
         if isinstance(cause, DeltackptError) and cause.leaves_doubt:
             run.lineage.distrust(f"the touched rows of step {flight.step} were wrong")
             run.log.distrust(f"the touched rows of step {flight.step} were wrong")
-        # Others may not have seen its notes yet: it is removed once another save was committed.
+        # Others may not have seen its notes yet; remove it after the next committed save.
         self._leftovers.append(flight.temporary)
         if not flight.told:
             run.tell_failure("save", flight.step, failure.cause, flight.started)
         return failure
 
     def close(self) -> None:
-        """Ends the threads, once they are done, and the handlers."""
+        """Stops the threads once they are done, and closes the handlers."""
         self._run.workers.close()
         for handler in self._extra.values():
             if hasattr(handler, "close"):
                 handler.close()
 
     def settle_quietly(self) -> None:
-        """A failed save does not stand in the way of a restore; it is raised by what follows."""
+        """Warns about a failed save before a restore; a later call raises the error."""
         flight = self.in_flight
         failure = self._settled(self._run.options.timeouts.close_secs)
         if failure is not None:
             events.warn(f"the save of step {failure.step} failed: {failure.cause}")
             if flight is not None and not flight.told:
-                self._untold = failure
+                self.untold = failure
 
     def _report(self, flight: InFlight, done: Done) -> None:
         assert isinstance(flight.pending, PendingSave)
@@ -549,11 +603,11 @@ class Saver:
             dense_bytes=report.dense_bytes,
             dense=report.dense,
         )
-        events.emit(event, self._run.sinks)
+        self._run.emit(event)
 
 
 def _release(items: Mapping[str, Item]) -> None:
-    """Gives the memory of items back that will not be written, or no more."""
+    """Releases the memory of items that will not be written."""
     for item in items.values():
         if isinstance(item, PendingSave):
             item.abandon()
@@ -561,13 +615,8 @@ def _release(items: Mapping[str, Item]) -> None:
             item.release()
 
 
-def _dense_bytes(split: Split) -> int:
-    """Bytes of the arrays among the dense leaves."""
-    return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(split.dense))
-
-
 def _has_host_arrays(split: Split) -> bool:
-    """Whether a table or slot can be changed in place while a base is written."""
+    """Returns whether a table or slot can change in place while a base is written."""
     return any(
         not isinstance(leaf, jax.Array)
         for fields in split.fields.values()
@@ -576,7 +625,7 @@ def _has_host_arrays(split: Split) -> bool:
 
 
 def _typestr(handler: Any) -> str:
-    """Under which name Orbax finds a handler again."""
+    """Returns the name by which Orbax finds a handler again."""
     if hasattr(handler, "typestr"):
         return handler.typestr()
     kind = handler if isinstance(handler, type) else type(handler)
@@ -584,5 +633,5 @@ def _typestr(handler: Any) -> str:
 
 
 def _goes_on(error: Exception) -> bool:
-    """Whether only a wait ran out, and the save that was waited for goes on."""
+    """Returns whether only a wait timed out, and the save itself continues."""
     return isinstance(error, WaitTimeout) and not isinstance(error, ProcessMissing)

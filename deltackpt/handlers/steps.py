@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A save as a handler starts it, from the temporary path that Orbax gives it."""
+"""A save as a handler starts it, from the temporary path that Orbax passes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from deltackpt.handlers.agreement import Processes
 from deltackpt.save import snapshot
 from deltackpt.save.flight import Embeddings, PendingSave
 from deltackpt.save.lineage import Lineage, new_run
+from deltackpt.state import contexts
 
 
+@contexts.neutral()
 def started(embeddings: Embeddings, item_dir: Path) -> PendingSave:
-    """Takes the snapshot: the blocking half of a save without our manager.
+    """Captures the rows: the blocking half of a save without deltackpt's manager.
 
     Args:
-      embeddings: what to save.
+      embeddings: the tables and slots to save.
       item_dir: the item's directory, as Orbax names it; it need not exist yet.
     """
     if embeddings.lineage is None:
@@ -33,11 +35,11 @@ def started(embeddings: Embeddings, item_dir: Path) -> PendingSave:
 
 
 def final_step_dir(item_dir: Path) -> Path:
-    """The committed step directory of an item that is being saved.
+    """Returns the committed step directory of an item that is being saved.
 
     Args:
-      item_dir: ``<root>/<step>.orbax-checkpoint-tmp/<item>``, or ``<root>/<step>/<item>`` where
-        Orbax commits by a file.
+      item_dir: ``<root>/<step>.orbax-checkpoint-tmp/<item>``, or ``<root>/<step>/<item>`` if Orbax
+        commits by a file.
     """
     step_dir = item_dir.parent
     name, _, _ = step_dir.name.partition(names.TEMPORARY)
@@ -45,10 +47,10 @@ def final_step_dir(item_dir: Path) -> Path:
 
 
 def step_number(step_dir: Path) -> int:
-    """The step of a step directory's name, 0 for a checkpoint that is not one of a sequence.
+    """Returns the step of a step directory's name, 0 for a checkpoint outside a sequence.
 
     Raises:
-      OptionError: it is above every step that a record can hold.
+      OptionError: the step is greater than any that a record can represent.
     """
     found = re.search(r"(\d+)$", step_dir.name)
     return names.as_step(int(found[1])) if found else 0

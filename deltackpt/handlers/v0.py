@@ -27,16 +27,16 @@ from deltackpt.save.flight import Embeddings
 class DeltaHandler(AsyncCheckpointHandler):
     """Saves ``Embeddings`` and restores ``RestoredTables`` under Orbax v0.
 
-    Stateless. It writes what ``DeltaCheckpointableHandler`` reads, and the other way round.
+    Stateless. It writes what ``DeltaCheckpointableHandler`` reads, and vice versa.
     """
 
     @classmethod
     def typestr(cls) -> str:
-        """The v1 handler's name, so that each API finds its handler for the other's items."""
+        """Returns the v1 handler's name, so that each API finds its handler for the other."""
         return f"{DeltaCheckpointableHandler.__module__}.{DeltaCheckpointableHandler.__qualname__}"
 
     async def async_save(self, directory: epath.Path, args: DeltaSave) -> list[Any]:
-        """Takes the snapshot; the future writes it."""
+        """Captures the rows; the returned future writes them."""
         item_dir = Path(directory)
         pending = steps.started(args.item, item_dir)
 
@@ -46,7 +46,7 @@ class DeltaHandler(AsyncCheckpointHandler):
         return [CommitFutureAwaitingContractedSignals(write(), name="deltackpt-save")]
 
     def save(self, directory: epath.Path, args: DeltaSave) -> None:
-        """Saves and waits."""
+        """Saves, and waits until the save is written."""
         for future in asyncio.run(self.async_save(directory, args)):
             future.result()
 
@@ -55,15 +55,15 @@ class DeltaHandler(AsyncCheckpointHandler):
         return placing.load_item(Path(directory), args.item if args is not None else None)
 
     def metadata(self, directory: epath.Path) -> AbstractEmbeddings:
-        """Shapes and dtypes of the tables and slots of a step."""
+        """Returns shapes and dtypes of the tables and slots of a step."""
         item_dir = Path(directory)
         return placing.abstract_of(saves.read_save(item_dir.parent, item_dir.name))
 
     def finalize(self, directory: epath.Path) -> None:
-        """Nothing is left to do: the part was complete when its future ended."""
+        """Does nothing: the shard is complete once its future is done."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing."""
 
 
 @ocp.args.register_with_handler(DeltaHandler, for_save=True)
@@ -77,6 +77,6 @@ class DeltaSave(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(DeltaHandler, for_restore=True)
 @dataclasses.dataclass
 class DeltaRestore(ocp.args.CheckpointArgs):
-    """Restore arguments: None for everything on the host."""
+    """Restore arguments; None restores everything to the host."""
 
     item: AbstractEmbeddings | None = None

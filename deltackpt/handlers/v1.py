@@ -19,17 +19,17 @@ from deltackpt.save.flight import Embeddings, PendingSave
 
 
 class DeltaCheckpointableHandler:
-    """Saves ``Embeddings``; loads ``RestoredTables``, as ``AbstractEmbeddings`` asks.
+    """Saves ``Embeddings``; loads ``RestoredTables``, as ``AbstractEmbeddings`` requests.
 
-    Stateless: configuration travels in the checkpointable. Register it with
-    ``ocp.handlers.register_handler``. Under a stock v1 ``Checkpointer`` durability is that of the
-    process, digests cover our item only, and every save is a base.
+    Stateless: configuration is part of the checkpointable. Register it with
+    ``ocp.handlers.register_handler``. Under a stock v1 ``Checkpointer``, steps are as durable as
+    ``durability="process"``, digests cover only deltackpt's item, and every save is a base.
     """
 
     async def save(
         self, directory: ocp.path.PathAwaitingCreation, checkpointable: Embeddings
     ) -> Awaitable[None]:
-        """Takes the snapshot; the awaitable writes it."""
+        """Captures the rows; the returned awaitable writes them."""
         pending = steps.started(checkpointable, Path(directory.path))
 
         async def write() -> None:
@@ -56,14 +56,14 @@ class DeltaCheckpointableHandler:
         )
 
     async def metadata(self, directory: ocp.path.Path) -> AbstractEmbeddings:
-        """Shapes and dtypes of the tables and slots of a step."""
+        """Returns shapes and dtypes of the tables and slots of a step."""
         item_dir = Path(directory)
         return placing.abstract_of(saves.read_save(item_dir.parent, item_dir.name))
 
     def is_handleable(self, checkpointable: Any) -> bool:
-        """Whether it is ``Embeddings``."""
+        """Returns whether the checkpointable is ``Embeddings``."""
         return isinstance(checkpointable, (Embeddings, PendingSave))
 
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None:
-        """Whether it is ``AbstractEmbeddings``."""
+        """Returns whether the abstract checkpointable is ``AbstractEmbeddings``."""
         return isinstance(abstract_checkpointable, AbstractEmbeddings)

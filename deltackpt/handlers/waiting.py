@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waits of Orbax, which have no limit of their own."""
+"""Adds timeouts to waits of Orbax, which have none."""
 
 from __future__ import annotations
 
@@ -8,30 +8,25 @@ import threading
 from collections.abc import Callable
 
 from deltackpt.errors import WaitTimeout
+from deltackpt.resources.workers import complete
 
 
 def bounded(call: Callable[[], object], timeout_secs: float, what: str) -> None:
-    """Runs a wait with a limit.
+    """Runs a wait with a timeout.
 
     Args:
       call: the wait.
       timeout_secs: the limit.
-      what: what is waited for, for the error.
+      what: what is awaited, for the error.
 
     Raises:
-      WaitTimeout: it did not end in time; it goes on in a thread.
+      WaitTimeout: it timed out; it continues in a thread.
     """
     outcome: concurrent.futures.Future[None] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(None)
-
-    threading.Thread(target=run, name="deltackpt-wait", daemon=True).start()
+    thread = threading.Thread(
+        target=complete, args=(outcome, call), name="deltackpt-wait", daemon=True
+    )
+    thread.start()
     try:
         outcome.result(timeout_secs)
     except TimeoutError as error:
@@ -39,5 +34,5 @@ def bounded(call: Callable[[], object], timeout_secs: float, what: str) -> None:
             raise
         raise WaitTimeout(
             f"{what}: expected it to end within {timeout_secs} s (ManagerOptions.timeouts), found "
-            "it still running; look at the storage, then wait() again"
+            "it still running; check the storage, then wait again"
         ) from error

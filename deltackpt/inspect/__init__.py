@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look inside checkpoint directories; neither jax, nor Orbax, nor an accelerator is needed.
+"""Inspect checkpoint directories, without jax, Orbax or an accelerator.
 
-``open`` lists a directory. What is asked for afterwards reads what it needs and no more: the
-manifests of a step's chain, and of their arrays the blocks that hold the rows asked for, each
-verified.
+``open`` lists a directory. Everything else is lazy: a step reads the manifests of its chain, and
+indexing reads only the blocks that contain the requested rows. Every block is verified.
 
-Example:
+Examples:
   >>> import deltackpt.inspect
   >>> ck = deltackpt.inspect.open("/data/run-17")  # doctest: +SKIP
   >>> ck.at(1200)["tables/users"][[3, 5, 8]]  # doctest: +SKIP
@@ -17,7 +16,7 @@ from deltackpt.inspect.dense import DenseItem, DenseLeaf
 from deltackpt.inspect.dense_of_blocks import SavedLeaf
 from deltackpt.inspect.history import History
 from deltackpt.inspect.lazy import LazyArray
-from deltackpt.inspect.logs import Log, Stretch
+from deltackpt.inspect.logs import ForkPoint, Wal, WalEpoch
 from deltackpt.inspect.save import Save
 from deltackpt.inspect.statistics import Statistics
 from deltackpt.inspect.step import Step, Table
@@ -27,15 +26,16 @@ __all__ = [
     "DenseItem",
     "DenseLeaf",
     "Diff",
+    "ForkPoint",
     "History",
     "LazyArray",
-    "Log",
     "Save",
     "SavedLeaf",
     "Statistics",
     "Step",
-    "Stretch",
     "Table",
     "TableDiff",
+    "Wal",
+    "WalEpoch",
     "open",
 ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changed between saves: rows touched, and differences of steps."""
+"""Changes between saves: touched rows, and differences between steps."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class TableDiff:
     Attributes:
       table: name of the table.
       rows: int64 (n,), ascending: rows of both steps that differ in any bit.
-      norms: float64 (n,): l2 norm of the change of each; nan where a number is not finite.
-      relative: float64 (n,): ``norms`` over the l2 norm of the row before; inf where that was 0.
-      total_rows: rows of the table at the later step.
-      compared: rows that were read and compared.
-      added: rows that only the later step has; negative where the earlier has more.
+      norms: float64 (n,): l2 norm of each row's change; NaN if an element is not finite.
+      relative: float64 (n,): ``norms`` over the l2 norm of the earlier row; inf if that is 0.
+      total_rows: number of rows of the table at the later step.
+      compared: number of rows that were read and compared.
+      added: number of rows that only the later step has; negative if the earlier step has more.
     """
 
     table: str
@@ -54,25 +54,29 @@ class TableDiff:
     def quantiles(
         self, of: Sequence[float] = _QUANTILES, *, relative: bool = False
     ) -> dict[float, float]:
-        """Quantiles of the norms, or of the relative ones; empty where no row differs.
+        """Returns quantiles of the norms, or of the relative norms; empty if no row differs.
 
-        What is not finite counts as infinite.
+        Norms that are not finite count as infinite.
+
+        Args:
+          of: the quantiles, each within [0, 1].
+          relative: whether to use ``relative`` instead of ``norms``.
         """
         values = self.relative if relative else self.norms
         if not len(values):
             return {}
         values = np.where(np.isnan(values), np.inf, values)
-        # The nearest: between a norm and infinity there is nothing to interpolate.
+        # Do not interpolate between a norm and infinity.
         found = np.quantile(values, of, method="nearest")
         return dict(zip(of, map(float, found), strict=True))
 
     def largest(self, count: int = 10) -> np.ndarray:
-        """Rows that changed most, the greatest change first."""
+        """Returns the rows that changed most, largest change first."""
         norms = np.where(np.isnan(self.norms), np.inf, self.norms)
         return self.rows[np.argsort(-norms, kind="stable")[:count]]
 
     def to_pandas(self) -> Any:
-        """A ``pandas.DataFrame`` with the columns norm and relative, by row.
+        """Returns a ``pandas.DataFrame`` with columns ``norm`` and ``relative``, indexed by row.
 
         Raises:
           MissingExtra: pandas is not installed.
@@ -83,15 +87,15 @@ class TableDiff:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Diff:
-    """What differs between two steps.
+    """Differences between two steps.
 
     Attributes:
       a: the earlier step.
       b: the later step.
       field: ``values``, or ``slot.<name>``.
-      tables: name to what differs, of the tables of both steps.
-      only_a: names of tables that only the earlier step has, or has in another shape or dtype.
-      only_b: likewise of the later.
+      tables: differences of the tables that both steps have, by name.
+      only_a: tables that only the earlier step has, or whose row shape or dtype differs.
+      only_b: tables that only the later step has, or whose row shape or dtype differs.
     """
 
     a: int
@@ -105,7 +109,7 @@ class Diff:
         return self.tables[named(table, self.tables)]
 
     def to_pandas(self) -> Any:
-        """A ``pandas.DataFrame`` with the columns norm and relative, by table and row.
+        """Returns a ``pandas.DataFrame`` with columns ``norm`` and ``relative``, by table and row.
 
         Raises:
           MissingExtra: pandas is not installed.
@@ -120,10 +124,10 @@ class Diff:
 
 
 def pandas() -> Any:
-    """The module.
+    """Imports pandas.
 
     Raises:
-      MissingExtra: it is not installed.
+      MissingExtra: pandas is not installed.
     """
     try:
         import pandas as module
@@ -137,7 +141,7 @@ def pandas() -> Any:
 def touched(
     save: StoredSave, numbers: RowNumbers, tables: Collection[str] | None
 ) -> dict[str, np.ndarray]:
-    """Rows of tables that a save holds; see ``Checkpoints.touched``."""
+    """Returns the rows that a save contains; see ``Checkpoints.touched``."""
     known = [table.name for table in save.head.tables]
     names = known if tables is None else [named(table, known) for table in tables]
     return {
@@ -148,12 +152,12 @@ def touched(
 
 
 def named(table: str, known: Iterable[str]) -> str:
-    """The table that a name means."""
+    """Returns the table that a name, or the end of one, refers to."""
     return globs.meant(table, known, TemplateMismatch)
 
 
 def _rows_of(save: StoredSave, table: TableEntry, numbers: RowNumbers, field: str) -> np.ndarray:
-    """Rows of a field of a table that a save holds, int64, ascending."""
+    """Rows of a field of a table in a save, int64, ascending."""
     found = [
         np.asarray(rows, np.int64) - table.offset
         for rows in _held(save, table, numbers, field)
@@ -161,14 +165,14 @@ def _rows_of(save: StoredSave, table: TableEntry, numbers: RowNumbers, field: st
     ]
     if not found:
         return np.empty(0, np.int64)
-    # Segments of other columns hold the same rows again.
+    # Segments of other columns repeat the same rows.
     return found[0] if len(found) == 1 else np.unique(np.concatenate(found))
 
 
 def holds(
     save: StoredSave, table: TableEntry, numbers: RowNumbers, field: str, rows: np.ndarray
 ) -> np.ndarray:
-    """Whether a save holds each of some ascending rows of a field of a table, bool (rows,)."""
+    """Returns whether a save contains each of some ascending rows of a field, bool (rows,)."""
     holds = np.zeros(len(rows), bool)
     for held in _held(save, table, numbers, field):
         if isinstance(held, np.ndarray):
@@ -181,7 +185,7 @@ def holds(
 
 
 def _held(save: StoredSave, table: TableEntry, numbers: RowNumbers, field: str) -> Iterator[Rows]:
-    """Virtual rows of a table of which each segment of a save holds a field."""
+    """Virtual rows of a table in each segment of a save that has a field."""
     try:
         for part in save.parts():
             for segment in part.record.segments:
@@ -199,7 +203,7 @@ def diff(a: Saves, b: Saves, tables: Sequence[str] | None, field: str) -> Diff:
     tables = [tables] if isinstance(tables, str) else tables
     if not of_a and not of_b:
         raise TemplateMismatch(
-            f"field {field!r}: expected values or slot.<name>, found it of no table at either "
+            f"field {field!r}: expected values or slot.<name>, found no table with it at either "
             "step; see step.tables"
         )
     known = of_a.keys() | of_b.keys()
@@ -207,7 +211,7 @@ def diff(a: Saves, b: Saves, tables: Sequence[str] | None, field: str) -> Diff:
     if unknown := wanted - of_a.keys() - of_b.keys():
         raise TemplateMismatch(
             f"tables {sorted(unknown)}, field {field!r}: expected some of "
-            f"{sorted(of_a.keys() | of_b.keys())}, found them in neither step; name others"
+            f"{sorted(of_a.keys() | of_b.keys())}, found them in neither step; choose others"
         )
     both = [
         name
@@ -215,8 +219,8 @@ def diff(a: Saves, b: Saves, tables: Sequence[str] | None, field: str) -> Diff:
         if _kind(of_a[name]) == _kind(of_b[name])
     ]
     return Diff(
-        a=a.target.info.save_id.step,
-        b=b.target.info.save_id.step,
+        a=a.save_id.step,
+        b=b.save_id.step,
         field=field,
         tables={name: _table_diff(a, b, of_a[name], of_b[name]) for name in both},
         only_a=tuple(sorted(wanted & of_a.keys() - {*both})),
@@ -229,7 +233,7 @@ _Field = tuple[TableEntry, FieldSpec]
 
 
 def entry_of(layout: Layout, table: str, field: str) -> _Field | None:
-    """A field of a table as a step has it; None where it does not."""
+    """Returns a step's entry for a field of a table; None if the step lacks the field."""
     return _fields(layout, field).get(table)
 
 
@@ -244,7 +248,7 @@ def _fields(layout: Layout, field: str) -> dict[str, _Field]:
 
 
 def _kind(found: _Field) -> tuple[tuple[int, ...], str]:
-    """Whether a save has the field of a table."""
+    """Row shape and dtype, which must be equal to compare."""
     return found[1].trailing, found[1].dtype
 
 
@@ -274,7 +278,7 @@ def _candidates(
     a: Saves, b: Saves, of_a: _Field, of_b: _Field, before: LazyArray
 ) -> Iterator[range | np.ndarray]:
     """Rows that may differ, in batches."""
-    # As float64, as which they are subtracted.
+    # Rows are subtracted as float64.
     count = max(1, before.batch_rows * before.dtype.itemsize // 16)
     held = _rows_apart(a, b, of_a, of_b)
     rows = range(len(before)) if held is None else held
@@ -283,35 +287,36 @@ def _candidates(
 
 
 def _rows_apart(a: Saves, b: Saves, of_a: _Field, of_b: _Field) -> np.ndarray | None:
-    """Rows of saves that only one of two chains has; None where these may be all rows."""
+    """Rows in saves that only one of two chains has; None if these may be all rows."""
     ids = [[save.info.save_id for save in one.chain] for one in (a, b)]
     shared = [save_id for save_id in ids[0] if save_id in ids[1]]
     if not shared:
         return None
     held = [np.empty(0, np.int64)]
     for one, (table, spec), own in zip((a, b), (of_a, of_b), ids, strict=True):
-        for save in one.chain[own.index(shared[-1]) + 1 :]:
-            held.append(_rows_of(save, table, one.numbers, spec.name))
-            if len(held[-1]) == table.rows:
-                return None
+        beyond = one.chain[own.index(shared[-1]) + 1 :]
+        held += (_rows_of(save, table, one.numbers, spec.name) for save in beyond)
+        held.append(one.logged_rows(table))
+        if any(len(rows) == table.rows for rows in held):
+            return None
     return np.unique(np.concatenate(held))
 
 
 def _changed(
     rows: np.ndarray, before: np.ndarray, after: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of some rows those that differ in any bit, l2 norms of their change, and relative ones."""
+    """Rows that differ in any bit, with the absolute and relative l2 norms of their change."""
     differs = (_bytes(before) != _bytes(after)).any(axis=1)
     rows, before, after = rows[differs], before[differs], after[differs]
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         norms = np.linalg.norm(_change(before, after), axis=1)
         relative = norms / np.linalg.norm(_wide(before), axis=1)
-    # A change of the sign of a zero alone has the norm 0, as has a change from 0 to 0.
+    # A zero that only changes its sign has the norm 0.
     return rows, norms, np.where(norms == 0, 0.0, relative)
 
 
 def _change(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """What changed, (n, numbers); of integers exactly, before it is rounded, without its sign."""
+    """The change, (n, elements); integers are subtracted exactly, and without the sign."""
     if before.dtype.kind not in "iu" or before.dtype.isbuiltin != 1:
         return _wide(after) - _wide(before)
     low, high = np.minimum(before, after), np.maximum(before, after)
@@ -325,16 +330,16 @@ def _bytes(rows: np.ndarray) -> np.ndarray:
 
 
 def _wide(rows: np.ndarray) -> np.ndarray:
-    """Rows as (n, numbers) float64, or complex128."""
+    """Rows as (n, elements) float64, or complex128."""
     dtype = np.complex128 if rows.dtype.kind == "c" else np.float64
     return rows.reshape(len(rows), math.prod(rows.shape[1:])).astype(dtype)
 
 
-DIFF_COLUMNS = ("table", "rows changed", "of all", "added", "median change", "99 %", "largest")
+DIFF_COLUMNS = ("table", "rows changed", "share", "added", "median change", "99 %", "largest")
 
 
 def diff_lines(found: Diff) -> list[tuple[Any, ...]]:
-    """The tables of a diff as lines under ``DIFF_COLUMNS``: l2 norms of the changes."""
+    """Returns the tables of a diff as lines under ``DIFF_COLUMNS``, with l2 norms."""
     lines: list[tuple[Any, ...]] = []
     for name, changed in found.tables.items():
         norms = changed.quantiles((0.5, 0.99, 1.0))

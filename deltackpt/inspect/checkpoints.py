@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A directory of checkpoints: its steps, and what each save holds."""
+"""A checkpoint directory and its steps."""
 
 from __future__ import annotations
 
@@ -25,40 +25,41 @@ from deltackpt.inspect import changes, history, html, keeping
 from deltackpt.inspect.changes import Diff
 from deltackpt.inspect.history import History
 from deltackpt.inspect.keeping import StaysFor
-from deltackpt.inspect.lazy import RowNumbers, Saves
-from deltackpt.inspect.logs import Log, log_of
+from deltackpt.inspect.lazy import PointSaves, RowNumbers, Saves
+from deltackpt.inspect.logs import Wal, wal_of
 from deltackpt.inspect.save import SAVE_COLUMNS, Save, save_line
 from deltackpt.inspect.step import Step
+from deltackpt.ledger import points
 from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import chains, dense_values, removal, saves
 from deltackpt.reading.log_states import log_state
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.stretches import LogPoint, Logs
+from deltackpt.reading.stretches import Logs, RecoveryPoint, Way
 from deltackpt.storage import files
 from deltackpt.storage.store import Spot, Stamp
 
-#: How often a history is read anew beside a trainer that replaces its steps.
+#: Attempts to read a history while a trainer replaces steps.
 _MOST_TRIES = 3
 
 
 class Checkpoints:
-    """A directory of steps, open for reading; it may be one that a trainer writes to.
+    """A checkpoint directory, open for reading; a trainer may be writing to it.
 
-    Nothing is locked: a step that retention removes while it is read raises ``StepGone``.
+    Nothing is locked: reading a step that retention has removed raises ``StepGone``.
 
     Attributes:
       spot: the directory, or the bucket.
-      item: name of our item in each step.
+      item: name of deltackpt's item in each step.
     """
 
     def __init__(self, root: Steps):
-        """Made by ``open``."""
+        """Internal: call ``open``."""
         self.spot = root.spot
         self.item = root.item
         self._root = root
         self._numbers = RowNumbers()
-        #: A step may take the place of one that was rolled back.
+        #: The stamp is part of the key: a step may replace one that was rolled back.
         self._stored: dict[tuple[int, Stamp], StoredSave] = {}
         self._figures: dict[StoredSave, tuple[TableFigures, ...]] = {}
 
@@ -67,35 +68,39 @@ class Checkpoints:
         """The directory.
 
         Raises:
-          TypeError: it is a bucket; ``spot`` says which.
+          TypeError: it is a bucket; ``spot`` has its URL.
         """
         return Path(self.spot)
 
     @property
     def steps(self) -> list[int]:
-        """Committed steps, ascending: one listing of the directory."""
+        """Committed steps, ascending; lists the directory once."""
         return sorted(self._root.steps())
 
     @property
     def newest(self) -> int | None:
-        """The newest committed step; None where there is none."""
+        """The newest committed step, or None."""
         return self._root.newest_step()
 
-    def at(self, step: int | None = None) -> Step:
-        """A step, the newest by default; the manifests of its chain are read.
+    def at(self, step: int | RecoveryPoint | None = None) -> Step:
+        """Opens a step, or a full recovery point, and reads the manifests of its chain.
+
+        Args:
+          step: a step, a recovery point from ``recovery_points``, or the training step of such a
+            point; the newest step by default.
 
         Raises:
-          OptionError: it is no number of a step.
-          StepNotFound: there is no such step, or none at all.
-          Damaged, BrokenChain: the chain is not whole; the object is named.
-          StepGone: it was removed meanwhile.
+          OptionError: ``step`` is not a step number.
+          StepNotFound: the step or recovery point does not exist, or the directory has no steps.
+          Damaged, BrokenChain: the chain is incomplete or damaged; the object is named.
+          StepGone: the step was removed while it was read.
         """
-        number = self._chosen(step)
+        number, way = self._found(step)
         self._root.await_readable(number)
         place = self._at(number).stamp()
-        return Step(self._saves(number), place)
+        return Step(self._saves(number, way), place)
 
-    def __getitem__(self, step: int) -> Step:
+    def __getitem__(self, step: int | RecoveryPoint) -> Step:
         return self.at(step)
 
     def __len__(self) -> int:
@@ -106,9 +111,9 @@ class Checkpoints:
 
     @property
     def compacted(self) -> dict[int, int]:
-        """Steps for which a compacted base stands, to its bytes on disk.
+        """Bytes on disk of each compacted base, by the step that it was compacted from.
 
-        The step itself may be gone; chains of later ones go through its base.
+        The step itself may have been removed while chains of later steps still use its base.
         """
         bases = sorted(saves.compacted_bases(self._root.spot, self.item), key=int)
         return {
@@ -118,35 +123,46 @@ class Checkpoints:
 
     @property
     def stays_for(self) -> dict[int, StaysFor]:
-        """Steps to what they stay for: the trainer's policy, or only a chain; see ``keeping``."""
+        """The reason why each step is kept: the preservation policy, or a chain that needs it.
+
+        Returns:
+          Step to ``"policy"``, ``"chain"``, or ``"nothing"`` if the next cleanup removes it.
+          Steps whose reason is unknown are omitted: all steps if no policy is recorded.
+        """
         return keeping.stays_for(self._root)
 
     @property
-    def log(self) -> Log:
-        """The log between the steps: heads of its frames are read, and no rows.
+    def wal(self) -> Wal:
+        """The write-ahead log; reads the frame headers, but no rows.
 
         Raises:
-          StorageError: it cannot be read.
+          StorageError: the WAL cannot be read.
         """
-        return log_of(log_state(self._root.log_at))
+        return wal_of(log_state(self._root.log_at), self._root.restorable())
 
-    def points(self) -> list[LogPoint]:
-        """Points of the log that count, newest first, soft ones too; see ``Log.points``.
+    def recovery_points(self) -> list[RecoveryPoint]:
+        """Recovery points that a step can be replayed to, newest first, including soft ones.
+
+        ``at`` opens the full ones.
 
         Raises:
-          StorageError: the log cannot be read.
+          StorageError: the WAL cannot be read.
         """
-        return self.log.points()
+        return self.wal.recovery_points()
 
     @property
     def saves(self) -> tuple[Save, ...]:
-        """Every step, ascending; the manifests of each are read, and kept."""
+        """All steps, ascending; reads and caches their manifests."""
         return self.saves_of(self.steps)
 
     def saves_of(self, steps: Sequence[int]) -> tuple[Save, ...]:
-        """What some steps are, ascending; those that are not there are left out.
+        """Describes some steps; also reads the manifests of their chains.
 
-        The manifests of their chains are read too.
+        Args:
+          steps: the steps; those that do not exist are ignored.
+
+        Returns:
+          The saves, ascending by step.
         """
         standing = {step: self._at(step).stamp() for step in self.steps}
         self._stored = {key: save for key, save in self._stored.items() if key[0] in standing}
@@ -166,7 +182,7 @@ class Checkpoints:
             else:
                 is_compacted = found[step].info.save_id in compacted
                 saves.append(self._described(found[step], lengths[step], is_compacted))
-        # A step that is removed or replaced meanwhile has no problem.
+        # A step that was removed or replaced since the listing is not a problem.
         return tuple(
             save
             for save in saves
@@ -174,11 +190,11 @@ class Checkpoints:
         )
 
     def save_of(self, step: int) -> Save:
-        """What a step is.
+        """Describes one step.
 
         Raises:
-          StepNotFound: there is no such step.
-          StepGone: it was removed meanwhile.
+          StepNotFound: the step does not exist.
+          StepGone: the step was removed while it was read.
         """
         number = self._chosen(step)
         path = self._at(number)
@@ -190,7 +206,7 @@ class Checkpoints:
             )
 
     def _read_chains(self, steps: Sequence[int]) -> tuple[dict[int, StoredSave], dict[int, str]]:
-        """The saves of steps and of their parents, and what is wrong with those that have none."""
+        """Reads the saves of steps and their parents; those that cannot be read have a problem."""
         found: dict[int, StoredSave] = {}
         problems: dict[int, str] = {}
         pending = sorted(set(steps))
@@ -222,11 +238,14 @@ class Checkpoints:
             problem = str(error)
         parent = None if info.parent is None else info.parent.save_id.step
         if chain_length is None and info.rolling is not None and not problem:
-            problem = "a part of later steps only: what came before in its own window is gone"
+            problem = (
+                "kept only as a part of the rolling bases of later steps: an earlier part of its "
+                "own was removed"
+            )
         elif chain_length is None:
             problem = problem or (
-                f"its chain is broken: its parent, step {parent}, is missing, damaged or broken "
-                "itself, or is another save"
+                f"its chain is broken: its parent, step {parent}, is missing or damaged, has a "
+                "broken chain, or is another save"
             )
         return Save(
             step=info.save_id.step,
@@ -244,18 +263,18 @@ class Checkpoints:
         )
 
     def touched(self, step: int, *, tables: Collection[str] | None = None) -> dict[str, np.ndarray]:
-        """Rows that the save of a step holds.
+        """Returns the rows that the save of a step contains.
 
         Args:
-          step: the step; of a base these are all rows.
-          tables: which tables; all by default. Those that the step does not have are left out.
+          step: the step; a base contains all rows.
+          tables: which tables; all by default. Tables that the step does not have are ignored.
 
         Returns:
-          Table name to ascending row numbers, int64. Fields that are always written whole do
-          not count.
+          Table name to ascending row indices, int64. Fields that every save contains in full are
+          not considered.
 
         Raises:
-          StepNotFound, Damaged: it cannot be read.
+          StepNotFound, Damaged: the step cannot be read.
         """
         return changes.touched(self._read(self._chosen(step)), self._numbers, tables)
 
@@ -266,20 +285,20 @@ class Checkpoints:
         *,
         field: str = blocks.VALUES,
         steps: Sequence[int] | None = None,
-        log: bool = True,
+        wal: bool = True,
     ) -> History:
-        """Values of some rows over the steps; each save, and mark of the log, is read once.
+        """Returns the values of some rows at each step; reads each save and WAL record once.
 
         Args:
           table: name of the table.
-          rows: row numbers.
+          rows: row indices.
           field: ``values``, or ``slot.<name>``.
           steps: which steps; all by default.
-          log: whether the points of the log are told, too, where no steps are named.
+          wal: whether to include the recovery points; has no effect if ``steps`` is given.
 
         Raises:
           TemplateMismatch: no step has such a table, field or row.
-          Damaged, BrokenChain, StepGone: a step, or a mark, cannot be read.
+          Damaged, BrokenChain, StepGone: a step, or a WAL record, cannot be read.
         """
         for _ in range(_MOST_TRIES):
             wanted = self.steps if steps is None else sorted(set(steps))
@@ -292,45 +311,45 @@ class Checkpoints:
                 np.atleast_1d(rows),
                 field,
                 all_steps=steps is None,
-                log=Logs(self._root.log_at).read() if log and steps is None else None,
+                log=Logs(self._root.log_at).read() if wal and steps is None else None,
             )
             now = {step: self._at(step).stamp() for step in places}
-            # Steps that take the place of rolled-back ones must not stand beside these.
+            # Never mix rolled-back steps with those that replaced them.
             if all(now[step] in (None, place) for step, place in places.items()):
                 return found
         raise StepGone(
-            f"{self.spot}: expected its steps to stay while a history was read, found some of them "
-            f"replaced {_MOST_TRIES} times; ask again"
+            f"{self.spot}: expected no step to be replaced while a history was read, found some "
+            f"replaced in {_MOST_TRIES} attempts; try again"
         )
 
     def diff(
         self,
-        a: int,
-        b: int | None = None,
+        a: int | RecoveryPoint,
+        b: int | RecoveryPoint | None = None,
         *,
         tables: Sequence[str] | None = None,
         field: str = blocks.VALUES,
     ) -> Diff:
-        """Rows that differ between two steps, in any bit, and by how much.
+        """Returns the rows that differ in any bit between two steps, and by how much.
 
-        Where the steps have saves of their chains in common only rows that the other saves hold
-        are compared, else all rows.
+        If the chains of both steps share saves, only the rows in the other saves are compared;
+        otherwise all rows are.
 
         Args:
-          a: the earlier step.
-          b: the later step; the newest by default.
+          a: the earlier step or recovery point, as for ``at``.
+          b: the later step or recovery point; the newest step by default.
           tables: which tables; all by default.
-          field: ``values``, or ``slot.<name>``; tables without it are passed over.
+          field: ``values``, or ``slot.<name>``; tables without it are skipped.
 
         Raises:
-          TemplateMismatch: a table that was named is in neither step.
+          TemplateMismatch: a named table is in neither step.
           StepNotFound, Damaged, BrokenChain, StepGone: a step cannot be read.
         """
-        older, newer = (self._saves(self._chosen(step)) for step in (a, b))
+        older, newer = (self._saves(*self._found(step)) for step in (a, b))
         return changes.diff(older, newer, tables, field)
 
     def _chosen(self, step: int | None) -> int:
-        """A step, the newest where it is None."""
+        """Validates a step; None means the newest."""
         found = self.newest if step is None else names.as_step(step)
         if found is None:
             raise StepNotFound(
@@ -339,13 +358,23 @@ class Checkpoints:
             )
         return found
 
+    def _found(self, asked: int | RecoveryPoint | None) -> tuple[int, Way | None]:
+        """A step and, for a recovery point, the WAL records that lead there."""
+        if asked is None:
+            return self._chosen(None), None
+        found = asked if isinstance(asked, RecoveryPoint) else names.as_step(asked)
+        return points.find(self._root, found)
+
     def _at(self, step: int) -> Spot:
         return self._root.at(step)
 
-    def _saves(self, step: int) -> Saves:
+    def _saves(self, step: int, way: Way | None = None) -> Saves:
         path = self._at(step)
         with removal.standing(path, instead="open"), files.typed_errors(path, "read"):
-            return Saves(chains.read_chain(path, self.item), self._numbers)
+            chain = chains.read_chain(path, self.item)
+        if way is None:
+            return Saves(chain, self._numbers)
+        return PointSaves(chain, way, self._numbers)
 
     def _read(self, step: int) -> StoredSave:
         path = self._at(step)
@@ -368,18 +397,18 @@ class Checkpoints:
 def open(
     path: str | os.PathLike[str], *, item: str | None = None, endpoint: str | None = None
 ) -> Checkpoints:
-    """Opens checkpoints for reading: one listing, and nothing is written.
+    """Opens a checkpoint directory for reading; lists it once and writes nothing.
 
     Args:
-      path: what was given to the manager: a directory, or the URL of a bucket.
-      item: name of our item in the steps; found in the newest step by default.
-      endpoint: address of the server of a bucket, where it is not the service's own.
+      path: the manager's directory: a path, or a bucket URL.
+      item: name of deltackpt's item in the steps; detected in the newest step by default.
+      endpoint: address of a bucket's server, if it is not the provider's own.
 
     Raises:
-      StorageError: there is no such directory.
-      ForeignDirectory: nothing in it was written by deltackpt.
-      UnsupportedRoot: the scheme is unknown.
-      OptionError: the steps hold several items of ours: name one.
+      StorageError: the directory does not exist.
+      ForeignDirectory: the directory contains nothing that deltackpt wrote.
+      UnsupportedRoot: the URL scheme is unknown.
+      OptionError: the steps contain several deltackpt items, and ``item`` names none of them.
     """
     with files.typed_errors(Path(path), "read"):
         return Checkpoints(open_steps(path, item=item, endpoint=endpoint))
@@ -391,7 +420,7 @@ def _chain_length(
     lengths: Mapping[int, int | None],
     compacted: Collection[SaveId],
 ) -> int | None:
-    """Deltas that a restore of a save reads; those of earlier saves are known."""
+    """Number of deltas that a restore of a save reads, from the lengths of earlier saves."""
     if save.info.rolling is not None and save.info.save_id not in compacted:
         return _window_length(save, found, compacted)
     parent = save.info.parent
@@ -409,7 +438,7 @@ def _chain_length(
 def _window_length(
     save: StoredSave, found: Mapping[int, StoredSave], compacted: Collection[SaveId]
 ) -> int | None:
-    """As ``_chain_length``, of a save with a share of a rolling base: not all parents are read."""
+    """See ``_chain_length``, for a save with a part of a rolling base."""
     infos = (
         dataclasses.replace(held.info, kind="base", parent=None, rolling=None)
         if held.info.save_id in compacted
@@ -424,7 +453,7 @@ def _window_length(
 
 
 def _page(ck: Checkpoints) -> str:
-    """A directory: its first and its last steps."""
+    """A directory's first and last steps as HTML."""
     steps = ck.steps
     shown = steps if len(steps) <= html.MOST_LINES else html.ends(steps)
     lines = [save_line(save) for save in ck.saves_of(shown)]

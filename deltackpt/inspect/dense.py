@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items that Orbax's PyTree handler wrote, read through TensorStore alone.
+"""Items of Orbax's PyTree handler, read through TensorStore, without Orbax.
 
-Orbax's files are read as its ``_METADATA`` describes them: each array is a Zarr array, by default
-in an OCDBT database, under the leaf's keys joined with ``.``; strings stand in a JSON file. Its
-data carries no checksum, so before the first number is read all files of the item are checked
-against the digests of the step, and again where a file has changed since. Names need only the
-metadata; shapes and dtypes are read without that check. A step that a stock Orbax manager committed
-has no digests.
+Orbax's ``_METADATA`` describes the files: each array is a Zarr array, by default in an OCDBT
+database, under the leaf's keys joined with ``.``; strings are in a JSON file. The data has no
+checksums. Before the first element is read, all files of the item are therefore checked against
+the step's digests, and again if a file has changed since. Names need only the metadata; shapes and
+dtypes are read without that check. A step that a stock Orbax manager committed has no digests.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +30,28 @@ from deltackpt.format.manifest import DenseLeaf as DenseEntry
 from deltackpt.format.manifest import path_name
 from deltackpt.inspect import html
 from deltackpt.reading import removal
+from deltackpt.reading.orbax_values import ARRAY_METADATAS, key_impls
 from deltackpt.storage import digests
 from deltackpt.storage.kv_store import Reachable, reachable
 from deltackpt.storage.store import Spot, spot
-from deltackpt.units import size
+from deltackpt.units import count, size
 
 METADATA = names.PYTREE_METADATA
 _STRINGS = "_strings.json"
-_ARRAY_METADATAS = "array_metadatas"
-#: How our manager stores an array without elements, which Orbax refuses: see handlers/dense.py.
+#: How the manager stores an array without elements, which Orbax rejects: see handlers/dense.py.
 _EMPTY = re.compile(r"deltackpt:empty:(\w+):([0-9,]+)")
-#: Files that say which leaves there are.
-_DESCRIPTIONS = (METADATA, _STRINGS, f"{_ARRAY_METADATAS}/")
-#: Kinds of leaves, by Orbax's names, that hold no array; containers are empty ones.
+#: Files that describe the leaves.
+_DESCRIPTIONS = (METADATA, _STRINGS, f"{ARRAY_METADATAS}/")
+#: Orbax's names of leaves without an array; containers are empty ones.
 _WITHOUT_ARRAY = {"None", "Dict", "List", "Tuple", "NamedTuple", "string"}
 
 
+#: Kinds of leaves without a value.
+PLACEHOLDERS = ("None", "empty")
+
+
 class DenseItem(Mapping[str, "DenseLeaf"]):
-    """The leaves of an item that Orbax's PyTree handler wrote, by their '/'-joined paths."""
+    """Leaves of an item that Orbax's PyTree handler wrote, by '/'-joined path."""
 
     def __init__(
         self,
@@ -58,19 +61,19 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
         digests: bool,
         stands: Callable[[], bool],
     ):
-        """Made by ``Step``.
+        """Internal: index ``Step.items``.
 
         Args:
           item_dir: directory of the item.
-          entries: where the leaves stand in the state, where our manifest says so.
+          entries: paths of the leaves in the state, if the manifest has them.
           digests: whether the step has digests of its files.
-          stands: whether the step's directory is still the one that was opened.
+          stands: returns whether the step's directory is still the one that was opened.
         """
         self._dir = spot(item_dir)
         self._stands = stands
         self._digests = digests
         self._parsed: dict[str, dict[str, Any]] = {}
-        #: Files as they were when they were checked: all, or those that describe the leaves.
+        #: Versions of the files when they were checked: all files, or only the descriptions.
         self._checked: dict[bool, dict[str, Hashable]] = {}
         self._paths = {entry.key: path_name(entry.path) for entry in entries}
         self._copied: Reachable | None = None
@@ -109,26 +112,26 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
         common = collections.Counter(names.values())
         found = {}
         for key, kind in kinds.items():
-            # Where a key holds a slash two leaves may have one path; Orbax's own names differ.
+            # If keys contain slashes, paths may collide; Orbax's own names do not.
             name = names[key] if common[names[key]] == 1 else ".".join(key)
             found[name] = DenseLeaf(self, name, key, kind)
         return found
 
     def text(self, key: Sequence[str]) -> str:
-        """The string of a leaf.
+        """Returns the string of a leaf.
 
-        Orbax takes the keys, joined with ``.``, for a JSON pointer: where one holds a slash, the
-        string stands in an object of its own.
+        Orbax uses the keys, joined with ``.``, as a JSON pointer: if one contains a slash, the
+        string is in a nested object.
 
         Args:
-          key: of the leaf.
+          key: key of the leaf.
         """
         found: Any = self._strings
         with self.described(_STRINGS):
             for step in ".".join(key).split("/"):
                 found = found[step.replace("~1", "/").replace("~0", "~")]
             if not isinstance(found, str):
-                raise TypeError(f"a {type(found).__name__} in the place of a string")
+                raise TypeError(f"a {type(found).__name__} instead of a string")
         return found
 
     @functools.cached_property
@@ -140,35 +143,31 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
 
     @functools.cached_property
     def prng_impls(self) -> dict[str, str]:
-        """Implementations of the typed PRNG keys that it holds, by their keys joined with ``.``."""
+        """Implementation of each typed PRNG key, by the leaf's keys joined with ``.``."""
         found = {}
         with self._standing():
-            for name in self._names_in(_ARRAY_METADATAS):
-                if not name.startswith(f"{_ARRAY_METADATAS}/process_"):
+            for name in self._names_in(ARRAY_METADATAS):
+                if not name.startswith(f"{ARRAY_METADATAS}/process_"):
                     continue
                 with self.described(name):
-                    for entry in self._json(name)["array_metadatas"]:
-                        metadata = entry["array_metadata"]
-                        impl = (metadata["ext_metadata"] or {}).get("random_key_impl")
-                        if impl is not None:
-                            found[str(metadata["param_name"])] = str(impl)
+                    found |= key_impls(self._json(name))
             self._check_stands()
         return found
 
     @contextlib.contextmanager
     def described(self, name: str) -> Iterator[None]:
-        """Raises Damaged for what a file of Orbax's does not say although its JSON is whole."""
+        """Raises ``Damaged`` if one of Orbax's JSON files parses but lacks required contents."""
         try:
             yield
         except (KeyError, TypeError, AttributeError) as error:
             found = f"{type(error).__name__}: {error}"
-            raise Damaged(f"{self._shown}/{name}", "what Orbax writes there", found) from error
+            raise Damaged(f"{self._shown}/{name}", "valid Orbax contents", found) from error
 
     def open_array(self, key: Sequence[str]) -> Any:
-        """The stored array of a leaf, a ``tensorstore.TensorStore``; nothing but its shape is read.
+        """Opens the array of a leaf as a ``tensorstore.TensorStore``; reads only its metadata.
 
         Raises:
-          Damaged: it is missing or altered.
+          Damaged: the array is missing or altered.
           StepGone: the step was removed.
         """
         metadata = self._json(METADATA)
@@ -184,7 +183,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
         spec = {
             "driver": "zarr3" if metadata.get("use_zarr3") else "zarr",
             "kvstore": store,
-            # A lost chunk would read as zeros; Orbax may have been told to leave such chunks out.
+            # A lost chunk would read as zeros, unless Orbax was configured to omit such chunks.
             "fill_missing_data_reads": not metadata.get("store_array_data_equal_to_fill_value"),
         }
         with self._standing():
@@ -194,10 +193,10 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
                 raise Damaged(f"{self._shown}/{name}", "an array of Orbax's", str(error)) from error
 
     def read_array(self, key: Sequence[str], index: Any) -> np.ndarray:
-        """Reads a part of an array.
+        """Reads a slice of an array.
 
         Raises:
-          Damaged, StepGone: as ``open_array``.
+          Damaged, StepGone: as for ``open_array``.
         """
         with self._standing():
             self._check(data=True)
@@ -211,7 +210,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
             return found
 
     def _reachable(self) -> Reachable:
-        """The item's files, copied once where TensorStore cannot read them."""
+        """The item's files, copied once if TensorStore cannot read them in place."""
         if self._copied is None:
             with self._standing():
                 found = reachable(self._dir)
@@ -225,10 +224,10 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
         return f"{self._dir.parent.name}/{self.name}"
 
     def _check(self, *, data: bool) -> None:
-        """Checks the files of the item against the digests of its step; those that changed anew.
+        """Checks the item's files against the step's digests, again if a file has changed.
 
         Args:
-          data: whether all files are checked, or only those that describe the leaves.
+          data: whether to check all files, or only those that describe the leaves.
         """
         if not self._digests:
             return
@@ -267,18 +266,18 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
             raise Damaged(f"{self._shown}/{name}", "JSON", str(error)) from error
 
     def _has(self, name: str) -> bool:
-        """Whether there is such a file beside the arrays."""
+        """Whether the item has such a file besides the arrays."""
         return (self._dir / name).is_file()
 
     def _names_in(self, folder: str) -> list[str]:
-        """The files of a folder beside the arrays."""
+        """The files of a folder of the item."""
         return [f"{folder}/{name}" for name in (self._dir / folder).keys()]
 
     def _read(self, name: str) -> bytes:
         return (self._dir / name).read()
 
     def _check_stands(self) -> None:
-        """Leaves of another save must not stand beside the tables of this one."""
+        """Never mixes leaves of another save with the tables of this one."""
         if not self._stands():
             raise removal.gone(self._dir.parent, instead="open")
 
@@ -287,16 +286,16 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
 
 
 class DenseLeaf:
-    """A leaf that is neither table nor slot; an array is read when it is indexed or converted.
+    """A leaf that is neither a table nor a slot; arrays are read when indexed or converted.
 
     Attributes:
-      name: its '/'-joined path.
+      name: '/'-joined path of the leaf.
       kind: ``array``, ``key`` (a typed PRNG key, whose data is read), ``scalar``, ``string``,
         ``None``, or ``empty`` for an empty container.
     """
 
     def __init__(self, item: DenseItem, name: str, key: tuple[str, ...], value_type: str):
-        """Made by ``DenseItem``."""
+        """Internal: index ``DenseItem``."""
         self._item = item
         self._key = key
         self._value_type = value_type
@@ -304,7 +303,7 @@ class DenseLeaf:
 
     @functools.cached_property
     def kind(self) -> str:
-        """What it is; see the class."""
+        """Kind of the leaf; see the class."""
         if self._value_type == "string":
             return "string" if self._empty is None else "array"
         if self._value_type in ("None", "scalar"):
@@ -315,15 +314,15 @@ class DenseLeaf:
 
     @property
     def prng_impl(self) -> str | None:
-        """Implementation of a typed PRNG key, such as ``threefry2x32``; None for another leaf."""
+        """Implementation of a typed PRNG key, such as ``threefry2x32``; None for other leaves."""
         return self._item.prng_impls.get(self._param)
 
     @property
     def value(self) -> Any:
-        """The leaf: an array as numpy's, a number, a string, or None.
+        """The value: a numpy array, a number, a string, None, or an empty dict, list or tuple.
 
-        An empty container is an empty dict, list or tuple. Of a typed PRNG key it is the data;
-        ``jax.random.wrap_key_data(leaf.value, impl=leaf.prng_impl)`` makes the key of it.
+        For a typed PRNG key, this is its data; get the key from
+        ``jax.random.wrap_key_data(leaf.value, impl=leaf.prng_impl)``.
         """
         if self.kind in ("None", "empty"):
             return {"Dict": {}, "List": [], "Tuple": ()}.get(self._value_type)
@@ -334,7 +333,7 @@ class DenseLeaf:
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array; of a typed PRNG key that of its data."""
+        """Shape of the array; for a typed PRNG key, of its data."""
         return self._described[0]
 
     @property
@@ -342,19 +341,19 @@ class DenseLeaf:
         """Dtype of the array.
 
         Raises:
-          TypeError: the leaf is no array.
+          TypeError: the leaf is not an array.
         """
         return self._described[1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array in memory; 0 where it is none."""
+        """Bytes of the array in memory; 0 for other leaves."""
         if self.kind in ("None", "empty", "string"):
             return 0
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __getitem__(self, index: Any) -> Any:
-        """What numpy would give; only ascending slices and integers read less than the whole."""
+        """Indexes like numpy; only integers and slices of step 1 read less than the whole array."""
         shape, dtype = self._described
         if 0 in shape:
             return np.empty(shape, dtype)[index]
@@ -371,7 +370,7 @@ class DenseLeaf:
     def __repr__(self) -> str:
         if self.kind in ("None", "empty", "string"):
             return f"<DenseLeaf {self.name} {self.value!r}>"
-        return f"<DenseLeaf {self.name} {self.kind} {list(self.shape)} {self.dtype.name}>"
+        return f"<DenseLeaf {self.name} {self.kind} {list(self.shape)} {_dtype_text(self)}>"
 
     @property
     def _param(self) -> str:
@@ -383,7 +382,7 @@ class DenseLeaf:
 
     @functools.cached_property
     def _empty(self) -> np.ndarray | None:
-        """The array without elements that a string stands for; None where it is a string."""
+        """The empty array that a string encodes; None if it is a plain string."""
         match = _EMPTY.fullmatch(self._text)
         return None if match is None else codecs.without_elements(match[1], match[2])
 
@@ -399,7 +398,7 @@ class DenseLeaf:
 
 
 def _plain_index(index: Any, shape: tuple[int, ...]) -> tuple[int | slice, ...] | None:
-    """An index of integers and ascending slices within the shape; None where it is another."""
+    """Normalizes an index of integers and slices of step 1; None for any other index."""
     parts = list(index) if isinstance(index, tuple) else [index]
     dots = [number for number, part in enumerate(parts) if part is Ellipsis]
     if len(dots) > 1 or len(parts) - len(dots) > len(shape):
@@ -427,9 +426,27 @@ def _plain_index(index: Any, shape: tuple[int, ...]) -> tuple[int | slice, ...] 
 DENSE_COLUMNS = ("dense leaf", "shape", "dtype", "bytes")
 
 
+def dense_lines(leaves: Iterable[DenseLeaf]) -> tuple[list[tuple[Any, ...]], str]:
+    """Returns lines for ``DENSE_COLUMNS``, and a note that counts the leaves without a value.
+
+    Those leaves are None and empty containers, such as optax's ``MaskedNode`` and ``EmptyState``.
+    """
+    shown, empty = [], 0
+    for leaf in leaves:
+        if leaf.kind in PLACEHOLDERS:
+            empty += 1
+        else:
+            shown.append(dense_line(leaf))
+    kinds = "without a value: None, or empty, such as optax's MaskedNode and EmptyState"
+    return shown, f"and {count(empty, 'placeholder')} {kinds}" if empty else ""
+
+
 def dense_line(leaf: DenseLeaf) -> tuple[Any, ...]:
-    """Name, shape, dtype and bytes of a dense leaf; its value where it is no array."""
+    """Returns name, shape, dtype and bytes of a dense leaf; the value if it is not an array."""
     if leaf.kind in ("None", "empty", "string"):
         return leaf.name, repr(leaf.value), leaf.kind, None
-    dtype = leaf.dtype.name if leaf.kind != "key" else f"key<{leaf.prng_impl}>"
-    return leaf.name, html.shape_text(leaf.shape), dtype, size(leaf.nbytes)
+    return leaf.name, html.shape_text(leaf.shape), _dtype_text(leaf), size(leaf.nbytes)
+
+
+def _dtype_text(leaf: DenseLeaf) -> str:
+    return leaf.dtype.name if leaf.kind != "key" else f"key<{leaf.prng_impl}>"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense leaves of a step that has them as blocks, lazy: its chain is decoded for what is asked for.
+"""Dense leaves that a chain stores as blocks, decoded lazily.
 
-They are shown as the leaves of the item that Orbax's handler would have written. A leaf is decoded
-as a whole, from the newest block that says all back to the base, every array verified; the item of
-the base is checked once for all leaves, and again where a file of it has changed since.
+They appear as the leaves of the item that Orbax's handler would have written. A leaf is decoded
+and verified as a whole, from its newest blocks back to the base. The base's item is checked once
+for all leaves, and again if one of its files has changed since.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from deltackpt.format.manifest import DenseLeaf as DenseEntry
 from deltackpt.format.manifest import path_name
 from deltackpt.format.segments import Segment
 from deltackpt.inspect.dense import DenseItem
-from deltackpt.inspect.lazy import Saves
-from deltackpt.reading import dense_values, orbax_values
+from deltackpt.inspect.lazy import PointSaves, Saves
+from deltackpt.reading import dense_values, logged_dense, orbax_values
 from deltackpt.reading.dense_values import DenseValues, PartSource
 from deltackpt.reading.orbax_values import OrbaxValues
 from deltackpt.reading.saves import StoredSave
@@ -34,7 +34,7 @@ from deltackpt.units import size
 
 
 class DenseOfBlocks(DenseItem):
-    """The leaves of a step whose chain holds them as blocks, by their '/'-joined paths."""
+    """Leaves of a step whose chain stores them as blocks, by '/'-joined path."""
 
     def __init__(
         self,
@@ -44,27 +44,27 @@ class DenseOfBlocks(DenseItem):
         *,
         stands: Callable[[], bool],
     ):
-        """Made by ``Step``.
+        """Internal: index ``Step.items``.
 
         Args:
           item_dir: where the item would be.
           saves: the chain of the step.
-          entries: where the leaves stand in the state.
-          stands: whether the step's directory is still the one that was opened.
+          entries: paths of the leaves in the state.
+          stands: returns whether the step's directory is still the one that was opened.
         """
         super().__init__(item_dir, entries, digests=True, stands=stands)
         self._saves = saves
         self._bases: dict[Spot, tuple[dict[str, Hashable], OrbaxValues]] = {}
 
     def open_array(self, key: Sequence[str]) -> Any:
-        """As ``DenseItem.open_array``; of the array there is its description alone."""
+        """Opens the metadata of an array, like ``DenseItem.open_array``, without its data."""
         name = f"{'.'.join(key)}/{ocdbt.ZARRAY}"
         with self._standing():
             described = self._described.values
             return self._opened(key, {name: described[name]} if name in described else {})
 
     def read_array(self, key: Sequence[str], index: Any) -> np.ndarray:
-        """As ``DenseItem.read_array``."""
+        """Reads a slice of an array, like ``DenseItem.read_array``."""
         prefix = f"{'.'.join(key)}/"
         with self._standing():
             found = self._values(lambda name: name.startswith(prefix)).values
@@ -73,7 +73,7 @@ class DenseOfBlocks(DenseItem):
             return array
 
     def _opened(self, key: Sequence[str], values: Mapping[str, memoryview]) -> Any:
-        """An array of values of Orbax's database, in memory."""
+        """Opens an array from values of Orbax's database, in memory."""
         name, context = ".".join(key), ts.Context()
         memory = {"driver": "memory", "path": f"{name}/"}
         store = ts.KvStore.open({"driver": "memory"}, context=context).result()
@@ -87,7 +87,7 @@ class DenseOfBlocks(DenseItem):
 
     @functools.cached_property
     def _described(self) -> DenseValues:
-        """Files beside the arrays, and what describes these."""
+        """The item's files, and the metadata of its arrays."""
         return self._values(lambda name: name.endswith(f"/{ocdbt.ZARRAY}"))
 
     def _values(self, wanted: Callable[[str], bool]) -> DenseValues:
@@ -103,7 +103,7 @@ class DenseOfBlocks(DenseItem):
         return known[1]
 
     def _check(self, *, data: bool) -> None:
-        """Nothing: what is read is verified as it is."""
+        """Does nothing: blocks are verified when they are read."""
 
     def _has(self, name: str) -> bool:
         return name in self._described.files
@@ -117,17 +117,40 @@ class DenseOfBlocks(DenseItem):
         return bytes(self._described.files[name])
 
 
+class DenseOfPoint(DenseOfBlocks):
+    """Leaves of a recovery point, from the frames of its WAL records."""
+
+    def __init__(
+        self,
+        item_dir: Spot,
+        saves: PointSaves,
+        entries: Sequence[DenseEntry],
+        *,
+        stands: Callable[[], bool],
+    ):
+        """Like ``DenseOfBlocks``, for a recovery point above the step."""
+        super().__init__(item_dir, saves, entries, stands=stands)
+        self._way = saves.way
+
+    @property
+    def _shown(self) -> str:
+        return f"{self._way.point}/{self.name}"
+
+    def _values(self, wanted: Callable[[str], bool]) -> DenseValues:
+        return logged_dense.dense_of(self._way, wanted=wanted)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedLeaf:
-    """What a save holds of a dense leaf as blocks.
+    """Blocks of a dense leaf in one save.
 
     Attributes:
-      name: its '/'-joined path.
-      codecs: those of its blocks, sorted; ``plain`` where it is kept as bytes.
-      blocks: of 256 numbers that are held, since they changed; of plain bytes 0.
-      total_blocks: blocks of the leaf; of plain bytes 0.
-      nbytes: bytes of files; those of a file of several leaves are shared by blocks.
-      raw_bytes: bytes of the leaf itself.
+      name: the leaf's '/'-joined path.
+      codecs: codecs of the blocks, sorted; ``plain`` if the leaf is stored as bytes.
+      blocks: number of changed blocks of 256 elements in the save; 0 for plain bytes.
+      total_blocks: number of blocks of the leaf; 0 for plain bytes.
+      nbytes: bytes on disk; files of several leaves are divided in proportion to their blocks.
+      raw_bytes: bytes of the leaf in memory.
     """
 
     name: str
@@ -139,10 +162,10 @@ class SavedLeaf:
 
 
 def saved_leaves(save: StoredSave) -> tuple[SavedLeaf, ...]:
-    """What a save holds of each dense leaf as blocks; nothing of a save that has Orbax's item.
+    """Returns each dense leaf's blocks in a save; empty if the leaves are in Orbax's item.
 
     Raises:
-      Damaged: a record, or the row numbers of a segment, are missing or altered.
+      Damaged: a record, or the block indices of a segment, are missing or altered.
     """
     if save.head.dense_blocks is None:
         return ()
@@ -185,7 +208,7 @@ class _Counted:
 
 
 def _held(source: PartSource) -> Iterator[tuple[str, str, int, float]]:
-    """Of each array that has something in a segment: name, codec, blocks, bytes of files."""
+    """For each array with blocks in a segment: name, codec, blocks, bytes of files."""
     lengths = _file_bytes(source)
     values = [value for value in source.record.values if value.at is not None and not value.file]
     for segment in source.record.segments:
@@ -220,11 +243,11 @@ def _file_bytes(source: PartSource) -> dict[str, int]:
     return found
 
 
-SAVED_COLUMNS = ("dense leaf", "codec", "blocks", "of all", "on disk", "of unencoded")
+SAVED_COLUMNS = ("dense leaf", "codec", "blocks", "share", "on disk", "of raw")
 
 
 def saved_line(leaf: SavedLeaf) -> tuple[Any, ...]:
-    """A leaf as a line under ``SAVED_COLUMNS``."""
+    """Returns a leaf as a line under ``SAVED_COLUMNS``."""
     return (
         leaf.name,
         "+".join(leaf.codecs) or None,

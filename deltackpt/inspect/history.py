@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of rows of a table over the steps, read along each chain once, and over marks of the log.
+"""Values of rows over the steps and recovery points; each chain is read once.
 
-Between two steps each point of the log is a moment of training, too: the rows of its marks are
-applied to those of the step below it, one mark after the other.
+For the recovery points between two steps, WAL records are applied to the rows of the lower step,
+one after the other.
 """
 
 from __future__ import annotations
@@ -19,45 +19,44 @@ from deltackpt import codecs
 from deltackpt.errors import BrokenChain, RestoreError, StepGone, StepNotFound, TemplateMismatch
 from deltackpt.format import blocks
 from deltackpt.format.blocks import Span
-from deltackpt.format.frames import RowsHead
 from deltackpt.format.manifest import SaveId
 from deltackpt.inspect.changes import entry_of, holds, named, pandas
-from deltackpt.inspect.lazy import RowNumbers, Saves, buffers_of
+from deltackpt.inspect.lazy import RowNumbers, Saves, buffers_of, only
 from deltackpt.reading import chains, reader, removal, replay
-from deltackpt.reading.log_files import Mark
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.stretches import History as LogHistory
-from deltackpt.reading.stretches import Leg, LogPoint, Way, coverings
+from deltackpt.reading.stretches import Leg, RecoveryPoint, Way, coverings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class History:
-    """Values of some rows of one field over the steps, and the points of the log between them.
+    """Values of some rows of one field at each step, and at the recovery points between steps.
 
     Attributes:
       table: name of the table.
       field: ``values``, or ``slot.<name>``.
-      steps: int64 (steps,), ascending; those without the table are left out.
-      marks: of each of the steps ``full`` or ``soft`` where it is a point of the log, which all
-        processes have; None where it is a committed step.
-      rows: int64 (rows,), as they were asked for.
-      values: (steps, rows, *trailing) of the table's dtype; 0 where the table had no such row yet.
-      written: bool (steps, rows): whether the save, or mark, of the step holds the row; a base
-        holds all.
-      present: bool (steps, rows): whether the table had such a row.
+      steps: int64 (steps,), ascending; steps without the table are left out.
+      point_kinds: for each of the steps, ``full`` or ``soft`` if it is a recovery point, and None
+        if it is a committed step.
+      rows: int64 (rows,), in the requested order.
+      values: (steps, rows, *trailing) of the table's dtype; 0 if the table did not have the row
+        yet.
+      written: bool (steps, rows): whether the step's save, or WAL record, contains the row; a base
+        contains all rows.
+      present: bool (steps, rows): whether the table had the row.
     """
 
     table: str
     field: str
     steps: np.ndarray
-    marks: tuple[Literal["full", "soft"] | None, ...]
+    point_kinds: tuple[Literal["full", "soft"] | None, ...]
     rows: np.ndarray
     values: np.ndarray
     written: np.ndarray
     present: np.ndarray
 
     def to_pandas(self) -> Any:
-        """A ``pandas.DataFrame``: a line for each step and row, a column for each number.
+        """Returns a ``pandas.DataFrame``: a row per step and table row, a column per element.
 
         Raises:
           MissingExtra: pandas is not installed.
@@ -84,14 +83,14 @@ def history(
     """See ``Checkpoints.history``.
 
     Args:
-      read: the save of a step.
-      saves_of: the chain of a step; asked for only where the parent was not read before.
+      read: returns the save of a step.
+      saves_of: returns the chain of a step; called only if the parent was not read before.
       steps: the steps, ascending.
       table: the table.
       rows: int (rows,), in any order.
       field: the field.
-      all_steps: whether steps that are removed meanwhile are left out.
-      log: the log whose points are told, too.
+      all_steps: whether to ignore steps that have been removed.
+      log: the WAL whose recovery points to include.
     """
     asked = _checked_rows(rows)
     table = named(table, _tables_at(read, steps, all_steps))
@@ -107,7 +106,7 @@ def history(
                 raise
             continue
         except BrokenChain:
-            # Retention may have kept a part of a rolling base only for later steps.
+            # Retention may have kept it only as a part of later steps' rolling bases.
             if not all_steps or save.info.rolling is None:
                 raise
             continue
@@ -122,26 +121,26 @@ def history(
         states = dict(sorted(states.items()))
     if not states:
         raise TemplateMismatch(
-            f"table {table!r}, field {field!r}: expected in a step of those asked for, found in "
+            f"table {table!r}, field {field!r}: expected in one of the requested steps, found in "
             "none; see step.tables"
         )
     kinds = {(state.values.shape[1:], state.values.dtype) for state in states.values()}
     if len(kinds) > 1:
         raise TemplateMismatch(
-            f"table {table!r}, field {field!r}: expected one shape of rows and one dtype, found "
-            f"{_kinds_text(states)}; ask for steps of one kind"
+            f"table {table!r}, field {field!r}: expected the same row shape and dtype at every "
+            f"step, found {_kinds_text(states)}; request steps with the same ones"
         )
     most = max(state.total_rows for state in states.values())
     if ordered.size and ordered[-1] >= most:
         raise TemplateMismatch(
-            f"table {table!r}: expected rows within [0, {most}), found row {int(ordered[-1])}; ask "
-            "for rows that a step holds"
+            f"table {table!r}: expected row indices within [0, {most}), found "
+            f"{int(ordered[-1])}; request rows that a step has"
         )
     return History(
         table=table,
         field=field,
         steps=np.array(list(states), np.int64),
-        marks=tuple(kinds_of.get(step) for step in states),
+        point_kinds=tuple(kinds_of.get(step) for step in states),
         rows=asked,
         values=np.stack([state.values for state in states.values()])[:, within],
         written=np.stack([state.written for state in states.values()])[:, within],
@@ -151,15 +150,15 @@ def history(
 
 def _at_points(
     log: LogHistory, walk: _Walk, read: Callable[[int], StoredSave]
-) -> Iterator[tuple[LogPoint, _State]]:
-    """The states at the points of a log; of those of one step the newest that counts is first."""
+) -> Iterator[tuple[RecoveryPoint, _State]]:
+    """The states at the recovery points of a WAL; for a repeated step, the newest."""
     told: set[int] = set()
     ways, _ = coverings(log, walk.known_steps)
     for way, points in ways:
         try:
             save = read(way.step.step)
         except (StepNotFound, StepGone):
-            continue  # As of a step that is removed meanwhile.
+            continue  # The step was removed since.
         for point, state in walk.along(save, way, points):
             if point.step not in told:
                 told.add(point.step)
@@ -181,31 +180,31 @@ def _tables_at(
 
 
 def _kinds_text(states: Mapping[int, _State]) -> str:
-    """Each kind of rows with the first step that has it."""
+    """Lists each dtype and row shape with the first step that has it."""
     first: dict[str, int] = {}
     for step, state in states.items():
         values = state.values
         first.setdefault(f"{values.dtype.name}{list(values.shape[1:])}", step)
-    return ", ".join(f"{kind} from step {step} on" for kind, step in first.items())
+    return ", ".join(f"{kind} from step {step}" for kind, step in first.items())
 
 
 def _checked_rows(rows: np.ndarray) -> np.ndarray:
     if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
         raise TemplateMismatch(
-            f"rows: expected row numbers, found an array {rows.dtype.name}{list(rows.shape)}; give "
-            "a number or a list of numbers"
+            f"rows: expected row indices, found an array {rows.dtype.name}{list(rows.shape)}; pass "
+            "an integer or a list of integers"
         )
     found = rows.astype(np.int64)
     if found.size and found.min() < 0:
         raise TemplateMismatch(
-            f"rows: expected numbers from 0 on, found {int(found.min())}; count from the start"
+            f"rows: expected indices of at least 0, found {int(found.min())}; count from the start"
         )
     return found
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _State:
-    """Rows of one field as a save leaves them; ``values`` and ``written`` as in ``History``."""
+    """Rows of one field after a save; ``values`` and ``written`` as in ``History``."""
 
     total_rows: int
     values: np.ndarray
@@ -213,7 +212,7 @@ class _State:
 
 
 class _Walk:
-    """The states of some rows at one step after the other; each save is read once."""
+    """The states of some rows at successive steps; reads each save once."""
 
     def __init__(
         self,
@@ -223,18 +222,18 @@ class _Walk:
         field: str,
         rows: np.ndarray,
     ):
-        """For ascending rows without repetition."""
+        """Expects ascending rows without duplicates."""
         self._read_save = read
         self._saves_of = saves_of
         self._table = table
         self._field = field
         self._rows = rows
         self._numbers = RowNumbers()
-        #: None where a save has no such table.
+        #: None for a save without the table.
         self._values: dict[SaveId, np.ndarray | None] = {}
 
     def at(self, save: StoredSave) -> _State | None:
-        """The state that a save leaves; None where it has no such table and field."""
+        """The state after a save; None if it does not have the table and field."""
         found = entry_of(save.layout, self._table, self._field)
         if found is None:
             return None
@@ -250,12 +249,12 @@ class _Walk:
         return {one.step: one for one, values in self._values.items() if values is not None}
 
     def along(
-        self, save: StoredSave, way: Way, points: Sequence[LogPoint]
-    ) -> Iterator[tuple[LogPoint, _State]]:
-        """The states at points of a way from a save, oldest first.
+        self, save: StoredSave, way: Way, points: Sequence[RecoveryPoint]
+    ) -> Iterator[tuple[RecoveryPoint, _State]]:
+        """The states at recovery points above a save, oldest first.
 
         Raises:
-          DamagedLog: a mark is missing or altered.
+          DamagedWal: a WAL record is missing or altered.
         """
         found = entry_of(save.layout, self._table, self._field)
         values = self._values.get(save.info.save_id)
@@ -271,14 +270,14 @@ class _Walk:
         written = np.zeros(len(self._rows), bool)
         for leg, save_id in _moments(way):
             marks = {
-                process: tuple(_only(mark, table.group) for mark in of if mark.save_id == save_id)
+                process: tuple(only(mark, table.group) for mark in of if mark.save_id == save_id)
                 for process, of in leg.marks.items()
             }
             moment = dataclasses.replace(way, legs=(Leg(leg.head, marks),))
             held = replay.replay(moment, targets, save.layout).rows[table.name]
             written |= np.isin(self._rows, held)
             point = wanted.get(save_id)
-            # Such a field is written as a whole, with full marks alone.
+            # Such a field is written in full, and only by full records.
             if point is None or (spec.always and not point.full):
                 continue
             now = np.zeros_like(values)
@@ -291,7 +290,7 @@ class _Walk:
     def _values_at(self, save: StoredSave) -> np.ndarray | None:
         unread = self._unread(save)
         if unread is not None:
-            with contextlib.suppress(RestoreError):  # There may be another way: a compacted base.
+            with contextlib.suppress(RestoreError):  # A compacted base may replace the chain.
                 return self._merged(unread)
         chain = self._saves_of(save.info.save_id.step).chain
         if chain[-1].info.save_id != save.info.save_id:
@@ -299,7 +298,7 @@ class _Walk:
         return chains.read_whole(chain, self._merged)
 
     def _unread(self, save: StoredSave) -> list[StoredSave] | None:
-        """What has to be merged up to a save, oldest first; None where a parent is not there."""
+        """The saves to merge up to a save, oldest first; None if a parent is missing."""
         found = [save]
         while (parent := found[-1].info.parent) is not None and parent.save_id not in self._values:
             try:
@@ -311,11 +310,11 @@ class _Walk:
         return found[::-1]
 
     def _merged(self, saves: Sequence[StoredSave]) -> np.ndarray | None:
-        """The rows after saves, of which the first is a base, or has a parent that was read."""
+        """The rows after merging saves; the first is a base, or its parent was read before."""
         parent = saves[0].info.parent
         values = None if parent is None else self._values.get(parent.save_id)
         if parent is not None and values is None:
-            # The window of a rolling base: only all of it together is whole.
+            # The parts of a rolling base: only all of them together are complete.
             target = saves[-1]
             self._values[target.info.save_id] = self._read(saves, None)
             return self._values[target.info.save_id]
@@ -327,7 +326,7 @@ class _Walk:
         return values
 
     def _read(self, saves: Sequence[StoredSave], parent: np.ndarray | None) -> np.ndarray | None:
-        """The rows as the last of some saves leaves them, those of the first one's parent given."""
+        """The rows after the last of some saves, from those of the first one's parent."""
         save = saves[-1]
         found = entry_of(save.layout, self._table, self._field)
         if found is None:
@@ -339,7 +338,7 @@ class _Walk:
         if parent is not None:
             for buffer, end in zip(buffers, ends, strict=True):
                 buffer[...] = parent[end - len(buffer) : end]
-        reader.fill(saves, targets, numbers=self._numbers, over_parent=parent is not None)
+        reader.fill(saves, targets, indices=self._numbers, over_parent=parent is not None)
         values = np.zeros((len(self._rows), *spec.trailing), codecs.dtype_of(spec.dtype))
         for buffer, end in zip(buffers, ends, strict=True):
             values[end - len(buffer) : end] = buffer
@@ -347,21 +346,10 @@ class _Walk:
 
 
 def _moments(way: Way) -> Iterator[tuple[Leg, SaveId]]:
-    """The marks of a way, in order, those of all processes at one call together."""
+    """The WAL records in order; those of all processes at one step together."""
     for leg in way.legs:
         ids = {mark.save_id for marks in leg.marks.values() for mark in marks}
         yield from ((leg, save_id) for save_id in sorted(ids, key=lambda one: one.attempt))
-
-
-def _only(mark: Mark, group: str) -> Mark:
-    """A mark without the frames that have no rows of a group."""
-    return mark._replace(
-        frames=tuple(
-            frame
-            for frame in mark.frames
-            if isinstance(frame.head, RowsHead) and frame.head.segment.group == group
-        )
-    )
 
 
 def _spans(rows: np.ndarray) -> list[Span]:

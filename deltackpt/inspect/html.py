@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small HTML tables, in which a notebook shows a directory, a step, a table and a diff."""
+"""Small HTML tables for notebooks: a directory, a step, a table, a diff."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-#: Most lines of a table that a notebook shows; the first and the last ones.
+#: Maximum number of lines of a table in a notebook: the first and the last ones.
 MOST_LINES = 40
 
 
 def table(columns: Sequence[str], lines: Sequence[Sequence[Any]], caption: str = "") -> str:
-    """A table; numbers are aligned to the right, and long ones are shortened in the middle.
+    """Returns an HTML table; numbers are aligned to the right, long tables cut in the middle.
 
     Args:
       columns: headings.
       lines: a value for each column; None is shown as an en dash.
-      caption: above it, as plain text.
+      caption: plain text above the table.
     """
     out = ['<table class="deltackpt" style="border-spacing:0.8em 0.2em">']
     if caption:
@@ -41,18 +41,18 @@ def table(columns: Sequence[str], lines: Sequence[Sequence[Any]], caption: str =
 
 
 def ends(values: Sequence[Any]) -> list[Any]:
-    """The first and the last of more values than a page shows."""
+    """Returns the first and last ``MOST_LINES // 2`` values."""
     half = MOST_LINES // 2
     return [*values[:half], *values[-half:]]
 
 
 def utc(secs: float | None) -> str | None:
-    """A time in seconds since 1970 as text, to the minute; None where it is not known."""
+    """Formats a time in seconds since 1970, to the minute; None stays None."""
     return None if secs is None else time.strftime("%Y-%m-%d %H:%M", time.gmtime(secs))
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """A shape as a reader says it; that of a number is ``scalar``."""
+    """Formats a shape, such as ``3 × 4``; that of a scalar is ``scalar``."""
     return " × ".join(f"{length:,}" for length in shape) or "scalar"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why steps stay: for the trainer's policy, or only for chains of steps that it keeps."""
+"""Why steps are kept: the preservation policy, or a kept chain that needs them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ StaysFor = Literal["policy", "chain", "nothing"]
 
 
 def stays_for(root: Steps) -> dict[int, StaysFor]:
-    """What steps stay for; the manifests of all are read, where a policy is noted.
+    """Returns the reason why each step is kept; reads every manifest if a policy is recorded.
 
     Args:
       root: the directory.
 
     Returns:
-      Ascending; without the steps of which nothing is known: all where no policy is noted, those
-      that are newer than its note, and those that chains might need which cannot be read.
+      Reasons by step, ascending. Steps whose reason is unknown are omitted: all of them if no
+      policy is recorded, those newer than the record, and those that an unreadable chain might
+      need.
     """
     note = kept.noted(root.spot)
     if note is None:
@@ -33,7 +34,7 @@ def stays_for(root: Steps) -> dict[int, StaysFor]:
     known = {step: info for step, info in infos.items() if info is not None}
     if len(known) < len(infos):
         return found
-    # Of what is newer nothing is known yet, and the next save goes on from the newest.
+    # Newer steps are not judged yet, and the next save continues from the newest.
     stand = [known[step].save_id for step in known if step in wanted or step > note.newest]
     stand += [known[step].save_id for step in [*known][-1:]]
     live = chain.live_set(stand, known.values(), (), root.compacted())

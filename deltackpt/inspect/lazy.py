@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lazy arrays: one field of a table at a step, of which only the rows asked for are read."""
+"""Lazy arrays: a field of a table at a step, which reads only the requested rows."""
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,39 +16,43 @@ import numpy as np
 from deltackpt import codecs
 from deltackpt.format import blocks
 from deltackpt.format.blocks import Box, Rows, Span
+from deltackpt.format.frames import RowsHead
 from deltackpt.format.manifest import Layout, SaveId, TableEntry
 from deltackpt.format.segments import FieldSpec, Segment, width
 from deltackpt.inspect.statistics import Statistics, statistics_of
-from deltackpt.reading import reader
+from deltackpt.layers import merge
+from deltackpt.layers.merge import StoredRows
+from deltackpt.layers.targets import Targets, empty_buffers
+from deltackpt.reading import reader, replay
 from deltackpt.reading.chains import read_whole
-from deltackpt.reading.reader import StoredRows
+from deltackpt.reading.log_files import Mark
 from deltackpt.reading.saves import StoredPart, StoredSave
-from deltackpt.reading.targets import Targets, empty_buffers
+from deltackpt.reading.stretches import Leg, Way
 from deltackpt.storage.crc import BLOCK_BYTES
 from deltackpt.storage.store import Spot
 
-#: Most memory of what is read at a time, beside the rows asked for.
+#: Memory limit of one read, in addition to the requested rows.
 _WINDOW_BYTES = 64 << 20
-#: Item, save, process and name of a segment: a save may take the place of one that was rolled back.
+#: Item, save, process and name of a segment: a save may replace one that was rolled back.
 _Place = tuple[Spot, SaveId, int, str]
-#: Most memory of row numbers that are kept for the next read.
+#: Memory limit of the row indices cached for the next read.
 _ROW_NUMBERS_BYTES = 256 << 20
 
 
 class LazyArray:
-    """One field of a table at a step: it knows its shape and reads the rows that are asked for.
+    """One field of a table at a step; reads only the requested rows.
 
-    Indexing is numpy's and gives numpy arrays; ``np.asarray`` reads everything. Each read goes
-    through the base and the deltas of the step, the newest row wins, and verifies what it reads.
+    Indexing works as in numpy and returns numpy arrays; ``np.asarray`` reads everything. Each read
+    merges the step's base and deltas, and verifies the data that it reads.
 
     Attributes:
       name: ``<table>``, or ``<table>.slot.<name>``.
       shape: (rows, *trailing).
-      dtype: of the rows as they were given to ``save()``.
+      dtype: dtype of the rows that were passed to ``save()``.
     """
 
     def __init__(self, saves: Saves, table: TableEntry, spec: FieldSpec):
-        """Made by ``Step``."""
+        """Internal: index ``Step``."""
         self._saves = saves
         self._table = table
         self._spec = spec
@@ -58,34 +63,34 @@ class LazyArray:
 
     @property
     def ndim(self) -> int:
-        """How many axes it has."""
+        """Number of axes."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """How many numbers it holds."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows in memory."""
+        """Bytes that all rows would occupy in memory."""
         return self.size * self.dtype.itemsize
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row in memory."""
+        """Bytes that one row would occupy in memory."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Any:
-        """Rows, or parts of them, as numpy would give them.
+        """Returns rows, or parts of them, like numpy.
 
         Raises:
-          IndexError: as numpy's.
-          Damaged: an object that is needed is missing or altered; it is named.
-          StepGone: the step was removed meanwhile.
+          IndexError: as for numpy.
+          Damaged: a required object is missing or altered; it is named.
+          StepGone: the step was removed while it was read.
         """
         first, rest = _split_index(index, self.shape)
         rows, within = _rows_asked_for(first, self.shape[0])
@@ -98,21 +103,21 @@ class LazyArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
-            raise ValueError(f"{self.name}: expected that a copy may be made, found copy=False")
+            raise ValueError(f"{self.name}: expected copy=True or None, found copy=False")
         found = self.rows(range(self.shape[0]))
         return found if dtype is None else found.astype(dtype, copy=False)
 
     def rows(self, rows: range | np.ndarray) -> np.ndarray:
-        """Whole rows.
+        """Reads whole rows.
 
         Args:
-          rows: ascending row numbers without repetition; a range has step 1.
+          rows: ascending row indices without duplicates; a range must have step 1.
 
         Returns:
           (len(rows), *trailing).
 
         Raises:
-          Damaged, StepGone: as ``__getitem__``.
+          Damaged, StepGone: as for ``__getitem__``.
         """
         if not len(rows):
             return np.empty((0, *self.shape[1:]), self.dtype)
@@ -128,26 +133,26 @@ class LazyArray:
         return out
 
     def batches(self) -> Iterator[range]:
-        """All row numbers, in ranges of ``batch_rows``."""
+        """Yields ranges of ``batch_rows`` rows that cover the table."""
         for start in range(0, len(self), self.batch_rows):
             yield range(start, min(len(self), start + self.batch_rows))
 
     def statistics(self) -> Statistics:
-        """Figures of all its numbers; every row is read, in a moderate amount of memory.
+        """Computes statistics of all elements; reads every row, in batches of 64 MiB.
 
         Raises:
-          Damaged, StepGone: as ``__getitem__``.
+          Damaged, StepGone: as for ``__getitem__``.
         """
         return statistics_of(self.rows(rows) for rows in self.batches())
 
     @property
     def batch_rows(self) -> int:
-        """How many rows fit into a moderate amount of memory."""
+        """Number of rows in 64 MiB, at least one."""
         return max(1, _WINDOW_BYTES // max(1, self.row_bytes))
 
     @property
     def _near_rows(self) -> int:
-        """Rows that are read with their neighbour anyway, since a block is verified as a whole."""
+        """Distance of rows that are read together anyway, because blocks are verified whole."""
         return max(1, BLOCK_BYTES // max(1, self.row_bytes))
 
     def _read(self, spans: Sequence[Span]) -> list[np.ndarray]:
@@ -158,39 +163,113 @@ class LazyArray:
 
 
 class Saves:
-    """A chain that is read from again and again: what was learnt of it is kept."""
+    """A chain for repeated reads, with caches."""
 
     def __init__(self, saves: Sequence[StoredSave], numbers: RowNumbers | None = None):
-        """A chain of ``chains.read_chain``, and what keeps row numbers of saves."""
+        """Takes a chain of ``chains.read_chain``, and a cache of row indices."""
         self.chain = tuple(saves)
         self.numbers = numbers or RowNumbers()
 
     @property
     def target(self) -> StoredSave:
-        """The save that the chain leads to."""
+        """The newest save of the chain."""
         return self.chain[-1]
+
+    @property
+    def save_id(self) -> SaveId:
+        """Id of the save; for a recovery point, of its WAL record."""
+        return self.target.info.save_id
 
     @functools.cached_property
     def layout(self) -> Layout:
         """Tables and groups of the step."""
         return self.target.layout
 
+    def logged_rows(self, table: TableEntry) -> np.ndarray:
+        """Returns the rows of a table in the WAL records above the chain, int64, ascending."""
+        return np.empty(0, np.int64)
+
     def read(self, table: TableEntry, spec: FieldSpec, spans: Sequence[Span]) -> list[np.ndarray]:
-        """Rows of one field of a table, an array for each of some disjoint spans of rows."""
+        """Reads rows of one field of a table, as an array for each of some disjoint spans."""
 
         def read(saves: Sequence[StoredSave]) -> list[np.ndarray]:
             buffers, targets = buffers_of(self.layout, table, spec, spans)
-            reader.fill(saves, targets, numbers=self.numbers)
-            self.chain = tuple(saves)  # The one that holds, where another did not.
+            reader.fill(saves, targets, indices=self.numbers)
+            self.chain = tuple(saves)  # The chain that could be read.
             return buffers
 
         return read_whole(self.chain, read)
 
 
+class PointSaves(Saves):
+    """A chain, and the WAL records that lead from its step to a recovery point.
+
+    Attributes:
+      way: the records to replay.
+    """
+
+    def __init__(self, saves: Sequence[StoredSave], way: Way, numbers: RowNumbers | None = None):
+        """Takes a chain of ``chains.read_chain``, the records, and a cache of row indices."""
+        super().__init__(saves, numbers)
+        self.way = way
+        self._logged: dict[str, Mapping[str, np.ndarray]] = {}
+
+    @property
+    def save_id(self) -> SaveId:
+        """Id of the recovery point's WAL record."""
+        return self.way.point.save_id
+
+    def logged_rows(self, table: TableEntry) -> np.ndarray:
+        """See ``Saves``."""
+        if table.group not in self._logged:
+            way = self._way_of(table.group)
+            self._logged[table.group] = replay.replay(
+                way, Targets((), self.layout), self.layout
+            ).rows
+        return self._logged[table.group][table.name]
+
+    def read(self, table: TableEntry, spec: FieldSpec, spans: Sequence[Span]) -> list[np.ndarray]:
+        """See ``Saves``."""
+
+        def read(saves: Sequence[StoredSave]) -> list[np.ndarray]:
+            buffers, targets = buffers_of(self.layout, table, spec, spans)
+            reader.fill(saves, targets, indices=self.numbers)
+            replay.replay(self._way_of(table.group), targets, self.layout)
+            self.chain = tuple(saves)
+            return buffers
+
+        return read_whole(self.chain, read)
+
+    def _way_of(self, group: str) -> Way:
+        """The records, without frames that have no rows of a group."""
+        legs = (
+            Leg(
+                leg.head,
+                {
+                    process: tuple(only(mark, group) for mark in of)
+                    for process, of in leg.marks.items()
+                },
+            )
+            for leg in self.way.legs
+        )
+        return dataclasses.replace(self.way, legs=tuple(legs))
+
+
+def only(mark: Mark, group: str) -> Mark:
+    """Returns a WAL record without the frames that have no rows of a group."""
+    return mark._replace(
+        frames=tuple(
+            frame
+            for frame in mark.frames
+            if isinstance(frame.head, RowsHead) and frame.head.segment.group == group
+        )
+    )
+
+
 def buffers_of(
     layout: Layout, table: TableEntry, spec: FieldSpec, spans: Sequence[Span]
 ) -> tuple[list[np.ndarray], Targets]:
-    """Memory for some disjoint spans of rows of one field, in their order, and as targets."""
+    """Allocates memory for disjoint spans of rows of one field, and targets for it."""
     columns = (0, width(spec.trailing))
     boxes = [Box(span, columns) for span in spans]
     buffers, targets = empty_buffers(layout, {table.name: {spec.name: boxes}})
@@ -199,26 +278,26 @@ def buffers_of(
 
 
 class RowNumbers:
-    """Row numbers of deltas, decoded once; the least recently used are forgotten. Thread-safe."""
+    """LRU cache of the row indices of deltas. Thread-safe."""
 
     def __init__(self, most_bytes: int = _ROW_NUMBERS_BYTES):
-        """Keeps up to so many bytes."""
+        """Caches up to ``most_bytes`` bytes."""
         self._most_bytes = most_bytes
         self._nbytes = 0
         self._held: collections.OrderedDict[_Place, np.ndarray] = collections.OrderedDict()
         self._lock = threading.Lock()
 
     def __call__(self, part: StoredPart, segment: Segment, targets: Targets) -> StoredRows | None:
-        """See ``reader.RowNumbers``."""
+        """See ``layers.merge.RowIndices``."""
         if not targets.want(segment, (0, part.groups[segment.group].rows)):
             return None
         return StoredRows(self.of(part, segment))
 
     def of(self, part: StoredPart, segment: Segment) -> Rows:
-        """Rows of a segment.
+        """Returns the rows of a segment.
 
         Raises:
-          Damaged: row numbers are missing or altered.
+          Damaged: row indices are missing or altered.
         """
         record = part.record
         key = (part.item_dir, record.save_id, record.process, segment.name)
@@ -226,7 +305,7 @@ class RowNumbers:
             if key in self._held:
                 self._held.move_to_end(key)
                 return self._held[key]
-        found = reader.segment_rows(part, segment)
+        found = merge.segment_rows(part, segment)
         if isinstance(found, np.ndarray):
             self._keep(key, found)
         return found
@@ -243,7 +322,7 @@ class RowNumbers:
 def _split_index(
     index: Any, shape: tuple[int, ...]
 ) -> tuple[Any, tuple[tuple[Any, ...], tuple[Any, ...]]]:
-    """The index of the rows, and what stands before it (new axes) and after it."""
+    """The index of the rows, and the parts before it (new axes) and after it."""
     ndim = len(shape)
     parts = list(index) if isinstance(index, tuple) else [index]
     parts = [np.asarray(part) if isinstance(part, list) else part for part in parts]
@@ -264,7 +343,7 @@ def _split_index(
 
 
 def _axes(part: Any) -> int:
-    """How many axes of the array an index takes."""
+    """Number of the array's axes that an index consumes."""
     if part is None or part is Ellipsis:
         return 0
     return part.ndim if isinstance(part, np.ndarray) and _is_mask(part) else 1
@@ -275,7 +354,7 @@ def _is_mask(part: np.ndarray) -> bool:
 
 
 def _rows_asked_for(index: Any, total: int) -> tuple[range | np.ndarray, Any]:
-    """Ascending rows to read, and the index that gives from these what was asked for."""
+    """Ascending rows to read, and the index that selects the requested ones from them."""
     if isinstance(index, slice):
         rows = range(*index.indices(total))
         if abs(rows.step) == 1:
@@ -305,14 +384,14 @@ def _rows_asked_for(index: Any, total: int) -> tuple[range | np.ndarray, Any]:
 
 
 def _batches(rows: np.ndarray, near: int, most: int) -> Iterator[list[Span]]:
-    """Windows over ascending rows, near ones together, in batches of about so many rows."""
+    """Windows over ascending rows that join near ones, in batches of about ``most`` rows."""
     gaps = np.flatnonzero(np.diff(rows) > near) + 1
     windows: list[Span] = []
     held = 0
     for part in np.split(rows, gaps):
         start = int(part[0])
         while start <= part[-1]:
-            # A window that is longer than a batch is cut, and goes on at the next row asked for.
+            # A window longer than a batch is cut; the rest starts at the next requested row.
             stop = min(int(part[-1]) + 1, start + most)
             if held and held + stop - start > most:
                 yield windows

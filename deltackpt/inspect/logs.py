@@ -1,151 +1,178 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log between the steps, as it stands: its stretches, and the points that they hold."""
+"""The write-ahead log of a directory: its epochs and their recovery points."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from deltackpt.format.manifest import SaveId
-from deltackpt.format.stretches import Continues
 from deltackpt.inspect import html
 from deltackpt.reading.log_states import LogState, StretchState
-from deltackpt.reading.stretches import LogPoint
+from deltackpt.reading.stretches import RecoveryPoint, coverings
 from deltackpt.units import size
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stretch:
-    """What one run has logged.
+class ForkPoint(NamedTuple):
+    """A recovery point that another run resumed from.
 
     Attributes:
-      number: of the stretch.
-      run: id of the run; None where the head cannot be read.
-      processes: how many log; 0 where the run keeps no log, and only says what it goes on from.
-      base: the step that it goes on from, or that the point builds on; None where it began afresh.
-      continues: the point that it goes on from; None where that was a step, or nothing.
-      live: whether restores may read it: the newest stretch, and those that it goes on from, up to
-        where it does. None where the newest head cannot be read.
-      marks: how many marks each process has, of those that count.
-      points: marks that all processes have, newest first, soft ones too.
-      nbytes: bytes of its files.
-      ends: why logs of it end before their files do, by process. That of the newest stretch may
-        just be written, or its trainer was killed: both are normal.
-      problem: why it cannot be read; empty where it can.
+      epoch: number of its WAL epoch.
+      save_id: of its record.
+    """
+
+    epoch: int
+    save_id: SaveId
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WalEpoch:
+    """A WAL epoch: the records that one run appended.
+
+    Attributes:
+      number: number of the epoch.
+      run: id of the run that wrote it; None if the epoch header cannot be read.
+      processes: number of processes that append; 0 if the run has no WAL, and the header only
+        records what it resumed from.
+      base: the step that the run resumed from, or the step below ``forked_from``; None for a new
+        run.
+      forked_from: the recovery point that the run resumed from; None if it resumed from a step, or
+        is a new run.
+      live: whether restores may read it: True for the newest epoch and the ones it forked from, up
+        to the fork. None if the newest header cannot be read.
+      records: number of valid WAL records of each process.
+      recovery_points: records that all processes have and that a step can be replayed to, newest
+        first, including soft ones.
+      nbytes: total size of its files.
+      ends: reason why valid records end before the file does, by process. In the newest epoch this
+        is normal: a record is being written, or the trainer was killed.
+      problem: why the epoch cannot be read; empty if it can.
     """
 
     number: int
     run: str | None
     processes: int
     base: SaveId | None
-    continues: Continues | None
+    forked_from: ForkPoint | None
     live: bool | None
-    marks: tuple[int, ...]
-    points: tuple[LogPoint, ...]
+    records: tuple[int, ...]
+    recovery_points: tuple[RecoveryPoint, ...]
     nbytes: int
     ends: tuple[str, ...]
     problem: str
 
     @property
     def full_points(self) -> int:
-        """How many of the points can be restored."""
-        return sum(point.full for point in self.points)
+        """Number of full recovery points, which can be restored."""
+        return sum(point.full for point in self.recovery_points)
 
     @property
-    def newest(self) -> LogPoint | None:
-        """The newest full point."""
-        return next((point for point in self.points if point.full), None)
+    def newest(self) -> RecoveryPoint | None:
+        """The newest full recovery point, or None."""
+        return next((point for point in self.recovery_points if point.full), None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Log:
-    """The log of a directory.
+class Wal:
+    """The write-ahead log of a directory.
 
     Attributes:
-      stretches: newest first.
-      problem: why nobody can tell which of them count; empty where that is known.
+      epochs: the WAL epochs, newest first.
+      problem: why the valid epochs cannot be determined; empty if they are known.
     """
 
-    stretches: tuple[Stretch, ...]
+    epochs: tuple[WalEpoch, ...]
     problem: str = ""
 
-    def points(self) -> list[LogPoint]:
-        """Points of stretches that count, newest first, soft ones too."""
-        return [point for one in self.stretches if one.live for point in one.points]
+    def recovery_points(self) -> list[RecoveryPoint]:
+        """Recovery points of valid epochs that a step can be replayed to.
+
+        Returns:
+          The recovery points, newest first, including soft ones.
+        """
+        return [point for one in self.epochs if one.live for point in one.recovery_points]
 
     def _repr_html_(self) -> str:
-        return html.table(STRETCH_COLUMNS, [stretch_line(one) for one in self.stretches])
+        return html.table(EPOCH_COLUMNS, [epoch_line(one) for one in self.epochs])
 
 
-def log_of(found: LogState) -> Log:
-    """What is told of logs as they stand."""
-    return Log(
-        stretches=tuple(map(_stretch, found.stretches)),
+def wal_of(found: LogState, steps: Mapping[int, SaveId]) -> Wal:
+    """Summarizes a WAL.
+
+    Args:
+      found: its state.
+      steps: the steps that can be restored, by number.
+    """
+    unreached = [] if found.history is None else coverings(found.history, steps)[1]
+    return Wal(
+        epochs=tuple(_epoch(state, unreached) for state in found.stretches),
         problem="" if found.problem is None else str(found.problem),
     )
 
 
-def _stretch(state: StretchState) -> Stretch:
+def _epoch(state: StretchState, unreached: Collection[RecoveryPoint]) -> WalEpoch:
     head, era = state.head, state.era
+    fork = None if head is None else head.continues
     logs = {} if era is None else era.processes
     ends = [
         f"process {process}: {one.problem}" for process in logs for one in logs[process].log.breaks
     ]
-    return Stretch(
+    return WalEpoch(
         number=state.number,
         run=None if head is None else head.run,
         processes=0 if head is None else head.process_count,
         base=None if head is None else head.base,
-        continues=None if head is None else head.continues,
+        forked_from=None if fork is None else ForkPoint(fork.stretch, fork.save_id),
         live=state.live,
-        marks=tuple(len(logs[process].by_id) for process in logs),
-        points=tuple(state.points),
+        records=tuple(len(logs[process].by_id) for process in logs),
+        recovery_points=tuple(point for point in state.points if point not in unreached),
         nbytes=state.nbytes,
         ends=tuple(ends),
         problem="" if state.problem is None else str(state.problem),
     )
 
 
-STRETCH_COLUMNS = (
-    "stretch",
+EPOCH_COLUMNS = (
+    "epoch",
     "run",
-    "goes on from",
+    "resumed from",
     "processes",
-    "marks",
-    "full points",
+    "records",
+    "full recovery points",
     "newest",
     "on disk",
-    "counts",
-    "why it ends",
+    "valid",
+    "end of the records",
 )
 
 
-def stretch_line(stretch: Stretch) -> tuple[Any, ...]:
-    """A stretch as a line under ``STRETCH_COLUMNS``."""
-    came_from = None if stretch.base is None else f"step {stretch.base.step}"
-    if (point := stretch.continues) is not None:
-        came_from = f"point {point.save_id.step} of stretch {point.stretch}, {came_from}"
+def epoch_line(epoch: WalEpoch) -> tuple[Any, ...]:
+    """Returns a WAL epoch as a line for ``EPOCH_COLUMNS``."""
+    resumed_from = None if epoch.base is None else f"step {epoch.base.step}"
+    if (point := epoch.forked_from) is not None:
+        resumed_from = f"recovery point {point.save_id.step} of epoch {point.epoch}"
+        resumed_from += "" if epoch.base is None else f", step {epoch.base.step}"
     return (
-        stretch.number,
-        None if stretch.run is None else stretch.run[:8],
-        came_from,
-        stretch.processes,
-        max(stretch.marks, default=0),
-        stretch.full_points,
-        None if stretch.newest is None else stretch.newest.step,
-        size(stretch.nbytes),
-        {True: "yes", False: "no", None: "unknown"}[stretch.live],
-        stretch.problem or "; ".join(stretch.ends) or None,
+        epoch.number,
+        None if epoch.run is None else epoch.run[:8],
+        resumed_from,
+        epoch.processes,
+        max(epoch.records, default=0),
+        epoch.full_points,
+        None if epoch.newest is None else epoch.newest.step,
+        size(epoch.nbytes),
+        {True: "yes", False: "no", None: "unknown"}[epoch.live],
+        epoch.problem or "; ".join(epoch.ends) or None,
     )
 
 
-POINT_COLUMNS = ("point", "stretch", "kind", "logged (UTC)")
+POINT_COLUMNS = ("recovery point", "epoch", "kind", "appended (UTC)")
 
 
-def point_lines(points: Sequence[LogPoint]) -> list[tuple[Any, ...]]:
-    """Points as lines under ``POINT_COLUMNS``."""
+def point_lines(points: Sequence[RecoveryPoint]) -> list[tuple[Any, ...]]:
+    """Returns recovery points as lines for ``POINT_COLUMNS``."""
     return [
-        (one.step, one.stretch, "full" if one.full else "soft", html.utc(one.unix_secs))
+        (one.step, one.epoch, "full" if one.full else "soft", html.utc(one.unix_secs))
         for one in points
     ]

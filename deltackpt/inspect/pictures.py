@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plots have in common: figures without pyplot, colours, axes in steps and bytes.
+"""Helpers for the plots: figures without pyplot, colors, axes in steps and bytes.
 
-Importing it needs the extra ``plots``.
+Importing this module needs the extra ``plots``.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ except ImportError as error:
         'pip install "deltackpt[plots]"'
     ) from error
 
-#: Lines and text; a page puts its own in its place, so that it can be dark.
+#: Lines and text; a page replaces it by its own text color, for dark mode.
 INK = "#1b1d21"
-#: Okabe and Ito's colours, which colour-blind people can tell apart.
+#: Okabe and Ito's palette, which is safe for color-blind readers.
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 LINES = (BLUE, ORANGE, GREEN, "#CC79A7", "#56B4E9", RED, "#B8A800", INK)
 #: Readable on white and on black.
 GREY = "#888888"
 
 _NAME_LENGTH = 34
-#: What matplotlib says of itself in an SVG where it is not told otherwise.
+#: Metadata that matplotlib adds to an SVG by default.
 _SVG_METADATA = ("Creator", "Date", "Format", "Type")
-#: Below this ratio of the greatest to the least a linear axis shows more.
+#: Below this ratio of the largest to the smallest value, the axis is linear.
 _LOG_RATIO = 16.0
-#: So many steps have ticks of their own; among more, round numbers.
+#: Up to this many steps each have a tick; otherwise ticks are at round numbers.
 _FEW_STEPS = 12
-#: Inches of a digit of a tick's label, and the part of the axes that a legend leaves.
+#: Width of a digit of a tick label in inches, and the share of the width beside a legend.
 _DIGIT_INCHES = 0.09
 _AXES_SHARE = 0.8
 
 
 class Picture(Figure):
-    """A figure that needs no display, and that a notebook shows without pyplot."""
+    """A figure that needs no display, and that notebooks show without pyplot."""
 
     def _repr_png_(self) -> bytes:
         buffer = io.BytesIO()
@@ -66,11 +66,11 @@ class Picture(Figure):
 
 
 def axes(ax: Axes | None, height: float = 3.6) -> Axes:
-    """The axes that were given, or those of a new picture.
+    """Returns the given axes, or the axes of a new figure, in deltackpt's style.
 
     Args:
-      ax: where to draw; None makes a picture.
-      height: of the new picture, inches.
+      ax: where to draw; a new figure by default.
+      height: height of a new figure in inches.
     """
     if ax is None:
         ax = Picture(figsize=(9.0, height), layout="constrained").subplots()
@@ -81,19 +81,19 @@ def axes(ax: Axes | None, height: float = 3.6) -> Axes:
 
 
 def figure(ax: Axes) -> Figure:
-    """The whole figure that axes belong to."""
+    """Returns the root figure of axes."""
     found = ax.get_figure(root=True)
     assert found is not None
     return found
 
 
 def title(ax: Axes, text: str) -> None:
-    """Writes a title at the left; names in it are no formulas."""
+    """Writes a title at the left; ``$`` in names is not parsed as a formula."""
     ax.set_title(text, loc="left", fontsize=10, parse_math=False)
 
 
 def note(ax: Axes, text: str) -> None:
-    """Writes in the middle of empty axes why there is nothing to draw."""
+    """Writes a reason into empty axes."""
     ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", parse_math=False)
     ax.set_xticks([])
     ax.set_yticks([])
@@ -107,7 +107,7 @@ def legend(ax: Axes, entries: Sequence[tuple[str, Any]]) -> None:
 
     Args:
       ax: the axes.
-      entries: labels, and what was drawn; names in labels are no formulas and may begin with ``_``.
+      entries: labels and artists; labels are plain text and may start with ``_``.
     """
     if not entries:
         return
@@ -126,9 +126,9 @@ def legend(ax: Axes, entries: Sequence[tuple[str, Any]]) -> None:
 
 
 def short(name: str) -> str:
-    """A name that fits into a legend: its middle is left out where it is long.
+    """Shortens a name for a legend: replaces the middle of a long name with an ellipsis.
 
-    Example:
+    Examples:
       >>> short("params/embeddings/users"), len(short("x" * 80))
       ('params/embeddings/users', 34)
     """
@@ -139,7 +139,7 @@ def short(name: str) -> str:
 
 
 def step_axis(ax: Axes, steps: Sequence[int]) -> None:
-    """Makes the x axis one of training steps, wide enough for all of ``steps``, ascending."""
+    """Sets up the x axis for training steps; ``steps`` are ascending."""
     ax.set_xlabel("training step")
     if 0 < len(steps) <= _FEW_STEPS:
         room = _AXES_SHARE * ax.bbox.width / figure(ax).dpi
@@ -153,7 +153,7 @@ def step_axis(ax: Axes, steps: Sequence[int]) -> None:
 
 
 def _ticks(steps: Sequence[int], room: float) -> list[int]:
-    """Those of some steps, ascending, whose labels fit beside each other on so many inches."""
+    """Chooses the steps whose labels fit side by side into ``room`` inches."""
     label = (len(f"{steps[-1]:,}") + 2) * _DIGIT_INCHES
     apart = label / room * (steps[-1] - steps[0])
     chosen = [steps[0]]
@@ -164,12 +164,12 @@ def _ticks(steps: Sequence[int], room: float) -> list[int]:
 
 
 def byte_axis(ax: Axes, sizes: Iterable[int], label: str) -> None:
-    """Makes the y axis one of bytes: logarithmic where they span more than a decade.
+    """Sets up the y axis for bytes: logarithmic if they span more than a factor of 16.
 
     Args:
       ax: the axes.
-      sizes: what it shows; zeros do not count.
-      label: of the axis.
+      sizes: the sizes in bytes; zeros are ignored.
+      label: label of the axis.
     """
     ax.set_ylabel(label)
     known = [size for size in sizes if size > 0] or [1]
@@ -188,18 +188,18 @@ def _bytes_label(value: float, _: object) -> str:
 
 
 def share_axis(ax: Axes, shares: np.ndarray, label: str) -> None:
-    """Makes the y axis one of shares in percent: logarithmic above the least where they span much.
+    """Sets up the y axis for percentages: logarithmic if they span more than a factor of 16.
 
     Args:
       ax: the axes.
-      shares: what it shows; NaN and zeros do not count.
-      label: of the axis.
+      shares: the shares; NaN and zeros are ignored.
+      label: label of the axis.
     """
     ax.set_ylabel(label)
     known = shares[np.isfinite(shares) & (shares > 0)]
     low, high = (known.min(), known.max()) if known.size else (1.0, 1.0)
     if high / low > _LOG_RATIO:
-        # Below the least share the axis is linear, so that zeros are seen at its foot.
+        # Linear below the smallest share, so that zeros are visible.
         least = 10 ** np.floor(np.log10(low))
         ax.set_yscale("symlog", linthresh=least, linscale=0.3)
         ax.set_ylim(-0.02 * least, high * 1.6)
@@ -209,12 +209,12 @@ def share_axis(ax: Axes, shares: np.ndarray, label: str) -> None:
 
 
 def shares_norm(shares: np.ndarray) -> PowerNorm:
-    """A colour scale from 0 on in which small shares differ too."""
+    """Returns a color scale from 0 that separates small shares too."""
     return PowerNorm(0.5, vmin=0.0, vmax=float(shares.max()) or 1.0)
 
 
 def count_axis(ax: Axes, most: int, label: str) -> None:
-    """Makes the y axis one of whole numbers from 0 to ``most``."""
+    """Sets up the y axis for integers from 0 to ``most``."""
     ax.set_ylabel(label)
     ax.set_ylim(0, max(1, most) * 1.1)
     ax.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True, steps=[1, 2, 5, 10]))
@@ -222,7 +222,7 @@ def count_axis(ax: Axes, most: int, label: str) -> None:
 
 
 def mark_bases(ax: Axes, steps: Sequence[int], color: str = GREY) -> Any:
-    """Marks at the upper edge where bases are; what was drawn."""
+    """Marks bases at the upper edge; returns the artist."""
     return ax.plot(
         steps,
         np.ones(len(steps)),
@@ -236,7 +236,7 @@ def mark_bases(ax: Axes, steps: Sequence[int], color: str = GREY) -> Any:
 
 
 def mark_damaged(ax: Axes, steps: Sequence[int]) -> Any:
-    """Marks at the lower edge the steps that cannot be read; what was drawn."""
+    """Marks unreadable steps at the lower edge; returns the artist."""
     return ax.plot(
         steps,
         np.full(len(steps), 0.04),
@@ -249,20 +249,21 @@ def mark_damaged(ax: Axes, steps: Sequence[int]) -> Any:
 
 
 def draw_links(ax: Axes, links: Sequence[tuple[tuple[float, float], tuple[float, float]]]) -> Any:
-    """Draws thin lines between pairs of points; what was drawn."""
+    """Draws thin lines between pairs of points; returns the artist."""
     return ax.add_collection(
         LineCollection(links, colors=GREY, linewidths=0.8, alpha=0.5, zorder=1), autolim=False
     )
 
 
 def svg(picture: Figure, prefix: str) -> str:
-    """A picture as an ``<svg>`` element to stand inside a page.
+    """Renders a figure as an ``<svg>`` element for embedding in a page.
 
-    Its ink is the page's (``currentColor``), its background transparent, its text text.
+    Lines and text have the page's color (``currentColor``), the background is transparent, and
+    text stays text.
 
     Args:
       picture: the figure.
-      prefix: what its ids begin with, so that they differ from those of other pictures.
+      prefix: prefix of its ids, which makes them unique within the page.
     """
     for text in picture.findobj(Text):
         text.set_color(INK)
@@ -286,6 +287,6 @@ def svg(picture: Figure, prefix: str) -> str:
 
 
 def _own(tag: str, prefix: str) -> str:
-    """A tag with ids of its own picture, and with the page's ink."""
+    """Adds the prefix to the ids in a tag, and replaces the ink by the page's color."""
     tag = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}-", tag)
     return tag.replace(INK, "currentColor")

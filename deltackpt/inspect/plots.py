@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of a directory of checkpoints, each by one call.
+"""Plots of a checkpoint directory.
 
-Every function returns a matplotlib figure, which a notebook shows and ``savefig`` writes. Nothing
-goes through pyplot: no display is needed and no global state is touched. Where there are more
-tables or saves than a picture can show, it shows the chosen ones and says so.
+Every function returns a matplotlib figure, which notebooks show and ``savefig`` writes. pyplot is
+not used: no display is needed and no global state changes. If there are more tables or saves than
+a plot can show, it shows a selection, which its title names.
 
-Importing it needs the extra ``plots``.
+Importing this module needs the extra ``plots``.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
     from deltackpt.inspect import Checkpoints, Save
 
-#: Tables or fields that get a line of their own.
+#: Tables or fields with their own line.
 _TOP = 8
-#: Columns of a heat map, and points of a line: more cannot be told apart on a screen.
+#: Columns of a heat map, and points of a line: a screen cannot resolve more.
 _MOST_COLUMNS = 400
 _MOST_POINTS = 400
-#: Steps of a picture of drift.
+#: Steps in a plot of drift.
 _MOST_DRIFT_STEPS = 400
-_QUANTILES = {0.5: "median", 0.9: "90 % quantile", 0.99: "99 % quantile", 1.0: "greatest"}
-#: So many points are each seen as one.
+_QUANTILES = {0.5: "median", 0.9: "90 % quantile", 0.99: "99 % quantile", 1.0: "largest"}
+#: Up to this many points are drawn as individual markers.
 _SINGLED_OUT = 100
 _BASE: dict[str, Any] = {"marker": "s", "color": pictures.BLUE}
 _DELTA: dict[str, Any] = {"marker": "o", "color": pictures.ORANGE}
@@ -57,17 +57,17 @@ def timeline(
     compacted: Mapping[int, int] | None = None,
     ax: Axes | None = None,
 ) -> Figure:
-    """Draws the bytes of every save by its kind, with a line to the parent of each delta.
+    """Plots the bytes of every save by kind, with a line from each delta to its parent.
 
-    Steps for which a compacted base stands are marked; its bytes are counted in the title.
+    Steps with a compacted base are marked; the title includes its bytes.
 
     Args:
       ck: the directory, or some of its saves.
-      compacted: bytes of compacted bases by step; by default those of the directory, and none
-        beside chosen saves.
+      compacted: bytes of compacted bases by step; by default those of the directory, or none if
+        ``ck`` is a selection of saves.
       ax: where to draw; a new figure by default.
 
-    Example:
+    Examples:
       >>> timeline(open(directory)).savefig("timeline.svg")  # doctest: +SKIP
     """
     ax = pictures.axes(ax)
@@ -84,7 +84,7 @@ def timeline(
     links = [(at[s.step], at[s.parent]) for s in whole if s.parent is not None and s.parent in at]
     entries: list[tuple[str, Any]] = []
     if links:
-        entries.append(("to the parent", pictures.draw_links(ax, links)))
+        entries.append(("link to parent", pictures.draw_links(ax, links)))
     size = 6.0 if len(saves) <= _SINGLED_OUT else 3.0
     looks: Sequence[tuple[str, list[Save], dict[str, Any]]] = (
         ("delta", [s for s in whole if s.kind == "delta"], _DELTA | {"markersize": size}),
@@ -106,7 +106,7 @@ def timeline(
 
 
 def chain_lengths(ck: Checkpoints | Sequence[Save], *, ax: Axes | None = None) -> Figure:
-    """Draws how many deltas a restore of each step merges onto its base.
+    """Plots how many deltas a restore of each step merges onto its base.
 
     Args:
       ck: the directory, or some of its saves.
@@ -133,7 +133,7 @@ def chain_lengths(ck: Checkpoints | Sequence[Save], *, ax: Axes | None = None) -
     most = f"at most {count(max(lengths), 'delta')}"
     if left_out := len(saves) - len(whole):
         most += f"; without {count(left_out, 'step')} that cannot be restored"
-    pictures.title(ax, f"What a restore merges onto its base: {most}")
+    pictures.title(ax, f"Deltas that a restore merges: {most}")
     return pictures.figure(ax)
 
 
@@ -143,18 +143,18 @@ def touched_fraction(
     *,
     ax: Axes | None = None,
 ) -> Figure:
-    """Draws the share of each table's rows that each delta holds.
+    """Plots the share of each table's rows in each delta.
 
-    With more than 8 tables, those with the most rows written get a line each, and all others are
-    drawn together, as their median and the range from the 10th to the 90th percentile.
+    If there are more than 8 tables, those with the most rows written have their own lines. All
+    others are drawn together, as their median and the range from the 10th to the 90th percentile.
 
     Args:
-      ck: the directory, or some of its saves: of these the deltas after the first base.
+      ck: the directory, or some of its saves; bases are ignored.
       tables: names of the tables; all by default.
       ax: where to draw; a new figure by default.
 
     Raises:
-      OptionError: no save holds rows of a table of that name.
+      OptionError: no save contains rows of a table of that name.
     """
     ax = pictures.axes(ax)
     saves = _whole(_saves(ck))
@@ -177,23 +177,23 @@ def touched_fraction(
 
 
 def activity(ck: Checkpoints, table: str, *, bins: int = 64, ax: Axes | None = None) -> Figure:
-    """Draws where in a table rows are touched: a heat map of rows over deltas.
+    """Plots which parts of a table are touched, as a heat map of rows over deltas.
 
-    The table is cut into ranges of rows; the colour is the share of a range that a delta holds.
-    Of more than 400 deltas, 400 at equal distances are read.
+    The table is divided into ranges of rows; the color is the share of a range that is in a
+    delta. If there are more than 400 deltas, 400 evenly spaced ones are read.
 
     Args:
       ck: the directory.
-      table: its name.
-      bins: ranges of rows.
+      table: name of the table.
+      bins: number of ranges of rows.
       ax: where to draw; a new figure by default.
 
     Raises:
-      OptionError: there is no such table, or fewer than one bin.
+      OptionError: the table does not exist, or ``bins`` is less than 1.
       RestoreError: a delta cannot be read.
     """
     if bins < 1:
-        raise OptionError(f"bins: expected at least 1, found {bins}; give a positive number")
+        raise OptionError(f"bins: expected at least 1, found {bins}; pass a positive number")
     ax = pictures.axes(ax)
     deltas = [save for save in _whole(ck.saves) if save.kind == "delta"]
     shown = [deltas[i] for i in _spread(len(deltas), _MOST_COLUMNS)]
@@ -219,10 +219,10 @@ def activity(ck: Checkpoints, table: str, *, bins: int = 64, ax: Axes | None = N
     bar.outline.set_visible(False)
     pictures.step_axis(ax, steps)
     ax.set_xlim(columns[0], columns[-1])
-    ax.set_ylabel(f"row, in ranges of {int(np.diff(edges).max()):,}")
+    ax.set_ylabel(f"row index, in ranges of {int(np.diff(edges).max()):,}")
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     some = f", {len(shown):,} of {len(deltas):,} deltas" if len(shown) < len(deltas) else ""
-    pictures.title(ax, f"Rows of {pictures.short(table)} that were touched{some}")
+    pictures.title(ax, f"Touched rows of {pictures.short(table)}{some}")
     return pictures.figure(ax)
 
 
@@ -235,22 +235,22 @@ def drift(
     seed: int = 0,
     ax: Axes | None = None,
 ) -> Figure:
-    """Draws how far rows have moved from what they were, as quantiles of the l2 distance.
+    """Plots how far rows have moved since a step, as quantiles of the l2 distance.
 
-    Of more than 400 steps, 400 at equal distances are read.
+    If there are more than 400 steps, 400 evenly spaced ones are read.
 
     Args:
       ck: the directory.
-      table: its name.
-      rows: row numbers, (R,) integers; by default a sample of 1,024 in runs of 16 neighbours,
-        fewer where their values over all steps would take more than 64 MiB.
-      base: the step that distances are taken from; by default the oldest that holds rows of the
+      table: name of the table.
+      rows: row indices, (R,) integers; by default a sample of 1,024 in runs of 16 adjacent rows,
+        or fewer if their values over all steps would take more than 64 MiB.
+      base: the step from which distances are measured; by default the oldest with rows of the
         table.
-      seed: of the sample.
+      seed: seed of the sample.
       ax: where to draw; a new figure by default.
 
     Raises:
-      OptionError: there is no such table, or no such step.
+      OptionError: the table or step does not exist.
       RestoreError: a save cannot be read.
     """
     moved = _drift(ck, table, rows, base, seed)
@@ -277,10 +277,10 @@ def drift(
 
 
 def codec_error(ck: Checkpoints | Sequence[Save], *, ax: Axes | None = None) -> Figure:
-    """Draws the relative l2 error that lossy codecs made in each save, by table and slot.
+    """Plots the relative l2 error of lossy codecs in each save, by table and slot.
 
-    With more than 8 of them, those with the greatest errors get a line each, and all others are
-    drawn together, as their median and the range from the 10th to the 90th percentile.
+    If there are more than 8 of these, those with the largest errors have their own lines. All
+    others are drawn together, as their median and the range from the 10th to the 90th percentile.
 
     Args:
       ck: the directory, or some of its saves.
@@ -304,8 +304,8 @@ def codec_error(ck: Checkpoints | Sequence[Save], *, ax: Axes | None = None) -> 
     entries = _draw_lines(ax, [save.step for save in saves], ordered)
     pictures.share_axis(ax, np.array(list(errors.values())), "relative l2 error")
     pictures.legend(ax, entries)
-    which = _chosen(ranked, "with the greatest errors") + _windows(len(saves))
-    pictures.title(ax, f"What codecs changed{which}")
+    which = _chosen(ranked, "with the largest errors") + _windows(len(saves))
+    pictures.title(ax, f"Codec errors{which}")
     return pictures.figure(ax)
 
 
@@ -314,12 +314,12 @@ def _saves(ck: Checkpoints | Sequence[Save]) -> Sequence[Save]:
 
 
 def _whole(saves: Sequence[Save]) -> list[Save]:
-    """Those that can be restored, as far as manifests say."""
+    """Saves that can be restored, by their manifests."""
     return [save for save in saves if not save.problem]
 
 
 def kinds(saves: Sequence[Save]) -> str:
-    """How many saves are bases, deltas, unreadable; and how many chains are broken."""
+    """Counts bases, deltas, unreadable saves and broken chains, as text."""
     found = [save.kind for save in saves]
     parts = [count(found.count(kind), kind) for kind in ("base", "delta")]
     if unreadable := found.count(None):
@@ -331,7 +331,7 @@ def kinds(saves: Sequence[Save]) -> str:
 
 
 def disk_bytes(saves: Sequence[Save], compacted: Mapping[int, int]) -> int:
-    """Bytes on disk of saves and of compacted bases."""
+    """Sums the bytes on disk of saves and compacted bases."""
     return sum(save.disk_bytes for save in saves) + sum(compacted.values())
 
 
@@ -340,7 +340,7 @@ def _touched_shares(
 ) -> tuple[list[int], dict[str, np.ndarray], dict[str, int]]:
     """(steps of the deltas, share of rows in each by table, rows written by table).
 
-    NaN where a save has no such table.
+    NaN if a save does not have the table.
     """
     deltas = [save for save in saves if save.kind == "delta"]
     shares: dict[str, np.ndarray] = {}
@@ -357,7 +357,7 @@ def _touched_shares(
 def _draw_lines(
     ax: Axes, steps: Sequence[int], lines: Mapping[str, np.ndarray]
 ) -> list[tuple[str, Any]]:
-    """Draws the first lines and the range of all others; labels and what was drawn."""
+    """Draws the first lines and the range of all others; returns labels and artists."""
     entries: list[tuple[str, Any]] = []
     marker = "o" if len(steps) <= _SINGLED_OUT else ""
     names = list(lines)
@@ -379,7 +379,7 @@ def _draw_lines(
 
 
 def _window(count: int) -> int:
-    """Saves that one point of a line stands for."""
+    """Number of saves per point of a line."""
     return -(-count // _MOST_POINTS)
 
 
@@ -388,7 +388,7 @@ def _windows(count: int) -> str:
 
 
 def _medians(line: np.ndarray) -> np.ndarray:
-    """Medians of windows of a line, NaN where nothing in a window is known."""
+    """Medians of windows of a line; NaN for a window without values."""
     window = _window(len(line))
     if window <= 1:
         return line
@@ -408,7 +408,7 @@ def _field_name(table: str, field: str) -> str:
 
 
 def _known(names: Sequence[str], known: Mapping[str, object]) -> list[str]:
-    """The tables that names mean."""
+    """Resolves table names."""
     found = [globs.meant(name, known, OptionError) for name in names]
     for name in found:
         if name not in known:
@@ -420,12 +420,12 @@ def _known(names: Sequence[str], known: Mapping[str, object]) -> list[str]:
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """At most so many indices below ``count``, at equal distances, both ends among them."""
+    """At most ``most`` evenly spaced indices below ``count``, including both ends."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int)).tolist()
 
 
 def _column_edges(steps: Sequence[int]) -> np.ndarray:
-    """Edges of columns whose middles are near the steps."""
+    """Edges of columns centred near the steps."""
     middles = np.asarray(steps, np.float64)
     if len(middles) == 1:
         return middles[0] + np.array([-0.5, 0.5])
@@ -436,9 +436,9 @@ def _column_edges(steps: Sequence[int]) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Drift:
-    """How far rows were from what they were at the first of some steps.
+    """Distances of rows from their values at the first of some steps.
 
-    ``distances`` is (steps, rows); ``total_steps`` and ``total_rows`` were there to choose from.
+    ``distances`` is (steps, rows), chosen from ``total_steps`` and ``total_rows``.
     """
 
     steps: list[int]
@@ -469,7 +469,7 @@ def _drift(
     later = [save.step for save in whole if save.step >= base]
     if base not in later:
         raise OptionError(
-            f"base: expected a step of {ck.spot} that can be restored, found {base}; see ck.saves"
+            f"base: expected a restorable step of {ck.spot}, found {base}; see ck.saves"
         )
     tables = ck.at(base).tables
     [table] = _known([table], tables)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One page about a directory of checkpoints, for people: what is there, and whether it is well.
+"""Writes an HTML page about a checkpoint directory: its contents, and what can be restored.
 
-The page is a single file that asks for nothing else: no scripts, no fonts, no images from
-elsewhere, and a policy in its head that forbids them. Pictures are SVG in the ink of the page,
-which is light or dark as the reader's system is.
+The page is a single self-contained file without scripts, external fonts or external images; a
+content security policy forbids them. Plots are SVG in the page's text color, which follows the
+light or dark mode of the system.
 
-Importing it needs the extra ``plots``.
+Importing this module needs the extra ``plots``.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import html
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from deltackpt.__about__ import __version__
-from deltackpt.errors import RestoreError
+from deltackpt.errors import RestoreError, StorageError
 from deltackpt.format import blocks, names
 from deltackpt.inspect import html as markup
 from deltackpt.inspect import pictures, plots
+from deltackpt.inspect.dense import DENSE_COLUMNS, PLACEHOLDERS, dense_lines
+from deltackpt.inspect.dense_of_blocks import SAVED_COLUMNS, saved_line
+from deltackpt.inspect.logs import EPOCH_COLUMNS, epoch_line
 from deltackpt.inspect.save import SAVE_COLUMNS, save_line
 from deltackpt.storage import files
 from deltackpt.units import count, size
@@ -34,24 +36,28 @@ if TYPE_CHECKING:
 
     from deltackpt.events import TableFigures
     from deltackpt.inspect import Checkpoints, Save, Step
+    from deltackpt.inspect.dense_of_blocks import SavedLeaf
+    from deltackpt.reading.stretches import RecoveryPoint
 
-#: Lines of the table of steps; older ones are left out, and the page says so.
+#: Lines of the table of steps; the page counts the older ones that are left out.
 _MOST_STEPS = 1000
+#: Dense leaves in the table; each must be opened for its shape.
+_MOST_LEAVES = 500
 _MOST_WARNINGS = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a page was made of.
+    """Summary of a page that was written.
 
     Attributes:
-      path: the page.
-      nbytes: its length.
-      steps: steps of the directory.
-      compacted: compacted bases of the directory.
-      newest: the newest step; None where there is none.
-      restorable: the newest step whose chain is whole; None where there is none.
-      warnings: what a reader should know first.
+      path: path of the page.
+      nbytes: size of the page in bytes.
+      steps: number of steps in the directory.
+      compacted: number of compacted bases in the directory.
+      newest: the newest step, or None.
+      restorable: the newest step with an intact chain, according to the manifests, or None.
+      warnings: problems, most important first.
     """
 
     path: str
@@ -64,19 +70,19 @@ class Report:
 
 
 def write(ck: Checkpoints, path: str | os.PathLike[str]) -> Report:
-    """Writes the page: the file is either absent, old or complete.
+    """Writes the page atomically.
 
-    Manifests say most of it. Two pictures read the busiest table: the row numbers of at most 400
-    deltas, and at most 64 MiB of values.
+    Most data is read from manifests. Two plots read the busiest table: the row indices of at most
+    400 deltas, and at most 64 MiB of values.
 
     Args:
       ck: the directory.
-      path: of the page; its directory exists.
+      path: path of the page; its directory must exist.
 
     Raises:
-      StorageError: the page cannot be written, or the directory not be listed.
+      StorageError: the page cannot be written, or the directory cannot be listed.
 
-    Example:
+    Examples:
       >>> write(open("/data/run-17"), "report.html").restorable  # doctest: +SKIP
       1200
     """
@@ -84,7 +90,7 @@ def write(ck: Checkpoints, path: str | os.PathLike[str]) -> Report:
     drawn, missing = _drawn(ck, facts)
     warnings = (*_warnings(facts), *missing)
     text = _page(ck, facts, drawn, warnings).encode()
-    files.write_atomic(Path(path), text, fsync=True)
+    files.write_atomic(files.user_path(path), text, fsync=True)
     return Report(
         path=os.fspath(path),
         nbytes=len(text),
@@ -98,14 +104,20 @@ def write(ck: Checkpoints, path: str | os.PathLike[str]) -> Report:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Facts:
-    """A directory at one moment: what is told and drawn of a live one agrees.
+    """A snapshot of a directory, so that all parts of the page agree.
 
     Attributes:
       saves: all saves, ascending.
       compacted: bytes on disk of compacted bases, by step.
-      step: the newest step whose chain is whole.
+      step: the newest step with an intact chain.
       problems: steps that cannot be restored, ascending, and why.
       fields: figures of every field of every table, by table.
+      dense: the listed dense leaves of the step, as lines under ``DENSE_COLUMNS``.
+      dense_note: a note about the leaves that are not listed.
+      dense_saved: the dense leaves that the step's save stores as blocks.
+      wal: the WAL epochs, as lines under ``EPOCH_COLUMNS``, newest first.
+      point: the newest full recovery point; None without one.
+      unread: what could not be read for the page, and why.
     """
 
     saves: Sequence[Save]
@@ -113,10 +125,16 @@ class _Facts:
     step: Step | None
     problems: Mapping[int, str]
     fields: Mapping[str, Sequence[tuple[Save, TableFigures]]]
+    dense: Sequence[Sequence[Any]] = ()
+    dense_note: str = ""
+    dense_saved: Sequence[SavedLeaf] = ()
+    wal: Sequence[Sequence[Any]] = ()
+    point: RecoveryPoint | None = None
+    unread: Sequence[str] = ()
 
     @property
     def busiest(self) -> str | None:
-        """The table of which deltas hold the most rows."""
+        """The table with the most rows in deltas."""
         if self.step is None:
             return None
         rows = {
@@ -141,15 +159,48 @@ def _gathered(ck: Checkpoints) -> _Facts:
         try:
             step = ck.at(save.step)
             break
-        except RestoreError as error:  # Retention took it meanwhile: a newer or older one stands.
+        except RestoreError as error:  # Retention may have removed it: try an older one.
             problems[save.step] = str(error)
+    unread: list[str] = []
+    dense, note, saved = [], "", ()
+    lines, point = [], None
+    try:
+        if step is not None:
+            (dense, note), saved = _dense_lines(step), step.dense_saved
+    except (RestoreError, StorageError) as error:
+        unread.append(f"The dense leaves are not shown: {error}")
+    try:
+        wal = ck.wal
+        lines = [epoch_line(one) for one in wal.epochs]
+        point = next((one for one in wal.recovery_points() if one.full), None)
+        if wal.problem:
+            unread.append(f"The valid recovery points cannot be determined: {wal.problem}")
+    except (RestoreError, StorageError) as error:
+        unread.append(f"The write-ahead log is not shown: {error}")
     return _Facts(
         saves=saves,
         compacted=ck.compacted,
         step=step,
         problems=dict(sorted(problems.items())),
         fields=fields,
+        dense=dense,
+        dense_note=note,
+        dense_saved=saved,
+        wal=lines,
+        point=point,
+        unread=unread,
     )
+
+
+def _dense_lines(step: Step) -> tuple[list[tuple[Any, ...]], str]:
+    """Lines under ``DENSE_COLUMNS``, and a note about the leaves without a line."""
+    leaves = list(step.dense.values())
+    held = [leaf for leaf in leaves if leaf.kind not in PLACEHOLDERS]
+    lines, _ = dense_lines(held[:_MOST_LEAVES])
+    _, note = dense_lines(leaf for leaf in leaves if leaf.kind in PLACEHOLDERS)
+    if further := len(held) - _MOST_LEAVES:
+        note = f"and {further:,} more leaves {note}" if further > 0 else note
+    return lines, note
 
 
 def _warnings(facts: _Facts) -> Iterator[str]:
@@ -161,15 +212,16 @@ def _warnings(facts: _Facts) -> Iterator[str]:
         yield "No step can be restored."
     elif facts.step.step != newest:
         yield f"Step {newest:,} cannot be restored; the newest that can is {facts.step.step:,}."
+    yield from facts.unread
     for step, problem in list(facts.problems.items())[-_MOST_WARNINGS:]:
         yield f"Step {step:,}: {problem}"
     if len(facts.problems) > _MOST_WARNINGS:
         older = len(facts.problems) - _MOST_WARNINGS
-        yield f"{count(older, 'older step')} likewise: see the table of steps."
+        yield f"{count(older, 'older step')} cannot be restored either: see the table of steps."
 
 
 def _drawn(ck: Checkpoints, facts: _Facts) -> tuple[list[str], list[str]]:
-    """(pictures as HTML, what could not be drawn and why)."""
+    """(plots as HTML, warnings about those that could not be drawn)."""
     saves, table = facts.saves, facts.busiest
     wanted: list[tuple[str, str, Callable[[], Figure]]] = [
         ("timeline", "Saves", lambda: plots.timeline(saves, compacted=facts.compacted)),
@@ -179,16 +231,16 @@ def _drawn(ck: Checkpoints, facts: _Facts) -> tuple[list[str], list[str]]:
         wanted += [
             ("touched", "Touched rows", lambda: plots.touched_fraction(ck)),
             ("activity", "Where rows are touched", lambda: plots.activity(ck, table)),
-            ("drift", "How far rows move", lambda: plots.drift(ck, table)),
+            ("drift", "Drift of rows", lambda: plots.drift(ck, table)),
         ]
     if any(f.relative_error for held in facts.fields.values() for _, f in held):
-        wanted.append(("errors", "Errors of codecs", lambda: plots.codec_error(saves)))
+        wanted.append(("errors", "Codec errors", lambda: plots.codec_error(saves)))
     drawn, missing = [], []
     for name, heading, draw in wanted:
         try:
             element = pictures.svg(draw(), name)
         except RestoreError as error:
-            missing.append(f"The picture “{heading}” is left out: {error}")
+            missing.append(f"The plot “{heading}” is left out: {error}")
             continue
         drawn.append(f'<figure aria-label="{heading}">{element}</figure>')
     return drawn, missing
@@ -207,13 +259,39 @@ def _page(ck: Checkpoints, facts: _Facts, drawn: Sequence[str], warnings: Sequen
         warnings=_list(warnings),
         pictures="".join(drawn),
         tables=_table(_TABLE_COLUMNS, _table_lines(facts)),
+        further="".join(_further(facts)),
+        links="".join(f'<a href="#{at}">{name}</a>' for at, name in _sections(facts)),
         steps=_steps(facts),
         left_out=_left_out(facts.saves),
     )
 
 
+def _sections(facts: _Facts) -> Iterator[tuple[str, str]]:
+    """(id, name) of the sections that only some directories have."""
+    if facts.dense or facts.dense_note:
+        yield "dense", "Dense leaves"
+    if facts.wal:
+        yield "wal", "Write-ahead log"
+
+
+def _further(facts: _Facts) -> Iterator[str]:
+    """The sections that only some directories have."""
+    for at, name in _sections(facts):
+        yield f'<h2 id="{at}">{name}</h2>'
+        if at == "wal":
+            yield _table(EPOCH_COLUMNS, facts.wal)
+            continue
+        if facts.dense:
+            yield _table(DENSE_COLUMNS, facts.dense)
+        if facts.dense_note:
+            yield f"<p>{html.escape(facts.dense_note)}.</p>"
+        if facts.dense_saved:
+            yield "<h3>Blocks in the newest save</h3>"
+            yield _table(SAVED_COLUMNS, map(saved_line, facts.dense_saved[:_MOST_LEAVES]))
+
+
 def _cards(facts: _Facts) -> Iterator[tuple[str, str, str, str]]:
-    """(label, value, what else, class) of each figure at the top of the page."""
+    """(label, value, detail, class) of each card at the top of the page."""
     saves = facts.saves
     if not saves:
         yield "steps", "none", "", ""
@@ -222,11 +300,14 @@ def _cards(facts: _Facts) -> Iterator[tuple[str, str, str, str]]:
     at = markup.utc(newest.committed_at)
     yield "newest step", f"{newest.step:,}", f"committed {at} UTC" if at else "", ""
     if facts.step is None:
-        yield "restorable", "none", "no chain is whole, by manifests", "bad"
+        yield "restorable", "none", "no chain is intact, by manifests", "bad"
     else:
         well = facts.step.step == newest.step
         value, kind = ("yes", "good") if well else (f"{facts.step.step:,}", "bad")
         yield "restorable", value, f"{_read_for(facts.step)}, by manifests", kind
+    if facts.point is not None:
+        at = markup.utc(facts.point.unix_secs)
+        yield "newest recovery point", f"{facts.point.step:,}", f"appended {at} UTC", ""
     yield "saves", f"{len(saves):,}", plots.kinds(saves), ""
     compacted = sum(facts.compacted.values())
     written = plots.disk_bytes(saves, facts.compacted)
@@ -237,7 +318,7 @@ def _cards(facts: _Facts) -> Iterator[tuple[str, str, str, str]]:
     yield "on disk", size(written), more, ""
     full = _full_bytes(saves, facts.compacted)
     if full > written:
-        more = f"{size(full)} if each were a base"
+        more = f"{size(full)} if every save were a base"
         yield "saved by deltas", f"{1 - written / full:.1%}", more, ""
     shares = [s.rows / s.total_rows for s in saves if s.kind == "delta" and s.total_rows]
     if shares:
@@ -245,7 +326,7 @@ def _cards(facts: _Facts) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _read_for(step: Step) -> str:
-    """What a restore of a step reads, in words."""
+    """Describes what a restore of a step reads."""
     base = "a compacted base" if step.reads[0].startswith(names.COMPACTED) else "a base"
     deltas = len(step.reads) - 1
     return f"{base} and {count(deltas, 'delta')}" if deltas else base
@@ -265,7 +346,7 @@ def _full_bytes(saves: Sequence[Save], compacted: Mapping[int, int]) -> int:
 
 
 _TABLE_COLUMNS = (
-    "table", "shape", "dtype", "slots", "codecs", "rows written", "on disk", "greatest error",
+    "table", "shape", "dtype", "slots", "codecs", "rows written", "on disk", "largest error",
 )  # fmt: skip
 
 
@@ -297,7 +378,7 @@ def _steps(facts: _Facts) -> str:
 def _left_out(saves: Sequence[Save]) -> str:
     if (older := len(saves) - _MOST_STEPS) <= 0:
         return ""
-    return f"<p>Without {count(older, 'older step')}.</p>"
+    return f"<p>{count(older, 'older step')} not shown.</p>"
 
 
 def _is_values(figures: TableFigures) -> bool:
@@ -323,7 +404,7 @@ def _table(
     lines: Iterable[Sequence[Any]],
     bad: frozenset[int] = frozenset(),
 ) -> str:
-    """A table with numbers to the right; the lines with numbers in ``bad`` are marked."""
+    """A table with numbers aligned to the right; the lines at indices in ``bad`` are marked."""
     cells = [[_cell(value) for value in line] for line in lines]
     body = "".join(
         f"<tr{' class=bad' if number in bad else ''}>{''.join(line)}</tr>\n"
@@ -333,12 +414,27 @@ def _table(
     for number, name in enumerate(columns):
         right = bool(cells) and all(line[number].startswith((_NUMBER, _NONE)) for line in cells)
         heads.append(f'<th scope="col"{" class=n" if right else ""}>{html.escape(name)}</th>')
+    kind = f"of-{columns[0].replace(' ', '-')}-{len(columns)}"
     return (
-        f'<div class="scroll" tabindex="0"><table><thead><tr>{"".join(heads)}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
+        f"<style>{_labels(kind, columns)}</style>"
+        f'<div class="scroll" tabindex="0"><table class="{kind}">'
+        f"<thead><tr>{''.join(heads)}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 
+def _labels(kind: str, columns: Sequence[str]) -> str:
+    """Styles that label each value of a table on a narrow page, which shows rows as lists."""
+    rules = (
+        f".{kind} td:nth-child({number})::before {{ content: '{name}'; }}"
+        for number, name in enumerate(columns, start=1)
+    )
+    return f"@media ({_NARROW}) {{ {' '.join(rules)} }}"
+
+
+#: Narrower pages show each table row as a list, to avoid scrolling sideways.
+_NARROW = "max-width: 60rem"
+#: Values of at most this many characters are not wrapped.
+_SHORT = 12
 _NUMBER = "<td class=n>"
 _NONE = "<td>–</td>"
 
@@ -347,16 +443,19 @@ def _cell(value: Any) -> str:
     if value is None:
         return _NONE
     text = f"{value:,}" if isinstance(value, int) else html.escape(str(value))
-    return f"{_NUMBER if text[:1].isdigit() else '<td>'}{text}</td>"
+    if text[:1].isdigit():
+        return f"{_NUMBER}{text}</td>"
+    return f"{'<td class=s>' if len(text) <= _SHORT else '<td>'}{text}</td>"
 
 
-_STYLE = """
+_STYLE = (
+    """
 :root { color-scheme: light dark; --ink: #1b1d21; --faint: #5f6570; --paper: #ffffff;
   --card: #f4f5f7; --line: #dfe2e7; --good: #00734f; --bad: #b33c00; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e4e6ea; --faint: #9aa1ad; --paper: #15171b;
   --card: #1f2228; --line: #343942; --good: #3ccf9f; --bad: #ff8a4c; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 2rem 1.25rem 3rem; max-width: 70rem; color: var(--ink);
+body { margin: 0 auto; padding: 2rem 1.25rem 3rem; max-width: 82rem; color: var(--ink);
   background: var(--paper); font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; }
 h1 { margin: 0; font-size: 1.7rem; line-height: 1.2; overflow-wrap: anywhere; }
 h2 { margin: 2.4rem 0 .8rem; font-size: 1.2rem; }
@@ -375,13 +474,16 @@ dd small { color: var(--faint); }
 .warnings { margin: 1.4rem 0 0; padding: .7rem 1rem .7rem 2rem; border-radius: .5rem;
   border: 1px solid var(--bad); overflow-wrap: anywhere; }
 figure { margin: 0 0 1.6rem; } figure svg { display: block; width: 100%; height: auto; }
-.scroll { max-height: 32rem; overflow: auto; border: 1px solid var(--line); border-radius: .5rem; }
+h3 { margin: 1.4rem 0 .6rem; font-size: 1rem; }
+.scroll { max-height: 32rem; overflow: hidden auto; border: 1px solid var(--line);
+  border-radius: .5rem; }
 table { width: 100%; border-collapse: collapse; font-size: .85rem; }
-th, td { padding: .3rem 1rem; text-align: left; vertical-align: top; white-space: nowrap;
+th, td { padding: .3rem .6rem; text-align: left; vertical-align: top; overflow-wrap: anywhere;
   border-bottom: 1px solid var(--line); }
 th { position: sticky; top: 0; background: var(--card); font-weight: 600; }
 th.n, td.n { text-align: right; } td.n { font-variant-numeric: tabular-nums; }
-#steps + .scroll td:last-child { white-space: normal; min-width: 14rem; overflow-wrap: anywhere; }
+td.n, td.s { white-space: nowrap; }
+th { overflow-wrap: normal; }
 tr.bad td { color: var(--bad); }
 footer { margin-top: 2.4rem; color: var(--faint); font-size: .8rem; }
 @media print { :root { color-scheme: light; --ink: #000; --faint: #444; --paper: #fff;
@@ -391,6 +493,17 @@ footer { margin-top: 2.4rem; color: var(--faint); font-size: .8rem; }
   td, th { white-space: normal; padding: .1rem .5rem; } figure, tr, .card { break-inside: avoid; }
   .card { border: 1px solid var(--line); } }
 """
+    f"@media screen and ({_NARROW}) {{"
+    """
+  thead { position: absolute; clip-path: inset(50%); width: 1px; height: 1px; overflow: hidden; }
+  table, tbody, tr { display: block; }
+  tr { padding: .4rem 0; border-bottom: 1px solid var(--line); }
+  td, td.n, td.s { display: grid; grid-template-columns: 9rem 1fr; gap: .8rem; border: 0;
+    padding: .1rem .8rem; text-align: left; white-space: normal; }
+  td::before { color: var(--faint); }
+}
+"""
+)
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -406,20 +519,22 @@ _PAGE = """<!doctype html>
 <header>
 <h1>{name}</h1>
 <p>{path}, item {item}</p>
-<nav><a href="#pictures">Pictures</a><a href="#tables">Tables</a><a href="#steps">Steps</a></nav>
+<nav><a href="#plots">Plots</a><a href="#tables">Tables</a>{links}
+<a href="#steps">Steps</a></nav>
 </header>
 <dl>{cards}</dl>
-<p class="verify">Read from manifests: they say which saves a restore needs, and that these are
-there. <code>deltackpt verify</code> reads every byte.</p>
+<p class="verify">Based on manifests: they show which saves a restore needs, and that these
+exist. <code>deltackpt verify</code> reads every byte.</p>
 {warnings}
-<h2 id="pictures">Pictures</h2>
+<h2 id="plots">Plots</h2>
 {pictures}
 <h2 id="tables">Tables</h2>
 {tables}
+{further}
 <h2 id="steps">Steps</h2>
 {steps}
 {left_out}
-<footer>Made by deltackpt {version} at {made} UTC.</footer>
+<footer>Generated by deltackpt {version} at {made} UTC.</footer>
 </body>
 </html>
 """

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few rows of a table, and how far they moved."""
+"""Samples of a table's rows, and the distances that the rows moved."""
 
 from __future__ import annotations
 
 import numpy as np
 
-#: Rows of a sample, and how many of them lie side by side.
+#: Rows of a sample, and of each run of adjacent rows.
 _SAMPLE_ROWS = 1024
 _RUN_ROWS = 16
-#: What a sample of rows may take, over all steps.
+#: Memory limit of a sample, over all steps.
 _SAMPLE_BYTES = 64 << 20
 
 
 def sample(rows: int, row_bytes: int, seed: int) -> np.ndarray:
-    """Runs of rows at random places; a block holds many rows and is verified as a whole."""
+    """Returns runs of adjacent rows at random positions: verifying a block reads many anyway."""
     most = min(_SAMPLE_ROWS, max(_RUN_ROWS, _SAMPLE_BYTES // max(1, row_bytes)))
     if rows <= most:
         return np.arange(rows)
@@ -24,7 +24,7 @@ def sample(rows: int, row_bytes: int, seed: int) -> np.ndarray:
 
 
 def distances(values: np.ndarray, origin: np.ndarray) -> np.ndarray:
-    """The l2 distance of each row from where it was."""
+    """Returns the l2 distance of each row from its origin."""
     with np.errstate(invalid="ignore"):  # inf - inf is nan, which is left out.
         difference = values.astype(np.float64) - origin
         return np.linalg.norm(difference.reshape(len(difference), -1), axis=1)

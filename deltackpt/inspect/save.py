@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one committed step is, and the lines of a page that tell it."""
+"""Description of a committed step, and its lines in tables."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from deltackpt.units import size
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Save:
-    """What a committed step is; where it cannot be read, ``problem`` says why.
+    """Description of a committed step.
 
     Attributes:
       step: the training step.
       path: its directory.
-      kind: base or delta; None where it cannot be read.
+      kind: base or delta; None if it cannot be read.
       parent: step of a delta's parent.
-      chain_length: deltas that a restore of it merges; None where the chain is not whole.
-      reason: why it is a base, or a delta.
-      compacted: whether a compacted base stands for it.
-      tables: each field of each table of which rows were written; empty where all were.
-      table_rows: name of each table to its rows.
+      chain_length: number of deltas that a restore of the step merges; None if the chain is broken.
+      reason: why the save is a base or a delta.
+      compacted: whether it has a compacted base.
+      tables: figures of each field of each table with rows in the save.
+      table_rows: number of rows of each table, by name.
       nbytes: bytes of its arrays, before any compression.
-      dense_nbytes: likewise of the dense leaves that it holds as blocks; None where it has Orbax's
-        item of them, or none.
-      problem: what is wrong with it or its chain; empty where nothing was found. The data is not
-        read: ``deltackpt verify`` does.
+      dense_nbytes: bytes of its dense leaves stored as blocks, before any compression; None without
+        dense leaves, or if they are in Orbax's item.
+      problem: why the save or its chain cannot be read; empty if no problem was found. Use
+        ``deltackpt verify`` to check the data.
     """
 
     step: int
@@ -55,31 +55,31 @@ class Save:
 
     @property
     def path(self) -> Path:
-        """Its directory.
+        """Directory of the step.
 
         Raises:
-          TypeError: it is in a bucket; ``spot`` says where.
+          TypeError: the step is in a bucket; ``spot`` has its URL.
         """
         return Path(self.spot)
 
     @property
     def rows(self) -> int:
-        """Rows of tables that it holds; slots are not counted again."""
+        """Number of table rows in the save; slots are not counted."""
         return sum(figures.rows for figures in self.tables if figures.field == blocks.VALUES)
 
     @property
     def total_rows(self) -> int:
-        """Rows of all tables."""
+        """Number of rows of all tables."""
         return sum(self.table_rows.values())
 
     @functools.cached_property
     def disk_bytes(self) -> int:
-        """Bytes of all files of the step; 0 where it is gone."""
+        """Bytes of all files of the step; 0 if it was removed."""
         return self.spot.tree_bytes()
 
     @functools.cached_property
     def committed_at(self) -> float | None:
-        """When Orbax committed it, in seconds since 1970; None where it does not say so."""
+        """Time of Orbax's commit, in seconds since 1970; None if it is not recorded."""
         try:
             found = json.loads((self.spot / names.STEP_METADATA).read())
             return found["commit_timestamp_nsecs"] / 1e9
@@ -93,16 +93,16 @@ SAVE_COLUMNS = (
     "parent",
     "deltas",
     "rows",
-    "of all",
+    "share",
     "on disk",
     "codecs",
     "committed (UTC)",
-    "why",
+    "reason",
 )
 
 
 def save_line(save: Save) -> tuple[Any, ...]:
-    """A step as a line under ``SAVE_COLUMNS``."""
+    """Returns a step as a line for ``SAVE_COLUMNS``."""
     kind = f"{save.kind} (compacted)" if save.compacted else save.kind
     codecs = {figures.codec for figures in save.tables}
     if save.dense_nbytes is not None:
@@ -121,11 +121,11 @@ def save_line(save: Save) -> tuple[Any, ...]:
     )
 
 
-FIGURE_COLUMNS = ("table", "field", "codec", "rows", "on disk", "of unencoded", "error", "why")
+FIGURE_COLUMNS = ("table", "field", "codec", "rows", "on disk", "of raw", "error", "reason")
 
 
 def figure_lines(save: Save) -> list[tuple[Any, ...]]:
-    """What a save holds of each field of each table, as lines under ``FIGURE_COLUMNS``."""
+    """Returns each field of each table in a save as lines for ``FIGURE_COLUMNS``."""
     return [
         (
             figures.table,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of the numbers of a table, taken batch by batch."""
+"""Statistics of the elements of a table, computed in batches."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """Figures of the numbers in some rows; of complex numbers those of their magnitudes.
+    """Statistics of the elements of some rows; of the magnitudes, if they are complex.
 
     Attributes:
-      rows: how many rows.
-      mean: mean of the finite numbers; nan where there is none.
-      std: their standard deviation, likewise.
-      least: the least of them, likewise.
-      greatest: the greatest of them, likewise.
-      zero_rows: rows that hold nothing but zeros.
-      not_finite_rows: rows with a number that is infinite or no number.
+      rows: number of rows.
+      mean: mean of the finite elements; NaN if no element is finite.
+      std: standard deviation of the finite elements; NaN if no element is finite.
+      least: smallest finite element; NaN if no element is finite.
+      greatest: largest finite element; NaN if no element is finite.
+      zero_rows: number of rows that contain only zeros.
+      not_finite_rows: number of rows with an infinity or NaN.
     """
 
     rows: int
@@ -34,7 +34,7 @@ class Statistics:
 
 
 def statistics_of(batches: Iterable[np.ndarray]) -> Statistics:
-    """Figures of rows that come in batches, (n, *trailing) each."""
+    """Computes the statistics of rows given in batches, (n, *trailing) each."""
     rows = zero_rows = not_finite_rows = count = 0
     mean = squares = 0.0
     least, greatest = math.inf, -math.inf
@@ -48,7 +48,7 @@ def statistics_of(batches: Iterable[np.ndarray]) -> Statistics:
         values = flat[finite]
         if not values.size:
             continue
-        # Chan, Golub and LeVeque 1979: means and squares of two parts give those of both.
+        # Chan, Golub and LeVeque 1979: combines means and squares of two parts.
         own = float(values.mean())
         total = count + values.size
         squares += float(((values - own) ** 2).sum())

@@ -15,17 +15,19 @@ from deltackpt.format import blocks, globs, manifest, names
 from deltackpt.format.manifest import TableEntry
 from deltackpt.format.segments import FieldSpec
 from deltackpt.inspect import html
-from deltackpt.inspect.dense import DENSE_COLUMNS, METADATA, DenseItem, DenseLeaf, dense_line
+from deltackpt.inspect.dense import DENSE_COLUMNS, METADATA, DenseItem, DenseLeaf, dense_lines
 from deltackpt.inspect.dense_of_blocks import (
     SAVED_COLUMNS,
     DenseOfBlocks,
+    DenseOfPoint,
     SavedLeaf,
     saved_leaves,
     saved_line,
 )
-from deltackpt.inspect.lazy import LazyArray, Saves
+from deltackpt.inspect.lazy import LazyArray, PointSaves, Saves
 from deltackpt.reading import removal, saves
 from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.stretches import RecoveryPoint
 from deltackpt.storage.store import Stamp
 from deltackpt.units import count, size
 
@@ -34,16 +36,16 @@ _SHOWN_ROWS = 5
 
 
 class Table(LazyArray):
-    """A table at a step, lazy, and its slots.
+    """A table at a step and its slots, read lazily.
 
     Attributes:
       name, shape, dtype: as in ``LazyArray``.
-      slots: names of its optimizer slots to their lazy arrays, (rows, *trailing).
-      leaves: names of its fields to the '/'-joined paths of their leaves in the state.
+      slots: lazy arrays of its optimizer slots, (rows, *trailing), by name.
+      leaves: '/'-joined path of each field's leaf in the state, by field name.
     """
 
     def __init__(self, saves: Saves, table: TableEntry, fields: tuple[FieldSpec, ...]):
-        """Made by ``Step``."""
+        """Internal: index ``Step.tables``."""
         specs = {spec.name: spec for spec in fields}
         super().__init__(saves, table, specs.pop(blocks.VALUES))
         self.slots: Mapping[str, LazyArray] = MappingProxyType(
@@ -55,10 +57,10 @@ class Table(LazyArray):
         self.leaves = {field: manifest.path_name(path) for field, path in table.leaves.items()}
 
     def field(self, name: str) -> LazyArray:
-        """The lazy array of a field: ``values`` or ``slot.<name>``.
+        """Returns the lazy array of a field: ``values`` or ``slot.<name>``.
 
         Raises:
-          TemplateMismatch: there is no such field.
+          TemplateMismatch: the field does not exist.
         """
         if name == blocks.VALUES:
             return self
@@ -66,7 +68,7 @@ class Table(LazyArray):
         if slot not in self.slots:
             fields = [blocks.VALUES, *(blocks.slot_field(slot) for slot in self.slots)]
             raise TemplateMismatch(
-                f"table {self.name}: expected one of the fields {fields}, found {name!r}; ask for "
+                f"table {self.name}: expected one of the fields {fields}, found {name!r}; choose "
                 "one of them"
             )
         return self.slots[slot]
@@ -76,63 +78,71 @@ class Table(LazyArray):
 
 
 class Step:
-    """A step of a directory, read lazily.
+    """A step, or a recovery point, of a checkpoint directory, read lazily.
 
-    ``step[name]`` is a table, a slot (``<table>.slot.<name>``), or a dense leaf, by the name that
-    ``step.tables`` or ``step.dense`` has for it, or by the end of exactly one such name.
-
+    ``step[name]`` returns a table, a slot (``<table>.slot.<name>``), or a dense leaf. The name is
+    its key in ``step.tables`` or ``step.dense``, or the end of exactly one such key.
     """
 
     def __init__(self, saves: Saves, stamp: Stamp | None):
-        """Made by ``Checkpoints.at``; the stamp is that of before the manifests were read."""
+        """Internal: call ``Checkpoints.at``; the stamp precedes the reading of the manifests."""
         self._saves = saves
         self._stamp = stamp
         self._spot = saves.target.step_dir
 
     @property
     def path(self) -> Path:
-        """The step's directory.
+        """The step's directory; for a recovery point, the directory of the step below it.
 
         Raises:
-          TypeError: it is in a bucket.
+          TypeError: the step is in a bucket.
         """
         return Path(self._spot)
 
     @property
     def step(self) -> int:
-        """Number of the step."""
-        return self._saves.target.info.save_id.step
+        """The step; for a recovery point, its training step."""
+        return self._saves.save_id.step
+
+    @property
+    def point(self) -> RecoveryPoint | None:
+        """The recovery point; None for a step."""
+        return self._saves.way.point if isinstance(self._saves, PointSaves) else None
 
     @property
     def save_id(self) -> str:
-        """Identity of the save: run, step and attempt."""
-        found = self._saves.target.info.save_id
+        """Id of the save, or of the recovery point's WAL record: ``run/step/attempt``."""
+        found = self._saves.save_id
         return f"{found.run}/{found.step}/{found.attempt}"
 
     def check_stands(self) -> None:
-        """Checks that the step is still the save that was opened.
+        """Raises an error if the step is no longer the save that was opened.
 
         Raises:
-          StepGone: it was removed, and another save may have its number.
+          StepGone: the step was removed, or another save replaced it.
         """
         saves.check_stands(self._saves.target)
 
     @property
     def chain(self) -> tuple[int, ...]:
-        """Steps of the saves that are read for it, base first."""
+        """Steps of the saves in its chain, base first."""
         return tuple(save.info.save_id.step for save in self._saves.chain)
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Names of the saves of the chain below the root: ``120``, or ``compacted/120``."""
-        return tuple(
+        """Relative paths of the saves in its chain, such as ``120`` or ``compacted/120``.
+
+        The last entry of a recovery point is its own name.
+        """
+        saves = (
             f"{names.COMPACTED}/{save.step_dir.name}" if save.compacted else save.step_dir.name
             for save in self._saves.chain
         )
+        return (*saves, *([] if self.point is None else [str(self.point)]))
 
     @functools.cached_property
     def tables(self) -> Mapping[str, Table]:
-        """The tables by name."""
+        """Tables by name."""
         groups = self._saves.layout.group_by_name
         return MappingProxyType(
             {
@@ -143,27 +153,38 @@ class Step:
 
     @functools.cached_property
     def dense(self) -> Mapping[str, DenseLeaf]:
-        """The dense leaves by their '/'-joined paths; those that deltackpt's manager saved."""
+        """Dense leaves saved by deltackpt's manager, by '/'-joined path."""
         if not self._own.layout.dense:
             return MappingProxyType({})
+        if isinstance(self._saves, PointSaves):
+            entries = self._own.layout.dense
+            item_dir = self._spot / names.DENSE_ITEM
+            return DenseOfPoint(item_dir, self._saves, entries, stands=self._stands)
         if not (self._spot / names.DENSE_ITEM).is_dir() and self._stands():
             saves.check_dense(self._own)
         return self._item(names.DENSE_ITEM)
 
     @functools.cached_property
     def dense_saved(self) -> tuple[SavedLeaf, ...]:
-        """What the save itself holds of each dense leaf as blocks; nothing where it has an item.
+        """Blocks of each dense leaf in this save; empty if the leaves are in Orbax's item.
 
         Raises:
-          Damaged: its records are missing or altered.
-          StepGone: it was removed.
+          Damaged: the save's records are missing or altered.
+          StepGone: the step was removed.
         """
+        if self.point is not None:
+            return ()
         with self._standing():
             return saved_leaves(self._own)
 
     @functools.cached_property
     def items(self) -> Mapping[str, DenseItem]:
-        """Every item that Orbax's PyTree handler wrote, or would have written, by name."""
+        """Items of Orbax's PyTree handler, by name; includes dense leaves stored as blocks.
+
+        For a recovery point, only the dense leaves.
+        """
+        if isinstance(self.dense, DenseOfPoint):
+            return MappingProxyType({names.DENSE_ITEM: self.dense})
         with self._standing():
             found = [
                 name for name in self._spot.folders() if (self._spot / name / METADATA).is_file()
@@ -186,7 +207,7 @@ class Step:
 
     @functools.cached_property
     def _own(self) -> StoredSave:
-        """The save itself, where a compacted base stands for it in the chain."""
+        """The save itself, even if the chain uses its compacted base."""
         target = self._saves.target
         if not target.compacted:
             return target
@@ -194,7 +215,7 @@ class Step:
             return saves.read_save(self._spot, target.item)
 
     def _standing(self) -> contextlib.AbstractContextManager[None]:
-        """Within, what fails since the step is no more the one that was opened is ``StepGone``."""
+        """Within, errors become ``StepGone`` if the step was removed or replaced."""
         target = self._saves.target
         return removal.standing(
             self._spot,
@@ -207,7 +228,7 @@ class Step:
         stamp = self._spot.stamp()
         if stamp is None or stamp == self._stamp:
             return stamp is not None
-        # Another one, or somebody put a file into it.
+        # Replaced, or a file was added to it.
         own = self._own.info.save_id
         try:
             same = saves.read_save(self._spot, self._own.item).info.save_id == own
@@ -227,7 +248,7 @@ class Step:
         )
 
     def _found(self, name: str) -> Any:
-        """The table, slot or dense leaf of a name; None where there is none."""
+        """Returns the table, slot or dense leaf of a name; None without one."""
         if name in self.tables:
             return self.tables[name]
         if name not in {manifest.path_name(leaf.path) for leaf in self._own.layout.dense}:
@@ -246,9 +267,10 @@ class Step:
         return isinstance(name, str) and self._found(name) is not None
 
     def __repr__(self) -> str:
+        marks = "" if self.point is None else f", and the WAL records up to {self.point}"
         return (
-            f"<Step {self.step}: {count(len(self.tables), 'table')}, read through {self.reads[0]} "
-            f"and {count(len(self.chain) - 1, 'delta')}>"
+            f"<Step {self.step}: {count(len(self.tables), 'table')}, read from {self.reads[0]} "
+            f"and {count(len(self.chain) - 1, 'delta')}{marks}>"
         )
 
     def _repr_html_(self) -> str:
@@ -258,12 +280,10 @@ class Step:
 def _page(step: Step) -> str:
     """A step: its tables and dense leaves."""
     chain = " → ".join(step.reads)
-    parts = [
-        html.table(FIELD_COLUMNS, field_lines(step), f"step {step.step}, read through {chain}")
-    ]
-    if step.dense:
-        lines = [dense_line(leaf) for leaf in step.dense.values()]
-        parts.append(html.table(DENSE_COLUMNS, lines))
+    parts = [html.table(FIELD_COLUMNS, field_lines(step), f"step {step.step}, reads {chain}")]
+    lines, empty = dense_lines(step.dense.values())
+    if lines:
+        parts.append(html.table(DENSE_COLUMNS, lines, empty))
     if step.dense_saved:
         lines = [saved_line(leaf) for leaf in step.dense_saved]
         parts.append(html.table(SAVED_COLUMNS, lines, "dense leaves in this save"))
@@ -274,7 +294,7 @@ FIELD_COLUMNS = ("table", "field", "shape", "dtype", "bytes")
 
 
 def field_lines(step: Step) -> list[tuple[Any, ...]]:
-    """The tables and slots of a step as lines under ``FIELD_COLUMNS``."""
+    """Returns the tables and slots of a step as lines for ``FIELD_COLUMNS``."""
     found: list[tuple[Any, ...]] = []
     for name, values in step.tables.items():
         fields: dict[str, LazyArray] = {"values": values}

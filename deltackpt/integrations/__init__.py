@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thin layers between the manager and the loops that people train with."""
+"""Thin layers that connect the manager to common training loops."""

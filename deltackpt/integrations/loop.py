@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves of a training loop of your own: plain optax, flax linen, flax nnx, with grain's data.
+"""Checkpointing for your own training loop: plain optax, Flax Linen, Flax NNX, with Grain data.
 
-The state, its tables and the position of the data iterator are of one step, always.
+A step always holds the state, its tables and the data iterator's position at the same moment.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import jax
 
 from deltackpt.errors import OptionError, SaveFailed
-from deltackpt.events import Sink
+from deltackpt.events import EventHandler
 from deltackpt.format import names
 from deltackpt.handlers.agreement import Processes
 from deltackpt.handlers.iterators import (
@@ -27,30 +27,33 @@ from deltackpt.handlers.iterators import (
     position_of,
 )
 from deltackpt.manager import CheckpointManager
-from deltackpt.options import DeltaOptions, ManagerOptions
+from deltackpt.options import ManagerOptions
 from deltackpt.outcomes import Saved
 from deltackpt.state.choice import Tables
 
-#: The item of a step that holds the position of the data iterator.
+#: The checkpoint item that holds the data iterator's position.
 DATA_ITEM = "data"
 
 State = TypeVar("State")
 
 
 class LoopCheckpoints:
-    """Resumes a training loop, and saves its state together with the position of its data.
+    """Resumes a training loop, and saves its state together with the data iterator's position.
 
-    A state is any pytree of arrays, such as a dict or a ``TrainState``. Wherever it holds flax nnx
-    objects (a ``Module``, an ``Optimizer``, ``Rngs``, a ``Variable``), their variables are saved,
-    and ``resume`` puts them back into the same objects.
+    A state is any pytree of arrays, such as a dict or a ``TrainState``. It may contain Flax NNX
+    objects (a ``Module``, an ``Optimizer``, ``Rngs``, a ``Variable``): their variables are saved,
+    and ``resume`` writes them back into the same objects.
+
+    Defaults are those of ``CheckpointManager``. ``tracking`` is ``"auto"``: a ``TouchState`` in the
+    state is used if there is one, otherwise changed rows are found by their fingerprints.
 
     Step ``n`` is the state after ``n`` training steps. Use it as a context manager: leaving it
     waits for the saves in flight.
 
     Attributes:
-      manager: the manager that saves, for everything that a loop needs seldom.
+      manager: the underlying ``CheckpointManager``, for less common operations.
 
-    Example:
+    Examples:
       >>> import tempfile, jax.numpy as jnp
       >>> def train_step(state):
       ...     return {"emb": state["emb"].at[1].add(1.0), "bias": state["bias"] + 1.0}
@@ -76,23 +79,23 @@ class LoopCheckpoints:
         every_steps: int,
         data: DataIterator | None = None,
         options: ManagerOptions | None = None,
-        sinks: tuple[Sink, ...] = (),
+        event_handlers: tuple[EventHandler, ...] = (),
     ):
-        """Opens a directory.
+        """Opens a checkpoint directory.
 
         Args:
-          directory: root of the steps; made where it does not exist.
+          directory: the checkpoint directory, created if it does not exist.
           tables: which leaves of the state are embedding tables.
-          every_steps: ``after_step`` saves the multiples of it.
-          data: the iterator that the loop takes its batches from, such as one of grain's. Each
+          every_steps: ``after_step`` saves at multiples of this number of steps.
+          data: the iterator that the loop reads batches from, such as a Grain iterator. Each
             process has its own.
-          options: of the manager; by default the rows that changed are found by their
-            fingerprints, which needs no line in the training step. Where the state holds a
-            ``TouchState``, give ``DeltaOptions(tracking="marks")``.
-          sinks: receivers of save and restore events.
+          options: options of the manager. With the default ``tracking="auto"``, the manager uses a
+            ``TouchState`` if the state holds one and otherwise fingerprints rows, so the training
+            step needs no change. ``DeltaOptions(tracking="touched")`` requires a ``TouchState``.
+          event_handlers: receive save and restore events.
 
         Raises:
-          OptionError: the options cannot work, or ``data`` has no position to save.
+          OptionError: the options are invalid, or ``data`` has no position to save.
           UnsupportedRoot, ForeignDirectory, StorageError: the directory cannot be used.
         """
         if every_steps < 1:
@@ -104,66 +107,68 @@ class LoopCheckpoints:
             )
         self._data = data
         self._every_steps = every_steps
-        #: Whether the manager owes a save that came while another was in flight.
+        #: Whether a coalesced save is pending: one was requested while another was in flight.
         self._owed = False
         #: The step that the loop resumed from or saved last.
         self._newest: int | None = None
         handlers: dict[str, Any] = {names.EMBEDDINGS_ITEM: tables}
         if data is not None:
             handlers[DATA_ITEM] = IteratorHandler()
-        options = options or ManagerOptions(deltas=DeltaOptions(tracking="fingerprints"))
-        self.manager = CheckpointManager(directory, handlers=handlers, options=options, sinks=sinks)
+        options = options or ManagerOptions()
+        self.manager = CheckpointManager(
+            directory, handlers=handlers, options=options, event_handlers=event_handlers
+        )
         self._processes = Processes(
             f"loop:{os.fspath(directory)}", options.timeouts.processes_secs, alone=options.alone
         )
 
     def resume(self, state: State) -> tuple[State, int]:
-        """Goes on from the newest intact step, if there is one; call it before the loop.
+        """Resumes from the newest intact step, if there is one; call it before the loop.
 
         Args:
-          state: the state that a new run begins with; its shardings are used. Its nnx objects are
-            updated in place.
+          state: the initial state of a new run, which also provides the shardings. Its NNX objects
+            are updated in place.
 
         Returns:
-          The state, and how many training steps it has behind it: the state as it was given and 0
-          where no step was ever committed.
+          The state and its number of completed training steps; the given state and 0 if no step was
+          ever committed.
 
         Raises:
-          NoIntactStep: steps were committed and none is intact.
-          TemplateMismatch: the newest step is intact and was saved from another state, by another
-            number of processes, or with other data.
+          NoIntactStep: steps were committed, but none is intact.
+          TemplateMismatch: the newest step is intact but was saved from a different state, by a
+            different number of processes, or with different data.
           FormatTooNew: it needs a newer deltackpt.
-          ProcessFailed: another process could not go on.
+          ProcessFailed: another process failed to resume.
         """
         items = {} if self._data is None else {DATA_ITEM: IteratorRestore()}
         found = self.manager.restore_latest(_variables(state), items=items)
         if found is None:
             return state, 0
         if self._data is not None:
-            with self._processes.together(f"going on with the data of step {found.step}"):
+            with self._processes.together(f"resuming the data iterator of step {found.step}"):
                 move_to(self._data, found.items[DATA_ITEM])
         self._newest = found.step
         return _put_back(state, found.state), found.step
 
     def after_step(self, step: int, state: Any) -> Saved | None:
-        """Saves a step where a save is due; call it after every training step.
+        """Saves a step if a save is due; call it after every training step.
 
-        A save is due at every multiple of ``every_steps``, at the step for which the platform has
-        announced a preemption (the call then returns when the step is durable), and, with
-        ``when_busy="coalesce"``, as soon as the writer is free. Otherwise the call costs
-        microseconds.
+        A save is due at every multiple of ``every_steps`` and when the platform has announced a
+        preemption; in that case the call returns once the step is durable. With
+        ``when_busy="coalesce"``, a pending save is also due as soon as the writer is free.
+        Otherwise the call takes microseconds.
 
         Args:
-          step: how many training steps the state has behind it, an integer; a plain int costs
-            least, a jax scalar is waited for.
-          state: the state, in the form that was given to ``resume``; the position of the data is
-            that of now.
+          step: number of completed training steps. A plain int is cheapest; a JAX scalar blocks
+            until it is computed.
+          state: the state, with the structure that was given to ``resume``. The data position is
+            the current one.
 
         Returns:
-          What was saved; None where nothing was due.
+          What was saved; None if nothing was due.
 
         Raises:
-          SaveFailed: an earlier save failed in the background; this one was taken.
+          SaveFailed: an earlier background save failed; this one was captured.
           FencedError: another trainer has taken over the directory.
         """
         step = names.as_step(step)
@@ -173,18 +178,18 @@ class LoopCheckpoints:
         return self._save(self.manager.save, step, state) if due else None
 
     def save(self, step: int, state: Any) -> Saved | None:
-        """Saves a step now, unless it was saved already; call it after the loop.
+        """Saves a step now, unless it is already saved; call it after the loop.
 
         Args:
           step: as for ``after_step``.
           state: as for ``after_step``.
 
         Returns:
-          What was saved; None where the step was there already.
+          What was saved; None if the step already existed.
 
         Raises:
-          SaveFailed: an earlier save failed in the background; this one was taken, unless the
-            error says otherwise.
+          SaveFailed: an earlier background save failed; this one was captured, unless the error
+            reports otherwise.
           FencedError: another trainer has taken over the directory.
         """
         step = names.as_step(step)
@@ -192,20 +197,20 @@ class LoopCheckpoints:
             return None
         saved = self._save(self.manager.save, step, state)
         if saved is not None and saved.kind is None:
-            self.manager.wait()
+            self.manager.wait_until_finished()
             saved = self._save(self.manager.save, step, state)
         return saved
 
     def _is_committed(self, step: int) -> bool:
-        """Whether a step that was taken has come to stay, and nobody has gone back behind it."""
+        """Whether a captured step was committed and no rollback has removed it."""
         try:
-            self.manager.wait()
+            self.manager.wait_until_finished()
         except SaveFailed:
             return False
-        return self.manager.goes_on_from == step
+        return self.manager.resume_step == step
 
     def close(self) -> None:
-        """Waits for the saves in flight and gives the directory back.
+        """Waits for the saves in flight and releases the directory.
 
         Raises:
           SaveFailed: a save failed in the background.
@@ -226,7 +231,7 @@ class LoopCheckpoints:
     def _save(self, how: Callable[..., Saved | None], step: int, state: Any) -> Saved | None:
         """Saves in one of the manager's ways, which are not called where nothing is due.
 
-        What is saved is looked up only now: it takes a millisecond with nnx objects.
+        The state is looked up only now, because that takes a millisecond with nnx objects.
         """
         items = {}
         if self._data is not None:
@@ -235,7 +240,7 @@ class LoopCheckpoints:
         try:
             saved = how(step, _variables(state), items=items)
         except SaveFailed as error:
-            self._note(error.taken)
+            self._note(error.saved)
             raise
         self._note(saved)
         return saved

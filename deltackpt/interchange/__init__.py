@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Export to and import from other checkpoint formats.
+"""Exports steps to other checkpoint formats, and imports Orbax checkpoints.
 
-``export_orbax``, ``export_safetensors`` and ``export_parquet`` write a step as other programs read
-it; ``import_orbax`` makes a stock Orbax checkpoint the first base of a run. The names are imported
-when they are first used.
+``export_orbax``, ``export_safetensors`` and ``export_parquet`` write a step in formats that other
+programs read; ``import_orbax`` turns a stock Orbax checkpoint into the first base of a run. Names
+are imported on first use.
 """
 
 from __future__ import annotations

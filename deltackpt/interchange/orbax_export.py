@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step as a plain Orbax checkpoint, which stock Orbax restores with both of its APIs.
+"""Exports a step as a plain Orbax checkpoint, which both APIs of stock Orbax restore.
 
-The target is the root of a v0 ``CheckpointManager`` with one step, whose one item is called
-``default``. That is what ``ocp.CheckpointManager(target)`` restores by itself,
-``ocp.StandardCheckpointer`` and ``ocp.PyTreeCheckpointer`` by the path ``target/STEP/default``,
-and ``v1.load`` by the path ``target/STEP``.
+The target is a v0 ``CheckpointManager`` directory with one step and one item, ``default``.
+``ocp.CheckpointManager(target)`` restores it directly, ``ocp.StandardCheckpointer`` and
+``ocp.PyTreeCheckpointer`` from the path ``target/STEP/default``, and ``v1.load`` from the path
+``target/STEP``.
 """
 
 from __future__ import annotations
 
 import collections
 import os
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ from deltackpt import events, inspect
 from deltackpt.errors import DeltackptError, OptionError, OutOfSpace, StorageError
 from deltackpt.format.names import COMMIT_SUCCESS
 from deltackpt.handlers import dense
-from deltackpt.interchange.orbax_source import of_their_kinds
-from deltackpt.interchange.target import Exported, exported, local_path, published
+from deltackpt.interchange.orbax_source import with_numbers
+from deltackpt.interchange.target import Exported, chosen, exported, local_path, published
 from deltackpt.manager import CheckpointManager
 from deltackpt.options import ManagerOptions
 from deltackpt.reading.reader import Progress
+from deltackpt.state import paths
 from deltackpt.state.choice import Tables
 
 _ITEM = "default"
@@ -38,44 +40,52 @@ def export_orbax(
     target: str | os.PathLike[str],
     *,
     item: str | None = None,
+    leaves: str | Sequence[str] = "**",
     progress: Progress | None = None,
 ) -> Exported:
-    """Writes a step as a plain Orbax checkpoint: tables, slots and dense leaves as one state.
+    """Writes a step as a plain Orbax checkpoint with tables, slots and dense leaves as one state.
 
-    The state has the structure of a restore without a template: nested dicts and lists, named
-    tuples and classes as dicts of their fields. Arrays are stored as numpy arrays, so that they
-    restore on any machine; a template with shardings gives ``jax.Array``s. An array without
-    elements, which Orbax refuses, is stored as the text ``deltackpt:empty:<dtype>:<shape>``.
+    The state has the structure of a restore without a template: nested dicts and lists, with named
+    tuples and classes as dicts of their fields. Arrays are stored as numpy arrays, so they restore
+    on any machine; a template with shardings returns ``jax.Array`` leaves. Orbax rejects arrays
+    without elements, so they are stored as the string ``deltackpt:empty:<dtype>:<shape>``.
 
-    A state of flax nnx is stored as its pure dict: ``nnx.to_pure_dict(state)`` is its template, and
-    ``nnx.replace_by_pure_dict`` with ``nnx.restore_int_paths`` puts it back. A warning says so
-    where the state holds lists.
+    A Flax NNX state is stored as its pure dict. To restore it, use ``nnx.to_pure_dict(state)`` as
+    the template, then ``nnx.replace_by_pure_dict`` with ``nnx.restore_int_paths``. A warning
+    explains this if the state holds lists.
 
-    Needs host memory for three times the state (measured): itself, and what Orbax writes, twice.
+    Needs host memory for three copies of the state (measured), two of them in Orbax.
 
     Args:
-      directory: the checkpoints.
+      directory: the checkpoint directory.
       step: the step; None for the newest.
-      target: the new directory; it appears whole or not at all.
-      item: name of our item in the steps; found by default.
-      progress: called with bytes of tables read, and bytes in all.
+      target: the new directory; it appears complete or not at all.
+      item: name of the deltackpt item in the steps; detected by default.
+      leaves: globs over the '/'-joined paths of the tables, slots and dense leaves to export. A
+        list that loses elements becomes a dict keyed by element index.
+      progress: called with the bytes of tables read so far and the total.
 
     Returns:
-      What was written; ``changed`` names the arrays that are texts there.
+      What was written; ``changed`` lists the arrays that were stored as strings.
 
     Raises:
       TargetExists: the target exists.
-      RestoreError: the step cannot be read.
-      OptionError: two leaves would have one name in Orbax.
-      OutOfSpace, StorageError: the file system refused.
+      RestoreError: the step is not readable.
+      OptionError: a glob matches no leaf, or two leaves would get the same name in Orbax.
+      OutOfSpace, StorageError: the file system reported an error.
     """
     goal = local_path(target)
     checkpoints = inspect.open(directory, item=item)
     found = checkpoints.at(step)
     number = found.step
+    patterns = (leaves,) if isinstance(leaves, str) else (*leaves,)
+    # Report errors in the globs before anything is read.
+    wanted = None if patterns == ("**",) else chosen(found, patterns)
     with published(goal) as temporary:
         state = _restored(checkpoints.path, number, checkpoints.item, progress)
-        state = of_their_kinds(state, found.dense)
+        state = with_numbers(state, found.dense)
+        if wanted is not None:
+            state = _only(state, wanted)
         _check_names(state)
         _tell_of_nnx(state)
         args = dense.save_args(state)
@@ -90,36 +100,48 @@ def export_orbax(
 
 
 def _restored(directory: Path, step: int, item: str, progress: Progress | None) -> Any:
-    # The step says itself which of its leaves are tables.
+    # The step itself records which of its leaves are tables.
     handlers = {item: Tables(select="**")}
     options = ManagerOptions(access="read")
     with CheckpointManager(directory, handlers=handlers, options=options) as manager:
         return manager.restore(step, progress=progress).state
 
 
-def _tell_of_nnx(state: Any) -> None:
-    """Warns of a state of nnx, whose own template stock Orbax would refuse here.
+def _only(state: Any, wanted: Collection[str]) -> dict[Any, Any]:
+    """Selects leaves of nested dicts and lists; returns them in nested dicts."""
+    found: dict[Any, Any] = {}
+    for path, leaf in tree_util.tree_leaves_with_path(state, is_leaf=paths.is_empty):
+        keys = [step.key if isinstance(step, tree_util.DictKey) else str(step.idx) for step in path]
+        if "/".join(map(str, keys)) in wanted:
+            node = found
+            for key in keys[:-1]:
+                node = node.setdefault(key, {})
+            node[keys[-1]] = leaf
+    return found
 
-    Its keys in the place of lists are integers; those of no other state are.
+
+def _tell_of_nnx(state: Any) -> None:
+    """Warns about an NNX state, whose own template stock Orbax would reject here.
+
+    Only NNX states have integer keys in place of lists.
     """
     steps = {step for path, _ in tree_util.tree_leaves_with_path(state) for step in path}
     if any(isinstance(step, tree_util.DictKey) and isinstance(step.key, int) for step in steps):
         events.warn(
-            "export: found keys that are integers, as in a state of flax nnx, and stored their "
-            "texts; to restore it there give nnx.to_pure_dict(state) as the template, and put what "
-            "comes back into the state by nnx.replace_by_pure_dict(state, "
-            "nnx.restore_int_paths(restored))"
+            "export: found integer keys, as in a Flax NNX state, and stored them as strings; to "
+            "restore with Orbax, pass nnx.to_pure_dict(state) as the template, then call "
+            "nnx.replace_by_pure_dict(state, nnx.restore_int_paths(restored))"
         )
 
 
 def _check_names(state: Any) -> None:
-    """Orbax joins the keys of a leaf with '.': two leaves of one name would be one file."""
+    """Checks that leaf names are distinct in Orbax, which joins keys with '.'."""
     names = collections.Counter(".".join(path) for path in ocp.tree.to_flat_dict(state))
     clashes = sorted(name for name, count in names.items() if count > 1)
     if clashes:
         raise OptionError(
-            f"export: expected names of leaves that differ, found that Orbax calls more than one "
-            f"leaf each of {clashes}; rename the keys that hold a '.'"
+            "export: expected distinct leaf names, found more than one leaf with each of the "
+            f"Orbax names {clashes}; rename the keys that contain a '.'"
         )
 
 
@@ -129,14 +151,14 @@ def _write(args: ocp.args.PyTreeSave, root: Path, step: int, goal: Path) -> None
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
             checkpointer.save(step_dir, args=ocp.args.Composite(**{_ITEM: args}))
         for path in step_dir.rglob(COMMIT_SUCCESS):
-            # Orbax wrote the name of a temporary directory.
+            # Orbax logged the name of a temporary directory.
             path.write_text(f"Checkpoint commit was successful to {goal.name}/{step}")
     except (DeltackptError, OSError):
         raise
     except Exception as error:
-        # TensorStore's errors are plain ones with the system's words in them.
+        # TensorStore raises plain errors that quote the system's message.
         kind = OutOfSpace if any(text in str(error) for text in _FULL) else StorageError
         raise kind(
-            f"{goal}: expected that Orbax writes the state, found {type(error).__name__}: "
-            f"{error}; check the file system and its free space: nothing was left behind"
+            f"{goal}: expected Orbax to write the state, found {type(error).__name__}: {error}; "
+            "check the file system and its free space (nothing was left behind)"
         ) from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stock Orbax checkpoint as the first base of a run."""
+"""Imports a stock Orbax checkpoint as the first base of a run."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from deltackpt.state.tables import join, split
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Imported:
-    """What an import made.
+    """The result of an import.
 
     Attributes:
-      path: the directory.
+      path: the new checkpoint directory.
       step: number of its first step.
       source: the pytree that was read.
-      tables: names of the tables to the names of their slots.
-      nbytes: bytes of tables and slots that were written.
+      tables: the tables' names, each with the names of its slots.
+      nbytes: bytes of tables and slots written.
     """
 
     path: Path
@@ -50,38 +50,39 @@ def import_orbax(
     name: str = names.EMBEDDINGS_ITEM,
     options: ManagerOptions | None = None,
 ) -> Imported:
-    """Makes a stock Orbax checkpoint the first base of a new directory.
+    """Imports a stock Orbax checkpoint as the first base of a new checkpoint directory.
 
-    The source may be a pytree, a step or a directory of steps, written by v0 or v1; it is only
-    read. Afterwards ``CheckpointManager(directory).restore_latest(state)`` gives the same bits,
-    and the next save is a delta. The directory has the whole step, or none, however this ends.
+    The source may be a pytree, a step or a directory of steps, written by v0 or v1; it is not
+    modified. Afterwards ``CheckpointManager(directory).restore_latest(state)`` returns the same
+    bits, and the next save is a delta. The import is atomic: the directory holds the complete step
+    or none.
 
-    Without ``abstract_state`` leaves are nested dicts and lists, as Orbax stored them: enough for
-    dicts, dataclasses, optax states and a flax ``TrainState``, whose slots are found where the
-    optimizer's state is called ``opt_state``. An nnx state needs ``abstract_state``.
+    Without ``abstract_state``, leaves are nested dicts and lists as Orbax stored them. That is
+    enough for dicts, dataclasses, optax states and a Flax ``TrainState``; slots are found if the
+    optimizer state is called ``opt_state``. An NNX state needs ``abstract_state``.
 
-    Needs host memory for twice the state (measured): itself, and what Orbax reads.
+    Needs host memory for twice the state (measured): the state, and one copy in Orbax.
 
     Args:
-      source: the checkpoint.
-      directory: the new directory of checkpoints; it may exist, without a step.
-      tables: which leaves are tables, as it will be given to the manager.
-      step: of a directory of steps which one, the newest by default; else the number that the step
-        gets, by default that of the step's directory.
-      abstract_state: the state's structure with arrays or ``jax.ShapeDtypeStruct`` leaves, as
-        training will have it; it may hold a ``TouchState``, and ``track`` may have been added.
-      item: name of the pytree in the source's step, where it has several.
-      name: name of our item in the steps.
-      options: of the manager that writes the step.
+      source: the Orbax checkpoint.
+      directory: the new checkpoint directory; it may exist but must not hold a step.
+      tables: which leaves are tables, as you will pass it to the manager.
+      step: for a directory of steps, the step to import (default: the newest); otherwise the number
+        to give the step (default: taken from the step's directory).
+      abstract_state: the state's structure with arrays or ``jax.ShapeDtypeStruct`` leaves, as in
+        training. It may hold a ``TouchState``, and its optimizer may be wrapped by ``track``.
+      item: name of the pytree in the source's step, if it has several.
+      name: name of the deltackpt item in the steps.
+      options: options of the manager that writes the step.
 
     Raises:
-      TargetExists: the directory has steps.
-      InUse: a trainer may be at work in the directory.
-      StepNotFound, ForeignDirectory, Damaged, StepGone: the source cannot be read.
-      OptionError: the source has several items, or no number and none was given.
-      TemplateMismatch: ``abstract_state`` has other leaves, shapes or dtypes than the source.
+      TargetExists: the directory already holds steps.
+      InUse: a trainer may be using the directory.
+      StepNotFound, ForeignDirectory, Damaged, StepGone: the source is not readable.
+      OptionError: the source has several items, or no step number and none was given.
+      TemplateMismatch: the leaves, shapes or dtypes of ``abstract_state`` differ from the source's.
       TableSelectionError: ``tables`` does not fit the state.
-      SaveFailed, StorageError, OutOfSpace: the step cannot be written.
+      SaveFailed, StorageError, OutOfSpace: writing the step failed.
     """
     goal = local_path(directory)
     _refuse_steps(goal)
@@ -89,13 +90,17 @@ def import_orbax(
     number = found.step if step is None else step
     if number is None:
         raise OptionError(
-            f"{found.path}: expected the number of a step in its path, found none; say which step "
-            "it is: step=..."
+            f"{found.path}: expected a step number in the path, found none; pass step=..."
         )
     state = _without_touched(found.read(abstract_state), tables)
+    options = options or ManagerOptions()
+    if isinstance(options, ManagerOptions) and options.deltas.tracking == "auto":
+        # Hashing would be in vain, and the trainer that follows chooses the tracking.
+        deltas = dataclasses.replace(options.deltas, tracking="touched")
+        options = dataclasses.replace(options, deltas=deltas)
     with CheckpointManager(goal, handlers={name: tables}, options=options) as manager:
         manager.save(number, state)
-        [report] = manager.wait()
+        [report] = manager.wait_until_finished()
     return Imported(
         path=goal,
         step=number,
@@ -106,15 +111,15 @@ def import_orbax(
 
 
 def _refuse_steps(directory: Path) -> None:
-    # Before a manager takes the lease: a trainer may hold it.
+    # Before a manager takes the lease, which a trainer may hold.
     with contextlib.suppress(FileNotFoundError):
         if not any(directory.iterdir()):
             return
         opened = Root.open(directory, read_only=True)
         if steps := sorted(opened.steps()):
             raise TargetExists(
-                f"{directory}: expected no step, found {steps[:8]}; import into an empty "
-                "directory, where the run goes on"
+                f"{directory}: expected no step, found {steps[:8]}; import into an empty directory "
+                "and continue the run there"
             )
         _refuse_trainer(opened)
 
@@ -123,16 +128,16 @@ def _refuse_trainer(opened: Root) -> None:
     try:
         lease = opened.newest_lease()
     except Damaged:
-        return  # An import, or a trainer, that was killed before it had signed.
+        return  # An import or a trainer that was killed before it signed the lease.
     if lease is not None and lease.runs is not False:
         raise InUse(
-            f"{opened.path}: expected no trainer there, found its lease taken by process "
-            f"{lease.pid} on {lease.host}; import into an empty directory, where the run goes on"
+            f"{opened.path}: expected no trainer, found the lease held by process {lease.pid} on "
+            f"{lease.host}; import into an empty directory and continue the run there"
         )
 
 
 def _without_touched(state: Any, choice: Tables) -> Any:
-    """The state with fresh TouchStates where the template had its own."""
+    """The state with a fresh TouchState in place of each of the template's."""
     parts = split(state, choice)
     return join(state, parts.layout, parts.fields, parts.dense, None)
 

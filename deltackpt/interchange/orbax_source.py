@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stock Orbax checkpoint, found and read whichever of Orbax's APIs wrote it.
+"""Finds and reads stock Orbax checkpoints written by either of Orbax's APIs.
 
-Both APIs keep a pytree in a directory with a ``_METADATA`` file. It stands alone where a v0
-``Checkpointer`` wrote it, as an item of a step where v0's ``CheckpointManager`` or any of v1 did.
+Both APIs store a pytree in a directory with a ``_METADATA`` file. A v0 ``Checkpointer`` writes that
+directory on its own; v0's ``CheckpointManager`` and v1 write it as an item of a step.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from deltackpt.format import names
 from deltackpt.handlers import dense
 from deltackpt.inspect import DenseItem, DenseLeaf
 from deltackpt.inspect.dense import METADATA
-from deltackpt.state import paths, touch_state
+from deltackpt.state import contexts, paths, placement, touch_state
+from deltackpt.storage import files
 from deltackpt.tracking.optimizer import TrackState
 
-#: Orbax's step names: a number, with zeros and a prefix where the user asked for them.
+#: Orbax step names: a number, optionally with leading zeros and a prefix.
 _STEP = re.compile(r"(?:.*_)?([0-9]+)")
 
 _Key = tuple[str, ...]
@@ -44,36 +45,37 @@ _Key = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A pytree that Orbax stored.
+    """A pytree stored by Orbax.
 
     Attributes:
-      path: the directory with its metadata.
-      step: the training step, where a directory around it says so.
+      path: the directory that holds its metadata.
+      step: the training step, if an enclosing directory names it.
     """
 
     path: Path
     step: int | None
 
     def read(self, template: Any = None) -> Any:
-        """Restores it; nothing in it is changed.
+        """Restores the pytree; does not modify the source.
 
         Args:
           template: the state's structure, with arrays or ``jax.ShapeDtypeStruct`` leaves whose
-            shardings are used. A ``TouchState`` in it is not looked for, and the state of an
-            optimizer may stand in the source without the ``TrackState`` around it.
+            shardings are used. The source does not need to hold its ``TouchState``, nor the
+            ``TrackState`` around an optimizer state.
 
         Returns:
-          The state, with the template's TouchState; without a template nested dicts and lists
-          of numpy arrays.
+          The state, with the template's TouchState. Without a template, nested dicts and lists of
+          numpy arrays.
 
         Raises:
-          TemplateMismatch: the template has other leaves, shapes or dtypes than the source.
-          Damaged: the source cannot be read.
-          StepGone: it changed while it was read.
+          TemplateMismatch: the template's leaves, shapes or dtypes differ from the source's.
+          Damaged: the source is not readable.
+          StepGone: the source changed while it was read.
         """
-        before = _files(self.path)
+        before, template = _files(self.path), placement.resolved(template)
         try:
-            found = self._read(template)
+            with contexts.neutral():
+                found = self._read(template)
         except DeltackptError:
             raise
         except Exception as error:
@@ -88,13 +90,13 @@ class Source:
         return found
 
     def _read(self, template: Any) -> Any:
-        handler, path = dense.handler(), epath.Path(self.path)
+        path = epath.Path(self.path)
+        if template is None:
+            found = dense.from_folder(path, None, self.step or 0)
+            return with_numbers(found, self._described)
+        handler = dense.handler()
         try:
             stored = handler.metadata(path)
-            if template is None:
-                args = dense.restore_args(None, stored)
-                found = dense.restored(handler.restore(path, args=args), None, self.step or 0)
-                return of_their_kinds(found, self._described)
             leaves = _leaves(stored.tree)
             wanted = _wanted(template, leaves, self.path)
             templates = {one.key: one.leaf for one in wanted}
@@ -113,14 +115,14 @@ class Source:
 
     @property
     def _described(self) -> DenseItem:
-        """Its leaves, without their numbers."""
+        """Describes its leaves, without their values."""
         return DenseItem(self.path, digests=False, stands=self.path.is_dir)
 
     def _raise_if_changed(self, before: dict[str, Any], cause: Exception | None = None) -> None:
         if _files(self.path) != before:
             raise StepGone(
-                f"{self.path}: expected it to stay while it was read, found its files changed or "
-                "removed; import a step that nothing writes to or removes"
+                f"{self.path}: expected it not to change while it was read, found files changed or "
+                "removed; import a step that no other process changes or removes"
             ) from cause
 
 
@@ -129,23 +131,23 @@ def find(source: str | os.PathLike[str], *, item: str | None, step: int | None) 
 
     Args:
       source: a pytree, a step, or a directory of steps.
-      item: name of the pytree in its step; None where there is one only.
-      step: which of several steps; the newest by default.
+      item: name of the pytree in its step; may be None if there is only one.
+      step: which of several steps (default: the newest).
 
     Raises:
-      StepNotFound: there is no such directory, step or item.
-      ForeignDirectory: it is no stock Orbax checkpoint, or not a finished one.
-      OptionError: there are several items: name one.
+      StepNotFound: the directory, step or item does not exist.
+      ForeignDirectory: the source is not a finished stock Orbax checkpoint.
+      OptionError: the step has several items and ``item`` is None.
     """
-    path = Path(source).absolute()
+    path = files.user_path(source)
     if not path.is_dir():
         raise StepNotFound(
             f"{path}: expected the directory of an Orbax checkpoint, found none; check the path"
         )
     if names.TEMPORARY in str(path):
         raise ForeignDirectory(
-            f"{path}: expected a checkpoint that Orbax has committed, found the directory of a "
-            "save that was cut off; import another step"
+            f"{path}: expected a committed Orbax checkpoint, found the directory of an interrupted "
+            "save; import another step"
         )
     if not _is_pytree(path) and not _items(path):
         path = _step_of(path, step)
@@ -155,24 +157,17 @@ def find(source: str | os.PathLike[str], *, item: str | None, step: int | None) 
     return Source(path, _number(path.parent if is_item else path))
 
 
-def of_their_kinds(state: Any, stored: Mapping[str, DenseLeaf]) -> Any:
-    """Makes typed PRNG keys and Python's numbers of what a restore without a template gives.
+def with_numbers(state: Any, stored: Mapping[str, DenseLeaf]) -> Any:
+    """Converts scalars to Python numbers in a state that was read without a template.
 
     Args:
-      state: nested dicts and lists, with arrays in the place of both.
-      stored: leaves by their '/'-joined paths, which say what they are.
+      state: nested dicts and lists, with arrays in place of numbers.
+      stored: the stored leaves by '/'-joined path, which record their types.
     """
-    kinds = {
-        name: (leaf.kind, leaf.prng_impl)
-        for name, leaf in stored.items()
-        if leaf.kind in ("key", "scalar")
-    }
+    scalars = {name for name, leaf in stored.items() if leaf.kind == "scalar"}
 
     def original(path: Any, leaf: Any) -> Any:
-        kind, impl = kinds.get("/".join(_key(path)), ("", None))
-        if kind == "key":
-            return jax.random.wrap_key_data(leaf, impl=impl)
-        return leaf.item() if kind == "scalar" else leaf
+        return leaf.item() if "/".join(_key(path)) in scalars else leaf
 
     return tree_util.tree_map_with_path(original, state)
 
@@ -186,7 +181,7 @@ def _step_of(root: Path, step: int | None) -> Path:
     if not steps:
         raise ForeignDirectory(
             f"{root}: expected an Orbax checkpoint or a directory of them, found no {METADATA} "
-            "in it, in its items or in its steps; give the directory that Orbax wrote"
+            "in it, in its items or in its steps; pass the directory that Orbax wrote"
         )
     number = max(steps) if step is None else step
     if number not in steps:
@@ -200,15 +195,18 @@ def _item_of(step_dir: Path, item: str | None) -> Path:
     found = _items(step_dir)
     if any((step_dir / name / names.manifest_name(0)).exists() for name in os.listdir(step_dir)):
         raise ForeignDirectory(
-            f"{step_dir}: expected a checkpoint of stock Orbax, found one that deltackpt wrote; "
-            "open its directory with deltackpt.CheckpointManager"
+            f"{step_dir}: expected a stock Orbax checkpoint, found one written by deltackpt; open "
+            "its directory with deltackpt.CheckpointManager"
         )
     if item is None and len(found) > 1:
         raise OptionError(
-            f"{step_dir}: expected one item that is a pytree, found {found}; name one of them"
+            f"{step_dir}: expected one item that is a pytree, found {found}; pass item= with one "
+            "of them"
         )
     if item is not None and item not in found:
-        raise StepNotFound(f"{step_dir}: expected the item {item!r}, found {found}; name another")
+        raise StepNotFound(
+            f"{step_dir}: expected the item {item!r}, found {found}; pass one of them"
+        )
     return step_dir / (item or found[0])
 
 
@@ -217,11 +215,11 @@ def _is_pytree(path: Path) -> bool:
 
 
 def _items(step_dir: Path) -> list[str]:
-    """Names of the pytrees in a step; none where it is no step."""
+    """Names of the pytrees in a step; empty if it is not a step."""
     found = sorted(path.parent.name for path in step_dir.glob(f"*/{METADATA}"))
     if (step_dir / names.STEP_METADATA).is_file():
         return found
-    # Orbax has not always written that file. A directory of steps has numbers in it.
+    # Older Orbax versions did not write that file. A directory of steps contains numbered names.
     is_step = _number(step_dir) is not None and all(_STEP.fullmatch(name) is None for name in found)
     return found if is_step else []
 
@@ -232,7 +230,7 @@ def _number(path: Path) -> int | None:
 
 
 def _files(directory: Path) -> dict[str, Any]:
-    """Sizes and times of all files, to see whether they stay as they are."""
+    """Sizes and times of all files, to detect changes."""
     found = {}
     for folder, _, inside in os.walk(directory):
         for name in inside:
@@ -245,11 +243,14 @@ def _files(directory: Path) -> dict[str, Any]:
     return found
 
 
-# Templates. Leaves are matched by the keys that Orbax gives them.
+# Templates: leaves are matched by the keys that Orbax gives them.
 
 
 class _Wanted(NamedTuple):
-    """A leaf that a template asks for: its position in it, its key in the source, itself."""
+    """A leaf requested by a template.
+
+    Its position there, its key in the source, the leaf itself.
+    """
 
     position: int
     key: _Key
@@ -257,10 +258,10 @@ class _Wanted(NamedTuple):
 
 
 def _wanted(template: Any, stored: Mapping[_Key, Any], path: Path) -> list[_Wanted]:
-    """What a template asks for, by the keys of the leaves that are stored.
+    """The leaves that a template requests, by stored key.
 
     Raises:
-      TemplateMismatch: one of them holds leaves that the other lacks.
+      TemplateMismatch: the template or the source has leaves that the other lacks.
     """
     own = _asked_for(template)
     for keyed in (own, _asked_for(_untracked(template))):
@@ -275,8 +276,8 @@ def _wanted(template: Any, stored: Mapping[_Key, Any], path: Path) -> list[_Want
     if missing or further:
         raise TemplateMismatch(
             f"{path}: expected the leaves of the template, found that the checkpoint lacks\n"
-            f"{_listed(missing)}\nand that it has besides\n{_listed(further)}\n"
-            "give the state that was saved as the template"
+            f"{_listed(missing)}\nand that it also has\n{_listed(further)}\n"
+            "pass the state that was saved as the template"
         )
     return wanted
 
@@ -295,7 +296,7 @@ def _asked_for(template: Any) -> list[_Wanted]:
 
 
 def _untracked(template: Any) -> Any:
-    """A template in which the states of optimizers stand without the ``TrackState`` around."""
+    """The template with optimizer states unwrapped from their ``TrackState``."""
 
     def is_track_state(node: Any) -> bool:
         return isinstance(node, TrackState)
@@ -313,7 +314,7 @@ def _filled(template: Any, values: Mapping[int, Any]) -> Any:
 
 
 def _leaves(tree: Any) -> dict[_Key, Any]:
-    """The leaves of nested dicts and lists that hold something, by their keys."""
+    """The non-empty leaves of nested dicts and lists, by key."""
     found = tree_util.tree_leaves_with_path(tree, is_leaf=_is_leaf)
     return {_key(path): leaf for path, leaf in found if not paths.is_empty(leaf)}
 
@@ -323,7 +324,7 @@ def _is_leaf(node: Any) -> bool:
 
 
 def _as_stored(leaf: Any) -> Any:
-    """What asks for a leaf that no template asks for: Orbax restores all or nothing."""
+    """Requests for the leaves that no template requests: Orbax restores all or nothing."""
     if isinstance(leaf, ocp.metadata.StringMetadata):
         return ""
     if isinstance(leaf, ocp.metadata.ScalarMetadata):

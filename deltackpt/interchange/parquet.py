@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of a step as Parquet files, for feature stores and data frames."""
+"""Exports tables of a step as Parquet files, for feature stores and data frames."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from deltackpt.reading.reader import Progress
 
 _GROUP_BYTES = 32 << 20
 _ROW = "row"
-#: Types of numpy's that Parquet has as well.
+#: numpy types that Parquet also has.
 _KNOWN = {"bool", "float16", "float32", "float64"} | {
     f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
 }
@@ -32,12 +32,12 @@ _KNOWN = {"bool", "float16", "float32", "float64"} | {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Column:
-    """A field of a table.
+    """A column of a table's file.
 
     Attributes:
-      name: of the column: ``values``, or ``slot.<name>``.
+      name: name of the column: ``values``, or ``slot.<name>``.
       array: its rows.
-      dtype: as the column has it.
+      dtype: dtype of the column.
     """
 
     name: str
@@ -46,7 +46,7 @@ class _Column:
 
     @property
     def width(self) -> int:
-        """Numbers in a row."""
+        """Elements in a row."""
         return math.prod(self.array.shape[1:])
 
 
@@ -61,34 +61,34 @@ def export_parquet(
     rows: tuple[int, int] | None = None,
     progress: Progress | None = None,
 ) -> Exported:
-    """Writes tables of a step as Parquet files, a file for each, in row groups with zstd.
+    """Writes tables of a step as Parquet files, one per table, in row groups with zstd.
 
-    A file is named by its table, percent-encoded: ``params%2Femb.parquet``. Its columns are ``row``
-    (int64), ``values``, and ``slot.<name>`` for each slot: lists of fixed size, or numbers where a
-    row is one number. ``bfloat16`` and 8-bit floats are widened to ``float32``, integers of less
-    than 8 bits to ``int8`` or ``uint8``: without loss, and the schema's metadata says from what,
-    besides the shape of a row, table, step and save id.
+    A file is named after its table, percent-encoded: ``params%2Femb.parquet``. Its columns are
+    ``row`` (int64), ``values``, and ``slot.<name>`` for each slot. Columns are fixed-size lists, or
+    scalars if a row is a single value. ``bfloat16`` and 8-bit floats are widened to ``float32``,
+    integers of less than 8 bits to ``int8`` or ``uint8``, without loss. The schema's metadata
+    records the original dtype, the shape of a row, the table, the step and the save id.
 
-    Needs memory for a row group (32 MiB of rows); every byte is verified when read. Dense leaves
-    are not exported.
+    Needs memory for one row group (32 MiB of rows); every byte is verified when it is read. Dense
+    leaves are not exported.
 
     Args:
-      directory: the checkpoints.
+      directory: the checkpoint directory.
       step: the step; None for the newest.
-      target: the new directory; it appears whole or not at all.
-      item: name of our item in the steps; found by default.
-      tables: path patterns of the tables, or ends of exactly one path each.
-      slots: whether slots are exported too.
-      rows: half-open range of the rows of each table; all by default.
-      progress: called with bytes of rows written and bytes in all, before compression.
+      target: the new directory; it appears complete or not at all.
+      item: name of the deltackpt item in the steps; detected by default.
+      tables: path patterns of the tables, or suffixes that match exactly one path each.
+      slots: whether to export slots as well.
+      rows: half-open range of row indices, for each table; all rows by default.
+      progress: called with the bytes of rows written so far and the total, before compression.
 
     Raises:
       MissingExtra: pyarrow is not installed.
       TemplateMismatch: a pattern matches no table, or a table has fewer rows.
-      OptionError: a table is of a type that Parquet has not.
+      OptionError: Parquet does not support a table's dtype.
       TargetExists: the target exists.
-      RestoreError: the step cannot be read.
-      OutOfSpace, StorageError: the file system refused.
+      RestoreError: the step is not readable.
+      OutOfSpace, StorageError: the file system reported an error.
     """
     _pyarrow()
     goal = local_path(target)
@@ -127,14 +127,15 @@ def _pyarrow() -> Any:
         import pyarrow.parquet  # noqa: F401
     except ImportError as error:
         raise MissingExtra(
-            "export to Parquet: expected pyarrow, found that it cannot be imported; install it: "
+            "export to Parquet: expected the package pyarrow, found that it cannot be imported; "
+            "install it: "
             "pip install 'deltackpt[interchange]'"
         ) from error
     return pyarrow
 
 
 def _chosen(step: Step, patterns: Sequence[str]) -> list[str]:
-    """Names of the tables that patterns match, sorted."""
+    """Names of the tables that match the patterns, sorted."""
     found: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         matched = {name for name in step.tables if globs.matches(pattern, name)}
@@ -153,7 +154,7 @@ def _span(table: Table, rows: tuple[int, int] | None) -> range:
     if not 0 <= start <= stop <= len(table):
         raise TemplateMismatch(
             f"table {table.name}: expected a row range within [0, {len(table)}), found "
-            f"[{start}, {stop}); ask for rows that the step holds"
+            f"[{start}, {stop}); choose rows within that range"
         )
     return range(start, stop)
 
@@ -175,8 +176,8 @@ def _column_dtype(array: LazyArray) -> np.dtype:
     if "float" in dtype.name:
         return np.dtype(np.float32)
     raise OptionError(
-        f"table {array.name}: expected a type that Parquet has, found {dtype.name}; leave the "
-        "table out"
+        f"table {array.name}: expected a dtype that Parquet supports, found {dtype.name}; leave "
+        "the table out"
     )
 
 
@@ -194,7 +195,7 @@ def _write(
     arrow = _pyarrow()
     schema = _schema(columns, metadata)
     group_rows = max(1, _GROUP_BYTES // max(1, _row_bytes(columns)))
-    # A file of Python's, whose errors are the system's.
+    # A Python file object, so that errors are OSErrors.
     with (
         open(path, "wb") as file,
         arrow.parquet.ParquetWriter(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an export goes: a directory that appears whole under its name, or not at all."""
+"""Export targets: a directory that appears under its name complete, or not at all."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ import dataclasses
 import errno
 import os
 import re
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from deltackpt.errors import OutOfSpace, StorageError, TargetExists, UnsupportedRoot
-from deltackpt.storage import files
+from deltackpt.errors import (
+    OptionError,
+    OutOfSpace,
+    StorageError,
+    TargetExists,
+    UnsupportedRoot,
+)
+from deltackpt.format import globs
+from deltackpt.inspect import Step
+from deltackpt.inspect.dense import PLACEHOLDERS
+from deltackpt.storage import files, redaction
 
 # One slash is enough: pathlib turns "s3://bucket" into "s3:/bucket".
 _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
@@ -21,15 +29,17 @@ _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What an export wrote.
+    """The result of an export.
 
     Attributes:
-      path: the directory.
-      step: the step that it holds.
-      nbytes: bytes of its files.
-      files: names of its files below ``path``, sorted.
-      left_out: '/'-joined paths of leaves that the format cannot hold, sorted.
-      changed: '/'-joined paths, or column names, of what has another type there, to what it is.
+      path: the target directory.
+      step: the exported step.
+      nbytes: total size of its files in bytes.
+      files: names of the files below ``path``, sorted.
+      left_out: '/'-joined paths of leaves that the format cannot store, sorted. None and empty
+        containers, such as optax's ``MaskedNode`` and ``EmptyState``, are not listed.
+      changed: '/'-joined paths, or column names, of leaves stored with another type, mapped to that
+        type.
     """
 
     path: Path
@@ -41,46 +51,70 @@ class Exported:
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """An absolute path of a file system.
+    """Returns the absolute path of a local path.
 
     Raises:
-      UnsupportedRoot: it has a scheme.
+      UnsupportedRoot: the path has a URL scheme.
     """
     if _SCHEME.match(os.fspath(path)):
         raise UnsupportedRoot(
-            f"{os.fspath(path)}: expected a path of a file system, found a scheme; export to and "
-            "import from a local directory, and copy it"
+            f"{redaction.shown(path)}: expected a file system path, found a URL scheme; export to "
+            "and import from a local directory, and copy it"
         )
-    return Path(path).absolute()
+    return files.user_path(path)
+
+
+def chosen(step: Step, patterns: str | Sequence[str]) -> set[str]:
+    """Returns the paths of a step's tables, slots and dense leaves that match some globs.
+
+    Raises:
+      OptionError: a glob matches none of them.
+    """
+    slots = {path for table in step.tables.values() for path in table.leaves.values()}
+    every, found = slots | {*step.dense}, set[str]()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        matched = {name for name in every if globs.matches(pattern, name)}
+        if not matched and pattern != "**":
+            held = (name for name in every if not _is_placeholder(step, name))
+            raise OptionError(
+                f"step {step.step}: expected a leaf that matches {pattern!r}, found\n"
+                f"{globs.listed(held)}\nask for some of these"
+            )
+        found |= matched
+    return found
+
+
+def _is_placeholder(step: Step, name: str) -> bool:
+    return name in step.dense and step.dense[name].kind in PLACEHOLDERS
 
 
 @contextlib.contextmanager
 def published(target: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
-    """A new directory to write into, which becomes ``target`` where nothing is raised.
+    """Yields a new directory, which is renamed to ``target`` if the block succeeds.
 
-    What was written is on disk before it bears the name. A process that is killed leaves a hidden
-    directory ``.<name>.<id>.tmp`` beside the target.
+    All files are flushed to disk before the rename. A killed process leaves a hidden directory
+    ``.<name>.<id>.tmp`` next to the target.
 
     Args:
-      target: the name; its parents are made.
-      needed_bytes: what will be written at least.
+      target: path of the export; parent directories are created.
+      needed_bytes: lower bound of the bytes to be written.
 
     Yields:
       The directory to write into.
 
     Raises:
-      TargetExists: there is something of that name.
-      OutOfSpace, StorageError: the file system refused.
+      TargetExists: the target exists.
+      OutOfSpace, StorageError: the file system reported an error.
     """
     _refuse_existing(target)
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    temporary = files.temporary_beside(target)
     with write_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         free_bytes = files.free_bytes(target.parent)
         if free_bytes < needed_bytes:
             raise OutOfSpace(
                 f"{target}: expected room for {needed_bytes:,} bytes, found {free_bytes:,} free; "
-                "free space, or export elsewhere"
+                "make room, or export elsewhere"
             )
         try:
             temporary.mkdir()
@@ -95,7 +129,7 @@ def published(target: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def write_errors(target: Path) -> Iterator[None]:
-    """Turns an operating system's refusal to write an export into a typed error."""
+    """Converts an ``OSError`` while writing an export into a typed error."""
     try:
         yield
     except OSError as error:
@@ -103,12 +137,12 @@ def write_errors(target: Path) -> Iterator[None]:
             raise
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OutOfSpace(
-                f"{target}: expected room to write, found the file system full; free space, or "
-                "export elsewhere: nothing was left behind"
+                f"{target}: expected room to write, found the file system full; make room, or "
+                "export elsewhere (nothing was left behind)"
             ) from error
         raise StorageError(
-            f"{target}: expected to write, found {os.strerror(error.errno)}; check the file "
-            "system and its permissions, then try again: nothing was left behind"
+            f"{target}: expected to write, found {os.strerror(error.errno)}; check the file system "
+            "and its permissions, then try again (nothing was left behind)"
         ) from error
 
 
@@ -119,7 +153,7 @@ def exported(
     left_out: Sequence[str] = (),
     changed: dict[str, str] | None = None,
 ) -> Exported:
-    """Describes a target that was published."""
+    """Describes a published target."""
     found = sorted(path for path in target.rglob("*") if path.is_file())
     return Exported(
         path=target,
@@ -134,6 +168,6 @@ def exported(
 def _refuse_existing(target: Path) -> None:
     if os.path.lexists(target):
         raise TargetExists(
-            f"{target}: expected nothing of that name, found a file or directory; remove it, or "
-            "export under another name"
+            f"{target}: expected a new path, found an existing file or directory; remove it, or "
+            "choose another name"
         )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step in the safetensors format, by Hugging Face's conventions for shards.
+"""Exports a step in the safetensors format, with Hugging Face's conventions for shards.
 
-The format: the length of a header as 8 little-endian bytes, the header as JSON padded to a
-multiple of 8, then the tensors' bytes in the header's order, without gaps. The library that reads
-it writes whole files from memory; here rows are streamed, so it is written by hand.
+The format is the header's length as 8 little-endian bytes, the header as JSON padded to a multiple
+of 8, then the tensors' bytes in the header's order, without gaps. The safetensors library writes
+whole files from memory. This module streams rows instead, so it writes the format itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,7 +23,8 @@ from deltackpt import inspect
 from deltackpt.__about__ import __version__
 from deltackpt.errors import OptionError
 from deltackpt.inspect import DenseLeaf, LazyArray, Step
-from deltackpt.interchange.target import Exported, exported, local_path, published
+from deltackpt.inspect.dense import PLACEHOLDERS
+from deltackpt.interchange.target import Exported, chosen, exported, local_path, published
 from deltackpt.reading.reader import Progress
 
 _METADATA = "__metadata__"
@@ -46,7 +47,7 @@ _NAMES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-_WITHOUT_TENSOR = ("None", "empty", "string")
+_WITHOUT_TENSOR = (*PLACEHOLDERS, "string")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,7 +57,7 @@ class _Tensor:
     Attributes:
       name: '/'-joined path of the leaf.
       array: a lazy array, or a dense leaf.
-      dtype: as it is stored; of another one where the format has no such type.
+      dtype: the stored dtype; differs from the leaf's if the format lacks that type.
     """
 
     name: str
@@ -68,7 +69,7 @@ class _Tensor:
         return math.prod(self.array.shape) * self.dtype.itemsize
 
     def pieces(self) -> Iterator[np.ndarray]:
-        """Its numbers in their order, a moderate amount of rows at a time."""
+        """Yields its elements in order, a moderate number of rows at a time."""
         if not isinstance(self.array, LazyArray):
             yield np.asarray(self.array)
             return
@@ -82,39 +83,44 @@ def export_safetensors(
     target: str | os.PathLike[str],
     *,
     item: str | None = None,
+    leaves: str | Sequence[str] = "**",
     shard_bytes: int = _SHARD_BYTES,
     progress: Progress | None = None,
 ) -> Exported:
     """Writes tables, slots and dense leaves of a step as safetensors files.
 
-    Tensors are named by their '/'-joined paths. The target holds ``model.safetensors``, or
-    ``model-00001-of-0000N.safetensors`` ... and ``model.safetensors.index.json``. Step, save id
-    and version stand in the metadata of each file. Types that the format lacks are widened
-    without loss: 4-bit and 2-bit integers to 8 bits, rare 8-bit floats to ``float32``. Typed PRNG
-    keys are the ``uint32`` numbers of their data; None, strings and empty containers are left out.
+    Tensors are named by '/'-joined path. The target holds ``model.safetensors``, or
+    ``model-00001-of-0000N.safetensors`` ... and ``model.safetensors.index.json``. Each file's
+    metadata records step, save id and version. Types that the format lacks are widened without
+    loss: 4-bit and 2-bit integers to 8 bits, rare 8-bit floats to ``float32``. Typed PRNG keys are
+    stored as their ``uint32`` data; None, strings and empty containers are left out.
 
-    Needs memory for some rows, and for the largest dense leaf; every byte is verified when read.
+    Needs memory for some rows and for the largest dense leaf; every byte is verified when it is
+    read.
 
     Args:
-      directory: the checkpoints.
+      directory: the checkpoint directory.
       step: the step; None for the newest.
-      target: the new directory; it appears whole or not at all.
-      item: name of our item in the steps; found by default.
-      shard_bytes: most bytes of tensors in a file; a tensor that is larger has a file of its own.
-      progress: called with bytes written and bytes in all.
+      target: the new directory; it appears complete or not at all.
+      item: name of the deltackpt item in the steps; detected by default.
+      leaves: globs over the '/'-joined paths of the tables, slots and dense leaves to export.
+      shard_bytes: maximum bytes of tensors per file; a larger tensor gets its own file.
+      progress: called with the bytes written so far and the total.
 
     Raises:
-      OptionError: ``shard_bytes`` is not positive, or a leaf is of a type that cannot be widened.
+      OptionError: ``shard_bytes`` is not positive, a glob matches no leaf, or a leaf's dtype cannot
+        be widened.
       TargetExists: the target exists.
-      RestoreError: the step cannot be read.
-      OutOfSpace, StorageError: the file system refused.
+      RestoreError: the step is not readable.
+      OutOfSpace, StorageError: the file system reported an error.
     """
     if shard_bytes < 1:
         raise OptionError(f"shard_bytes: expected at least 1, found {shard_bytes}")
     goal = local_path(target)
     found = inspect.open(directory, item=item).at(step)
-    left_out = [name for name, leaf in found.dense.items() if leaf.kind in _WITHOUT_TENSOR]
-    tensors = sorted(_tensors(found), key=lambda tensor: tensor.name)
+    wanted = chosen(found, leaves)
+    left_out = [name for name in wanted & {*found.dense} if found.dense[name].kind == "string"]
+    tensors = sorted(_tensors(found, wanted), key=lambda tensor: tensor.name)
     total = sum(tensor.nbytes for tensor in tensors)
     metadata = {
         "format": "np",
@@ -146,21 +152,22 @@ def export_safetensors(
     return exported(goal, found.step, left_out=left_out, changed=changed)
 
 
-def _tensors(step: Step) -> Iterator[_Tensor]:
+def _tensors(step: Step, wanted: Collection[str]) -> Iterator[_Tensor]:
     for table in step.tables.values():
         for field, path in table.leaves.items():
-            array = table.field(field)
-            yield _Tensor(path, array, _stored_dtype(path, array.dtype))
+            if path in wanted:
+                array = table.field(field)
+                yield _Tensor(path, array, _stored_dtype(path, array.dtype))
     for name, leaf in step.dense.items():
-        if leaf.kind not in _WITHOUT_TENSOR:
+        if name in wanted and leaf.kind not in _WITHOUT_TENSOR:
             yield _Tensor(name, leaf, _stored_dtype(name, leaf.dtype))
 
 
 def _stored_dtype(name: str, dtype: np.dtype) -> np.dtype:
     if name == _METADATA:
         raise OptionError(
-            f"{name}: expected another name of a leaf, found that of the metadata of safetensors; "
-            "rename it, or export to Orbax"
+            f"{name}: expected another leaf name, found the name of safetensors' metadata entry; "
+            "rename the leaf, or export to Orbax"
         )
     if dtype.name in _NAMES:
         return dtype
@@ -169,13 +176,13 @@ def _stored_dtype(name: str, dtype: np.dtype) -> np.dtype:
             if _holds(np.dtype(wide), dtype):
                 return np.dtype(wide)
     raise OptionError(
-        f"{name}: expected a type that safetensors has, found {dtype.name}; cast it before it is "
-        "saved, or export to Orbax"
+        f"{name}: expected a dtype that safetensors supports, found {dtype.name}; cast the leaf "
+        "before you save it, or export to Orbax"
     )
 
 
 def _holds(wide: np.dtype, narrow: np.dtype) -> bool:
-    """Whether every number of a type of 8 bits or less is one of another type."""
+    """Whether a type represents every value of another type of at most 8 bits."""
     try:
         lowest, highest = (ml_dtypes.iinfo(narrow).min, ml_dtypes.iinfo(narrow).max)
     except ValueError:
@@ -184,7 +191,7 @@ def _holds(wide: np.dtype, narrow: np.dtype) -> bool:
 
 
 def _shards(tensors: Sequence[_Tensor], shard_bytes: int) -> list[list[_Tensor]]:
-    """Tensors by files, in their order; a file is closed when the next one does not fit."""
+    """Assigns tensors to files in order; a file is closed when the next tensor does not fit."""
     shards: list[list[_Tensor]] = [[]]
     held = 0
     for tensor in tensors:

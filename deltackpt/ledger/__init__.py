@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is committed in a root, who may write it, and what a cut process left there."""
+"""What is committed in a checkpoint directory, who may write it, and cleanup after kills."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a bucket holds, laid out as a directory has it: readers need not know a journal.
+"""Presents a bucket's committed contents like a directory; readers need not know the journal.
 
 Keys are those of a directory, ``7/embeddings/manifest.0.msgpack`` and
-``compacted/7/embeddings/...``; where the objects stand is looked up. The digests of all files of a
-step are one object, so that names and lengths cost no request, and every object that is read whole
-is checked as it comes.
+``compacted/7/embeddings/...``; the objects' locations are looked up. The digests of all files of a
+step are one object, so names and lengths cost no request, and every object that is read completely
+is verified.
 """
 
 from __future__ import annotations
@@ -20,60 +20,58 @@ import google_crc32c
 
 from deltackpt.errors import Damaged, StorageError
 from deltackpt.format import names
-from deltackpt.ledger.entries import Unit
+from deltackpt.ledger.entries import COMMIT, Unit
 from deltackpt.ledger.view import JournalView
 from deltackpt.storage import digests, files
 from deltackpt.storage.digests import Digest, Streamed
 from deltackpt.storage.store import Missing, Spot, Stamp
 
-#: The digests of all other files below a prefix.
-COMMIT = "commit.msgpack"
-#: A file of more bytes is put in so many objects, of as many bytes each, below ``SEGMENTS``: no
-#: service takes an object of any length at once, and no process should hold one.
+#: Larger files are uploaded as several objects of this size below ``SEGMENTS``: services limit the
+#: size of a single upload, and no process should hold a whole object.
 SEGMENT_BYTES = 32 << 20
 SEGMENTS = "segments"
-#: Steps whose digests are kept: more than a chain has.
+#: Number of steps whose digests are cached: more than a chain has.
 _KEPT_UNITS = 512
-#: Files that are fetched at a time.
+#: Number of concurrent downloads.
 _FETCHERS = 4
 
 
 def segment_name(name: str, number: int) -> str:
-    """Where a segment of a file stands below its prefix."""
+    """Returns the name of a file's segment, below its prefix."""
     return f"{SEGMENTS}/{name}/{number:06}"
 
 
 class Catalog(Protocol):
-    """Which units stand in a store, and where."""
+    """The units in a store, and their locations."""
 
     @property
     def root(self) -> Spot:
-        """What the places of units are relative to."""
+        """The folder to which the units' locations are relative."""
         ...
 
     def units(self, *, anew: bool) -> Mapping[Unit, str]:
-        """Where the files of each unit stand, below the root.
+        """Returns the prefix of each unit's files, below the root.
 
         Args:
-          anew: whether the store is asked.
+          anew: whether to query the store again.
         """
         ...
 
     def digests(self, unit: Unit, prefix: str) -> dict[str, Digest]:
-        """Digests of all files of a unit.
+        """Returns the digests of all files of a unit.
 
         Raises:
-          Missing: it went.
-          Damaged: they are altered.
+          Missing: the digests do not exist.
+          Damaged: the digests are altered.
         """
         ...
 
 
 class Journaled:
-    """The units that a journal names."""
+    """The units named by a journal."""
 
     def __init__(self, journal: JournalView):
-        """Reads by a journal."""
+        """Reads the units from a journal."""
         self.journal = journal
 
     @property
@@ -83,7 +81,13 @@ class Journaled:
 
     def units(self, *, anew: bool) -> Mapping[Unit, str]:
         """See ``Catalog``."""
+        was_there = self.journal.known.entry.number
         state = self.journal.state() if anew else self.journal.known
+        if was_there and not state.entry.number:
+            raise StorageError(
+                f"{self.root}: expected a journal, found none because the bucket was emptied or "
+                "replaced; open it again after its trainer has saved"
+            )
         return {unit: one.prefix for unit, one in state.standings.items()}
 
     def digests(self, unit: Unit, prefix: str) -> dict[str, Digest]:
@@ -99,13 +103,13 @@ class Journaled:
 
 
 class Copied:
-    """The units that markers name, as copies to object stores left them before there were journals.
+    """The units named by markers, which copies to object stores used before there were journals.
 
-    A marker holds the digests of a unit, whose files stand under its own name.
+    A marker holds the digests of a unit, whose files are stored under the unit's name.
     """
 
     def __init__(self, root: Spot):
-        """Reads what was copied to a folder."""
+        """Reads the copies in a folder."""
         self._root = root
         self._known: dict[Unit, str] | None = None
 
@@ -134,13 +138,13 @@ class Copied:
 
 
 class Committed:
-    """A store of what is committed, to be read; thread-safe."""
+    """A read-only store of committed contents; thread-safe."""
 
     def __init__(self, catalog: Catalog):
-        """Reads what a catalog names; nothing is asked yet."""
+        """Reads what a catalog names; sends no request yet."""
         self._catalog = catalog
         self._digests: dict[str, dict[str, Digest]] = {}
-        #: Files that stand in segments, by prefix.
+        #: Files stored in segments, by prefix.
         self._segmented: dict[str, list[str]] = {}
         self._lock = threading.Lock()
 
@@ -150,32 +154,32 @@ class Committed:
         return str(self._catalog.root)
 
     def get(self, key: str) -> bytes:
-        """See ``Store``; Damaged where it is not what was committed."""
+        """See ``Store``; raises Damaged if the object differs from what was committed."""
         prefix, name, digest = self._file(key)
         if digest.length <= SEGMENT_BYTES:
             at = self._at(prefix, name)
-            data = self._asked(key, lambda: at.store.get(at.key))
+            data = self._asked(prefix, key, lambda: at.store.get(at.key))
         else:
             data = bytearray(digest.length)
             self.read_into(key, 0, [memoryview(data)])
             data = bytes(data)
         if digests.digest_bytes(data)[:3] != digest[:3]:
             found = f"{len(data)} other bytes"
-            raise Damaged(f"{self.url}/{key}", f"{digest.length} bytes as committed", found)
+            raise Damaged(key, f"{digest.length} bytes as committed", found)
         return data
 
     def read_into(
         self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
     ) -> None:
-        """See ``Store``; ranges are checked by whoever knows the checksums of their chunks."""
+        """See ``Store``; callers verify ranges with the checksums of their chunks."""
         prefix, name, digest = self._file(key)
         wanted = sum(part.nbytes for part in parts)
         first = start + digest.length if start < 0 else start
         if first < 0 or first + wanted > digest.length or (whole and wanted != digest.length):
-            raise Damaged(f"{self.url}/{key}", f"{wanted} bytes", f"{digest.length} bytes")
+            raise Damaged(key, f"{wanted} bytes", f"{digest.length} bytes")
         if digest.length <= SEGMENT_BYTES:
             at = self._at(prefix, name)
-            self._asked(key, lambda: at.store.read_into(at.key, first, parts))
+            self._asked(prefix, key, lambda: at.store.read_into(at.key, first, parts))
             return
         for part in parts:
             while part.nbytes:
@@ -183,7 +187,9 @@ class Committed:
                 piece = part[: SEGMENT_BYTES - inside]
                 at = self._at(prefix, segment_name(name, number))
                 self._asked(
-                    key, lambda at=at, one=piece, at_=inside: at.store.read_into(at.key, at_, [one])
+                    prefix,
+                    key,
+                    lambda at=at, one=piece, at_=inside: at.store.read_into(at.key, at_, [one]),
                 )
                 part, first = part[piece.nbytes :], first + piece.nbytes
 
@@ -197,12 +203,12 @@ class Committed:
         return prefix, name, digest[:3]
 
     def put(self, key: str, data: bytes | memoryview, *, absent: bool = False) -> None:
-        """Refused: what is committed never changes."""
-        raise StorageError(f"{self.url}/{key}: expected to be read only, found a write")
+        """Not supported: committed files never change."""
+        raise StorageError(f"{self.url}/{key}: expected only reads, found a write")
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Refused: what is committed is removed through its ledger."""
-        raise StorageError(f"{self.url}: expected to be read only, found a deletion of {[*keys]}")
+        """Not supported: committed files are removed through the ledger."""
+        raise StorageError(f"{self.url}: expected only reads, found a deletion of {[*keys]}")
 
     def keys(self, folder: str, *, after: str = "") -> list[str]:
         """See ``Store``."""
@@ -216,7 +222,7 @@ class Committed:
         return sorted(key for key in found if key > after)
 
     def folders(self, folder: str) -> list[str]:
-        """See ``Store``; those of the root are asked for anew."""
+        """See ``Store``; the top-level folders are listed again each time."""
         units = self._units(anew=not folder)
         found = set()
         for unit in units:
@@ -229,7 +235,7 @@ class Committed:
         return sorted(found)
 
     def stamp(self, folder: str) -> Stamp | None:
-        """See ``Store``; a place is of one upload."""
+        """See ``Store``; a prefix belongs to one upload."""
         unit, below = _unit_of(folder.split("/")) or (None, "")
         if unit is None:
             inside = tuple(self.folders(folder))
@@ -247,12 +253,12 @@ class Committed:
         return Stamp((prefix, below), prefix)
 
     def kvstore(self, folder: str) -> dict[str, Any] | None:
-        """See ``Store``; a file that stands in segments is none of TensorStore's."""
+        """See ``Store``; files stored in segments are not available through TensorStore."""
         unit, below = _unit_of(folder.split("/")) or (None, "")
         prefix = None if unit is None else self._place_of(unit)
         if unit is None or prefix is None:
             raise Missing(f"{self.url}/{folder}")
-        # Asked for each chunk that TensorStore reads, while few units have such files.
+        # Queried for each chunk that TensorStore reads, although few units have such files.
         segmented = self._segmented.get(prefix)
         if segmented is None:
             found = self._unit_digests(unit).items()
@@ -264,15 +270,15 @@ class Committed:
         return at.kvstore()
 
     def fetch(self, folder: str, target: Path) -> None:
-        """Brings the files of a folder to a directory, each checked to be what was committed.
+        """Downloads the files of a folder to a directory, and verifies each.
 
         Args:
-          folder: in a step, or in a compacted base.
+          folder: a folder in a step or a compacted base.
           target: an existing directory.
 
         Raises:
-          Damaged: a file is not what was committed.
-          StorageError: the store refused, or the directory cannot be written.
+          Damaged: a file differs from what was committed.
+          StorageError: the store reported an error, or the directory is not writable.
         """
         keys = self.keys(folder)
 
@@ -288,7 +294,7 @@ class Committed:
                 pass
 
     def _copy(self, key: str, file: IO[bytes]) -> None:
-        """Copies a file piece by piece; what it was is known at its end."""
+        """Copies a file piece by piece, and verifies it at the end."""
         digest, start, came = self._file(key)[2], 0, Streamed()
         if digest.length <= SEGMENT_BYTES:
             file.write(self.get(key))
@@ -302,15 +308,15 @@ class Committed:
         came.check(f"{self.url}/{key}", digest)
 
     def units(self) -> Mapping[Unit, str]:
-        """Where each unit stands; the catalog is asked."""
+        """Returns the prefix of each unit, queried from the catalog."""
         return self._units(anew=True)
 
     def digests(self, unit: Unit) -> dict[str, Digest]:
-        """Digests of all files of a unit.
+        """Returns the digests of all files of a unit.
 
         Raises:
           Missing: there is no such unit.
-          Damaged: they are altered.
+          Damaged: the digests are altered.
         """
         return dict(self._unit_digests(unit))
 
@@ -318,7 +324,7 @@ class Committed:
         return self._catalog.units(anew=anew)
 
     def _place_of(self, unit: Unit) -> str | None:
-        """Where a unit stands; of a step that is not known the catalog is asked anew."""
+        """The prefix of a unit; queries the catalog again for an unknown step."""
         found = self._units(anew=False).get(unit)
         if found is None and unit.item is None:
             found = self._units(anew=True).get(unit)
@@ -328,7 +334,7 @@ class Committed:
         return self._catalog.root / prefix / name
 
     def _file(self, key: str) -> tuple[str, str, Digest]:
-        """The place, the name in it and the digest of a file.
+        """The prefix, relative name and digest of a file.
 
         Raises:
           Missing: there is no such file.
@@ -348,7 +354,8 @@ class Committed:
             raise Missing(f"{self.url}/{unit.name}")
         known = self._digests.get(prefix)
         if known is None:
-            known = self._asked(unit.name, lambda: self._catalog.digests(unit, prefix))
+            asked = f"{unit.name}/{COMMIT}"
+            known = self._asked(prefix, asked, lambda: self._catalog.digests(unit, prefix))
             with self._lock:
                 self._digests[prefix] = known
                 while len(self._digests) > _KEPT_UNITS:
@@ -357,13 +364,20 @@ class Committed:
                     self._segmented.pop(oldest, None)
         return known
 
-    def _asked(self, key: str, ask: Any) -> Any:
+    def _asked(self, prefix: str, key: str, ask: Any) -> Any:
+        """Requests an object below a prefix.
+
+        Raises:
+          Missing: the unit was retired since it was looked up.
+          Damaged: the unit is still committed, but the object is missing.
+        """
         try:
             return ask()
         except Missing as error:
-            # Retired since it was looked up: who asks next is to see that.
-            self._units(anew=True)
-            raise Missing(f"{self.url}/{key}") from error
+            # Retired concurrently; refresh the catalog so that the next lookup sees it.
+            if prefix not in self._units(anew=True).values():
+                raise Missing(f"{self.url}/{key}") from error
+            raise Damaged(key, "the object as committed", error.found) from error
 
 
 @functools.lru_cache(4096)
@@ -377,12 +391,12 @@ def _unit_of_key(parts: tuple[str, ...]) -> tuple[Unit, str] | None:
 
 
 def _unit_of(parts: Sequence[str]) -> tuple[Unit, str] | None:
-    """The unit that a key is in, and its name below that; None where it is in none."""
+    """The unit that contains a key, and the key's name below it; None if there is none."""
     return _unit_of_key(tuple(parts))
 
 
 def _is_below(key: str, folder: str) -> bool:
-    """Whether a key is a folder itself, or in it."""
+    """Whether a key is a folder or is inside it."""
     return not folder or key == folder or key.startswith(f"{folder}/")
 
 

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directory as a whole: opening it, its steps, rollback and collection.
+"""A checkpoint directory as a whole: opening, steps, rollback and garbage collection.
 
-Who may write is in ``lease``. A backup has the same epochs as what it is of: a path is resolved
-once, at opening, and what is committed is committed to that very directory, or not at all.
+``lease`` determines who may write. A backup has the same epochs as its original. A path is
+therefore resolved once, at opening, and every commit goes to that very directory or fails.
 
-What a root promises of commit, durability and lease:
+Guarantees for commits, durability and the lease:
 
-- A local POSIX file system (ext4, XFS, Btrfs, tmpfs): a step appears by one atomic ``rename`` and
-  is durable once the root has been forced to disk; the lease is exclusive.
-- A network file system (NFS 3 and later, Lustre, CephFS): the same, as far as its server keeps
-  ``rename``, ``fsync`` and ``O_EXCL``. Other machines see names as late as their attribute caches
-  allow, so an older holder may be fenced that much later.
-- Everywhere: the check and the rename are two calls. A trainer that stops between them for longer
-  than another needs to start may still add one whole step; it replaces none.
-- Object stores and every other scheme are refused: a rename there is not atomic.
+- Local POSIX file systems (ext4, XFS, Btrfs, tmpfs): a step appears by one atomic ``rename`` and
+  is durable once the directory has been fsynced; the lease is exclusive.
+- Network file systems (NFS 3 and later, Lustre, CephFS): the same, if the server honors
+  ``rename``, ``fsync`` and ``O_EXCL``. Other machines see names only after their attribute caches
+  expire, so an older holder may be fenced that much later.
+- Everywhere: the check and the rename are two calls. A trainer that pauses between them for longer
+  than another needs to start may still add one complete step; it never replaces one.
+- Object stores and every other scheme are rejected: a rename there is not atomic.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from pathlib import Path
 
 from deltackpt import events
 from deltackpt.errors import (
-    Damaged,
     FencedError,
     ForeignDirectory,
-    FormatTooNew,
+    OutOfSpace,
+    RestoreError,
     StorageError,
     UnsupportedRoot,
 )
@@ -43,24 +43,29 @@ from deltackpt.ledger import kept, lease, leftovers
 from deltackpt.ledger.held import Held
 from deltackpt.ledger.lease import Lease
 from deltackpt.reading import foreign, saves
-from deltackpt.storage import files
+from deltackpt.storage import files, redaction
 from deltackpt.storage.store import FileStore, Spot, Stamp
 
+#: Between two checks of a claim whose trainer has not started yet.
+_POLL_SECS = 0.05
 # One slash is enough: pathlib turns "s3://bucket" into "s3:/bucket".
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/")
-#: Orbax 0.12.8 looks for the parts of its dense files by a glob of the whole path.
+#: Orbax 0.12.8 finds the parts of its dense files with a glob over the whole path.
 _PATTERN = frozenset("*?[")
 
 
 class Root(Held):
-    """One checkpoint directory, open for a trainer or read-only."""
+    """A checkpoint directory, open for a trainer or read-only."""
 
     def __init__(self, path: Path, item: str, held: Lease | None, *, given: Path | None = None):
-        """Made by ``Root.open``; ``given`` is the path before links in it were followed."""
+        """Created by ``Root.open``; ``given`` is the path before its links were followed."""
         super().__init__(Spot(FileStore(path), ""), item, path, given or path)
         self._lease = held
-        #: Whether the file of the lease says who holds it.
+        #: Whether the lease file names the holder.
         self._signed = False
+        #: Whether the lease can no longer return to its previous holder.
+        self._confirmed = False
+        self._grace = lease.Grace(_POLL_SECS)
         if held is not None:
             with files.typed_errors(path, "be opened"):
                 descriptor = os.open(path, os.O_RDONLY)
@@ -79,33 +84,35 @@ class Root(Held):
         item: str = names.EMBEDDINGS_ITEM,
         read_only: bool = False,
         after_epoch: int | None = None,
+        confirmed: bool = True,
     ) -> Root:
-        """Opens a directory; a trainer makes it where needed, and takes its lease.
+        """Opens a directory; a trainer creates it if necessary and takes its lease.
 
-        Of several processes one takes the lease for all; the others open it read-only.
+        In a multi-process job, one process takes the lease for all; the others open it read-only.
 
         Args:
-          directory: a path of a local or network file system.
-          item: name of our item in a step.
-          read_only: no lease, nothing is made or removed.
-          after_epoch: take the lease only after this epoch, and from nobody else.
+          directory: a path in a local or network file system.
+          item: name of the deltackpt item in a step.
+          read_only: take no lease; create and remove nothing.
+          after_epoch: take the lease only if this is the newest epoch.
+          confirmed: whether to call ``confirm`` now; otherwise ``abandon`` can return the lease.
 
         Raises:
           InUse: another epoch than ``after_epoch`` holds the lease.
-          UnsupportedRoot: the path has a scheme, or characters that Orbax cannot save under.
-          ForeignDirectory: it holds files, and nothing that deltackpt or Orbax wrote; or, where it
-            is not opened read-only, its newest step has no item of that name.
-          OutOfSpace: there is no room for the lease, leftovers removed.
-          StorageError: it does not exist (read-only), or cannot be written.
+          UnsupportedRoot: the path has a URL scheme, or characters that Orbax does not support.
+          ForeignDirectory: it holds files, but none that deltackpt or Orbax wrote; or it is opened
+            for writing and its newest step has no item of that name.
+          OutOfSpace: there is no room for the lease, and no leftovers can be removed.
+          StorageError: it does not exist (read-only), or is not writable.
         """
         scheme = _SCHEME.match(os.fspath(directory))
         if scheme is not None:
             raise UnsupportedRoot(
-                f"{os.fspath(directory)}: expected a path of a file system, found the scheme "
-                f"{scheme[1]!r}, which deltackpt does not commit on; mount it, or save to a local "
-                "directory and copy whole chains"
+                f"{redaction.shown(directory)}: expected a file system path, found the scheme "
+                f"{scheme[1]!r}, which deltackpt does not support; mount it, or save to a local "
+                "directory and run 'deltackpt copy'"
             )
-        given = Path(directory).absolute()
+        given = files.user_path(directory)
         path = Path(os.path.realpath(given))
         if read_only:
             if not path.is_dir():
@@ -117,166 +124,292 @@ class Root(Held):
         if found := sorted(set(str(path)) & _PATTERN):
             raise UnsupportedRoot(
                 f"{path}: expected a path without any of {sorted(_PATTERN)}, found {found}: Orbax "
-                "takes them for patterns and would commit steps whose dense leaves nobody can "
-                "read; give another path"
+                "treats them as glob patterns and would commit steps with unreadable dense "
+                "leaves; use another path"
             )
         files.make_durable(path)
         _refuse_foreign(path)
         _refuse_other_item(path, item)
         held = lease.claim(path, after_epoch)
-        root = cls(path, item, held, given=given)
-        # Before the claim is signed: on a full file system the leftovers are what fills it.
-        root.remove_leftovers()
-        lease.sign(path, held)
-        root._signed = True
+        try:
+            root = cls(path, item, held, given=given)
+        except BaseException:
+            lease.give_back(path, held)
+            raise
+        try:
+            try:
+                root._sign(held)
+            except OutOfSpace:
+                # ``confirm`` removes leftovers, which may fill the file system, and tries again.
+                found = files.listing(path)
+                if names.TRASH not in found and not any(map(leftovers.is_leftover, found)):
+                    raise
+            if confirmed:
+                root._confirm()
+        except BaseException:
+            root.abandon()
+            raise
         return root
+
+    def confirm(self) -> None:
+        """See ``Held``: leftovers may be the previous holder's save in flight."""
+        if not self._confirmed:
+            self.check_held()
+            self._confirm()
+
+    def _confirm(self) -> None:
+        if self._lease is not None:
+            self._confirmed = True
+            lease.remove_older(self.path, self._lease)
+            try:
+                self.remove_leftovers()
+            except StorageError as error:
+                events.warn(
+                    f"{self.path}: leftovers of interrupted saves were not removed: {error}"
+                )
+            try:
+                if not self._signed:
+                    self._sign(self._lease)
+            except StorageError as error:
+                # The name alone is a valid claim; the first save reports a full file system.
+                events.warn(f"{self.path}: the lease does not name its holder: {error}")
+
+    def _sign(self, own: Lease) -> None:
+        lease.sign(self.path, own)
+        self._signed = True
+
+    @property
+    def epoch(self) -> int:
+        """See ``Held``."""
+        return 0 if self._lease is None else self._lease.epoch
+
+    @property
+    def has_rival(self) -> bool:
+        """Returns whether an earlier lease holder may still be running."""
+        earlier = max((one for one in lease.epochs(self.path) if one < self.epoch), default=None)
+        if earlier is None:
+            return False
+        try:
+            return lease.read_lease(self.path / names.lease_name(earlier)).runs is not False
+        except RestoreError:
+            return True
+
+    def abandon(self) -> None:
+        """See ``Held``."""
+        self._collector.shutdown()
+        if self._lease is not None:
+            if self._confirmed:
+                # An interrupt may have ended ``confirm``.
+                lease.remove_older(self.path, self._lease)
+            elif self._may_give_back(self._lease):
+                lease.give_back(self.path, self._lease)
+            self._unpin()
+
+    def _may_give_back(self, own: Lease) -> bool:
+        """Whether the claim is still this one's. Does not wait for newer trainers.
+
+        If they also fail to start, a claim left between would fence the previous holder.
+        """
+        with contextlib.suppress(FencedError, StorageError):
+            self._check_place(own)
+            return self._is_own(own.epoch)
+        return False
 
     def steps(self) -> list[int]:
         """See ``Steps``.
 
         Raises:
-          StorageError: the directory is not there any more, or cannot be read.
+          StorageError: the directory no longer exists, or is not readable.
         """
         numbers = map(names.step_number, files.listing(self.path))
         return [number for number in numbers if number is not None]
 
     def newest_lease(self) -> Lease | None:
-        """The lease of the newest epoch; None where nobody ever took one.
+        """Returns the newest epoch's lease; None if it was never taken.
 
         Raises:
-          Damaged: it was not signed, or is altered.
+          Damaged: the lease was not signed, or is altered.
         """
         newest = max(lease.epochs(self.path), default=None)
         return None if newest is None else lease.read_lease(self.path / names.lease_name(newest))
 
     def check_lease(self, *, ask: bool = False) -> None:
-        """Checks that the directory is still the one that was opened, and its lease still ours.
+        """Checks that the directory is still the one that was opened, and that its lease is held.
 
-        Called before every commit.
+        Called before every commit. While a newer trainer starts, it waits for the outcome.
 
         Raises:
-          FencedError: a newer trainer holds it, or another directory stands in its place.
-          StorageError: nothing stands there any more, or it cannot be read.
+          FencedError: a newer trainer holds it, or another directory has replaced it.
+          StorageError: it no longer exists, or is not readable.
         """
+        self._check_lease()
+
+    def check_held(self) -> None:
+        """Like ``check_lease``, but does not wait for newer trainers that have not started yet."""
         if self._lease is None:
             return
         self._check_place(self._lease)
-        newest = max(lease.epochs(self.path), default=0)
-        if newest == self._lease.epoch:
-            if not self._signed:
+        epochs = {*lease.epochs(self.path)}
+        if not self._is_listed(epochs):
+            raise self._fenced(self._holder(epochs))
+
+    def check_start(self) -> None:
+        """Like ``check_lease``, for a trainer that starts.
+
+        It does not wait for a newer start of this process, which supersedes it.
+        """
+        self._check_lease(is_starting=True)
+
+    def _check_lease(self, *, is_starting: bool = False) -> None:
+        if self._lease is None:
+            return
+        while True:
+            self._check_place(self._lease)
+            epochs = {*lease.epochs(self.path)}
+            newer = {one: self._claimant(one) for one in epochs if one > self._lease.epoch}
+            is_held = self._is_listed(epochs)
+            if is_held and not newer:
+                self._grace.reset()
                 return
-            with contextlib.suppress(Damaged, FormatTooNew):
-                found = lease.read_lease(self.path / names.lease_name(newest))
-                if found.holder == self._lease.holder:
-                    return
-        raise self._fenced(lease.holder(self.path, newest, self._lease.epoch))
+            is_superseded = is_starting and any(
+                one.is_of_this_process for one in newer.values() if one is not None
+            )
+            # A newer trainer removes older leases once it has started.
+            if not is_held or is_superseded or not self._grace.wait(newer):
+                raise self._fenced(self._holder(epochs))
+
+    def _is_listed(self, epochs: Collection[int]) -> bool:
+        """Whether the own lease exists; a newer trainer removes it once it has started."""
+        return self.epoch in epochs and self._is_own(self.epoch)
+
+    def _holder(self, epochs: Collection[int]) -> str:
+        """Describes the newest of some leases."""
+        return lease.holder(self.path, max(epochs, default=0), self.epoch)
+
+    def _is_own(self, epoch: int) -> bool:
+        """Whether the lease file of the own epoch names this holder, if it names one."""
+        assert self._lease is not None
+        if not self._signed:
+            return True
+        found = self._claimant(epoch)
+        return found is not None and found.holder == self._lease.holder
+
+    def _claimant(self, epoch: int) -> Lease | None:
+        """The holder of an epoch; None if its lease is not readable."""
+        with contextlib.suppress(RestoreError):
+            return lease.read_lease(self.path / names.lease_name(epoch))
+        return None
 
     def _check_place(self, own: Lease) -> None:
-        """Checks that the directory that was opened stands where it did."""
+        """Checks that the opened directory is still at its path."""
         try:
             stands = self._stamp.same(Stamp.of(os.stat(self.path)))
         except OSError as error:
             raise StorageError(
-                f"{self.path}: expected to find the directory where it was opened, found "
-                f"{os.strerror(error.errno or 0)}; it was moved or removed: move it back and save "
-                "again, or stop this trainer and open it where it is now"
+                f"{self.path}: expected the directory where it was opened, found "
+                f"{os.strerror(error.errno or 0)}: it was moved or removed; move it back and save "
+                "again, or stop this trainer and open the directory at its new path"
             ) from error
         if not stands:
             newest = max(lease.epochs(self.path), default=0)
             held = lease.holder(self.path, newest, own.epoch)
             raise self._fenced(f"another directory in its place, with {held}")
-        # A link that is gone leads to no other directory: it may be about to be made anew.
+        # A missing link is not an error: it may be about to be recreated.
         with contextlib.suppress(OSError):
             if not self._stamp.same(Stamp.of(os.stat(self.given))):
-                raise self._fenced(f"that {self.given}, which led to it, leads elsewhere now")
+                raise self._fenced(f"that the link {self.given} points to another directory now")
 
     def _fenced(self, found: str) -> FencedError:
         assert self._lease is not None
         return FencedError(
             f"{self.path}: expected to hold its lease (epoch {self._lease.epoch}, holder "
             f"{self._lease.holder[:8]}, taken {lease.utc(self._lease.since_secs)}), found {found}; "
-            "stop this trainer, its later steps are not committed"
+            "stop this trainer, since its later steps are not committed"
         )
 
     def roll_back(self, step: int, run: str) -> list[int]:
-        """Moves every step after ``step`` aside, durably, with a warning.
+        """Moves every step after ``step`` aside durably, with a warning.
 
-        Newer steps move first, so that at every moment what stays is closed under parents.
+        Newer steps are moved first, so that every remaining step has its parents at all times.
 
         Args:
-          step: the step that training goes on from.
-          run: id of the run that goes on.
+          step: the step from which training resumes.
+          run: id of the run that resumes.
 
         Returns:
-          The steps that were moved.
+          The moved steps.
         """
         later = sorted((found for found in self.steps() if found > step), reverse=True)
         if not later or self._lease is None:
             return []
         self.check_lease()
         aside = self.path / names.ROLLED_BACK / run
-        with files.typed_errors(aside, "make a directory"):
-            aside.mkdir(parents=True, exist_ok=True)
+        with (
+            files.typed_errors(aside, "make a directory"),
+            files.opened_below(aside, self.path, make=True),
+        ):
             files.fsync_path(aside.parent)
         for found in later:
-            # A trainer that has lost the directory must not move the steps of its successor.
+            # A trainer that has lost the lease must not move its successor's steps.
             self.check_lease()
             self.set_aside(found, aside / str(found))
         self._move_bases_aside(step, aside)
         events.warn(
-            f"{self.path}: going on from step {step}, the later steps {sorted(later)} were moved "
+            f"{self.path}: resuming from step {step}, the later steps {sorted(later)} were moved "
             f"to {names.ROLLED_BACK}/{run}"
         )
         return later
 
     def set_aside(self, step: int, target: Path) -> None:
-        """Moves a committed step to where no reader looks, durably.
+        """Moves a committed step durably to where no reader looks.
 
         Raises:
-          StorageError: the store refused.
+          StorageError: the file system reported an error.
         """
-        files.make_folder(target.parent)
-        files.rename(self.step_dir(step), target, fsync=True)
+        below = self.path if target.is_relative_to(self.path) else None
+        if below is None:
+            files.make_folder(target.parent)
+        files.rename(self.step_dir(step), target, fsync=True, below=below)
         with self._lock:
             self._known.pop(str(step), None)
 
     def _move_bases_aside(self, step: int, aside: Path) -> None:
-        """Compacted bases of later steps go with these, so that they stay whole."""
+        """Moves the compacted bases of later steps aside together with the steps."""
         bases = saves.compacted_bases(self.spot, self.item)
         for name in bases:
             number = names.step_number(name)
             if number is not None and number > step:
-                target = names.compacted_dir(aside / name, self.item)
-                with files.typed_errors(target, "make a directory"):
-                    target.parent.mkdir(parents=True, exist_ok=True)
                 files.rename(
-                    names.compacted_dir(self.step_dir(number), self.item), target, fsync=True
+                    names.compacted_dir(self.step_dir(number), self.item),
+                    names.compacted_dir(aside / name, self.item),
+                    fsync=True,
+                    below=self.path,
                 )
 
     def _holds(self) -> bool:
-        """Whether the lease is held, as far as the directory can be asked."""
+        """Whether the lease is held and the newest, as far as can be determined without waiting."""
         if self._lease is None:
             return False
         try:
-            self.check_lease()
+            self.check_held()
+            return max(lease.epochs(self.path), default=0) == self.epoch
         except (FencedError, StorageError):
             return False
-        return True
 
     def remove_leftovers(self) -> None:
-        """Removes what cut saves and cut deletions left; nothing unless the lease is held.
+        """Removes leftovers of interrupted saves and deletions, if the lease is held.
 
-        To another trainer's holder these are no leftovers but its save in flight.
+        If another trainer holds the lease, or is about to, they may be its save in flight.
         """
         if not self._holds():
             return
         for name in files.listing(self.path):
             if leftovers.is_leftover(name):
-                # Never committed, so nobody reads it; removing it in place works on a full disk.
+                # Never committed, so never read; removing it in place works on a full disk.
                 files.remove_tree(self.path / name)
         self.empty_trash()
-        for emptied in self.path.glob(f"{names.TRASH}/*"):
-            files.remove_tree(emptied)
+        for emptied in files.entries_below(self.path / names.TRASH, self.path):
+            files.remove_tree(emptied, below=self.path)
 
     def note_kept(self, note: kept.Kept | None) -> None:
         """See ``Held``."""
@@ -286,41 +419,45 @@ class Root(Held):
             kept.note(self.path, note)
 
     def remove_steps(self, steps: Collection[int]) -> None:
-        """Removes committed steps by renaming them, newest first; what is lost to others stays.
+        """Removes committed steps by renaming them, newest first; concurrent removals are ignored.
 
-        At every moment what is listed is closed under parents: a cut leaves only what restores.
+        Every listed step has its parents at all times, so after a kill every remaining step
+        restores.
 
         Args:
-          steps: such that no step that stays needs one of them.
+          steps: the steps, such that no remaining step needs one of them.
 
         Raises:
-          StorageError: the store refused.
+          StorageError: the file system reported an error.
         """
         if self._lease is None or not steps:
             return
         trash = self.path / self.new_trash()
-        with files.typed_errors(trash, "make a directory"):
-            trash.mkdir(parents=True)
-        with contextlib.suppress(FencedError):  # The next commit says so.
+        with contextlib.suppress(FencedError):  # The next commit reports it.
             for step in sorted(steps, reverse=True):
-                # A trainer that has lost the directory must not remove its successor's steps.
+                # A trainer that has lost the lease must not remove its successor's steps.
                 self.check_lease()
                 if self.step_dir(step).is_dir():
-                    files.rename(self.step_dir(step), trash / str(step), fsync=False)
+                    target = trash / str(step)
+                    files.rename(self.step_dir(step), target, fsync=False, below=self.path)
                     with self._lock:
                         self._known.pop(str(step), None)  # Its number may be used again.
 
     def new_trash(self) -> str:
-        """A fresh place below the root, by its relative name, to rename removed steps into."""
+        """Returns a new relative path below the root to which removed steps are renamed."""
         return f"{names.TRASH}/{uuid.uuid4().hex}"
 
     def empty_trash(self) -> None:
-        """Removes the steps that were renamed for deletion.
+        """Deletes the steps that were renamed for deletion.
 
-        The renames are on disk before anything in them goes: a power cut leaves a step whole
-        or gone.
+        The renames are fsynced before anything is deleted, so a power cut leaves each step complete
+        or absent.
         """
-        removed = list(self.path.glob(f"{names.TRASH}/*/*"))
+        removed = [
+            entry
+            for folder in files.entries_below(self.path / names.TRASH, self.path)
+            for entry in files.entries_below(folder, self.path)
+        ]
         if removed:
             with files.typed_errors(self.path / names.TRASH, "force to disk"):
                 for folder in {entry.parent for entry in removed}:
@@ -328,30 +465,31 @@ class Root(Held):
                 files.fsync_path(self.path / names.TRASH)
                 files.fsync_path(self.path)
         for entry in removed:
-            files.remove_tree(entry)
+            files.remove_tree(entry, below=self.path)
 
     def collect(self, protected: Callable[[], frozenset[SaveId]] = frozenset) -> None:
-        """Removes in the background what nothing needs; a failure surfaces at the next call.
+        """Deletes unneeded files in the background; a failure is raised by the next call.
 
-        That is what was renamed for deletion, and compacted bases in which no chain ends.
+        These are steps that were renamed for deletion, and compacted bases that no chain uses.
 
         Args:
-          protected: saves in flight, and possible parents; ``Lineage.protected``.
+          protected: saves in flight and possible parents; ``Lineage.protected``.
         """
         if self._lease is not None and self._collected.done():
-            self._collected.result()
+            before = self._collected
             self._collected = self._collector.submit(self._collect, protected)
+            before.result()
 
     def _collect(self, protected: Callable[[], frozenset[SaveId]]) -> None:
         bases = self._compacted()
         if bases:
-            # Asked for after the bases were listed: a save that goes on from one of them is
-            # committed or in flight by now, or was not begun.
+            # Computed after the bases were listed: a save with one of them as its parent is by now
+            # committed or in flight, or did not begin.
             in_flight, saves = protected(), self.saves().values()
             infos = [info for info in saves if info is not None]
             if len(infos) == len(saves):
                 self._drop_bases(bases, infos, in_flight)
-        if self._holds():  # Else the next save says what is wrong with the directory.
+        if self._holds():  # Otherwise the next save reports what is wrong with the directory.
             self.empty_trash()
 
     def _drop_bases(
@@ -368,16 +506,13 @@ class Root(Held):
         with contextlib.suppress(FencedError):
             self.check_lease()
             trash = self.path / self.new_trash()
-            with files.typed_errors(trash, "make a directory"):
-                trash.mkdir(parents=True)
             for name in dropped:
                 base = names.compacted_dir(self.path / name, self.item)
-                files.rename(base, trash / name, fsync=True)
-                with contextlib.suppress(OSError):  # Another item of the step has a base.
-                    base.parent.rmdir()
+                files.rename(base, trash / name, fsync=True, below=self.path)
+                files.remove_empty(base.parent, self.path)  # Unless another item has a base.
 
     def close(self) -> None:
-        """Finishes deletions. The lease stays: the next trainer takes the next epoch."""
+        """Finishes deletions. The lease remains; the next trainer takes the next epoch."""
         self._collector.shutdown()
         self._collected.result()
         if self._lease is not None:
@@ -393,25 +528,25 @@ def _refuse_foreign(path: Path) -> None:
     entries = {name for name in files.listing(path) if not name.startswith(".")}
     if leftovers.is_step_dir(path, entries):
         raise ForeignDirectory(
-            f"{path}: expected a directory of steps, found a step; give {path.parent}, and "
-            f"{path.name} as the step"
+            f"{path}: expected a checkpoint directory, found a step; pass {path.parent} as the "
+            f"directory and {path.name} as the step"
         )
     folders = [path, *(path / name for name in entries if names.step_number(name) is None)]
     if any((folder / names.PYTREE_METADATA).is_file() for folder in folders):
         raise ForeignDirectory(
-            f"{path}: expected a directory of steps, found a checkpoint of stock Orbax; make it "
-            f"the first base of a directory of its own with 'deltackpt import {path} NEW_DIRECTORY "
-            "--tables PATTERN', and go on there"
+            f"{path}: expected a deltackpt checkpoint directory, found a stock Orbax checkpoint; "
+            f"import it into a new directory with 'deltackpt import {path} NEW_DIRECTORY "
+            "--tables PATTERN', and continue there"
         )
     if entries and not any(leftovers.is_known(name) for name in entries):
         raise ForeignDirectory(
-            f"{path}: expected an empty or a checkpoint directory, found "
-            f"{sorted(entries)[:5]}; give the directory of the steps, or an empty one"
+            f"{path}: expected an empty or a checkpoint directory, found {sorted(entries)[:5]}; "
+            "use the directory that holds the steps, or an empty one"
         )
 
 
 def _refuse_other_item(path: Path, item: str) -> None:
-    """A trainer's steps are not to stand among those of stock Orbax, or of another item."""
+    """Rejects a directory whose steps belong to stock Orbax or to another item."""
     steps = [name for name in files.listing(path) if names.step_number(name) is not None]
     newest = path / max(steps, key=int, default="")
     if steps and not (newest / item).is_dir() and foreign.is_checkpoint(newest):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of a journal: entries, their pages, and what is said of each save. No I/O, no jax.
+"""Journal records: entries, pages, and the record of each save. No I/O, no JAX.
 
-An entry is the whole state of a root: who may write, which steps and compacted bases are committed
-and where their files stand. The entry with the greatest number is the truth, so that one object
-says everything and one write changes it. Steps beyond the newest few hundred stand in pages,
-objects that never change and that entries name. ``docs/format.md`` specifies the bytes.
+An entry is the complete state of a checkpoint directory: who may write, which steps and compacted
+bases are committed, and where their files are. The entry with the greatest number is authoritative,
+so the state is one object and changes by one write. Steps beyond the newest few hundred are in
+pages, immutable objects that entries name. ``docs/reference/format.md`` specifies the bytes.
 """
 
 from __future__ import annotations
@@ -16,55 +16,59 @@ import uuid
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from deltackpt.errors import Damaged, FormatTooNew
+from deltackpt.errors import Damaged
 from deltackpt.format import manifest, names, records
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import Kind, ParentRef, RollingShare, SaveId
+from deltackpt.format.soundness import refuse_unknown
 from deltackpt.ledger.lease import Lease
 
 ENTRY_MAGIC = "deltackpt.journal.entry"
 PAGE_MAGIC = "deltackpt.journal.page"
-#: Claims, and runs, that an entry remembers.
+#: Number of claims, and of runs, that an entry keeps.
 MOST_CLAIMS = 100
 MOST_RUNS = 4096
-#: Saves that an entry holds itself; where there are more, the oldest of them make a page.
+#: Number of saves in the entry itself; beyond it, the oldest ones form a page.
 INLINE = 256
 PAGE = 128
-#: Saves of steps that were rolled back which stay; older ones are given up.
+#: Number of rolled-back saves to keep; older ones are dropped.
 MOST_ROLLED_BACK = 256
-#: Stretches of the log that stay; older ones are given up.
+#: Number of WAL epochs to keep; older ones are dropped.
 MOST_LOGS = 256
 
 SAVES = "saves"
 BASES = "bases"
 PAGES = "pages"
 LOGS = "log"
+#: Object below a unit's prefix with the digests of all other files; uploaded last.
+COMMIT = "commit.msgpack"
+_RECORD, _COPY = ".msgpack", ".copy.msgpack"
 _PREFIX = re.compile(r"(saves|bases)/(0|[1-9]\d*)\.([1-9]\d*)\.([0-9a-f]{8,32})(?:/([^/]+))?")
 _LOG = re.compile(r"log/(0|[1-9]\d*)\.([1-9]\d*)\.[0-9a-f]{8,32}")
 _PAGE = re.compile(r"pages/([1-9]\d*)\.[0-9a-f]{32}\.msgpack")
 
 
 class Unit(NamedTuple):
-    """What is committed at once: a step, or the compacted base that stands for an item of it."""
+    """What is committed atomically: a step, or the compacted base of one of its items."""
 
     step: int
     item: str | None = None
 
     @property
     def name(self) -> str:
-        """Its path below the root of a directory."""
+        """Its path below the checkpoint directory."""
         if self.item is None:
             return str(self.step)
         return f"{names.COMPACTED}/{self.step}/{self.item}"
 
 
 def prefix_of(unit: Unit, epoch: int, token: str) -> str:
-    """Where the files of a unit are put: a place of one upload, never used again.
+    """Returns the prefix of a unit's files: unique to one upload, never reused.
 
     Args:
-      unit: what is uploaded.
-      epoch: of the claim under which it is.
-      token: 8 to 32 hexadecimal digits; another upload of the unit has others.
+      unit: the uploaded unit.
+      epoch: epoch of the uploader's claim.
+      token: 8 to 32 hexadecimal digits, different for each upload of the unit.
     """
     if unit.item is None:
         return f"{SAVES}/{unit.step}.{epoch}.{token}"
@@ -72,7 +76,7 @@ def prefix_of(unit: Unit, epoch: int, token: str) -> str:
 
 
 def prefix_epoch(prefix: str) -> int | None:
-    """The epoch in a prefix, or in the part of one before its item; None of another name."""
+    """Returns the epoch in a prefix, or in its part before the item; None for other names."""
     if match := _LOG.fullmatch(prefix):
         return int(match[2])
     match = _PREFIX.fullmatch(prefix)
@@ -80,41 +84,57 @@ def prefix_epoch(prefix: str) -> int | None:
 
 
 def log_prefix(stretch: int, epoch: int) -> str:
-    """A fresh place for the log of a stretch, below the root: its head, and what is promoted.
+    """Returns a new prefix for a WAL epoch: its header, and its uploaded segments.
 
     Args:
-      stretch: its number.
-      epoch: of the claim under which it comes there.
+      stretch: number of the WAL epoch.
+      epoch: epoch of the uploader's claim.
     """
     return f"{LOGS}/{stretch}.{epoch}.{uuid.uuid4().hex[:12]}"
 
 
+def prefix_step(prefix: str) -> int | None:
+    """Returns the step in the prefix of a step's files; None for other names."""
+    match = _PREFIX.fullmatch(prefix)
+    return int(match[2]) if match and match[1] == SAVES else None
+
+
+def copy_name(name: str) -> str:
+    """Returns the name of the copy of an entry or page."""
+    return f"{name.removesuffix(_RECORD)}{_COPY}"
+
+
+def copied_name(name: str) -> str | None:
+    """Returns the name of the entry or page that a copy belongs to; None for other names."""
+    return f"{name.removesuffix(_COPY)}{_RECORD}" if name.endswith(_COPY) else None
+
+
 def page_name(epoch: int) -> str:
-    """A fresh place for a page, below the root."""
+    """Returns a new name for a page, below the root."""
     return f"{PAGES}/{epoch}.{uuid.uuid4().hex}.msgpack"
 
 
 def page_epoch(name: str) -> int | None:
-    """The epoch of a page's writer; None of another name."""
+    """Returns the epoch of a page's writer; None for other names."""
     match = _PAGE.fullmatch(name)
     return int(match[1]) if match else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Standing:
-    """A step, or a compacted base, that is committed.
+    """A committed step or compacted base.
 
     Attributes:
-      step: its number.
-      item: of a base the item for which it stands; None of a step.
-      prefix: where its files stand, below the root.
-      save_id: which save it is; a base bears that of its step.
+      step: its step.
+      item: for a base, the item that it belongs to; None for a step.
+      prefix: prefix of its files, below the root.
+      save_id: id of the save; a base has that of its step.
       kind: base or delta.
       parent: a delta's parent.
-      nbytes: bytes of its arrays.
-      stored_bytes: bytes of all its files.
-      crc32c: of the bytes of its ``commit.msgpack``.
-      rolling: as in ``SaveInfo``.
+      nbytes: size of its arrays.
+      stored_bytes: total size of its files.
+      crc32c: CRC32C of its ``commit.msgpack``.
+      rolling: same as in ``SaveInfo``.
     """
 
     step: int
@@ -130,12 +150,12 @@ class Standing:
 
     @property
     def unit(self) -> Unit:
-        """What it is."""
+        """Its unit."""
         return Unit(self.step, self.item)
 
     @functools.cached_property
     def info(self) -> SaveInfo:
-        """What chains need to know."""
+        """Its entry in the chain."""
         return SaveInfo(
             save_id=self.save_id,
             kind=self.kind,
@@ -149,7 +169,7 @@ class Standing:
     def of(
         cls, info: SaveInfo, unit: Unit, prefix: str, *, stored_bytes: int, crc32c: int
     ) -> Standing:
-        """That of a save whose files stand under a prefix."""
+        """Returns the record of a save whose files are under a prefix."""
         return cls(
             step=unit.step,
             item=unit.item,
@@ -166,13 +186,13 @@ class Standing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claim:
-    """Who took the root, and what was gone on from.
+    """A trainer's claim of the checkpoint directory, and the save from which it resumed.
 
     Attributes:
-      lease: who, and when.
-      began: whether training began under it; a claim that never did orphans no save.
-      goes_on: the save that it went on from, None where it began afresh.
-      stages: ids of the stages of its processes.
+      lease: who took it, and when.
+      began: whether training began under it; otherwise it supersedes no save.
+      goes_on: the save from which it resumed; None if it started from scratch.
+      stages: ids of its processes' staging directories.
     """
 
     lease: Lease
@@ -183,11 +203,11 @@ class Claim:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolledBack:
-    """A step, or a base, that training went back behind.
+    """A rolled-back step or base.
 
     Attributes:
-      run: the run that went on.
-      standing: what it was.
+      run: the run that resumed before it.
+      standing: its record.
     """
 
     run: str
@@ -196,13 +216,13 @@ class RolledBack:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogRef:
-    """A stretch of the log whose head is at the root.
+    """A WAL epoch whose header is in the remote directory.
 
     Attributes:
       stretch: its number.
       run: id of its run.
-      prefix: where its head and its pieces stand, below the root.
-      crc32c: of the bytes of its head.
+      prefix: prefix of its header and pieces, below the root.
+      crc32c: CRC32C of its header.
     """
 
     stretch: int
@@ -213,7 +233,7 @@ class LogRef:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PageRef:
-    """A page that an entry names: its key below the root, and the CRC32C of its bytes."""
+    """A page named by an entry: its key below the root, and its CRC32C."""
 
     name: str
     crc32c: int
@@ -221,32 +241,34 @@ class PageRef:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Page:
-    """Saves that the entries naming it hold."""
+    """Saves that the entries naming the page include."""
 
     standings: tuple[Standing, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """The state of a root.
+    """The state of a checkpoint directory.
 
     Attributes:
-      number: its own; that of the entry before and one.
-      nonce: drawn for it: whoever lost the answer of a write knows his own entry again.
-      previous: nonce of the entry before.
-      claims: the newest ones, ascending by epoch; the last one may write.
-      standings: what is committed and stands in no page.
-      pages: what else is.
-      promoted: the greatest attempt that was ever committed, by run; the newest runs last.
-      rolled_back: what training went back behind, and is still there.
-      logs: the stretches of the log, ascending by number; the newest says what of them counts.
-      features: what a reader must know; none so far.
+      number: its number; one more than the previous entry's.
+      nonce: random; lets a writer recognize its own entry after a lost response.
+      previous: nonce of the previous entry.
+      claims: the newest claims, ascending by epoch; the last one may write.
+      withdrawn: the newest epoch whose claim was withdrawn; 0 if none was.
+      standings: committed units that are in no page.
+      pages: pages with the other committed units.
+      promoted: the greatest attempt ever committed, by run; the newest runs last.
+      rolled_back: rolled-back units that still exist.
+      logs: the WAL epochs, ascending by number; the newest determines which records count.
+      features: features that a reader must support; none so far.
     """
 
     number: int = 0
     nonce: str = ""
     previous: str = ""
     claims: tuple[Claim, ...] = ()
+    withdrawn: int = 0
     standings: tuple[Standing, ...] = ()
     pages: tuple[PageRef, ...] = ()
     promoted: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -257,12 +279,12 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-    """What a root is by one entry and its pages.
+    """The state of a checkpoint directory: an entry with its pages.
 
     Attributes:
       entry: the entry.
-      standings: all that is committed, those of pages included.
-      pages: the pages that the entry names.
+      standings: all committed units, including those of pages.
+      pages: the readable pages that the entry names.
     """
 
     entry: Entry
@@ -271,48 +293,76 @@ class State:
 
     @functools.cached_property
     def uploads(self) -> frozenset[tuple[Unit, SaveId]]:
-        """What is committed: each unit with the save that it is of."""
+        """The committed units, each with its save."""
         return frozenset((unit, one.save_id) for unit, one in self.standings.items())
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all pages were readable."""
+        return len(self.pages) == len(self.entry.pages)
+
+    @property
     def claim(self) -> Claim | None:
-        """The newest; None where nobody ever took the root."""
+        """The newest claim; None if there was never one."""
         return self.entry.claims[-1] if self.entry.claims else None
 
     @property
+    def trainer(self) -> Claim | None:
+        """The claim of the trainer that may be running; None if none can be.
+
+        A pending claim may be withdrawn, so it does not hide an earlier trainer.
+        """
+        starting = None
+        for claim in reversed(self.entry.claims):
+            if not claim.lease.pending:
+                return claim if claim.began else starting
+            if starting is None and claim.lease.runs is not False:
+                starting = claim
+        return starting
+
+    @property
     def epoch(self) -> int:
-        """That of the newest claim; 0 where there is none."""
+        """The newest claim's epoch; 0 if there is no claim."""
         return self.claim.lease.epoch if self.claim is not None else 0
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch of the next claim, which no claim had before."""
+        return max(self.epoch, self.entry.withdrawn) + 1
+
+    def is_past(self, epoch: int) -> bool:
+        """Returns whether no claim of an epoch can write any more."""
+        return epoch != self.epoch and epoch < self.next_epoch
 
     @functools.cached_property
     def steps(self) -> dict[int, Standing]:
-        """Committed steps, ascending."""
+        """The committed steps, ascending."""
         found = ((unit.step, one) for unit, one in self.standings.items() if unit.item is None)
         return dict(sorted(found))
 
     @functools.cached_property
     def bases(self) -> dict[Unit, Standing]:
-        """Compacted bases."""
+        """The compacted bases."""
         return {unit: one for unit, one in self.standings.items() if unit.item is not None}
 
     @functools.cached_property
     def prefixes(self) -> frozenset[str]:
-        """Every prefix whose files must stay."""
+        """Every prefix whose files must remain."""
         every = [*self.standings.values(), *(one.standing for one in self.entry.rolled_back)]
         logs = (one.prefix for one in self.entry.logs)
         return frozenset(one.prefix for one in every).union(logs)
 
     def held(self, save_id: SaveId) -> bool:
-        """Whether a save was ever committed here, though it may have gone since."""
+        """Returns whether a save was ever committed here, even if it has been removed since."""
         return self.entry.promoted.get(save_id.run, -1) >= save_id.attempt
 
     def stands(self, save_id: SaveId) -> bool:
-        """Whether a save, or the base that stands for it, is committed."""
+        """Returns whether a save, or its compacted base, is committed."""
         return any(one.save_id == save_id for one in self.standings.values())
 
 
 def promoted_with(promoted: Mapping[str, int], save_id: SaveId) -> dict[str, int]:
-    """The greatest attempts by run, once a save is committed; the oldest runs go."""
+    """Returns the greatest attempts by run after a commit; the oldest runs are dropped."""
     found = dict(promoted)
     found[save_id.run] = max(save_id.attempt, found.pop(save_id.run, -1))
     while len(found) > MOST_RUNS:
@@ -321,33 +371,29 @@ def promoted_with(promoted: Mapping[str, int], save_id: SaveId) -> dict[str, int
 
 
 def to_bytes(record: Entry | Page) -> bytes:
-    """An entry, or a page, as a record."""
+    """Serializes an entry or a page."""
     return records.to_bytes(record, ENTRY_MAGIC if isinstance(record, Entry) else PAGE_MAGIC)
 
 
 def entry_from(data: bytes, *, name: str, number: int | None) -> Entry:
-    """An entry from its bytes.
+    """Parses an entry.
 
     Args:
-      data: of ``to_bytes``.
-      name: how errors name it.
-      number: the one in its key, where it has one.
+      data: the result of ``to_bytes``.
+      name: its name in errors.
+      number: the number in its key, if any.
 
     Raises:
-      Damaged: it is altered, or says what no entry can.
+      Damaged: it is altered or invalid.
       FormatTooNew: a later version wrote it.
     """
     found: Entry = manifest.from_bytes(data, Entry, name=name, magic=ENTRY_MAGIC)
-    if found.features:
-        raise FormatTooNew(
-            f"{name}: needs features {sorted(found.features)}, unknown to this deltackpt; install "
-            "a newer deltackpt"
-        )
+    refuse_unknown(found.features, frozenset(), name)
     if number is not None and found.number != number:
-        raise Damaged(name, f"the entry of number {number}", f"that of number {found.number}")
+        raise Damaged(name, f"the entry with number {number}", f"that of number {found.number}")
     epochs = [claim.lease.epoch for claim in found.claims]
     if not epochs or epochs != sorted(set(epochs)) or not found.nonce:
-        raise Damaged(name, "a nonce and claims of ascending epochs", f"epochs {epochs[-5:]}")
+        raise Damaged(name, "a nonce and claims with ascending epochs", f"epochs {epochs[-5:]}")
     for page in found.pages:
         if _PAGE.fullmatch(page.name) is None:
             raise Damaged(name, "names of pages", records.shown(page.name))
@@ -358,10 +404,10 @@ def entry_from(data: bytes, *, name: str, number: int | None) -> Entry:
 
 
 def page_from(data: bytes, *, name: str) -> Page:
-    """A page from its bytes.
+    """Parses a page.
 
     Raises:
-      Damaged, FormatTooNew: as ``entry_from``.
+      Damaged, FormatTooNew: same as for ``entry_from``.
     """
     found: Page = manifest.from_bytes(data, Page, name=name, magic=PAGE_MAGIC)
     check(name, found.standings)
@@ -369,10 +415,10 @@ def page_from(data: bytes, *, name: str) -> Page:
 
 
 def check(name: str, standings: Iterable[Standing]) -> None:
-    """Checks that records lead to no place outside of what they stand for.
+    """Checks that records refer only to their own unit's locations.
 
     Raises:
-      Damaged: one does.
+      Damaged: one refers elsewhere.
     """
     for one in standings:
         match = _PREFIX.fullmatch(one.prefix)
@@ -392,7 +438,7 @@ def _check_logs(name: str, logs: Iterable[LogRef]) -> None:
     for one in logs:
         match = _LOG.fullmatch(one.prefix)
         if match is None or int(match[1]) != one.stretch:
-            raise Damaged(name, f"a prefix of stretch {one.stretch}", records.shown(one.prefix))
+            raise Damaged(name, f"a prefix of WAL epoch {one.stretch}", records.shown(one.prefix))
         numbers.append(one.stretch)
     if numbers != sorted(set(numbers)):
-        raise Damaged(name, "stretches of ascending numbers", f"numbers {numbers[-5:]}")
+        raise Damaged(name, "WAL epochs with ascending numbers", f"numbers {numbers[-5:]}")

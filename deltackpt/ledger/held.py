@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer holds: the steps of a root, and what becomes of them as it saves."""
+"""A trainer's writable checkpoint directory: its steps, and how saves change them."""
 
 from __future__ import annotations
 
 import abc
+import contextlib
 import os
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -11,43 +12,71 @@ from pathlib import Path
 from deltackpt.events import Event
 from deltackpt.format import names
 from deltackpt.format.manifest import BaseRef, SaveId
+from deltackpt.ledger import lease
 from deltackpt.ledger.kept import Kept
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading.log_places import LogFolder, LogPlaces
+from deltackpt.storage import files
 from deltackpt.storage.store import Spot, spot
 
 
 class Held(Steps, abc.ABC):
-    """The steps of a root that one trainer writes.
+    """The checkpoint directory that one trainer writes.
 
     Attributes:
-      path: the directory that saves are made in: the root itself, or its stage.
-      apart: whether of a job of several processes each has a ``path`` that the others do not see.
-      tells: whether what happened in the background is this process's to tell.
+      path: the local directory in which saves are made: the checkpoint directory, or its staging
+        directory.
+      apart: whether each process of a job has a ``path`` that the others do not see.
+      tells: whether this process reports background events.
     """
 
     apart = False
     tells = True
 
     def __init__(self, spot: Spot, item: str, path: Path, given: str | os.PathLike[str]):
-        """Holds nothing yet.
+        """Stores its arguments only.
 
         Args:
-          spot: the folder that committed steps are read from.
-          item: name of our item in a step.
-          path: the directory that saves are made in.
-          given: how the user named the root.
+          spot: the folder from which committed steps are read.
+          item: name of the deltackpt item in a step.
+          path: the local directory in which saves are made.
+          given: the path or URL that the user passed.
         """
         super().__init__(spot, item, given=given)
         self.path = path
 
     def step_dir(self, step: int) -> Path:
-        """Where a step is made visible by a rename; it need not be read from there."""
+        """Returns the path to which a step is renamed; it need not be read from there."""
         return self.path / str(step)
 
     @property
+    def epoch(self) -> int:
+        """The epoch of the lease of ``path``; 0 if another process of the job holds it."""
+        return 0
+
+    @property
+    def opened_dir(self) -> Path:
+        """The directory that was opened: ``path``, or the staging directory that contains it."""
+        return self.path
+
+    def remove_remade(self, temporary: Path) -> None:
+        """Removes what a failed save created in place of a directory that was moved or removed.
+
+        TensorStore creates all parent folders of a file. A directory in use has a lease file.
+        """
+        # It no longer exists, or another process has written there.
+        with contextlib.suppress(OSError):
+            if [*lease.epochs(self.path)]:
+                return
+            files.remove_tree(temporary)
+            for folder in (self.path, *self.path.parents):
+                folder.rmdir()
+                if folder == self.opened_dir:
+                    break
+
+    @property
     def log_dir(self) -> Path:
-        """Where the log is written: where saves are made."""
+        """The directory of the WAL: where saves are made."""
         return self.path / names.LOG
 
     @property
@@ -57,109 +86,122 @@ class Held(Steps, abc.ABC):
 
     @abc.abstractmethod
     def check_lease(self, *, ask: bool = False) -> None:
-        """Checks that nobody else has taken the root; called before every commit.
+        """Checks that no other trainer has taken the lease; called before every commit.
 
         Args:
-          ask: whether a bucket is asked; else this is what is known of it by now.
+          ask: whether to query a bucket; otherwise the last known state is used.
 
         Raises:
-          FencedError: a newer trainer holds it, or another directory stands in its place.
-          StorageError: nothing stands there any more, or it cannot be read.
+          FencedError: a newer trainer holds it, or another directory has replaced it.
+          StorageError: it no longer exists, or is not readable.
         """
 
     @abc.abstractmethod
     def roll_back(self, step: int, run: str) -> list[int]:
-        """Takes every step after ``step`` out of the committed ones, with a warning.
+        """Un-commits every step after ``step``, with a warning.
 
         Args:
-          step: the step that training goes on from.
-          run: id of the run that goes on.
+          step: the step from which training resumes.
+          run: id of the run that resumes.
 
         Returns:
-          The steps.
+          The removed steps.
         """
 
     @abc.abstractmethod
     def remove_steps(self, steps: Collection[int]) -> None:
-        """Removes committed steps, such that no step that stays needs one of them.
+        """Removes committed steps; no remaining step may need one of them.
 
         Raises:
-          StorageError: the store refused.
+          StorageError: the store reported an error.
         """
 
     @abc.abstractmethod
     def collect(self, protected: Callable[[], frozenset[SaveId]] = frozenset) -> None:
-        """Removes in the background what nothing needs; a failure surfaces at the next call.
+        """Deletes unneeded files in the background; a failure is raised by the next call.
 
         Args:
-          protected: saves in flight, and possible parents; ``Lineage.protected``.
+          protected: saves in flight and possible parents; ``Lineage.protected``.
         """
 
     @abc.abstractmethod
     def note_kept(self, kept: Kept | None) -> None:
-        """Notes what the trainer's policy keeps; None: every step.
+        """Records which steps the trainer's policy keeps; None means every step.
 
         Raises:
-          StorageError: it cannot be written.
+          StorageError: writing failed.
         """
 
-    # What only a root with tiers has to do.
+    def confirm(self) -> None:
+        """Called once every process has its manager: fences the previous holder.
+
+        If it raises, ``abandon`` returns the lease or completes this.
+
+        Raises:
+          FencedError: a newer trainer has started.
+        """
+
+    def abandon(self) -> None:
+        """Closes it after the manager's constructor failed; returns the lease if possible."""
+        self.close()
+
+    # Only for directories with tiers.
 
     def stands(self, save_id: SaveId) -> bool:
-        """Whether a save whose step is not in ``path`` is committed all the same."""
+        """Returns whether a save is committed although its step is not in ``path``."""
         return False
 
     def base_of(self, save_id: SaveId) -> BaseRef | None:
-        """The compacted base that stands for a save, where it is not in ``path``."""
+        """Returns the compacted base of a save, if it is not in ``path``."""
         return None
 
     def join(self, gather: Callable[[list[str]], list[list[str]]]) -> None:
-        """Called first, by all processes of a job: what counts is what all of them have.
+        """Called first, by all processes of a job: only saves that all of them have count.
 
         Args:
-          gather: what each process gives, on every process.
+          gather: collects a value from each process, on every process.
         """
 
     def begin(self, goes_on: SaveId | None, run: str) -> None:
-        """Notes what training goes on from, before its first save.
+        """Records, before the first save, from which save training resumes.
 
         Args:
-          goes_on: the save; None where it begins afresh.
-          run: that goes on.
+          goes_on: the save; None if training starts from scratch.
+          run: id of the run that resumes.
 
         Raises:
-          StorageError: it cannot be noted.
+          StorageError: writing failed.
         """
 
     def make_room(self, nbytes: int) -> str | None:
-        """Waits until a save of so many bytes may be made; called in the background.
+        """Waits until there is room for a save of the given size; called in the background.
 
         Returns:
-          A warning.
+          A warning, or None.
 
         Raises:
-          FencedError: the root is another's meanwhile.
+          FencedError: another trainer has taken over.
         """
 
     def give_up(self) -> None:
-        """No save waits for room any more: the manager is closed."""
+        """Ends waiting for room, because the manager is closed."""
 
     def committed(self) -> None:
-        """A step has been made visible in ``path``; called in the background of its save.
+        """Called in the background of a save after its step was renamed into ``path``.
 
         Raises:
-          StorageError: it is not as safe as it has to be.
+          StorageError: it did not reach the required tier.
         """
 
     def settle(self, timeout_secs: float) -> None:
-        """Waits until every save that was made is where ``Tiers.wait_for`` says.
+        """Waits until every save has reached the tier ``Tiers.wait_for``.
 
         Raises:
-          WaitTimeout: it is not within that time; nothing is lost.
-          FencedError: the root is another's meanwhile.
-          Damaged: one cannot come there.
+          WaitTimeout: the timeout expired; nothing is lost.
+          FencedError: another trainer has taken over.
+          Damaged: a save cannot reach the tier.
         """
 
     def news(self) -> list[Event]:
-        """What has happened in the background since the last call."""
+        """Returns the background events since the last call."""
         return []

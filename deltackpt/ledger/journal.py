@@ -1,22 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger of a store that has no rename: numbered entries, each put where there is none.
+"""The ledger of a store without rename: numbered entries, each written only if absent.
 
-Claim, commit, rollback, retention and compaction are each one such write, so that none needs a
-rename, a lock or a clock, and a trainer is fenced by the very write that would commit.
+Claim, commit, rollback, retention and compaction are each one such write. None of them needs a
+rename, a lock or a clock, and the write that would commit also fences the trainer.
 
-To change the state: 1. Put the entry after the newest known, only where there is none. 2. Refused:
-the one that stands there may be this one, its answer lost; its nonce tells. Else the newest is read
-and the change is made to that. 3. List what comes after. If there is something, the next entry must
-name this one; otherwise this one fell into a hole that collection left, and counts as refused. That
-is what makes the collection of old entries safe beside a writer who stopped for however long.
+To change the state: 1. Put the entry after the newest known one, only if absent. 2. If that is
+rejected, the existing entry may be this one after a lost response; its nonce shows that. Otherwise,
+re-apply the change to the newest entry. 3. List successors: if any exist, the next entry must
+reference this one's nonce. Otherwise this entry was written into a gap left by garbage collection,
+and counts as rejected. This makes collecting old entries safe, however long a concurrent writer
+pauses.
 
-A write whose answer never came may still arrive. So what an entry that was sent names is kept until
-its number is known to hold an entry; and a change is judged anew by what the newest entry says.
+A trainer that claims the directory skips an unreadable entry. The holder of a claim stops there,
+since the entry may be another trainer's claim. To survive the loss of an entry, the holder copies
+the newest one when it is idle, and copies a rollback before it commits anything else.
 
-What a root promises of commit, durability and lease: a step appears by one conditional put, and is
-as durable as the store makes it; who has lost the claim can commit nothing, however late; nothing
-depends on clocks. The store must refuse a conditional put of a key that is there, which opening
-probes, and listings must show what was put before.
+A write without a response may still take effect. Files named by a sent entry are therefore kept
+until its number is known to hold an entry, and a change is re-evaluated against the newest entry.
+
+A claim is pending until its trainer has started; if it fails before that, it withdraws the claim.
+The previous holder commits nothing beside a pending claim, but waits for the outcome before it
+counts as fenced; ``lease`` limits the wait.
+
+Guarantees: a step appears by one conditional put, and is as durable as the store makes it. A fenced
+trainer can never commit. Nothing depends on clocks. The store must reject a conditional put of an
+existing key, which opening probes, and listings must be consistent with earlier puts.
 """
 
 from __future__ import annotations
@@ -29,12 +37,13 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import google_crc32c
 
 from deltackpt.errors import (
     BrokenChain,
+    Damaged,
     DeltackptError,
     FencedError,
     InUse,
@@ -58,53 +67,75 @@ from deltackpt.ledger.lease import Lease
 from deltackpt.ledger.view import KEPT_ENTRIES, JournalView, entry_name
 from deltackpt.storage.store import Exists, Missing, Spot
 
-#: Old entries are deleted this many at a time.
+#: Old entries are deleted in batches of this size.
 _DELETED_AT_ONCE = 32
+#: Between two checks of a claim whose trainer has not started yet.
+_POLL_SECS = 0.25
 
-#: What becomes of a state: the fields of its entry that change, None where nothing does.
+#: A change of a state: the changed fields of its entry; None if nothing changes.
 Change = Callable[[State], Mapping[str, Any] | None]
+_T = TypeVar("_T")
+
+
+class _Pending(FencedError):
+    """Another trainer has claimed the directory, and has not started yet."""
+
+    def __init__(self, text: str, claimants: Mapping[int, Lease]):
+        super().__init__(text)
+        self.claimants = claimants
 
 
 class Journal(JournalView):
-    """The journal of a root, for whoever writes it.
+    """The writable journal of a checkpoint directory.
 
-    A trainer claims it; who adds what belongs to the trainer's claim (its promoter, a compactor)
-    resumes that claim, and is refused once another one has been made.
+    A trainer claims it. Processes that act for the trainer (its uploader, a compactor) resume that
+    claim, and are rejected once there is a newer one.
     """
 
-    def __init__(self, root: Spot):
-        """Opens one; nothing is read or written yet."""
+    def __init__(self, root: Spot, *, while_waiting: Callable[[], None] = lambda: None):
+        """Opens a journal; reads and writes nothing yet.
+
+        Args:
+          root: the checkpoint directory.
+          while_waiting: called while another trainer starts; it raises to end the wait.
+        """
         super().__init__(root)
+        self._while_waiting = while_waiting
         self._claim: Claim | None = None
-        #: Prefixes of entries whose answers never came, by the number that these were to have.
+        #: Holder of the claim that ``claim`` took, or tried to take.
+        self._taken: str | None = None
+        #: Prefixes of entries without a response, by entry number.
         self._sent: dict[str, int] = {}
-        #: Prefixes of uploads that were given up here, and of what was removed here.
+        #: Prefixes of uploads that were abandoned here, and of units removed here.
         self._failed: set[str] = set()
-        #: Whether the known state may be an old one.
+        #: Whether the known state may be outdated.
         self._stale = True
-        #: Held while the state is changed; readers go on meanwhile.
+        self._grace = lease.Grace(_POLL_SECS)
+        #: Held while the state is changed; readers are not blocked.
         self._writing = threading.RLock()
 
-    # ---- who writes
+    # ---- claims
 
     @property
     def claimed(self) -> Claim:
-        """The claim under which this one writes."""
+        """The claim under which this journal writes."""
         assert self._claim is not None
         return self._claim
 
-    def claim(self, *, after_epoch: int | None = None) -> Claim:
-        """Takes the root: whoever held it can commit nothing more.
+    def claim(self, *, after_epoch: int | None = None, pending: bool = False) -> Claim:
+        """Claims the directory: the previous holder can no longer commit.
 
         Args:
-          after_epoch: take it only after this epoch, and from nobody else.
+          after_epoch: take it only if this is the newest epoch.
+          pending: whether the previous holder waits until ``start`` or ``withdraw``.
 
         Raises:
           InUse: another epoch than ``after_epoch`` holds it.
-          Damaged, FormatTooNew: the newest entry cannot be understood.
-          StorageError: the store refused.
+          Damaged, FormatTooNew: the newest entry is not readable.
+          StorageError: the store reported an error.
         """
-        holder = uuid.uuid4().hex
+        holder = self._taken = uuid.uuid4().hex
+        self._is_replaced = False
 
         def change(state: State) -> Mapping[str, Any] | None:
             if any(one.lease.holder == holder for one in state.entry.claims):
@@ -112,14 +143,15 @@ class Journal(JournalView):
             if after_epoch not in (None, state.epoch):
                 raise InUse(
                     f"{self.root}: expected its claim at epoch {after_epoch}, found epoch "
-                    f"{state.epoch}: a trainer started meanwhile; it collects by itself"
+                    f"{state.epoch}: a trainer started concurrently; it collects garbage itself"
                 )
             taken = Lease(
-                epoch=state.epoch + 1,
+                epoch=state.next_epoch,
                 holder=holder,
                 host=socket.gethostname(),
                 pid=os.getpid(),
                 since_secs=time.time(),
+                pending=pending,
             )
             return {"claims": (*state.entry.claims, Claim(lease=taken))[-entries.MOST_CLAIMS :]}
 
@@ -128,79 +160,185 @@ class Journal(JournalView):
             if one.lease.holder == holder:
                 self._claim = one
                 return one
-        raise self._fenced(state.claim, holder)  # As many came after it as an entry remembers.
+        raise self._fenced(state.claim, holder)  # More claims followed than an entry keeps.
 
-    def resume(self, holder: str | None = None) -> Claim:
-        """Goes on under the newest claim.
+    def start(self) -> None:
+        """Records that the trainer has started: its claim is no longer pending.
 
-        Args:
-          holder: of the claim that it must be.
+        Does not wait for newer trainers that have not started yet.
 
         Raises:
-          FencedError: it is another's; or there is none.
-          StorageError: the store refused.
+          FencedError, StorageError: same as for ``commit``.
         """
-        newest = self.state().claim
-        if newest is None or holder not in (None, newest.lease.holder):
-            raise self._fenced(newest, holder)
-        self._claim, self._stale = newest, False
-        return newest
+        own = self.claimed
+
+        def change(state: State) -> Mapping[str, Any] | None:
+            with contextlib.suppress(_Pending):
+                self._require_claim(state)
+            claims = state.entry.claims
+            started = tuple(_started(one) if _has_same_holder(one, own) else one for one in claims)
+            return None if started == claims else {"claims": started}
+
+        found = self._change(change).entry.claims
+        self._claim = next(one for one in found if _has_same_holder(one, own))
+
+    def withdraw(self) -> None:
+        """Removes the claim that ``claim`` took: the previous trainer holds the directory again.
+
+        Does nothing if training began under it, if another trainer that has started follows it, or
+        if it is the only claim.
+
+        Raises:
+          StorageError: the store reported an error.
+        """
+
+        def change(state: State) -> Mapping[str, Any] | None:
+            claims = state.entry.claims
+            own = [number for number, one in enumerate(claims) if one.lease.holder == self._taken]
+            if not own or claims[own[0]].began:
+                return None
+            before, later = claims[: own[0]], claims[own[0] + 1 :]
+            # If the later ones are withdrawn too, this one must not fence the previous trainer.
+            if not before or not all(one.lease.pending for one in later):
+                return None
+            withdrawn = max(claims[own[0]].lease.epoch, state.entry.withdrawn)
+            return {"claims": (*before, *later), "withdrawn": withdrawn}
+
+        if self._taken is not None:
+            self._change(change)
+
+    def resume(self, holder: str | None = None, *, wait: bool = False) -> Claim:
+        """Continues under the newest claim.
+
+        Args:
+          holder: the required holder of that claim.
+          wait: whether to wait first until the trainer that holds it has started, or failed to.
+
+        Raises:
+          FencedError: another holder has it, or there is no claim.
+          StorageError: the store reported an error.
+        """
+
+        def newest() -> Claim:
+            state = self.state()
+            found = state.claim
+            if self._lost or found is None or holder not in (None, found.lease.holder):
+                raise self._superseded(state, holder)
+            if wait and found.lease.pending and self._grace.wait({found.lease.epoch: found.lease}):
+                return newest()
+            return found
+
+        self._claim = self._patiently(newest)
+        self._stale = self._is_replaced = False
+        return self._claim
 
     def check(self) -> State:
-        """Checks that the claim is still the newest; one listing.
+        """Checks with one listing that the claim is still the newest.
 
         Raises:
-          FencedError: it is not.
-          StorageError: the store refused.
+          FencedError: there is a newer claim.
+          StorageError: the store reported an error.
         """
-        state = self.state()
-        self._require_claim(state)
-        return state
+
+        def checked() -> State:
+            state = self.state()
+            self._require_claim(state)
+            return state
+
+        return self._patiently(checked)
+
+    def confirm(self) -> State:
+        """Like ``check``, but also reads the newest entry, and rewrites it if it was lost.
+
+        Raises:
+          FencedError: another trainer has the claim, or the journal was removed.
+          StorageError: the store reported an error.
+        """
+        state = self.check()
+        number, exists = state.entry.number, self._exists(state.entry)
+        if exists:
+            return state
+        if exists is False:
+            self._forget()
+        return self._change_own(lambda state: None if state.entry.number > number else {})
+
+    def _exists(self, entry: Entry) -> bool | None:
+        """Whether an entry, or its copy, is stored; None if neither is readable."""
+        found = None
+        with contextlib.suppress(Missing, Damaged):
+            found = self._entry(entry.number).nonce == entry.nonce
+        if not found:
+            with contextlib.suppress(Missing, Damaged):
+                found = self._entry(entry.number, copy=True).nonce == entry.nonce
+                # A copy alone may have been put after everything else was removed.
+                found = found and (entry.number == 1 or self._follows(entry))
+        return found
+
+    def copy_newest(self) -> None:
+        """Writes a copy of the newest known entry, and deletes older copies.
+
+        Raises:
+          StorageError: the store reported an error.
+        """
+        entry = self._known.entry
+        if entry.number in self._copies or not entry.number:
+            return
+        at = self.root / entries.copy_name(entry_name(entry.number))
+        at.store.put(at.key, entries.to_bytes(entry))
+        with self._lock:
+            old = {one for one in self._copies if one < entry.number}
+            self._copies = self._copies - old | {entry.number}
+        # A failed deletion is harmless.
+        with contextlib.suppress(StorageError):
+            copies = (entries.copy_name(entry_name(one)) for one in sorted(old))
+            self.root.store.delete(map(self._key, copies))
 
     def begin(self, goes_on: SaveId | None, stages: Iterable[str] = ()) -> None:
-        """Notes what training goes on from under the claim, before its first save.
+        """Records, before the first save under the claim, from which save training resumes.
 
         Args:
-          goes_on: the save that was restored, None where training began afresh.
-          stages: ids of the stages of its processes.
+          goes_on: the restored save; None if training starts from scratch.
+          stages: ids of its processes' staging directories.
 
         Raises:
-          FencedError, StorageError: as ``commit``.
+          FencedError, StorageError: same as for ``commit``.
         """
 
         def change(state: State) -> Mapping[str, Any] | None:
             claim = state.entry.claims[-1]
-            began = dataclasses.replace(claim, began=True, goes_on=goes_on, stages=(*stages,))
+            began = dataclasses.replace(
+                _started(claim), began=True, goes_on=goes_on, stages=(*stages,)
+            )
             if began == claim:
                 return None
             return {"claims": (*state.entry.claims[:-1], began)}
 
         self._claim = self._change_own(change).claim
 
-    # ---- what is committed
+    # ---- commits
 
     def prefix(self, unit: Unit, token: str | None = None) -> str:
-        """A fresh place to put the files of a unit, below the root."""
+        """Returns a new prefix for the files of a unit, below the root."""
         epoch = self.claimed.lease.epoch
         return entries.prefix_of(unit, epoch, token or uuid.uuid4().hex[:12])
 
     def commit(self, standing: Standing, *, alone: bool = False, anew: bool = False) -> Standing:
-        """Makes a step, or a compacted base, visible; its files have been put by now.
+        """Makes a step or a compacted base visible after its files were uploaded.
 
         Args:
-          standing: what it is, under a prefix of this claim.
-          alone: whether a base may stand without the step that it stands for, as in a copy.
-          anew: whether it takes the place of an upload of the same save, as where that is damaged.
+          standing: its record, with a prefix of this claim.
+          alone: whether a base may be committed without its step, as in a copy.
+          anew: whether it replaces an earlier upload of the same save, for example a damaged one.
 
         Returns:
-          What stands for the save now: another upload of it where that came first.
+          The save's committed record; that of another upload if it came first.
 
         Raises:
-          FencedError: the claim is another's; nothing becomes visible.
-          BrokenChain: the parent, or the step of a base, is gone.
+          FencedError: another trainer has the claim; nothing becomes visible.
+          BrokenChain: the parent, or a base's step, was removed.
           TargetDiffers: another save has the name.
-          StorageError: the store refused, or did not answer: it may be committed, which the next
-            call tells.
+          StorageError: the store reported an error or did not answer; the next call determines
+            whether the unit was committed.
         """
         unit, save_id = standing.unit, standing.save_id
         replaced: list[Standing] = []
@@ -216,10 +354,10 @@ class Journal(JournalView):
             if there is not None:
                 raise TargetDiffers(
                     f"{self.root}: expected no {unit.name}, or save id {save_id}, found save id "
-                    f"{there.save_id}: it is not touched; roll back behind it first"
+                    f"{there.save_id}, which was not touched; roll back to an earlier step first"
                 )
             if unit.item is None and state.held(save_id) and not anew:
-                return None  # It was committed, and retired since.
+                return None  # It was committed, and has been retired since.
             self._require_parent(state, standing, alone=alone)
             fields = self._with(state, {**state.standings, unit: standing})
             if unit.item is None:
@@ -237,25 +375,26 @@ class Journal(JournalView):
             if not alone and (of is None or of.save_id != standing.save_id):
                 raise BrokenChain(
                     f"{self.root}: base of step {standing.step}: expected save id "
-                    f"{standing.save_id} to stand, found {of.save_id if of else 'none'}; fold "
-                    "again"
+                    f"{standing.save_id} to be committed, found {of.save_id if of else 'none'}; "
+                    "compact again"
                 )
         elif parent is not None and not (
             state.stands(parent.save_id) or state.stands(standing.save_id)
         ):
             raise BrokenChain(
                 f"{self.root}: step {standing.step}: expected its parent {parent.step_dir} (save "
-                f"id {parent.save_id}) to stand, found that it was removed; the next save is a base"
+                f"id {parent.save_id}) to be committed, found that it was removed; the next save "
+                "is a base"
             )
 
     def retire(self, units: Collection[Unit] | Mapping[Unit, SaveId]) -> list[Standing]:
-        """Makes units invisible, such that none that stays needs them, then deletes their files.
+        """Makes units invisible, then deletes their files; no remaining unit may need them.
 
         Args:
-          units: which; with save ids, only where they are these saves.
+          units: the units; with save ids, only if they are still these saves.
 
         Returns:
-          What was removed.
+          The removed units.
 
         Raises:
           FencedError, StorageError: as ``commit``.
@@ -283,14 +422,14 @@ class Journal(JournalView):
     def roll_back(
         self, after: int, run: str, *, only: Collection[SaveId] | None = None
     ) -> list[int]:
-        """Takes every step after one, and its base, out of what is committed.
+        """Un-commits every later step, and its base.
 
-        Its files stay, named in the journal, until they are collected or too many others follow.
+        The files remain, named in the journal, until they are collected or too many others follow.
 
         Args:
-          after: the step that training goes on from.
-          run: id of the run that goes on.
-          only: the saves that are meant; every later one by default.
+          after: the step from which training resumes.
+          run: id of the run that resumes.
+          only: the saves to roll back (default: every later one).
 
         Returns:
           The steps, ascending.
@@ -322,11 +461,13 @@ class Journal(JournalView):
             return {**self._with(state, kept), "rolled_back": aside[cut:]}
 
         self._change_own(change)
+        # Without it, losing one entry would bring back rolled-back steps.
+        self.copy_newest()
         self.delete(one.prefix for one in given_up)
         return sorted({one.step for one in later if one.item is None})
 
     def forget_rolled_back(self) -> list[Standing]:
-        """Deletes what training went back behind.
+        """Deletes rolled-back units.
 
         Raises:
           FencedError, StorageError: as ``commit``.
@@ -342,18 +483,18 @@ class Journal(JournalView):
         self.delete(one.prefix for one in removed)
         return removed
 
-    # ---- the log between the steps
+    # ---- write-ahead log
 
     def add_log(self, ref: LogRef) -> bool:
-        """Makes the head of a stretch count, which has been put by now.
+        """Commits a WAL epoch whose header was uploaded.
 
-        Earlier stretches count from now on only as far as it goes on from them.
+        Earlier epochs count from now on only up to the recovery point from which it forked.
 
         Args:
-          ref: where it stands, under a prefix of this claim.
+          ref: its record, with a prefix of this claim.
 
         Returns:
-          Whether it does: not where the stretch is known by another prefix, or a newer one is.
+          Whether it was committed; False if the epoch has another prefix, or a newer one exists.
 
         Raises:
           FencedError, StorageError: as ``commit``.
@@ -374,7 +515,7 @@ class Journal(JournalView):
         return ref in state.entry.logs
 
     def retire_logs(self, stretches: Collection[int]) -> None:
-        """Makes stretches of the log count no more, then deletes what is there of them.
+        """Un-commits WAL epochs, then deletes their files.
 
         Raises:
           FencedError, StorageError: as ``commit``.
@@ -391,25 +532,25 @@ class Journal(JournalView):
         self._change_own(change)
         self.delete(one.prefix for one in removed)
 
-    # ---- what is in nobody's way any more
+    # ---- sweeping
 
     def give_up(self, prefix: str) -> None:
-        """An upload has failed: ``sweep`` deletes what it put, once it cannot be committed."""
+        """Abandons an upload: ``sweep`` deletes its files once it can no longer be committed."""
         self._failed.add(prefix)
 
     def _outlive(self, standings: Iterable[Standing]) -> None:
-        """``sweep`` deletes their files where the answer of what removes them, or more, is lost."""
+        """Registers prefixes for ``sweep`` in case the response of their removal is lost."""
         self._failed.update(one.prefix for one in standings)
 
     def sweep(self) -> int:
-        """Deletes what no state names and none ever will; returns how many objects that were.
+        """Deletes files that no state names or ever will; returns the number of objects.
 
-        These are the uploads of claims that are over, and those that were given up here. Whoever
-        still uploads under a claim that is over cannot commit it.
+        These are the uploads of superseded and withdrawn claims, and those abandoned here. An
+        upload under such a claim can never be committed.
 
         Raises:
-          FencedError: the claim is another's: what is left over is his to sweep.
-          StorageError: the store refused.
+          FencedError: another trainer has the claim, and sweeps the leftovers.
+          StorageError: the store reported an error.
         """
         state = self.check()
         count = 0
@@ -418,18 +559,18 @@ class Journal(JournalView):
             count += len(keys)
         at = self.root / entries.PAGES
         named = {page.name for page in state.entry.pages}
-        pages = (key.removeprefix(self._key("")) for key in at.store.keys(at.key))
-        over = [
-            self._key(name)
-            for name in pages
-            if name not in named and (entries.page_epoch(name) or state.epoch) < state.epoch
-        ]
+        over = []
+        for key in at.store.keys(at.key):
+            name = key.removeprefix(self._key(""))
+            name = entries.copied_name(name) or name
+            if name not in named and state.is_past(entries.page_epoch(name) or state.epoch):
+                over.append(key)
         at.store.delete(over)
         self._failed = {prefix for prefix in self._failed if not self._is_over(state, prefix)}
         return count + len(over)
 
     def left_over(self, state: State) -> dict[str, list[str]]:
-        """Prefixes of uploads that no entry names, nor can any more, with the keys below them."""
+        """Returns prefixes of uploads that no entry names or ever can, with the keys below them."""
         found: dict[str, list[str]] = {}
         for folder in (entries.SAVES, entries.BASES, entries.LOGS):
             at = self.root / folder
@@ -443,57 +584,71 @@ class Journal(JournalView):
         return found
 
     def _is_over(self, state: State, prefix: str) -> bool:
-        """Whether no entry names a prefix, and none can any more."""
+        """Whether no entry names a prefix, or ever can."""
         epoch = entries.prefix_epoch(prefix)
-        if epoch is None or prefix in state.prefixes:
+        # An unreadable page may name it.
+        if epoch is None or prefix in state.prefixes or not state.is_whole:
             return False
-        if epoch < state.epoch:
+        if state.is_past(epoch):
             return True
         return prefix in self._failed and state.entry.number >= self._sent.get(prefix, 0)
 
     def delete(self, prefixes: Iterable[str]) -> None:
-        """Deletes the files under prefixes that no entry names any more."""
+        """Deletes the files under prefixes that no entry names."""
         for prefix in prefixes:
             at = self.root / prefix
             at.store.delete(at.store.keys(at.key))
 
     def _delete_old_entries(self, *, least: int) -> None:
-        """Deletes entries of which enough newer ones stand, where there are so many of them."""
+        """Deletes old entries once enough newer ones exist."""
         newest = self._known.entry.number
         with self._lock:
             old = {number for number in self._older if number <= newest - KEPT_ENTRIES}
             if len(old) < least:
                 return
             self._older -= old
-        # What cannot be deleted now is in nobody's way.
+        # A failed deletion is harmless.
         with contextlib.suppress(StorageError):
             self.root.store.delete(self._key(entry_name(number)) for number in sorted(old))
 
-    # ---- how the state changes
+    # ---- changing the state
 
     def _change_own(self, change: Change, prefix: str | None = None) -> State:
-        """As ``_change``, under the claim and never without it.
+        """Like ``_change``, but only under the claim.
 
         Raises:
-          FencedError: it is another's.
+          FencedError: another trainer has the claim.
         """
 
         def checked(state: State) -> Mapping[str, Any] | None:
             self._require_claim(state)
             return change(state)
 
-        return self._change(checked, prefix)
+        return self._patiently(lambda: self._change(checked, prefix))
+
+    def _patiently(self, work: Callable[[], _T]) -> _T:
+        """Repeats some work while another trainer has a pending claim, which it may withdraw."""
+        while True:
+            try:
+                found = work()
+            except _Pending as error:
+                self._while_waiting()
+                if not self._grace.wait(error.claimants):
+                    raise FencedError(str(error)) from None
+            else:
+                self._grace.reset()
+                return found
 
     def _change(self, change: Change, prefix: str | None = None) -> State:
-        """Makes a change to the newest state, whatever that is by then.
+        """Applies a change to the newest state.
 
         Args:
-          change: what becomes of a state. It is asked again where another entry came first, and
-            where an answer was lost: it tells by the state whether it was made already.
-          prefix: what the change makes visible.
+          change: computes the change of a state. It is called again if another entry came first, or
+            if a response was lost; it must detect from the state whether it was already applied.
+          prefix: the prefix that the change makes visible.
 
         Returns:
-          The state with the change.
+          The state after the change.
         """
         with self._writing:
             fresh = self._stale
@@ -508,11 +663,14 @@ class Journal(JournalView):
                 if fields is None and fresh:
                     self._stale = False
                     return state
-                if fields is not None:
+                if fields is not None and self._claim and self._exists(state.entry) is False:
+                    # Another journal with as many entries has replaced it.
+                    self._forget()
+                elif fields is not None:
                     entry = dataclasses.replace(
                         state.entry,
                         **fields,
-                        number=state.entry.number + 1,
+                        number=max(state.entry.number, *self._lost, 0) + 1,
                         nonce=uuid.uuid4().hex,
                         previous=state.entry.nonce,
                     )
@@ -520,39 +678,59 @@ class Journal(JournalView):
                     self._stale = True
                     if prefix is not None:
                         self._sent[prefix] = entry.number
-                    if self._put(entry):
+                    if self._put(entry, state.entry):
                         return self._in_force(entry)
                 state, fresh = self.state(), True
 
     def _in_force(self, entry: Entry) -> State:
-        state = self._learn(entry, [])
+        state = self._learn(entry)
         self._stale = False
-        # Whatever else was sent under its number, or an earlier one, has lost.
+        # Anything else that was sent under this number, or an earlier one, has lost.
         self._sent = {one: number for one, number in self._sent.items() if number > entry.number}
         self._delete_old_entries(least=_DELETED_AT_ONCE)
         return state
 
-    def _put(self, entry: Entry) -> bool:
-        """Puts an entry after the one that it follows; returns whether it is in force."""
+    def _put(self, entry: Entry, before: Entry) -> bool:
+        """Writes an entry after its predecessor; returns whether it is in force."""
         at = self.root / entry_name(entry.number)
         data = entries.to_bytes(entry)
         try:
             at.store.put(at.key, data, absent=True)
         except Exists:
-            # Of the same nonce it is this one, and the answer was lost.
+            # The same nonce: it is this entry, and the response was lost.
             with contextlib.suppress(Missing):
-                if self._entry(entry.number).nonce != entry.nonce:
+                if self._nonce(entry.number) != entry.nonce:
                     return False
-        later = self._numbers(entry.number)
-        if not later:
-            return True
-        try:
-            return self._entry(entry.number + 1).previous == entry.nonce
-        except Missing:
+        listed = self._listed(before.number - 1)
+        if entry.number in listed.copies:
+            # The nonce of another entry, which was in force before this one replaced it.
+            with contextlib.suppress(Missing, Damaged):
+                if self._entry(entry.number, copy=True).nonce != entry.nonce:
+                    return False
+        if any(number > entry.number for number in listed.entries):
+            with contextlib.suppress(Missing, Damaged):
+                return self._entry(entry.number + 1).previous == entry.nonce
             return False
+        there = listed.entries | listed.copies
+        if not before.number or before.number in there or self._follows(before):
+            return True
+        # The journal was removed: a lone entry would name files that no longer exist.
+        at.store.delete([at.key])
+        return False
+
+    def _nonce(self, number: int) -> str:
+        """Nonce of an entry; empty if the entry is not readable.
+
+        Raises:
+          Missing: there is no such entry.
+        """
+        try:
+            return self._entry(number).nonce
+        except Damaged:
+            return ""
 
     def _with(self, state: State, standings: Mapping[Unit, Standing]) -> dict[str, Any]:
-        """The fields of an entry with other standings; the oldest of too many go to a page."""
+        """Fields of an entry with other units; if there are too many, the oldest become a page."""
         pages = {
             ref: page
             for ref, page in state.pages.items()
@@ -564,34 +742,58 @@ class Journal(JournalView):
             page = Page(standings=tuple(inline[: entries.PAGE]))
             pages[self._put_page(page)] = page
             inline = inline[entries.PAGE :]
-        return {"standings": tuple(inline), "pages": tuple(pages)}
+        unread = (ref for ref in state.entry.pages if ref not in state.pages)
+        return {"standings": tuple(inline), "pages": (*unread, *pages)}
 
     def _put_page(self, page: Page) -> PageRef:
-        """Puts a page, of which nobody knows before an entry names it."""
+        """Writes a page, which is unused until an entry names it."""
         data = entries.to_bytes(page)
         name = entries.page_name(self.claimed.lease.epoch)
-        at = self.root / name
-        at.store.put(at.key, data)
+        for at in (self.root / name, self.root / entries.copy_name(name)):
+            at.store.put(at.key, data)
         return PageRef(name=name, crc32c=google_crc32c.value(data))
 
     def _require_claim(self, state: State) -> None:
         holder = self.claimed.lease.holder
-        if state.claim is None or state.claim.lease.holder != holder:
-            raise self._fenced(state.claim, holder)
+        is_own = state.claim is not None and state.claim.lease.holder == holder
+        if not is_own or self._lost or self._is_replaced:
+            raise self._superseded(state, holder)
+
+    def _superseded(self, state: State, holder: str | None) -> FencedError:
+        """The error of a holder whose claim is not the newest; ``_Pending`` if it may be again."""
+        error = self._fenced(state.claim, holder)
+        claims = state.entry.claims
+        own = [number for number, one in enumerate(claims) if one.lease.holder == holder]
+        later = claims[own[0] + 1 :] if own else ()
+        if later and all(one.lease.pending for one in later) and not self._lost:
+            return _Pending(str(error), {one.lease.epoch: one.lease for one in later})
+        return error
 
     def _fenced(self, newest: Claim | None, holder: str | None) -> FencedError:
         own = "a claim" if holder is None else f"to hold its claim (holder {holder[:8]})"
-        found = "none"
-        if newest is not None:
+        found = "none: the journal was removed, as when the bucket is emptied"
+        if self._lost:
+            found = f"an entry that may be another trainer's ({self._lost[max(self._lost)]})"
+        elif newest is not None and newest.lease.holder == holder:
+            found = "another journal in its place"
+        elif newest is not None:
             held = newest.lease
             found = (
                 f"epoch {held.epoch} held by process {held.pid} on {held.host} (holder "
                 f"{held.holder[:8]}) since {lease.utc(held.since_secs)}"
             )
         return FencedError(
-            f"{self.root}: expected {own}, found {found}; stop this trainer, its later steps are "
-            "not committed"
+            f"{self.root}: expected {own}, found {found}; stop this trainer, since its later steps "
+            "are not committed"
         )
+
+
+def _has_same_holder(claim: Claim, other: Claim) -> bool:
+    return claim.lease.holder == other.lease.holder
+
+
+def _started(claim: Claim) -> Claim:
+    return dataclasses.replace(claim, lease=dataclasses.replace(claim.lease, pending=False))
 
 
 def _order(unit: Unit) -> tuple[int, str]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The note of what a trainer's policy keeps, for those who look at the directory.
+"""A note of what a trainer's retention policy keeps, for tools that inspect the directory.
 
-Nobody but the trainer can ask its policy. So it notes the answer beside the steps after each
-commit; nothing is decided by the note, and it is not forced to disk: where it is missing, half of
-one or of a later version, it says nothing.
+Only the trainer can evaluate its policy, so it records the result next to the steps after each
+commit. The note is informational and is not fsynced: a missing or torn note, or one of a later
+version, is ignored.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _MAGIC = "deltackpt.kept"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What a policy said when it was last asked.
+    """What a policy kept when it was last evaluated.
 
     Attributes:
-      policy: the name of its type.
-      newest: the newest step that it was asked about.
-      steps: those that it keeps, ascending; what only their chains need is not among them.
+      policy: name of the policy's type.
+      newest: the newest step it was evaluated on.
+      steps: the steps that it keeps, ascending, without those that only their chains need.
     """
 
     policy: str
@@ -36,10 +36,10 @@ class Kept:
 
 
 def note(root: Path, kept: Kept) -> None:
-    """Notes what a policy keeps, in the place of what it kept before.
+    """Records what a policy keeps, replacing the previous note.
 
     Raises:
-      StorageError: it cannot be written.
+      StorageError: writing failed.
     """
     files.write_atomic(root / names.KEPT, manifest.to_bytes(kept, _MAGIC), fsync=False)
 
@@ -48,17 +48,17 @@ def forget(root: Path) -> None:
     """Removes the note: every step is kept now.
 
     Raises:
-      StorageError: it cannot be removed.
+      StorageError: removing it failed.
     """
     with files.typed_errors(root / names.KEPT, "remove"):
         (root / names.KEPT).unlink(missing_ok=True)
 
 
 def noted(root: Spot) -> Kept | None:
-    """What a policy keeps; None where nobody noted that, or nobody can read it.
+    """Returns what a policy keeps; None if there is no readable note.
 
     Raises:
-      StorageError: the store refused.
+      StorageError: the store reported an error.
     """
     with contextlib.suppress(RestoreError):
         data = (root / names.KEPT).read(names.KEPT)

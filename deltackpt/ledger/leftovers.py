@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names in a directory: which are known, and which are of what was cut off."""
+"""Recognizes names in a checkpoint directory: known ones, and leftovers of interrupted saves."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _LEFTOVER = re.compile(r"[0-9]+\.orbax-checkpoint-tmp.*")
 
 
 def is_leftover(name: str) -> bool:
-    """Whether it is the name of a save that was cut off, or is under way."""
+    """Returns whether a name belongs to an interrupted or running save."""
     return _LEFTOVER.fullmatch(name) is not None
 
 
 def is_known(name: str) -> bool:
-    """Whether deltackpt, Orbax or mkfs makes such a name in a root."""
+    """Returns whether deltackpt, Orbax or mkfs creates such a name in a checkpoint directory."""
     return (
         name
         in (
@@ -36,7 +36,7 @@ def is_known(name: str) -> bool:
 
 
 def is_step_dir(path: Path, entries: Iterable[str]) -> bool:
-    """Whether a directory, whose entries are given, is a step and no root of steps."""
+    """Returns whether a directory with the given entries is a step, not a checkpoint directory."""
     return names.STEP_DIGESTS in entries or any(
         (path / name / names.manifest_name(0)).exists() for name in entries if not is_known(name)
     )

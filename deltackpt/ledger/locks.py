@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one lock of files: the kernel lets go of it when the process ends, however it does."""
+"""File locks, which the kernel releases when the process ends for any reason."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from deltackpt.errors import DeltackptError
@@ -14,31 +14,42 @@ from deltackpt.storage import files
 
 
 @contextlib.contextmanager
-def held(name: Path, refusal: DeltackptError) -> Iterator[None]:
-    """Holds a lock against other processes, and other holders in this one.
+def held(
+    name: Path,
+    refusal: DeltackptError,
+    *,
+    make_folder: bool = False,
+    opener: Callable[[str, int], int] | None = None,
+) -> Iterator[None]:
+    """Holds a lock against other processes, and against other holders in this one.
 
-    Whoever held it may remove the file, and its folder, as the last thing that he does.
+    A holder may remove the file and its folder as its last action.
 
     Args:
-      name: its file; it is made, with its folder.
-      refusal: what is raised where another one holds it.
+      name: the lock file, which is created.
+      refusal: the error to raise if the lock is held.
+      make_folder: whether to create its folder as well.
+      opener: creates the file; by default with the mode from the umask.
 
     Raises:
-      StorageError: the file cannot be made.
+      StorageError: the file cannot be created.
     """
     with contextlib.ExitStack() as stack:
         with files.typed_errors(name, "be locked"):
             while True:
-                files.make_folder(name.parent)
+                if make_folder:
+                    files.make_folder(name.parent)
                 try:
-                    lock = stack.enter_context(open(name, "ab"))
+                    lock = stack.enter_context(open(name, "ab", opener=opener))
                 except FileNotFoundError:
-                    continue  # Whoever held it is leaving.
+                    if make_folder:
+                        continue  # The previous holder is exiting.
+                    raise
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError as error:
                     raise refusal from error
-                # What was locked must be what has the name.
+                # The locked file must still be the one with that name.
                 with contextlib.suppress(FileNotFoundError):
                     if os.path.samestat(os.fstat(lock.fileno()), name.stat()):
                         break

@@ -1,12 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the steps of a directory or of a bucket, to be read: which it is says where it is."""
+"""Opens the steps of a directory or a bucket for reading, depending on the path."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 
-from deltackpt.errors import ForeignDirectory, OptionError, StorageError, UnsupportedRoot
+from deltackpt.errors import (
+    Damaged,
+    ForeignDirectory,
+    OptionError,
+    RestoreError,
+    StorageError,
+    UnsupportedRoot,
+)
 from deltackpt.format import names
+from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.committed import Committed, Copied, Journaled
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.lease import Lease
@@ -19,10 +29,10 @@ from deltackpt.storage.store import DEADLINE_SECS, Spot
 
 
 class BucketSteps(Steps):
-    """The steps that a journal names, to be read."""
+    """The steps named by a journal, for reading."""
 
     def __init__(self, journal: JournalView, item: str):
-        """Reads by a journal; nothing is asked yet."""
+        """Reads the steps from a journal; sends no request yet."""
         super().__init__(
             Spot(Committed(Journaled(journal)), ""), item, given=journal.root.store.url
         )
@@ -30,17 +40,29 @@ class BucketSteps(Steps):
 
     @property
     def log_at(self) -> LogPlaces:
-        """See ``Steps``; the journal is asked anew."""
+        """See ``Steps``; reads the journal again."""
         state = self.journal.state()
         return JournaledLogs(self.journal.root, lambda: state)
+
+    def rolled_back(self) -> Iterator[SaveId]:
+        """See ``Steps``."""
+        return (one.standing.save_id for one in self.journal.known.entry.rolled_back)
 
     def known_newest_step(self) -> int | None:
         """See ``Steps``."""
         return max(self.journal.known.steps, default=None)
 
     def await_readable(self, step: int) -> None:
-        """See ``Steps``: another save may have the step's number since it was seen last."""
+        """See ``Steps``: another save may have taken the step's number since it was listed."""
         self.journal.state()
+
+    def problems(self) -> list[Damaged]:
+        """See ``Steps``."""
+        return self.journal.problems
+
+    def lost_steps(self) -> dict[int, Damaged]:
+        """See ``Steps``."""
+        return self.journal.lost_saves
 
     def newest_lease(self) -> Lease | None:
         """See ``Steps``."""
@@ -55,20 +77,21 @@ def open_steps(
     endpoint: str | None = None,
     deadline_secs: float = DEADLINE_SECS,
 ) -> Steps:
-    """Opens the steps of a directory or of a bucket, to be read; nothing is made or removed.
+    """Opens the steps of a directory or a bucket for reading; creates and removes nothing.
 
     Args:
       where: a path, a URL (``file://``, ``s3://``, ``gs://``, ``az://``, ``nodes://``) or a kvstore
         spec as JSON.
-      item: name of our item in the steps; found in the newest step by default.
-      endpoint: address of the server of a bucket, where it is not the service's own.
-      deadline_secs: of each call of a bucket.
+      item: name of the deltackpt item in the steps; by default found in the newest step.
+      endpoint: address of the bucket's server, if it is not the provider's default.
+      deadline_secs: timeout of each bucket request in seconds.
 
     Raises:
-      StorageError: it does not exist, or cannot be read.
+      StorageError: it does not exist, or is not readable.
       ForeignDirectory: it holds nothing that deltackpt or Orbax wrote.
-      UnsupportedRoot: the scheme is unknown.
-      OptionError: no bucket is named; or the newest step holds other items of ours, or several.
+      UnsupportedRoot: the URL scheme is unknown.
+      OptionError: the URL lacks a bucket, or the newest step holds other or several deltackpt
+        items.
     """
     path = buckets.file_path(where)
     if path is not None:
@@ -87,8 +110,10 @@ def _in_bucket(at: Spot, item: str) -> Steps:
     copied = Steps(Spot(Committed(Copied(at)), ""), item)
     if copied.steps():
         return copied
-    if journal.state().entry.number:  # The first trainer came meanwhile.
+    if journal.state().entry.number:  # The first trainer started concurrently.
         return BucketSteps(journal, item)
+    for problem in journal.problems:
+        raise problem
     raise StorageError(
         f"{at}: expected a journal in {JOURNAL}/, or markers of copies in {names.COPIED}/, found "
         "neither; check the URL, or wait for the first save of its trainer"
@@ -96,47 +121,43 @@ def _in_bucket(at: Spot, item: str) -> Steps:
 
 
 def refuse_foreign(root: Spot) -> None:
-    """Checks that a place without a journal is empty: nobody knows what would be hidden, or swept.
+    """Checks that a location without a journal is empty, so that nothing is hidden or swept.
 
     Raises:
       UnsupportedRoot: it holds copies with markers.
-      ForeignDirectory: it holds other things.
+      ForeignDirectory: it holds other objects.
     """
     found = root.names()
     if found == [JOURNAL] and (root / JOURNAL).names() == buckets.probes(root):
-        return  # Of a first start that was cut.
+        return  # Left by an interrupted first start.
     if names.COPIED in found:
         raise UnsupportedRoot(
             f"{root}: expected a journal, or nothing, found copies with markers in "
-            f"{names.COPIED}/, as earlier versions made them; they can be read and copied "
-            "('deltackpt copy') to another place, which can be written"
+            f"{names.COPIED}/, made by an earlier version; read them, or copy them with 'deltackpt "
+            "copy' to a new location and write there"
         )
     if found:
         raise ForeignDirectory(
-            f"{root}: expected an empty place, or a root of deltackpt, found {found[:5]}; give "
-            "another path in the bucket"
+            f"{root}: expected an empty location or a deltackpt checkpoint directory, found "
+            f"{found[:5]}; use another path in the bucket"
         )
 
 
 def find_item(steps: Steps, wanted: str | None) -> str:
-    """Name of our item in some steps: that of the newest one.
+    """Finds the name of the deltackpt item in some steps: that of the newest step.
 
     Args:
-      steps: where.
-      wanted: the name where the caller knows it; it is checked.
+      steps: the steps.
+      wanted: the name, if the caller knows it; it is checked.
 
     Returns:
-      The name; the default one where there is no step, or none of ours in it.
+      The name; the default if there is no step, or it has no deltackpt item.
 
     Raises:
-      OptionError: the newest step holds other items of ours, or several.
-      StorageError: it cannot be read.
+      OptionError: the newest step holds other or several deltackpt items.
+      StorageError: reading failed.
     """
-    newest = steps.known_newest_step()
-    found: list[str] = []
-    if newest is not None:
-        at = steps.at(newest)
-        found = [name for name in at.folders() if (at / name / names.manifest_name(0)).is_file()]
+    newest, found = _items(steps)
     if wanted is None and len(found) < 2:
         return found[0] if found else names.EMBEDDINGS_ITEM
     if wanted is not None and (not found or wanted in found):
@@ -145,3 +166,22 @@ def find_item(steps: Steps, wanted: str | None) -> str:
         f"{steps}: expected one item that deltackpt wrote in step {newest}"
         f"{'' if wanted is None else f', {wanted!r},'} found {found}; name one of them"
     )
+
+
+def _items(steps: Steps) -> tuple[int | None, list[str]]:
+    """The newest step with deltackpt items, and their names."""
+    newest = steps.known_newest_step()
+    for step in _newest_first(newest, steps):
+        at = steps.at(step)
+        with contextlib.suppress(RestoreError):  # Damaged: an older step has the same items.
+            found = [one for one in at.folders() if (at / one / names.manifest_name(0)).is_file()]
+            if found:
+                return step, found
+    return newest, []
+
+
+def _newest_first(newest: int | None, steps: Steps) -> Iterator[int]:
+    """Yields the newest step, then the older ones, which cost another listing."""
+    if newest is not None:
+        yield newest
+        yield from sorted((one for one in steps.steps() if one < newest), reverse=True)

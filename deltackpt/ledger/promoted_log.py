@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log of a root that is a bucket: heads that its journal names, and segments in pieces.
+"""The WAL of a bucket: epoch headers named by the journal, and segments in pieces.
 
-A journal's entry names each stretch that counts, so that a head is fenced as a commit is: whoever
-has lost the claim writes none. Segments come in pieces as they grow, oldest first; where the next
-one is missing a segment ends, as a torn one does. ``docs/format.md`` specifies the keys.
+A journal entry names each valid WAL epoch, so headers are fenced like commits. Segments are
+uploaded in pieces as they grow, oldest first. A segment ends where the next piece is missing, as a
+torn one does. ``docs/reference/format.md`` specifies the keys.
 """
 
 from __future__ import annotations
@@ -18,26 +18,29 @@ from deltackpt.format import names
 from deltackpt.format.names import PieceRange
 from deltackpt.ledger.entries import LogRef, State
 from deltackpt.reading.log_places import Record
+from deltackpt.reading.log_progress import NAME, NBYTES
 from deltackpt.storage.store import Missing, Spot, Stamp
 
-#: The head of a stretch, below its prefix.
+#: The epoch header, below the epoch's prefix.
 HEAD = "head.msgpack"
+#: Its copy.
+HEAD_COPY = "head.copy.msgpack"
 
 
 class Pieces(NamedTuple):
-    """The pieces of a segment that follow each other from its beginning, and all that there are."""
+    """The contiguous pieces of a segment from its beginning, and all existing pieces."""
 
     whole: tuple[PieceRange, ...]
     every: tuple[PieceRange, ...]
 
     @property
     def length(self) -> int:
-        """How far the segment reaches."""
+        """The length of the segment."""
         return self.whole[-1].end if self.whole else 0
 
     @classmethod
     def of(cls, found: Iterable[PieceRange]) -> Pieces:
-        """Those of some names: of two that overlap both hold the same bytes there."""
+        """Parses piece names; overlapping pieces hold the same bytes in the overlap."""
         every = tuple(sorted(found, key=lambda one: (one.start, -one.end)))
         whole: list[PieceRange] = []
         end = 0
@@ -49,14 +52,14 @@ class Pieces(NamedTuple):
 
 
 def pieces_at(stretch: Spot, folder: str = "") -> dict[str, Pieces]:
-    """The pieces of each segment, ``<process>/<segment>``, of a stretch at the root; one listing.
+    """Returns the pieces of each segment, ``<process>/<segment>``, of a WAL epoch; one listing.
 
     Args:
-      stretch: the folder of the stretch.
-      folder: below it, to look only there.
+      stretch: the folder of the WAL epoch.
+      folder: restricts the listing to a subfolder.
 
     Raises:
-      StorageError: the store refused.
+      StorageError: the store reported an error.
     """
     found: dict[str, list[PieceRange]] = {}
     at = stretch / folder if folder else stretch
@@ -68,11 +71,15 @@ def pieces_at(stretch: Spot, folder: str = "") -> dict[str, Pieces]:
     return {segment: Pieces.of(pieces) for segment, pieces in found.items()}
 
 
+def _is_progress(key: str) -> bool:
+    return key.rpartition("/")[2] == NAME
+
+
 class PromotedLog:
-    """A stretch at the root, laid out as in a directory: ``<process>/<segment>``; thread-safe."""
+    """A remote WAL epoch, with a directory's layout: ``<process>/<segment>``; thread-safe."""
 
     def __init__(self, at: Spot):
-        """Asks nothing yet; ``at`` is the folder of the stretch at the root."""
+        """Sends no request yet; ``at`` is the folder of the remote WAL epoch."""
         self._at = at
         self._known: Mapping[str, Pieces] = {}
 
@@ -91,6 +98,9 @@ class PromotedLog:
         self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
     ) -> None:
         """See ``Store``."""
+        if _is_progress(key):
+            at = self._at / key
+            return at.store.read_into(at.key, start, parts, whole=whole)
         found = self._pieces(key)
         wanted = sum(part.nbytes for part in parts)
         first = start + found.length if start < 0 else start
@@ -109,6 +119,8 @@ class PromotedLog:
 
     def length(self, key: str) -> int:
         """See ``Store``."""
+        if _is_progress(key):
+            return NBYTES
         return self._pieces(key).length
 
     def version(self, key: str) -> Hashable:
@@ -116,12 +128,12 @@ class PromotedLog:
         return self._pieces(key).whole
 
     def put(self, key: str, data: bytes | memoryview, *, absent: bool = False) -> None:
-        """Refused: what is logged is promoted from a stage."""
-        raise StorageError(f"{self.url}/{key}: expected to be read only, found a write")
+        """Not supported: records are uploaded from a staging directory."""
+        raise StorageError(f"{self.url}/{key}: expected only reads, found a write")
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Refused: see ``put``."""
-        raise StorageError(f"{self.url}: expected to be read only, found a deletion of {[*keys]}")
+        """Not supported: see ``put``."""
+        raise StorageError(f"{self.url}: expected only reads, found a deletion of {[*keys]}")
 
     def keys(self, folder: str, *, after: str = "") -> list[str]:
         """See ``Store``."""
@@ -138,7 +150,7 @@ class PromotedLog:
         return sorted({key.partition("/")[0] for key in below if "/" in key})
 
     def stamp(self, folder: str) -> Stamp | None:
-        """See ``Store``; a place is of one stretch."""
+        """See ``Store``; a prefix belongs to one WAL epoch."""
         found = self.keys(folder)
         return Stamp((self.url, folder), tuple(found)) if found else None
 
@@ -157,14 +169,14 @@ class PromotedLog:
 
 
 class JournaledLogs:
-    """The stretches that a journal names; see ``LogPlaces``."""
+    """The WAL epochs named by a journal; see ``LogPlaces``."""
 
     def __init__(self, root: Spot, state: Callable[[], State]):
-        """Asks nothing yet.
+        """Sends no request yet.
 
         Args:
           root: the folder that the journal is in.
-          state: what the journal says.
+          state: the journal's state.
         """
         self._root = root
         self._state = state
@@ -186,8 +198,15 @@ class JournaledLogs:
 
     def head(self, stretch: int) -> Record:
         """See ``LogPlaces``."""
+        return self._record(stretch, HEAD)
+
+    def copy(self, stretch: int) -> Record:
+        """See ``LogPlaces``."""
+        return self._record(stretch, HEAD_COPY)
+
+    def _record(self, stretch: int, name: str) -> Record:
         ref = self._ref(stretch)
-        at = self._root / ref.prefix / HEAD
+        at = self._root / ref.prefix / name
         data = at.read(at.shown())
         if (found := google_crc32c.value(data)) != ref.crc32c:
             raise Damaged(at.shown(), f"crc32c {ref.crc32c:08x}", f"crc32c {found:08x}")
@@ -201,4 +220,4 @@ class JournaledLogs:
         for one in self._state().entry.logs:
             if one.stretch == stretch:
                 return one
-        raise Damaged(str(self), f"the head of stretch {stretch}", "none in the journal")
+        raise Damaged(str(self), f"the header of WAL epoch {stretch}", "none in the journal")

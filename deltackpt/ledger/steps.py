@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of a root, for whoever reads: a directory's, or a bucket's laid out like one."""
+"""The steps of a checkpoint directory for readers: local, or a bucket with the same layout."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import contextlib
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from deltackpt.errors import BrokenChain, RestoreError
+from deltackpt.errors import BrokenChain, Damaged, RestoreError
 from deltackpt.format import chain, names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.committed import Committed
+from deltackpt.ledger.damaged_saves import DamagedSave
 from deltackpt.ledger.lease import Lease
 from deltackpt.reading import saves
 from deltackpt.reading.log_places import LogFolder, LogPlaces
@@ -23,28 +24,28 @@ from deltackpt.storage.store import FileStore, Spot, Stamp
 
 
 class Steps:
-    """Committed steps, and the compacted bases beside them.
+    """Committed steps and their compacted bases.
 
     Attributes:
-      spot: the folder that they stand in.
-      item: name of our item in them.
-      given: how the user named the root.
+      spot: the folder that holds them.
+      item: name of the deltackpt item in them.
+      given: the path or URL that the user passed.
     """
 
     def __init__(self, spot: Spot, item: str, *, given: str | os.PathLike[str] | None = None):
-        """Reads a folder of steps; nothing is asked yet.
+        """Reads a folder of steps; sends no request yet.
 
         Args:
           spot: the folder.
-          item: name of our item in a step.
-          given: how the user named the root; by where it is, by default.
+          item: name of the deltackpt item in a step.
+          given: the path or URL that the user passed; its location by default.
         """
         self.spot = spot
         self.item = item
         self.given = os.fspath(given) if given is not None else str(spot)
         self._known: dict[str, SaveInfo] = {}
         self._bases: dict[tuple[str, Stamp], SaveInfo] = {}
-        #: The training thread asks about saves, and the collector does.
+        #: Accessed by the training thread and by the collector.
         self._lock = threading.Lock()
 
     def __str__(self) -> str:
@@ -52,28 +53,28 @@ class Steps:
 
     @property
     def log_at(self) -> LogPlaces:
-        """Where the log between the steps is read."""
+        """Where the WAL is read."""
         return LogFolder(self.spot / names.LOG)
 
     def at(self, step: int) -> Spot:
-        """Where a step stands, if it is committed."""
+        """Where a step is, if it is committed."""
         return self.spot / str(step)
 
     def steps(self) -> list[int]:
-        """Committed steps, in no order: one listing of the root."""
+        """Returns the committed steps, in no order; lists the directory once."""
         numbers = map(names.step_number, self.spot.folders())
         return [number for number in numbers if number is not None]
 
     def newest_step(self) -> int | None:
-        """Newest committed step, None where there is none."""
+        """Returns the newest committed step, or None."""
         return max(self.steps(), default=None)
 
     def known_newest_step(self) -> int | None:
-        """As ``newest_step``, by what was seen last where that costs less."""
+        """Like ``newest_step``, but may return the last known value if that is cheaper."""
         return self.newest_step()
 
     def saves(self) -> dict[int, SaveInfo | None]:
-        """What each committed step is; None where its manifest cannot be read.
+        """Returns what each committed step is; None if its manifest is unreadable.
 
         Committed steps never change, so each is read once.
         """
@@ -83,19 +84,28 @@ class Steps:
             found: dict[int, SaveInfo | None] = {}
             for name, step in steps.items():
                 if name not in self._known:
-                    # Removed while it is read, or damaged: it stays unknown.
+                    # Removed concurrently, or damaged: it remains unknown.
                     with contextlib.suppress(RestoreError, OSError):
                         self._known[name] = saves.read_info(self.spot / name, self.item)
                 found[step] = self._known.get(name)
             return found
 
-    def restorable(self) -> dict[int, SaveId]:
-        """Committed steps whose chains are whole, by what manifests say, each with its save id.
+    def rolled_back(self) -> Iterator[SaveId]:
+        """Returns rolled-back steps that still exist."""
+        aside = self.spot / names.ROLLED_BACK
+        for folder in (aside / run for run in aside.folders()):
+            for name in folder.folders():
+                if names.step_number(name) is not None:
+                    with contextlib.suppress(RestoreError, OSError):
+                        yield saves.read_info(folder / name, self.item).save_id
 
-        Others may stand as parts of the windows of later steps.
+    def restorable(self) -> dict[int, SaveId]:
+        """Returns the committed steps with complete chains, with their save ids.
+
+        Other steps may exist only as parts of later steps' chains.
         """
         standing = {info.step_dir: info for info in self.saves().values() if info is not None}
-        # After the steps: what a base replaces goes once it is there.
+        # Read after the steps: what a base replaces is deleted once the base exists.
         bases = self._compacted()
         read = {name: base for name, base in bases.items() if _stands_for(base, standing.get(name))}
         by_dir = standing | read
@@ -106,12 +116,48 @@ class Steps:
                 found[info.save_id.step] = info.save_id
         return found
 
+    def lost_with(self, damaged: Collection[DamagedSave], step: int) -> set[int]:
+        """Returns the steps that cannot be restored for the same reason as a step.
+
+        Reads manifests only. A save whose manifest cannot be read now may be intact.
+
+        Args:
+          damaged: saves that are proven to be damaged. If there are none, the reason is a parent
+            that is missing or another save.
+          step: the step that could not be restored. It is included.
+        """
+        infos = self.saves()
+        listed = {*saves.compacted_bases(self.spot, self.item)}
+        bases = self._compacted()
+        standing = {info.step_dir: info for info in infos.values() if info is not None}
+        used = {name: base for name, base in bases.items() if _stands_for(base, standing.get(name))}
+        unreadable = {str(number) for number, info in infos.items() if info is None}
+
+        def broken_at(without: Collection[DamagedSave]) -> dict[int, str]:
+            plain = {str(one.step) for one in without if not one.compacted}
+            gone = {str(one.step) for one in without if one.compacted}
+            by_dir = {name: info for name, info in standing.items() if name not in plain}
+            by_dir |= {name: base for name, base in used.items() if name not in gone}
+            unknown = (unreadable - plain) | (listed - bases.keys() - gone)
+            found = ((number, _broken_at(str(number), by_dir, unknown)) for number in infos)
+            return {number: name for number, name in found if name is not None}
+
+        broken = broken_at(())
+        if not damaged:
+            return {number for number, name in broken.items() if name == broken.get(step)}
+        found = broken_at(damaged).keys() - broken.keys()
+        whole = standing | used
+        if all(one.every_child for one in damaged) or str(step) not in whole:
+            return found
+        parents = chain.walk(whole[str(step)], lambda parent: whole.get(parent.step_dir))
+        return found & {int(info.step_dir) for info in parents}
+
     def compacted(self) -> frozenset[SaveId]:
-        """Saves for which a compacted base stands whose manifest can be read."""
+        """Returns the saves with a compacted base whose manifest is readable."""
         return frozenset(info.save_id for info in self._compacted().values())
 
     def _compacted(self) -> dict[str, SaveInfo]:
-        """Compacted bases by the names of their steps; each is read once."""
+        """Compacted bases by step name; each is read once."""
         with self._lock:
             bases = saves.compacted_bases(self.spot, self.item)
             self._bases = {key: info for key, info in self._bases.items() if key in bases.items()}
@@ -125,15 +171,15 @@ class Steps:
     def check_step_files(
         self, step_dir: Spot | Path, share: tuple[int, int] = (0, 1), *, dense: bool = True
     ) -> None:
-        """Checks the files of a step that carry no checksum of their own.
+        """Checks the files of a step that have no checksum of their own.
 
         Args:
           step_dir: the step.
-          share: ``(i, n)`` checks the i-th of n parts of them, which make up all.
-          dense: whether those of the dense leaves are among them.
+          share: ``(i, n)`` checks the i-th of n disjoint parts.
+          dense: whether to include the files of dense leaves.
 
         Raises:
-          Damaged: the first that is missing or altered.
+          Damaged: the first file that is missing or altered.
         """
         record = saves.read_save(step_dir, self.item).head
         if "step" not in record.digests:
@@ -145,27 +191,27 @@ class Steps:
             raise damage
 
     def metadata(self, step: int) -> bytes:
-        """Orbax's metadata of a step, as it is stored.
+        """Returns a step's Orbax metadata, as stored.
 
         Raises:
-          Damaged: there is none.
-          StorageError: the store refused.
+          Damaged: it is missing.
+          StorageError: the store reported an error.
         """
         return (self.at(step) / names.STEP_METADATA).read()
 
     @contextlib.contextmanager
     def local(self, step: int, name: str) -> Iterator[Path]:
-        """A folder of a step, for what reads nothing but files.
+        """Yields a local folder of a step, for code that reads only files.
 
-        Those of a bucket are fetched, and checked, for as long as they are needed.
+        For a bucket, its files are downloaded and verified, and deleted afterwards.
 
         Args:
           step: the step.
-          name: of the folder.
+          name: name of the folder.
 
         Raises:
-          Damaged: a file is not what was committed.
-          StorageError: the store refused.
+          Damaged: a file differs from what was committed.
+          StorageError: the store reported an error.
         """
         at = self._held_at(step) / name
         if isinstance(at.store, FileStore):
@@ -177,27 +223,39 @@ class Steps:
             yield Path(folder)
 
     def _held_at(self, step: int) -> Spot:
-        """Where a step stands, in the one store that holds it."""
+        """Where a step is, in the store that holds it."""
         return self.at(step)
 
     def _scratch(self) -> Path | None:
-        """Where fetched files go; None: where temporary files go."""
+        """Where downloaded files are put; None for the default temporary directory."""
         return None
 
     def await_readable(self, step: int) -> None:
-        """Called before a step is read: waits until it can be; of most roots it always can.
+        """Waits until a step can be read; most directories return at once.
 
         Raises:
-          Damaged: it never can.
-          WaitTimeout: it cannot yet.
+          Damaged: the step can never be read.
+          WaitTimeout: the step is not readable yet.
         """
 
+    def problems(self) -> list[Damaged]:
+        """Returns damage to the records of committed steps; only buckets can have any."""
+        return []
+
+    def lost_steps(self) -> dict[int, Damaged]:
+        """Returns steps that may have been committed, according to the remaining records."""
+        return {}
+
     def source_of(self, save_id: SaveId) -> str:
-        """Where a save is read: the root, unless there are nearer places."""
-        return "root"
+        """Returns where a save is read: the checkpoint directory, unless there is a nearer copy."""
+        return "directory"
+
+    def unusable(self) -> Mapping[int, RestoreError]:
+        """Returns the errors of steps that exist in a replica but cannot be listed."""
+        return {}
 
     def found_damaged(self, step: int) -> bool:
-        """A step could not be read: sets aside what is damaged where there is another copy of it.
+        """Sets damaged parts of a step aside if there is another copy; called after a failed read.
 
         Returns:
           Whether to read the step again.
@@ -205,20 +263,30 @@ class Steps:
         return False
 
     def check_lease(self, *, ask: bool = False) -> None:
-        """Checks that what is held is not another's; who only reads holds nothing."""
+        """Checks that the lease is still held; readers hold none."""
 
     def newest_lease(self) -> Lease | None:
-        """Who holds the root; None where nobody ever did, or it is not known.
+        """Returns the lease holder; None if there was never one, or it is unknown.
 
         Raises:
-          Damaged: it cannot be read.
+          Damaged: the lease is not readable.
         """
         return None
 
     def close(self) -> None:
-        """Ends what is open."""
+        """Closes everything that is open."""
+
+
+def _broken_at(name: str, by_dir: Mapping[str, SaveInfo], unknown: Collection[str]) -> str | None:
+    """The save where the chain of a step breaks; None if it is whole, or may be."""
+    if name not in by_dir:
+        return None if name in unknown else name
+    broken = chain.broken_at(by_dir[name], by_dir)
+    if broken is None or (broken.parent is not None and broken.parent.step_dir in unknown):
+        return None
+    return broken.step_dir
 
 
 def _stands_for(base: SaveInfo, save: SaveInfo | None) -> bool:
-    """Whether a compacted base is that of a save, or of one that is there no more."""
+    """Whether a compacted base belongs to a save, or to one that no longer exists."""
     return save is None or save.save_id == base.save_id

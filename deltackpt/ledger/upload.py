@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the files of a step, or of a compacted base, into a bucket, and says what they are.
+"""Uploads the files of a step or a compacted base to a bucket, with their digests.
 
-Each file is read, compared with its digest and put: what is altered at the source reaches no
-bucket. The digests of all of them follow as one object; then the unit may be committed.
+Each file is read, compared with its digest and uploaded, so altered files never reach a bucket. One
+object with all digests follows; then the unit may be committed.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from collections.abc import Callable, Iterator, Mapping
 import google_crc32c
 
 from deltackpt.errors import Damaged
-from deltackpt.ledger.committed import COMMIT, SEGMENT_BYTES, segment_name
+from deltackpt.ledger.committed import SEGMENT_BYTES, segment_name
+from deltackpt.ledger.entries import COMMIT
 from deltackpt.resources.pace import Pace
 from deltackpt.storage import digests
 from deltackpt.storage.digests import Digest, Digests, Streamed
 from deltackpt.storage.store import Spot
 
-#: Objects on their way at a time: enough to hide the latency of a service.
+#: Concurrent uploads: enough to hide the latency of a service.
 WORKERS = 8
-#: Most bytes on their way at a time, all objects together. TensorStore holds them once more.
+#: Maximum bytes in flight, over all objects. TensorStore holds a second copy.
 IN_FLIGHT_BYTES = 32 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Uploaded:
-    """What was put under a prefix.
+    """What was uploaded under a prefix.
 
     Attributes:
-      nbytes: bytes of all files.
-      crc32c: of the object that holds their digests.
-      objects: how many objects were put, that one included.
+      nbytes: total size of all files.
+      crc32c: CRC32C of the object that holds their digests.
+      objects: number of uploaded objects, including that one.
     """
 
     nbytes: int
@@ -44,17 +45,17 @@ class Uploaded:
 
 
 class InFlight:
-    """Bytes on their way; who wants more than there is room for waits."""
+    """Limits the bytes in flight; requests that exceed the limit wait."""
 
     def __init__(self, most: int = IN_FLIGHT_BYTES):
-        """Holds none yet."""
+        """Starts empty."""
         self._most = most
         self._taken = 0
         self._changed = threading.Condition()
 
     @contextlib.contextmanager
     def taken(self, nbytes: int) -> Iterator[None]:
-        """Waits until there is room; what is larger than all of it goes alone."""
+        """Waits until there is room; a request larger than the limit proceeds alone."""
         with self._changed:
             self._changed.wait_for(lambda: not self._taken or self._taken + nbytes <= self._most)
             self._taken += nbytes
@@ -76,21 +77,21 @@ def upload(
     pace: Pace | None = None,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Uploaded:
-    """Puts files, and then what they are: ``send``, then ``describe``."""
+    """Uploads files, then their digests: ``send``, then ``describe``."""
     objects = send(source, files, target, done=done, workers=workers, pace=pace, on_bytes=on_bytes)
     return describe(files, target, objects)
 
 
 def describe(files: Mapping[str, Digest], target: Spot, objects: int) -> Uploaded:
-    """Puts what the files under a prefix are, all of which have been put.
+    """Uploads the digests of the files under a prefix, all of which were uploaded.
 
     Args:
-      files: as for ``send``.
-      target: likewise.
-      objects: how many objects they are.
+      files: same as for ``send``.
+      target: same as for ``send``.
+      objects: number of their objects.
 
     Raises:
-      StorageError: the store refused, or did not answer.
+      StorageError: the store reported an error or did not answer.
     """
     record = digests.digests_bytes(Digests.of(files))
     to = target / COMMIT
@@ -112,23 +113,23 @@ def send(
     pace: Pace | None = None,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> int:
-    """Puts files; nothing is visible before it is committed what they are.
+    """Uploads files, which remain invisible until their digests are committed.
 
     Args:
-      source: the folder that they are read from.
-      files: posix path below it to what the file should be.
-      target: the fresh prefix.
-      done: files that are there by now, where that was tried before; those that are put join them.
-      workers: objects on their way at a time.
-      pace: bounds the bytes per second.
-      on_bytes: called with bytes put, from several threads.
+      source: the folder to read from.
+      files: expected digest of each file, by POSIX path below ``source``.
+      target: the new prefix.
+      done: files uploaded by an earlier attempt; extended by this call.
+      workers: number of concurrent uploads.
+      pace: limits the bytes per second.
+      on_bytes: called with bytes uploaded, from several threads.
 
     Returns:
-      How many objects they are.
+      The number of objects.
 
     Raises:
-      Damaged: a file is missing or altered at the source; it is named.
-      StorageError: either store refused, or did not answer.
+      Damaged: the named source file is missing or altered.
+      StorageError: either store reported an error or did not answer.
     """
     pace, in_flight, stopped = pace or Pace(), InFlight(), threading.Event()
     done = set() if done is None else done
@@ -154,7 +155,7 @@ def send(
         done.add(name)
 
     with concurrent.futures.ThreadPoolExecutor(workers, "deltackpt-upload") as pool:
-        # The largest first: the last to end is a small one.
+        # Largest first, so that the last upload to finish is small.
         order = sorted(files.keys() - done, key=lambda name: -files[name].length)
         pending = [pool.submit(put, name) for name in order]
         try:
@@ -169,7 +170,7 @@ def send(
 
 
 def _segments(file: Digest) -> int:
-    """How many objects a file is."""
+    """Number of objects of a file."""
     return max(1, -(-file.length // SEGMENT_BYTES))
 
 

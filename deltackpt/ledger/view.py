@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a journal says, for readers: one listing and one read tell the state of a root."""
+"""Reads a journal: one listing and one read return the state of a checkpoint directory.
+
+The newest entry may be lost or damaged, like any object, so most entries have a copy. If both are
+lost, the previous entry is the state, and the loss is reported.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from typing import NamedTuple
 
 import google_crc32c
 
@@ -12,128 +18,345 @@ from deltackpt.ledger import entries
 from deltackpt.ledger.entries import Entry, Page, PageRef, Standing, State, Unit
 from deltackpt.storage.store import Missing, Spot
 
-#: The folder of entries and pages, below the root.
+#: Folder of entries and pages, below the root.
 JOURNAL = "journal"
-#: Digits of a number in a key, so that keys are in the order of the numbers.
+#: Digits of a number in a key, so that keys sort by number.
 _DIGITS = 20
-#: Entries stay until this many are newer; whoever reads one looks again where it has gone.
+#: Entries are kept until this many are newer; a reader that finds one gone looks again.
 KEPT_ENTRIES = 100
-#: How often a reader looks again where the newest entry has gone while it was read.
-_TRIES = 20
 _NOTHING = State(entry=Entry(), standings={}, pages={})
+_OTHER_READ = "its other copy is read instead"
+_LOST = "the previous entry is read instead, so its changes are unknown; the next entry replaces it"
+_PAGE_LOST = (
+    "the other saves are read; restore the object from a backup, or continue without these saves"
+)
+
+
+class _Listed(NamedTuple):
+    """Numbers of the entries, and of the copies of entries, in a store."""
+
+    entries: frozenset[int]
+    copies: frozenset[int]
 
 
 class JournalView:
-    """The journal of a root, for whoever asks; every method may be called from several threads."""
+    """The journal of a checkpoint directory, for readers; thread-safe."""
 
     def __init__(self, root: Spot):
-        """Opens one; nothing is read yet.
+        """Opens a journal; reads nothing yet.
 
         Args:
-          root: the folder that holds ``journal/`` and what is committed.
+          root: the folder that holds ``journal/`` and the committed files.
         """
         self.root = root
         self._known = _NOTHING
-        #: Numbers of entries that may still be there, older than the known one.
+        #: Numbers of older entries that may still exist, and of copies.
         self._older: set[int] = set()
+        self._copies: set[int] = set()
+        #: Unreadable entries without a readable copy.
+        self._lost: dict[int, Damaged] = {}
+        #: All errors found, by object name.
+        self._problems: dict[str, Damaged] = {}
+        self._lost_saves: dict[int, Damaged] = {}
+        #: The state and the missing entries for which lost saves were last searched.
+        self._looked: tuple[int, ...] = ()
+        #: Whether the known journal no longer exists.
+        self._is_replaced = False
         self._lock = threading.Lock()
 
     @property
     def known(self) -> State:
-        """What was seen last, or the state before all others; the store is not asked."""
+        """The last known state, or the initial one; sends no request."""
         return self._known
+
+    @property
+    def problems(self) -> list[Damaged]:
+        """Journal objects that were found missing or damaged so far."""
+        return [*self._problems.values()]
+
+    @property
+    def lost_saves(self) -> dict[int, Damaged]:
+        """Steps with remote files that a lost entry may have committed."""
+        return dict(self._lost_saves)
+
+    @property
+    def is_replaced(self) -> bool:
+        """Returns whether a known journal was removed or replaced."""
+        return self._is_replaced
 
     def state(self) -> State:
-        """What the newest entry says: one listing, and a read where there is a newer one.
+        """Returns the newest entry's state: one listing, and a read if there is a newer entry.
+
+        If neither the newest entry nor its copy can be read, the previous entry is used, and
+        ``problems`` reports that.
 
         Raises:
-          Damaged, FormatTooNew: it cannot be understood.
-          StorageError: the store refused.
+          FormatTooNew: a later version wrote it.
+          StorageError: the store reported an error.
         """
-        tries = 0
-        while found := self._numbers(self._known.entry.number):
+        before: _Listed | None = None
+        while True:
+            known = self._known.entry
+            listed = self._listed(known.number - 1)
+            if self._is_severed(known, listed):
+                self._forget()
+                continue
             try:
-                return self._learn(self._entry(max(found)), found)
-            except Missing as error:
-                # Collected, since so many came after it while it was read.
-                tries += 1
-                if tries == _TRIES:
-                    at = self.root / entry_name(max(found))
-                    expected = "an entry and the pages that it names"
-                    raise Damaged(at.shown(), expected, str(error)) from error
+                found = self._newest(listed, is_same=listed == before)
+            except Missing:
+                # Collected because many entries followed: there are newer ones now.
+                before = listed
+                continue
+            if found is not None:
+                return found
+            if self._follows(known):
+                return self._known  # Only its entry was lost.
+            self._forget()
+
+    def audit(self) -> list[Damaged]:
+        """Reads the newest entry, its pages and all their copies; returns ``problems``.
+
+        Raises:
+          FormatTooNew, StorageError: same as for ``state``.
+        """
+        state = self.state()
+        listed = self._listed(state.entry.number - 1)
+        for is_copy in (False, True):
+            if state.entry.number in (listed.copies if is_copy else listed.entries):
+                with contextlib.suppress(Missing):  # Collected concurrently.
+                    try:
+                        self._entry(state.entry.number, copy=is_copy)
+                    except Damaged as error:
+                        self._tell(error, _OTHER_READ)
+        for ref in state.entry.pages:
+            for name in (ref.name, entries.copy_name(ref.name)):
+                at = self.root / name
+                with contextlib.suppress(Missing):  # Earlier versions made no copies.
+                    data = at.store.get(at.key)
+                    if (found := google_crc32c.value(data)) != ref.crc32c:
+                        crc = f"crc32c {ref.crc32c:08x}"
+                        self._tell(Damaged(at.shown(), crc, f"crc32c {found:08x}"), _OTHER_READ)
+        return self.problems
+
+    def _newest(self, listed: _Listed, *, is_same: bool) -> State | None:
+        """The newest state that can be read; None if the known one was removed.
+
+        Args:
+          listed: the entries and copies that exist.
+          is_same: whether a missing object is lost, since nothing came after it.
+
+        Raises:
+          Missing: an object was removed, perhaps by garbage collection.
+        """
+        known = self._known.entry.number
+        there = listed.entries | listed.copies
+        lost = False
+        for number in sorted((one for one in there if one > known), reverse=True):
+            found = None if number in self._lost else self._readable(number, listed, is_same)
+            if found is not None:
+                state = self._learn(found, listed, is_same=is_same)
+                if lost or not state.is_whole:
+                    self._look_for_saves(state)
+                return state
+            lost = True
+        # A copy alone proves nothing: it may have been written after everything else was removed.
+        if known and known not in listed.entries and not lost:
+            return None
+        if lost:
+            self._look_for_saves(self._known)
         return self._known
 
+    def _readable(self, number: int, listed: _Listed, is_same: bool) -> Entry | None:
+        """An entry, read from its copy if it has one; None if neither can be read.
+
+        A copy belongs to an entry that was in force. If that entry was lost, a delayed write may
+        have put another one in its place.
+        """
+        problem: Damaged | None = None
+        if number not in listed.entries:
+            at = self.root / entry_name(number)
+            problem = Damaged(at.shown(), "an entry", "no such file")
+        for is_copy in (True, False):
+            if number not in (listed.copies if is_copy else listed.entries):
+                continue
+            try:
+                found = self._entry(number, copy=is_copy)
+            except Missing:
+                if not is_same:
+                    raise
+            except Damaged as error:
+                problem = problem or error
+            else:
+                if problem is not None:
+                    self._tell(problem, _OTHER_READ)
+                return found
+        at = self.root / entry_name(number)
+        if not is_same:
+            raise Missing(str(at))  # A copy of it may have been put since.
+        problem = problem or Damaged(at.shown(), "an entry", "no such file")
+        self._lost[number] = self._tell(problem, _LOST)
+        return None
+
+    def _tell(self, problem: Damaged, action: str) -> Damaged:
+        """Records a problem, and how it is handled."""
+        told = Damaged(problem.object_name, problem.expected, problem.found, action)
+        self._problems[told.object_name] = told
+        return told
+
+    def _follows(self, entry: Entry) -> bool:
+        """Whether the previous entry, which may itself be lost, exists."""
+        with contextlib.suppress(Missing, Damaged):
+            return self._entry(entry.number - 1).nonce == entry.previous
+        return False
+
+    def _is_severed(self, known: Entry, listed: _Listed) -> bool:
+        """Whether there are newer entries, but the known journal was removed before them.
+
+        An upload that was under way when the bucket was emptied leaves such an entry.
+        """
+        there = listed.entries | listed.copies
+        if not known.number or not there or known.number in there:
+            return False
+        return max(there) < known.number + KEPT_ENTRIES and not self._follows(known)
+
+    def _forget(self) -> None:
+        """Forgets the known state: its journal was removed or replaced."""
+        with self._lock:
+            self._known, self._is_replaced = _NOTHING, True
+            self._older, self._copies, self._lost = set(), set(), {}
+
+    def _look_for_saves(self, state: State) -> None:
+        """Records complete steps that may be committed although the entry for them is lost."""
+        looked = state.entry.number, *self._lost
+        if looked == self._looked:
+            return
+        self._looked = looked
+        problem = next(reversed(self._problems.values()))
+        at = self.root / entries.SAVES
+        for key in at.keys():
+            prefix, _, name = f"{entries.SAVES}/{key}".rpartition("/")
+            epoch, step = entries.prefix_epoch(prefix), entries.prefix_step(prefix)
+            if name != entries.COMMIT or epoch is None or step is None:
+                continue
+            if prefix not in state.prefixes and (epoch >= state.epoch or not state.is_whole):
+                self._lost_saves[step] = problem
+
     def learn(self, data: bytes, name: str) -> State:
-        """Takes what another process has read of the newest entry; only its pages are asked for.
+        """Adopts the newest entry that another process has read; fetches only its pages.
 
         Args:
           data: the bytes of an entry.
-          name: how errors name it.
+          name: its name in errors.
 
         Raises:
-          Damaged, FormatTooNew: it cannot be understood.
-          StorageError: the store refused a page.
+          Damaged, FormatTooNew: the entry is not readable.
+          StorageError: the store reported an error for a page.
         """
         entry = entries.entry_from(data, name=name, number=None)
-        return self._learn(entry, []) if entry.number > self._known.entry.number else self._known
+        if entry.number <= self._known.entry.number:
+            return self._known
+        try:
+            return self._learn(entry, is_same=False)
+        except Missing:
+            return self.state()
 
-    def _learn(self, entry: Entry, numbers: list[int]) -> State:
-        """Takes an entry for the newest, unless a newer one is known; numbers are of all found."""
+    def _learn(self, entry: Entry, listed: _Listed | None = None, *, is_same: bool = True) -> State:
+        """Adopts an entry as the newest, unless a newer one is known.
+
+        Args:
+          entry: the entry.
+          listed: the existing entries and copies.
+          is_same: whether a missing page is lost.
+        """
         known = self._known.pages
-        pages = {ref: known.get(ref) or self._page(ref) for ref in entry.pages}
+        pages: dict[PageRef, Page] = {}
+        for ref in entry.pages:
+            page = known.get(ref) or self._page(ref, is_same=is_same)
+            if page is not None:
+                pages[ref] = page
         standings: dict[Unit, Standing] = {}
         for page in pages.values():
             standings.update((one.unit, one) for one in page.standings)
         standings.update((one.unit, one) for one in entry.standings)
         with self._lock:
+            if listed is not None:
+                self._copies |= listed.copies
             if entry.number > self._known.entry.number:
-                self._older.update(numbers)
+                self._older.update(() if listed is None else listed.entries)
                 if self._known.entry.number:
                     self._older.add(self._known.entry.number)
                 self._older.discard(entry.number)
                 self._known = State(entry=entry, standings=standings, pages=pages)
+                self._lost = {one: why for one, why in self._lost.items() if one > entry.number}
             return self._known
 
-    def _numbers(self, after: int) -> list[int]:
-        """Numbers of the entries after one."""
+    def _listed(self, after: int) -> _Listed:
+        """Numbers of the entries, and of the copies, after a given one."""
         folder = self._key(JOURNAL)
-        keys = self.root.store.keys(folder, after=self._key(entry_name(after)) if after else "")
-        found = (_number(key.removeprefix(f"{folder}/")) for key in keys)
-        return [number for number in found if number is not None and number > after]
+        start = self._key(entry_name(after)) if after > 0 else ""
+        names = [
+            key.removeprefix(f"{folder}/") for key in self.root.store.keys(folder, after=start)
+        ]
+        found = (frozenset(map(of, names)) - {None} for of in (_number, _copy_number))
+        return _Listed(*(frozenset(one for one in each if one and one > after) for each in found))
 
-    def _entry(self, number: int) -> Entry:
-        """An entry.
+    def _entry(self, number: int, *, copy: bool = False) -> Entry:
+        """An entry, or its copy.
 
         Raises:
-          Missing: there is none of that number any more.
+          Missing: it no longer exists.
+          Damaged, FormatTooNew: it is not readable.
         """
-        at = self.root / entry_name(number)
+        name = entry_name(number)
+        at = self.root / (entries.copy_name(name) if copy else name)
         return entries.entry_from(at.store.get(at.key), name=at.shown(), number=number)
 
-    def _page(self, ref: PageRef) -> Page:
-        """A page.
+    def _page(self, ref: PageRef, *, is_same: bool) -> Page | None:
+        """A page, or its copy; None if neither is readable.
 
         Raises:
-          Missing: it was collected, so that a newer entry names others.
+          Missing: it was collected, so a newer entry names other pages.
         """
-        at = self.root / ref.name
-        data = at.store.get(at.key)
-        if (found := google_crc32c.value(data)) != ref.crc32c:
-            raise Damaged(at.shown(), f"crc32c {ref.crc32c:08x}", f"crc32c {found:08x}")
-        return entries.page_from(data, name=at.shown())
+        problem: Damaged | None = None
+        for name in (ref.name, entries.copy_name(ref.name)):
+            at = self.root / name
+            try:
+                data = at.store.get(at.key)
+                if (found := google_crc32c.value(data)) != ref.crc32c:
+                    raise Damaged(at.shown(), f"crc32c {ref.crc32c:08x}", f"crc32c {found:08x}")
+                page = entries.page_from(data, name=at.shown())
+            except Missing as error:
+                if not is_same:
+                    raise
+                problem = problem or Damaged(at.shown(), "a page", error.found)
+            except Damaged as error:
+                problem = problem or error
+            else:
+                if problem is not None:
+                    self._tell(problem, _OTHER_READ)
+                return page
+        assert problem is not None
+        self._tell(problem, _PAGE_LOST)
+        return None
 
     def _key(self, name: str) -> str:
-        """Where a name below the root stands in the store."""
+        """The key of a name below the root."""
         return f"{self.root.key}/{name}" if self.root.key else name
 
 
 def entry_name(number: int) -> str:
-    """Where an entry stands, below the root."""
+    """Returns an entry's name below the root."""
     return f"{JOURNAL}/{number:0{_DIGITS}}.msgpack"
 
 
+def _copy_number(name: str) -> int | None:
+    """The number of the entry whose copy has this name; None for other names."""
+    found = entries.copied_name(name)
+    return None if found is None else _number(found)
+
+
 def _number(name: str) -> int | None:
-    """The number of an entry's name, None of another one."""
+    """The number in an entry's name; None for other names."""
     digits = name.removesuffix(".msgpack")
     if len(digits) == _DIGITS and digits != name and digits.isascii() and digits.isdecimal():
         return int(digits)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a node holds for others, and the server that hands it out."""
+"""Storage that a node provides to others, and the server for it."""

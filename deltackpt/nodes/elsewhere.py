@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What another node of the same store holds, for clients that know one address only.
+"""Forwards reads to the other nodes of a store, for clients that know only one address.
 
-TensorStore's ``http`` driver has one base URL: whichever node it is that of hands out what the node
-holds that the key belongs to. Bytes go through a buffer of one piece.
+TensorStore's ``http`` driver has a single base URL. The node at that address therefore also serves
+the objects of the other nodes, through a buffer of one piece.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ class Elsewhere:
         """Asks nothing yet.
 
         Args:
-          addresses: of all nodes, as the URL of the store names them.
+          addresses: addresses of all nodes, as in the URL of the store.
           token: what they let in.
 
         Raises:
-          OptionError: one is none.
+          OptionError: an address is invalid.
         """
         self._nodes = {
             address: Node(address, token, deadline_secs=_DEADLINE_SECS) for address in addresses
         }
 
     def find(self, key: str, own: str) -> Held:
-        """Opens an object of another node.
+        """Opens an object that another node holds.
 
         Args:
-          key: of it.
+          key: key of the object.
           own: the node that does not have it.
 
         Raises:
-          Missing: there is none, or it would be that node's own.
-          Refused, Unanswered: the other node does not give it.
+          Missing: it does not exist, or belongs to that node itself.
+          Refused, Unanswered: the other node refused the request, or did not answer.
         """
         owner = ranked(key, [*self._nodes])[0]
         if owner == own:
@@ -59,7 +59,7 @@ class Elsewhere:
 
 
 class _Forwarded:
-    """See ``Held``; one that is replaced meanwhile ends the answer, as it may be of both."""
+    """See ``Held``; if the object is replaced during the answer, the answer ends early."""
 
     def __init__(self, node: Node, key: str):
         self._node, self._key = node, key
@@ -74,7 +74,7 @@ class _Forwarded:
         piece = memoryview(self._buffer)[:nbytes]
         self._node.read_into(self._key, start, [piece])
         if self._node.version(self._key) != self.version:
-            raise OSError(f"{self._key}: it was replaced while it was sent")
+            raise OSError(f"{self._key}: the object was replaced while it was sent")
         connection.sendall(piece)
         return nbytes
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server that hands out what a node holds, to whoever shows a token.
+"""HTTP server for a node's objects, which authenticates clients by token.
 
-One thread reads the heads of all requests, which costs a bounded buffer and no thread each, however
-many connections say nothing; who has shown a token in a whole head is served by one of a few
-threads, which receives the body straight into the shelf's memory, or sends from it. Where there are
-too many connections, the oldest that has shown nothing is closed.
+One thread reads the heads of all requests, so an idle connection costs a bounded buffer and no
+thread. Once a complete head has shown a valid token, one of a few threads serves the request; it
+receives the body directly into the store's memory, or sends from it. If there are too many
+connections, the oldest unauthenticated one is closed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import concurrent.futures
 import contextlib
 import errno
 import ipaddress
+import logging
 import selectors
 import socket
 import struct
@@ -32,10 +33,12 @@ from deltackpt.nodes.tokens import Tokens
 from deltackpt.storage import wire
 from deltackpt.storage.store import Exists, Missing, Unanswered
 
+_logger = logging.getLogger(__name__)
+
 _MOST_CONNECTIONS = 256
 #: Requests that are served at a time.
 _WORKERS = 32
-#: How long a head, and what nobody asked for after a refusal, may take.
+#: Timeout for a head, and for the unread rest of a rejected request.
 _HEAD_SECS = 5.0
 #: How long a connection that has shown a token is kept without a request.
 _IDLE_SECS = 120.0
@@ -44,21 +47,26 @@ _PIECE_SECS = 20.0
 _PIECE_BYTES = 1 << 20
 #: Connections taken before those that are open are read from again.
 _ACCEPTED_AT_ONCE = 16
-#: Of a refused request's body, read so that the refusal arrives.
+#: Bytes of a rejected request's body to read, so that the rejection arrives.
 _MOST_IGNORED_BYTES = 1 << 18
+#: After an unexpected error.
+_ODD_SECS = 0.1
 _BEARER = "Bearer "
-#: What would be another request than the one that is understood.
+#: Fields that would change the meaning of the request.
 _NOT_TAKEN = frozenset(
     {"if-match", "if-unmodified-since", "content-range", "content-encoding", "upgrade", "trailer"}
 )
-#: What a file system says of a name that it will never take.
+#: File system errors for invalid names.
 _LASTING = frozenset(
-    {errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EACCES, errno.EROFS}
+    {
+        *(errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ELOOP),
+        *(errno.ENAMETOOLONG, errno.EACCES, errno.EROFS),
+    }
 )
 
 
 class _Refusal(Exception):
-    """A request that is answered with its status, and nothing else.
+    """A request that is rejected with a status only.
 
     Attributes:
       line: status and reason.
@@ -80,7 +88,7 @@ class _Request(NamedTuple):
 
 
 class _Connection:
-    """A client, as the thread of the heads sees it.
+    """A client connection, as seen by the thread that reads heads.
 
     Attributes:
       is_known: whether it has ever shown a token that held.
@@ -97,7 +105,7 @@ class _Connection:
 
 
 class NodeServer:
-    """Serves a shelf over HTTP/1.1 by threads of its own, until it is closed."""
+    """Serves a blob store over HTTP/1.1 in its own threads, until it is closed."""
 
     def __init__(
         self,
@@ -110,20 +118,20 @@ class NodeServer:
         bytes_per_sec: float | None = None,
         elsewhere: Elsewhere | None = None,
     ):
-        """Listens.
+        """Starts listening.
 
         Args:
-          shelf: what is served; it stays its owner's, who closes it afterwards.
-          bind: the address to listen on, of this node: nobody else's, and not all of them.
+          shelf: the objects to serve; the caller still owns it and closes it afterwards.
+          bind: a specific address of this node to listen on, not a wildcard.
           port: a free one by default.
-          tokens: who is let in.
-          most_connections: open at a time.
-          bytes_per_sec: the most that is sent and received.
-          elsewhere: what is handed out where the shelf does not hold it.
+          tokens: the valid tokens.
+          most_connections: maximum number of open connections.
+          bytes_per_sec: rate limit of sending and receiving.
+          elsewhere: where to look for objects that the store lacks.
 
         Raises:
-          OptionError: the address stands for every address of the node.
-          StorageError: nobody can listen there.
+          OptionError: the address is a wildcard.
+          StorageError: listening failed.
         """
         self._shelf, self._tokens, self._elsewhere = shelf, tokens, elsewhere
         self._pace = Pace(bytes_per_sec)
@@ -147,7 +155,7 @@ class NodeServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends all connections; what was being received is gone."""
+        """Closes all connections; partially received objects are dropped."""
         if self._stopped.is_set():
             return
         self._stopped.set()
@@ -163,16 +171,25 @@ class NodeServer:
     def _run(self) -> None:
         while not self._stopped.is_set():
             for key, _ in self._selector.select(self._until_next_end()):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.fileobj is self._woken:
-                    self._take_back()
-                else:
-                    self._read(key.data)
+                try:
+                    self._turn(key)
+                except Exception:  # One odd client, or peer, ends no server.
+                    _logger.exception("%s: expected to serve a request", self.address)
+                    if key.data in self._open:
+                        self._close(key.data)
+                    self._stopped.wait(_ODD_SECS)
             self._end_late()
         for connection in self._open:
             with contextlib.suppress(OSError):  # Whoever serves it sees its end.
                 connection.client.shutdown(socket.SHUT_RDWR)
+
+    def _turn(self, key: selectors.SelectorKey) -> None:
+        if key.fileobj is self._listener:
+            self._accept()
+        elif key.fileobj is self._woken:
+            self._take_back()
+        else:
+            self._read(key.data)
 
     def _until_next_end(self) -> float:
         waiting = [each.ends_at for each in self._open if each not in self._busy]
@@ -240,7 +257,7 @@ class NodeServer:
         self._begin(connection)
 
     def _begin(self, connection: _Connection) -> None:
-        """Has a request served once its head is whole."""
+        """Serves a request once its header is complete."""
         end = connection.buffer.find(wire.HEAD_END, 0, wire.MOST_HEAD_BYTES)
         try:
             if end < 0:
@@ -265,7 +282,7 @@ class NodeServer:
         """A request of somebody who may make it.
 
         Raises:
-          _Refusal: it is none.
+          _Refusal: the request is invalid or not allowed.
         """
         try:
             (method, target), fields = found = wire.request(head)
@@ -292,7 +309,7 @@ class NodeServer:
         return _Request(method, key, query, fields, nbytes or 0, token)
 
     def _refuse(self, connection: _Connection, refusal: _Refusal) -> None:
-        """Answers somebody who is not listened to any longer, without waiting for him."""
+        """Answers a client whose requests are no longer read, without waiting for it."""
         answer = wire.head(
             f"HTTP/1.1 {refusal.line}",
             (("Content-Length", 0), ("Connection", "close"), *refusal.fields),
@@ -335,7 +352,7 @@ class NodeServer:
         except OSError:  # The client is gone, or too slow.
             pass
         except Exception:
-            # As of any other thread: nobody asks for the result of this one.
+            # Report it as for any thread: this one's result is not read.
             threading.excepthook(
                 threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
             )
@@ -364,10 +381,11 @@ class NodeServer:
             else:
                 self._get(client, request)
         except _Refusal as refusal:
-            closing = (("Connection", "close"),) if refusal.closes else ()
+            closes = refusal.closes or wire.closes(request.fields)
+            closing = (("Connection", "close"),) if closes else ()
             _answer(client, refusal.line, *refusal.fields, *closing)
-            return not refusal.closes
-        return request.fields.get("connection", "").lower() != "close"
+            return not closes
+        return not wire.closes(request.fields)
 
     def _get(self, client: socket.socket, request: _Request) -> None:
         with _refusals():
@@ -408,7 +426,7 @@ class NodeServer:
             while sent < piece:
                 some = held.send(client, start + sent, piece - sent)
                 if not some or time.monotonic() - began > _PIECE_SECS:
-                    raise OSError("the reader is too slow, or the object was cut")
+                    raise OSError("the reader is too slow, or the object was truncated")
                 sent += some
             start += piece
 
@@ -427,7 +445,7 @@ class NodeServer:
                 client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
             with _refusals(closes=True):
                 self._receive(client, incoming, begun)
-            # Whose token ended meanwhile changes nothing any more.
+            # A client whose token was revoked concurrently changes nothing.
             if not self._tokens.let_in(request.token):
                 raise _Refusal("401 Unauthorized")
             with _refusals():
@@ -455,7 +473,7 @@ class NodeServer:
             else:
                 self._pace.take(piece, self._stopped)
                 if client.recv_into(window, piece, socket.MSG_WAITALL) != piece:
-                    raise ConnectionError("the writer is gone, or too slow")
+                    raise ConnectionError("the writer disconnected, or is too slow")
             incoming.filled(piece)
 
     def _delete(self, client: socket.socket, request: _Request) -> None:
@@ -477,16 +495,16 @@ def _listener(bind: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM)[0]
         if ipaddress.ip_address(found[4][0]).is_unspecified:
             raise OptionError(
-                f"{bind}: expected an address of this node to listen on, found one that stands for "
-                "all of them; name the one of the network that the other nodes are on"
+                f"{bind}: expected a specific address of this node, found a wildcard; use the "
+                "address in the network of the other nodes"
             )
         return socket.create_server(found[4][:2], family=found[0], backlog=1024)
     except OSError as error:
         if isinstance(error, StorageError):
             raise
         raise StorageError(
-            f"{bind}:{port}: expected to listen there, found {error.strerror}; give an address of "
-            "this node, and a port that is free"
+            f"{bind}:{port}: expected to listen there, found {error.strerror}; use an address of "
+            "this node and a free port"
         ) from error
 
 
@@ -510,7 +528,7 @@ def _answer(
 
 @contextlib.contextmanager
 def _refusals(*, closes: bool = False) -> Iterator[None]:
-    """Turns what a shelf refuses into a refusal of a request."""
+    """Converts a store's errors into rejections of a request."""
     try:
         yield
     except Missing as error:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server keeps bytes in: memory of bounded size.
+"""In-memory object storage of bounded size for a node's server.
 
-A shelf says where the next bytes of an object belong, and the server receives them straight into
-that: they pass no Python object. An object is there whole or not at all; until it is, its room is
-taken, and nothing of it is seen.
+The store returns a buffer for the next bytes of an object, and the server receives directly into
+it, without intermediate Python objects. Objects are written atomically: an incomplete one reserves
+its room but is invisible.
 """
 
 from __future__ import annotations
@@ -22,107 +22,107 @@ from deltackpt.storage.store import Exists, Missing
 
 #: Objects from this size on have a mapping of their own.
 _MAPPED_BYTES = 1 << 16
-#: Of an object beside its bytes, so that many empty ones fill a shelf as well.
+#: Overhead per object, so that many empty ones also fill the store.
 _OVERHEAD_BYTES = 1024
 #: Memory that was filled before is filled again by what leaves a quarter of it at most.
 _LEAST_USED = 0.75
 
 
 class Incoming(Protocol):
-    """An object that is being received, by one thread; ``commit`` or ``discard`` ends it."""
+    """An object being received by one thread; ended by ``commit`` or ``discard``."""
 
     def window(self) -> memoryview:
-        """Where the next bytes belong; empty once all of them came."""
+        """Returns the buffer for the next bytes; empty once the object is complete."""
         ...
 
     def filled(self, nbytes: int) -> None:
-        """So many bytes came into the window.
+        """Reports the number of bytes received into the window.
 
         Raises:
-          StorageError: they cannot be kept.
+          StorageError: storing them failed.
         """
         ...
 
     def commit(self, *, absent: bool) -> None:
-        """Makes a whole object seen; what was under its key is replaced.
+        """Publishes a complete object, replacing an existing one.
 
         Raises:
-          Exists: something is, and ``absent`` was asked for.
-          StorageError: it cannot be kept.
+          Exists: an object exists, and ``absent`` is set.
+          StorageError: the object cannot be stored.
         """
         ...
 
     def discard(self) -> None:
-        """Gives its room back."""
+        """Releases the object's room."""
         ...
 
 
 class Held(Protocol):
-    """An object that is being read, by one thread; it stays as it is until ``close``.
+    """An object being read by one thread; immutable until ``close``.
 
     Attributes:
-      nbytes: of all of it.
-      version: what changes with what is under its key.
+      nbytes: size of the object in bytes.
+      version: version of the object; it changes when the object is replaced.
     """
 
     nbytes: int
     version: str
 
     def send(self, connection: socket.socket, start: int, nbytes: int) -> int:
-        """Sends a range that is in it, or the beginning of it; returns how many bytes."""
+        """Sends a range, or the beginning of it; returns the number of bytes sent."""
         ...
 
     def close(self) -> None:
-        """It is not read any more."""
+        """Ends the read."""
         ...
 
 
 class Shelf(Protocol):
-    """Objects under keys that ``wire`` takes; every method may be called from several threads."""
+    """Objects by ``wire`` key; thread-safe."""
 
     def take(self, key: str, nbytes: int) -> Incoming:
-        """Takes room for an object.
+        """Reserves room for an object.
 
         Raises:
-          OutOfSpace: there is too little; nothing was taken.
-          StorageError: it cannot be kept under that key.
+          OutOfSpace: there is not enough room; nothing was reserved.
+          StorageError: the object cannot be stored under that key.
         """
         ...
 
     def find(self, key: str) -> Held:
-        """Opens an object.
+        """Opens an object for reading.
 
         Raises:
-          Missing: there is none.
+          Missing: no such object.
           StorageError: it cannot be read.
         """
         ...
 
     def keys(self, folder: str, *, after: str, most: int) -> list[str]:
-        """The first keys below a folder that come after ``after``, ascending."""
+        """Returns the first keys below a folder that sort after ``after``, ascending."""
         ...
 
     def delete(self, key: str) -> None:
-        """Removes an object; nothing is wrong where there is none."""
+        """Deletes an object; a missing one is ignored."""
         ...
 
     def close(self) -> None:
-        """Ends it; what it holds in memory is gone."""
+        """Closes the store; objects in memory are lost."""
         ...
 
 
 class MemoryShelf:
-    """Objects in memory of this process, which no other user can read.
+    """Objects in this process's memory, which no other user can read.
 
-    Memory of removed objects is kept for the next ones of about their size, as it is filled at
-    several times the rate of fresh memory; it counts as taken only until others need it.
+    Memory of removed objects is reused for new ones of about the same size, because it fills
+    several times faster than fresh memory. It is released when other objects need it.
     """
 
     def __init__(self, nbytes: int):
-        """Takes no memory yet.
+        """Allocates nothing yet.
 
         Args:
-          nbytes: the most that objects, and what is received, take together.
+          nbytes: maximum total size of objects, including incomplete ones.
         """
         self._most = nbytes
         self._taken = 0
@@ -135,7 +135,7 @@ class MemoryShelf:
 
     @property
     def free_bytes(self) -> int:
-        """What is left for objects."""
+        """Free bytes for objects."""
         with self._lock:
             return self._most - self._taken + sum(each.cost for each in self._spare)
 
@@ -186,8 +186,8 @@ class MemoryShelf:
             if self._taken + cost > self._most:
                 raise OutOfSpace(
                     f"memory: expected room for {nbytes:,} bytes, found "
-                    f"{max(0, self._most - self._taken):,} of {self._most:,} left; give it more, "
-                    "or remove objects"
+                    f"{max(0, self._most - self._taken):,} of {self._most:,} left; raise the "
+                    "limit, or remove objects"
                 )
             self._taken += cost
         try:
@@ -198,7 +198,7 @@ class MemoryShelf:
             raise
 
     def commit(self, key: str, block: _Block, nbytes: int, *, absent: bool) -> None:
-        """Puts a block under a key; see ``Incoming``."""
+        """Stores a block under a key; see ``Incoming``."""
         with self._lock:
             if absent and key in self._blocks:
                 raise Exists(f"{key}: expected nothing there, found an object")
@@ -209,7 +209,7 @@ class MemoryShelf:
             self._drop(replaced)
 
     def give_back(self, block: _Block, *, reader: bool = False) -> None:
-        """A block is not received into, or not read, any more."""
+        """Returns a block that is no longer written or read."""
         with self._lock:
             block.readers -= reader
             if not reader or (block.dropped and not block.readers):
@@ -236,9 +236,9 @@ class _Block:
       memory: all of it.
       cost: what it counts for.
       nbytes: how much is the object.
-      version: of the object.
+      version: version of the object.
       readers: how many read it.
-      dropped: whether it is given back when nobody does.
+      dropped: whether to release it after the last reader.
     """
 
     def __init__(self, memory: mmap.mmap | bytearray, cost: int):
@@ -263,8 +263,8 @@ def _memory(nbytes: int) -> mmap.mmap | bytearray:
         memory = pages.FreshMemory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise OutOfSpace(
-            f"memory: expected {nbytes:,} bytes, found that they cannot be had ({error}); remove "
-            "objects, or give the shelf less"
+            f"memory: expected {nbytes:,} bytes, found an allocation error ({error}); remove "
+            "objects, or reduce the limit"
         ) from error
     pages.populate(np.frombuffer(memory, np.uint8))
     return memory

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is let in: whoever shows a token that holds at the moment."""
+"""Authentication by bearer tokens."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import threading
 
 from deltackpt.errors import OptionError
 
-#: Of 64 letters and more than 16 of them nobody guesses one.
+#: 16 characters from an alphabet of 64 cannot be guessed.
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,1024}")
 
 
 class Tokens:
-    """The tokens that hold; thread-safe. They are kept as digests only."""
+    """The valid tokens; thread-safe. Only their digests are stored."""
 
     def __init__(self, *tokens: str):
-        """Lets in who shows one of them; without any nobody.
+        """Accepts the given tokens; without any, no client.
 
         Raises:
-          OptionError: one is too short, or has what does not stand in a token.
+          OptionError: a token is too short, or has invalid characters.
         """
         self._lock = threading.Lock()
         self._digests: tuple[bytes, ...] = tuple(map(_digest, tokens))
 
     def admit(self, token: str) -> None:
-        """Lets in who shows this one, too.
+        """Accepts an additional token.
 
         Raises:
-          OptionError: it is too short, or has what does not stand in a token.
+          OptionError: it is too short, or has invalid characters.
         """
         digest = _digest(token)
         with self._lock:
@@ -38,18 +38,18 @@ class Tokens:
                 self._digests += (digest,)
 
     def rotate(self, token: str) -> None:
-        """Lets in who shows this one, and from now on nobody else.
+        """Accepts only this token, and revokes all others.
 
         Raises:
-          OptionError: it is too short, or has what does not stand in a token.
+          OptionError: it is too short, or has invalid characters.
         """
         digest = _digest(token)
         with self._lock:
             self._digests = (digest,)
 
     def let_in(self, token: str) -> bool:
-        """Whether a token holds; how long this takes says nothing of those that do."""
-        shown = hashlib.sha256(token.encode()).digest()
+        """Returns whether a token is valid, in constant time."""
+        shown = hashlib.sha256(token.encode(errors="backslashreplace")).digest()
         found = False
         for digest in self._digests:
             found |= hmac.compare_digest(shown, digest)
@@ -59,8 +59,8 @@ class Tokens:
 def _digest(token: str) -> bytes:
     if not _TOKEN.fullmatch(token):
         raise OptionError(
-            f"token: expected 16 to 1,024 letters, digits and ._~+/=-, found {len(token)} "
-            "characters that are not; make one: python -c 'import secrets; "
+            f"token: expected 16 to 1,024 letters, digits and ._~+/=-, found {len(token)} other "
+            "characters; generate one: python -c 'import secrets; "
             "print(secrets.token_urlsafe(32))'"
         )
     return hashlib.sha256(token.encode()).digest()

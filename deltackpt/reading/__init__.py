@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Committed saves, and their rows merged into buffers; without jax."""
+"""Reads committed saves and merges their rows into buffers; without jax."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects that are read before they are asked for, several at a time.
+"""Prefetches several objects concurrently.
 
-Worth it where a store answers slowly: a disk whose files are in no cache, a network file system, a
-bucket. Of files in memory reading takes less than handing them from thread to thread.
+It pays off if a store answers slowly: an uncached disk, a network file system, a bucket. For files
+in memory, reading takes less time than passing them between threads.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MOST_BYTES = 1 << 22
 
 
 class Ahead:
-    """Reads objects ahead once the store was found to be slow; to be used as a context."""
+    """Prefetches objects if the store has proved slow; use it as a context manager."""
 
     def __init__(self) -> None:
-        """Nothing is read."""
+        """Reads nothing yet."""
         #: How many reads in a row were slow.
         self._slow_reads = 0
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
@@ -46,14 +46,14 @@ class Ahead:
             self._pool.shutdown(cancel_futures=True)
 
     def read(self, at: Spot, shown: str) -> bytes:
-        """The bytes of an object, read now unless they were read ahead.
+        """Returns the bytes of an object, read now unless they were prefetched.
 
         Args:
-          at: where.
-          shown: how errors name it.
+          at: path of the object.
+          shown: its name in errors.
 
         Raises:
-          Damaged, StorageError: as ``Spot.read``.
+          Damaged, StorageError: as for ``Spot.read``.
         """
         coming = self._coming.pop(at, None)
         if coming is not None:
@@ -66,10 +66,10 @@ class Ahead:
         return data
 
     def want(self, wanted: Iterable[Spot]) -> None:
-        """Begins to read objects, where that helps; they need not be there.
+        """Starts to read objects, if that helps; they need not exist.
 
         Args:
-          wanted: where, soonest first.
+          wanted: their paths, soonest first.
         """
         if self._slow_reads < _SLOW_READS:
             return

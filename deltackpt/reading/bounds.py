@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the records of a save may say of each other, found out before memory is taken for it.
+"""Checks what the records of a save claim, before memory is allocated for it.
 
-Whoever can write to a directory can write records whose checksums are right. Readers take counts,
-shapes and names from them only after these checks: rows lie within their group, arrays are those
-of a known codec, a chunk is as long as its file. No I/O, no jax.
+Anyone who can write to a directory can write records with valid checksums. Readers use counts,
+shapes and names from them only after these checks: rows are within their group, arrays are those of
+a known codec, a chunk is as long as its file. No I/O, no jax.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _SHORT_LIST, _MOST_PLACES = 1024, 1 << 24
 
 
 def check_head(head: Manifest, name: str) -> None:
-    """Checks what the manifest of process 0 says of the save as a whole.
+    """Checks what the manifest of process 0 claims about the save as a whole.
 
     Args:
       head: the manifest.
-      name: how errors name it.
+      name: its name in errors.
 
     Raises:
-      Damaged: no save can be so.
-      FormatTooNew: it has codecs that are not known here.
+      Damaged: no valid save has this manifest.
+      FormatTooNew: it uses codecs that this version does not know.
     """
     try:
         require(head.process == 0, "the manifest of process 0", head.process, "process")
@@ -53,15 +53,15 @@ def check_head(head: Manifest, name: str) -> None:
 
 
 def check_part(record: Manifest, head: Manifest, name: str) -> None:
-    """Checks what a manifest says of its process's part.
+    """Checks what a manifest claims about its process's shard.
 
     Args:
       record: the manifest.
-      head: that of process 0, whose groups are those of all.
-      name: how errors name it.
+      head: the manifest of process 0, whose groups all processes share.
+      name: its name in errors.
 
     Raises:
-      Damaged, FormatTooNew: as ``check_head``.
+      Damaged, FormatTooNew: as for ``check_head``.
     """
     groups = head.group_by_name
     tables = collections.Counter(table.group for table in head.tables)
@@ -72,16 +72,16 @@ def check_part(record: Manifest, head: Manifest, name: str) -> None:
 def check_segment(
     segment: Segment, groups: Mapping[str, GroupEntry], tables: Mapping[str, int], name: str
 ) -> None:
-    """Checks what a record says of a segment against the groups.
+    """Checks what a record claims about a segment against the groups.
 
     Args:
-      segment: of a part, or of a log.
-      groups: by name.
-      tables: group name to how many tables it has.
-      name: how errors name the record.
+      segment: a segment of a shard or of a WAL record.
+      groups: groups by name.
+      tables: group name to its number of tables.
+      name: the record's name in errors.
 
     Raises:
-      Damaged, FormatTooNew: as ``check_head``.
+      Damaged, FormatTooNew: as for ``check_head``.
     """
     try:
         require(segment.group in groups, f"a group of {sorted(groups)}", segment.group)
@@ -96,14 +96,14 @@ def check_segment(
 
 
 def check_tables(head: Manifest | StretchHead, name: str) -> None:
-    """Checks what a record says of groups and tables.
+    """Checks what a record claims about groups and tables.
 
     Args:
       head: the record.
-      name: how errors name it.
+      name: its name in errors.
 
     Raises:
-      Damaged, FormatTooNew: as ``check_head``.
+      Damaged, FormatTooNew: as for ``check_head``.
     """
     try:
         if not _sound.has(head.groups, head.tables):
@@ -115,16 +115,16 @@ def check_tables(head: Manifest | StretchHead, name: str) -> None:
 
 
 def check_chunks(entry: ArrayEntry, chunk_bytes: int, lengths: Collection[int], name: str) -> None:
-    """Checks the files of an array's chunks against what the manifest says of the array.
+    """Checks the files of an array's chunks against what the manifest claims about the array.
 
     Args:
       entry: the array.
-      chunk_bytes: of one of its chunks with its checksum, before any compression.
-      lengths: of the files that its digests name.
-      name: how errors name it.
+      chunk_bytes: uncompressed size in bytes of one of its chunks, including the checksum.
+      lengths: lengths of the files that the digests name.
+      name: its name in errors.
 
     Raises:
-      Damaged: there are others than its chunks, or they are shorter than what they should hold.
+      Damaged: the files are not the array's chunks, or are too short.
     """
     count = -(-entry.shape[0] // entry.chunk_rows)
     if len(lengths) != count:
@@ -134,16 +134,16 @@ def check_chunks(entry: ArrayEntry, chunk_bytes: int, lengths: Collection[int], 
 
 
 def check_chunk(entry: ArrayEntry, chunk_bytes: int, length: int, name: str) -> None:
-    """Checks that the file of a chunk is as long as what it should hold.
+    """Checks that the file of a chunk is long enough for its contents.
 
     Args:
       entry: the array.
-      chunk_bytes: of one of its chunks with its checksum, before any compression.
-      length: of the file.
-      name: how errors name it.
+      chunk_bytes: uncompressed size in bytes of one of its chunks, including the checksum.
+      length: length of the file.
+      name: its name in errors.
 
     Raises:
-      Damaged: it is not.
+      Damaged: it is too short.
     """
     if not entry.compressed and length != chunk_bytes:
         raise Damaged(name, f"{chunk_bytes} bytes", f"{length} bytes")
@@ -152,14 +152,14 @@ def check_chunk(entry: ArrayEntry, chunk_bytes: int, length: int, name: str) -> 
 
 
 def check_paths(target: Layout, name: str) -> None:
-    """Checks that key paths make up one tree of bounded size, where they are all that is known.
+    """Checks that key paths form one tree of bounded size, if nothing else is known.
 
     Args:
-      target: whose leaves are to be put at their key paths.
-      name: how errors name it.
+      target: the layout whose leaves are placed at their key paths.
+      name: its name in errors.
 
     Raises:
-      Damaged: a leaf stands within another one, or lists would be mostly holes.
+      Damaged: a leaf is inside another leaf, or lists would consist mostly of holes.
     """
     paths = set(manifest.key_paths(target))
     lengths: dict[KeyPath, int] = {}
@@ -176,7 +176,7 @@ def check_paths(target: Layout, name: str) -> None:
 
 
 def stored_arrays(group: GroupEntry, segment: Segment) -> dict[str, codecs.StoredArray]:
-    """The arrays that a segment must have, by name, but for rows beside their codes."""
+    """Returns the arrays that a segment must have, by name, except raw rows beside the codes."""
     found = {}
     for field in segment.fields:
         spec = segment.spec(group, field)
@@ -288,7 +288,7 @@ def _check_encoding(encoding: Encoding, segment: Segment, tables: int) -> None:
     require(encoding.field in segment.fields, f"one of {segment.fields}", encoding.field, place)
     for figures in (encoding.rows, encoding.squared_error, encoding.squared_norm):
         require(len(figures) == tables, f"figures of {tables} tables", len(figures), place)
-        # Sums of squares that are no numbers are allowed: a loss of NaN is no damage.
+        # NaN sums of squares are allowed: a NaN in training is not damage.
         require(not any(figure < 0 for figure in figures), "figures of 0 or more", figures, place)
 
 
@@ -314,7 +314,7 @@ def _check_arrays(segment: Segment, group: GroupEntry) -> None:
 def _beside(
     segment: Segment, group: GroupEntry, entries: Mapping[str, ArrayEntry]
 ) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
-    """Rows beside their codes, and their positions, where there are any: shape and dtype."""
+    """Returns shape and dtype of raw rows beside the codes, and of their positions, if any."""
     for field in segment.fields:
         spec = segment.spec(group, field)
         if codecs.get(spec.codec).lossless:
@@ -341,7 +341,7 @@ def _check_array(
 
 
 def _check_whole(head: Manifest, name: str) -> None:
-    """Checks that the one part of a base has as many cells of each field as its group."""
+    """Checks that the one shard of a base has as many cells of each field as its group."""
     for group in head.groups:
         for spec in group.fields:
             whole = group.columns(spec) or (0, 1)

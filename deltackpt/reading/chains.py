@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chains of committed saves: what restoring a step reads, found whole beside who replaces it.
+"""Finds chains of committed saves: what restoring a step reads.
 
-Trainers, compactors and retention may be at work meanwhile. What they replace is sought anew, what
-they remove is told from damage, and a compacted base that is damaged is passed over where what it
-replaced still stands.
+Trainers, compactors and retention may run at the same time. If they replace something, it is looked
+up again. Removed saves are distinguished from damage. A damaged compacted base is skipped if what
+it replaced still exists.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypeVar
 from deltackpt import events
 from deltackpt.errors import (
     BrokenChain,
-    DamagedLog,
+    DamagedWal,
     FormatTooNew,
     RestoreError,
     StepGone,
@@ -36,7 +36,7 @@ from deltackpt.reading.saves import (
 )
 from deltackpt.storage.store import Spot, spot
 
-#: How often a chain is sought anew beside trainers and compactors that go on replacing it.
+#: How often to look up a chain again that trainers and compactors keep replacing.
 _MOST_CHAINS = 8
 
 _T = TypeVar("_T")
@@ -45,18 +45,18 @@ _T = TypeVar("_T")
 def read_chain(
     step_dir: Where, item: str = names.EMBEDDINGS_ITEM, *, compacted: bool = True
 ) -> tuple[StoredSave, ...]:
-    """The saves that restoring a step reads, base first.
+    """Returns the saves that restoring a step reads, base first.
 
     Args:
       step_dir: the step.
       item: name of our item in it.
-      compacted: whether a compacted base may stand for the saves that it replaces. One whose
-        manifest is damaged is passed over, with a warning, where those still stand.
+      compacted: whether a compacted base may replace saves. One with a damaged manifest is skipped,
+        with a warning, if those saves still exist.
 
     Raises:
-      StepNotFound, ForeignDirectory, Damaged: as ``read_save``.
+      StepNotFound, ForeignDirectory, Damaged: as for ``read_save``.
       BrokenChain: a parent is missing or is another save than the one named.
-      StepGone: the step was removed meanwhile.
+      StepGone: the step was removed at the same time.
     """
     step_dir = spot(step_dir)
     with standing(step_dir):
@@ -65,38 +65,38 @@ def read_chain(
             try:
                 return _walked(step_dir, item, _among(before if compacted else ()))
             except RestoreError:
-                # What is missing may have been replaced by a base after it had been looked for.
+                # A compaction may have replaced it by a base after the lookup.
                 if not step_dir.is_dir() or compacted_bases(step_dir.parent, item) == before:
                     raise
     raise StepGone(
-        f"step directory {step_dir}: expected a chain that stays while read, found it replaced "
-        f"{_MOST_CHAINS} times; try again"
+        f"step directory {step_dir}: expected its chain not to change during the read, "
+        f"found it replaced {_MOST_CHAINS} times; try again"
     )
 
 
 def _among(bases: Collection[str]) -> Callable[[Spot], bool]:
-    """Whether a compacted base was there; asking the store at each link would take longer."""
+    """Returns whether a compacted base was listed; querying the store at each link takes longer."""
     return lambda base: base.parent.name in bases
 
 
 def read_whole(saves: Sequence[StoredSave], read: Callable[[Sequence[StoredSave]], _T]) -> _T:
-    """Reads a chain; where it does not hold, reads another one to the same step.
+    """Reads a chain; if it cannot be read, reads another one to the same step.
 
-    A compacted base that is damaged is passed over where what it replaced still stands, and a
-    chain that compaction and retention replaced meanwhile is read through its new base.
+    A damaged compacted base is skipped if what it replaced still exists. A chain that compaction
+    and retention replaced at the same time is read through its new base.
 
     Args:
       saves: a chain of ``read_chain``.
       read: reads a chain as a whole; called again with another one.
 
     Raises:
-      RestoreError: what ``read`` raised of the last chain.
+      RestoreError: the error of ``read`` for the last chain.
     """
     unusable: set[Spot] = set()
     for _ in range(_MOST_CHAINS):
         try:
             return read(saves)
-        except (FormatTooNew, TemplateMismatch, DamagedLog):
+        except (FormatTooNew, TemplateMismatch, DamagedWal):
             raise
         except RestoreError as error:
             if saves[0].compacted:
@@ -106,14 +106,14 @@ def read_whole(saves: Sequence[StoredSave], read: Callable[[Sequence[StoredSave]
                 raise
             events.warn(
                 f"step {saves[-1].info.step_dir}: reading it through {saves[0].name} failed "
-                f"({error}); it is read through {other[0].name} instead"
+                f"({error}); reading it through {other[0].name} instead"
             )
             saves = other
     return read(saves)
 
 
 def _other_chain(saves: Sequence[StoredSave], unusable: set[Spot]) -> tuple[StoredSave, ...] | None:
-    """Another chain to the same save; None where there is none."""
+    """Returns another chain to the same save, or None."""
     target = saves[-1]
     try:
         found = _walked(target.step_dir, target.item, lambda base: base not in unusable)
@@ -124,7 +124,7 @@ def _other_chain(saves: Sequence[StoredSave], unusable: set[Spot]) -> tuple[Stor
 
 
 def _walked(step_dir: Spot, item: str, usable: Callable[[Spot], bool]) -> tuple[StoredSave, ...]:
-    """The chain of a step as it stands now; ``usable`` says which compacted bases may be in it."""
+    """Returns the current chain of a step; ``usable`` filters compacted bases."""
     with Ahead() as ahead:
         return _walked_with(ahead, step_dir, item, usable)
 
@@ -145,7 +145,7 @@ def _walked_with(
 
     def read(where: Spot) -> StoredSave:
         found = read_save(where, item, read=ahead.read)
-        # Only read sooner: what they are the parents' references say.
+        # A prefetch only: the parents' references decide what they are.
         parents = (step_dir.parent / parent for parent in found.head.parents)
         ahead.want(parent / item / names.manifest_name(0) for parent in parents)
         return found
@@ -173,7 +173,7 @@ def _walked_with(
         raise
     for error in damaged:
         events.warn(
-            f"step {step_dir.name}: a compacted base in its chain is passed over, it is not "
+            f"step {step_dir.name}: a compacted base in its chain is skipped, it is not "
             f"intact: {error}"
         )
     return tuple(saves[info.step_dir] for info in infos)
@@ -181,9 +181,9 @@ def _walked_with(
 
 @contextlib.contextmanager
 def standing_chain(saves: Sequence[StoredSave]) -> Iterator[None]:
-    """As ``standing``, of saves that were found before: retention may have removed a parent.
+    """Like ``standing``, for saves found earlier, whose parents retention may have removed.
 
-    A compacted base may stand for what was removed: the step can be read through another chain.
+    A compacted base may replace what was removed: the step can be read through another chain.
     """
     try:
         yield
@@ -194,9 +194,9 @@ def standing_chain(saves: Sequence[StoredSave]) -> Iterator[None]:
 
 
 def raise_if_removed(saves: Sequence[StoredSave], cause: Exception) -> None:
-    """Raises StepGone where a save of the chain vanishes within a moment, or another stands there.
+    """Raises StepGone if a save of the chain vanishes within a moment, or was replaced.
 
-    Retention of earlier versions removed parents first, so one may precede its children's end.
+    Retention of earlier versions removed parents first, so one may vanish before its children.
     """
 
     def removed() -> bool:
@@ -209,7 +209,7 @@ def raise_if_removed(saves: Sequence[StoredSave], cause: Exception) -> None:
 
 
 def _is_another(save: StoredSave) -> bool:
-    """Whether another save stands where a save was, as after a rollback."""
+    """Returns whether another save is in the place of a save, as after a rollback."""
     try:
         data = (save.item_dir / names.manifest_name(0)).read()
         return manifest.from_bytes(data, name=save.name).save_id != save.info.save_id

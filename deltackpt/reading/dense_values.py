@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense leaves of a step whose deltas hold them as blocks: read, verified, decoded; no jax.
+"""Dense leaves of a step whose deltas contain them as blocks: read, verified, decoded; no jax.
 
-The values of the step's item are those that its own parts list. From the newest save back it is
-found what is needed: a block is complete with the newest codec that needs no reference, and older
-saves have nothing more to say of it. What no delta completes comes from the base's item, as Orbax
-laid it out. Then all that is needed is applied in order, oldest save first.
+The shards of the step list the values of its dense item. The reader determines what it
+needs from the newest save backwards: once a block has a codec that needs no reference, older saves
+are not needed for it. Blocks that no delta completes are read from the base's item, in Orbax's
+layout. Then everything needed is applied in order, oldest save first.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.resources import memory
 from deltackpt.storage.ocdbt import ZARRAY
 
-#: Memory that is taken for a value whatever it claims to be.
+#: Values up to this size are allocated without a check of their claimed length.
 _SMALL_BYTES = 64 << 20
 #: Threads that read and decode.
 _READERS = 3
 
 
 class DenseValues(NamedTuple):
-    """The dense item of a step, whatever it was made of.
+    """The dense item of a step, in any storage format.
 
     Attributes:
-      values: key to value of the database that Orbax keeps of it, of all processes.
+      values: the values of Orbax's database by key, of all processes.
       files: the files beside it, by their paths in the item.
     """
 
@@ -53,19 +53,19 @@ class Base(Protocol):
     """The item of a base: ``orbax_values.OrbaxValues``."""
 
     def nbytes(self, key: Key) -> int | None:
-        """Bytes of a value, as the item says; None where there is none."""
+        """Returns a value's size in bytes according to the item, or None."""
         ...
 
     def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = ...) -> None:
-        """Reads values to where they are wanted, verified.
+        """Reads and verifies values, directly into their destination.
 
         Args:
-          into: (bytes,) uint8, of each value that is wanted.
-          on_filled: may be called with ranges of bytes that are there, from several threads, before
-            they are verified and, of any range, once: they may be changed from then on.
+          into: destination of each wanted value, (bytes,) uint8.
+          on_filled: may be called with each range of bytes that was read, once, from several
+            threads and before the range is verified. The callee may modify it afterwards.
 
         Raises:
-          Damaged: one is missing, altered, or of another length.
+          Damaged: a value is missing, altered, or has another length.
         """
         ...
 
@@ -77,7 +77,7 @@ Room = Callable[[BlockedValue], np.ndarray]
 
 
 def shape_of(value: BlockedValue) -> tuple[int, ...]:
-    """Shape of what a value is held in: (blocks, 256); of a plain one (bytes,)."""
+    """Returns the shape of a value's buffer: (blocks, 256); for a plain one (bytes,)."""
     return (value.count,) if value.plain else (value.blocks, BLOCK)
 
 
@@ -85,25 +85,25 @@ def _empty(value: BlockedValue) -> np.ndarray:
     return memory.empty_buffer(shape_of(value), dtype_of(value.dtype))
 
 
-def _uncounted(nbytes: int) -> None:
-    """Nobody asks how much is read."""
+def uncounted(nbytes: int) -> None:
+    """Ignores the number of bytes read."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PartSource:
-    """The blocks of a part of a step; see ``Source``."""
+    """The blocks of a shard of a step; see ``Source``."""
 
     part: StoredPart
     record: DenseBlocks
     name: str
-    on_bytes: OnBytes = _uncounted
+    on_bytes: OnBytes = uncounted
 
     def read(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> np.ndarray:
         """See ``Source``."""
         self.part.check(segment)
-        self.on_bytes(sum(self.part.chunks_of(segment, entry, start, stop).values()))
+        self.on_bytes(self.part.bytes_of(segment, entry, start, stop))
         out = memory.empty_buffer((stop - start, *entry.shape[1:]), np.dtype(entry.dtype))
-        self.part.read_array(segment, entry, start, stop, out)
+        self.part.read_into(segment, entry, start, stop, out)
         return out
 
 
@@ -113,22 +113,22 @@ def of_step(
     *,
     item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.of_save,
     room: Room = _empty,
-    on_bytes: OnBytes = _uncounted,
+    on_bytes: OnBytes = uncounted,
 ) -> DenseValues:
-    """The dense item of the last save of a chain.
+    """Returns the dense item of the last save of a chain.
 
-    Where the chain does not hold, another one to the same step is read: ``chains.read_whole``.
+    If the chain cannot be read, another chain to the same step is tried: see ``chains.read_whole``.
 
     Args:
-      saves: a chain of ``read_chain``.
-      wanted: whether the value of a key of the database is; files always are.
-      item_of: gives Orbax's item of a base; who reads a step again and again keeps it.
-      room: where the values of blocks are to lie; those of a base lie in memory of their own.
-      on_bytes: called with the lengths of the chunks, and of the base's values, as they are read.
+      saves: a chain, as returned by ``read_chain``.
+      wanted: whether to read the value of a key of the database; files are always read.
+      item_of: returns Orbax's item of a base; callers that read a step repeatedly cache it.
+      room: allocates the values of blocks; values of a base have their own memory.
+      on_bytes: called with the length of each chunk, or of each value of the base, as it is read.
 
     Raises:
-      Damaged: an object is missing or altered; it is named.
-      StepGone: a step of the chain was removed meanwhile.
+      Damaged: an object is missing or altered; the message names it.
+      StepGone: a step of the chain was removed concurrently.
     """
 
     def read(saves: Sequence[StoredSave]) -> DenseValues:
@@ -138,10 +138,10 @@ def of_step(
 
 
 class DenseItem:
-    """The dense item of a step, read as it is asked for.
+    """The dense item of a step, read on demand.
 
     Attributes:
-      fresh: that what is read is nobody else's, and may be kept and changed.
+      fresh: whether what is read has no other owner, and may be kept and changed.
     """
 
     fresh = True
@@ -152,15 +152,15 @@ class DenseItem:
         item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.of_save,
         *,
         room: Room = _empty,
-        on_bytes: OnBytes = _uncounted,
+        on_bytes: OnBytes = uncounted,
     ):
-        """Reads nothing yet but manifests.
+        """Reads only manifests.
 
         Args:
-          saves: a chain of ``read_chain``.
+          saves: a chain, as returned by ``read_chain``.
           item_of: as for ``of_step``.
-          room: likewise.
-          on_bytes: likewise.
+          room: as for ``of_step``.
+          on_bytes: as for ``of_step``.
 
         Raises:
           Damaged: a manifest is missing or altered.
@@ -172,21 +172,21 @@ class DenseItem:
 
     @functools.cached_property
     def outline(self) -> DenseValues:
-        """All files, and the descriptions of the arrays.
+        """Returns all files, and the metadata of the arrays.
 
         Raises:
-          Damaged: something is missing or altered.
+          Damaged: an object is missing or altered.
         """
         return self.read(lambda key: key.endswith(f"/{ZARRAY}"))
 
     def read(self, wanted: Callable[[str], bool]) -> DenseValues:
-        """Values of the database, and all files.
+        """Returns the wanted values of the database, and all files.
 
         Args:
-          wanted: whether the value of a key is.
+          wanted: whether to read the value of a key.
 
         Raises:
-          Damaged: something is missing or altered.
+          Damaged: an object is missing or altered.
         """
         if self._sources:
             return values_of(self._sources, self._base, self._name, wanted, self._room)
@@ -196,7 +196,7 @@ class DenseItem:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Later:
-    """The item of a base, sought only where deltas do not complete all: it may be gone else."""
+    """The item of a base, opened only if needed, since it may have been removed."""
 
     save: StoredSave
     item_of: Callable[[StoredSave], OrbaxValues]
@@ -204,7 +204,7 @@ class _Later:
 
     @functools.cached_property
     def item(self) -> OrbaxValues:
-        """The item; what it has verified it does not verify again."""
+        """Returns the item, which caches what it has verified."""
         return self.item_of(self.save)
 
     def nbytes(self, key: Key) -> int | None:
@@ -213,13 +213,15 @@ class _Later:
 
     def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = nobody) -> None:
         """See ``Base``."""
+        before = self.item.bytes_read
         self.item.fill(into, on_filled)
-        self.on_bytes(sum(out.nbytes for out in into.values()))
+        self.on_bytes(self.item.bytes_read - before)
 
     def all(self, wanted: Callable[[str], bool]) -> DenseValues:
-        """All files, and the values that are wanted."""
+        """Returns all files, and the wanted values."""
+        before = self.item.bytes_read
         found = self.item.read([key for key in self.item.keys() if key[0] or wanted(key[1])])
-        self.on_bytes(sum(data.nbytes for data in found.values()))
+        self.on_bytes(self.item.bytes_read - before)
         return DenseValues(
             {key: data for (file, key), data in found.items() if not file},
             {key: data for (file, key), data in found.items() if file},
@@ -227,18 +229,18 @@ class _Later:
 
 
 def listed(save: StoredSave) -> list[BlockedValue]:
-    """The values of the dense item of a save that has them as blocks; none of another one."""
+    """Returns the dense item's values if a save stores them as blocks; otherwise none."""
     if save.head.dense_blocks is None:
         return []
     return [value for source in sources(save) for value in source.record.values]
 
 
 def sources_of(
-    saves: Sequence[StoredSave], on_bytes: OnBytes = _uncounted
+    saves: Sequence[StoredSave], on_bytes: OnBytes = uncounted
 ) -> tuple[list[list[PartSource]], StoredSave | None]:
-    """What the deltas of a chain hold as blocks, newest first, and the save that they go on from.
+    """Returns the blocks of a chain's deltas, newest first, and the save below the deltas.
 
-    None where the oldest of the chain holds blocks too.
+    The latter is None if the oldest save of the chain stores blocks too.
     """
     found = []
     for save in reversed(saves):
@@ -248,21 +250,21 @@ def sources_of(
     return found, None
 
 
-def sources(save: StoredSave, on_bytes: OnBytes = _uncounted) -> Iterator[PartSource]:
-    """What each process wrote of the dense leaves of a save that has them as blocks.
+def sources(save: StoredSave, on_bytes: OnBytes = uncounted) -> Iterator[PartSource]:
+    """Returns the dense leaves that each process wrote, for a save that stores them as blocks.
 
     Args:
       save: the save.
       on_bytes: as for ``of_step``.
 
     Raises:
-      Damaged: a manifest is missing or altered, or has none.
+      Damaged: a manifest is missing or altered, or lists no dense leaves.
     """
     for part in save.parts():
         record = part.record.dense_blocks
         if record is None:
             shown = f"{save.name}/{names.manifest_name(part.record.process)}"
-            raise Damaged(shown, "blocks of dense leaves, as in the first part", "none")
+            raise Damaged(shown, "blocks of dense leaves, as in the first shard", "none")
         shown = f"{save.name}, process {part.record.process}"
         yield PartSource(part, record, shown, on_bytes)
 
@@ -274,17 +276,17 @@ def values_of(
     wanted: Callable[[str], bool] = lambda key: True,
     room: Room = _empty,
 ) -> DenseValues:
-    """The dense item that the newest of some saves, or marks, stand for.
+    """Returns the dense item at the newest of some saves or WAL records.
 
     Args:
-      sources: what the processes wrote of each, newest first.
-      base: of the oldest one's parent; None where it has none.
-      name: how errors name the newest.
+      sources: the data that the processes wrote for each, newest first.
+      base: the dense item of the oldest one's parent; None without a parent.
+      name: the newest one's name in errors.
       wanted: as for ``of_step``.
-      room: likewise.
+      room: as for ``of_step``.
 
     Raises:
-      Damaged: something is missing or altered.
+      Damaged: an object is missing or altered.
     """
     _check_lengths(sources, base, wanted)
     filling, lanes = Filling.of(sources[0], name, wanted, room=room), Lanes()
@@ -303,10 +305,10 @@ def values_of(
 def _check_lengths(
     sources: Sequence[Sequence[Source]], base: Base | None, wanted: Callable[[str], bool]
 ) -> None:
-    """Checks what large values claim to have before memory is taken for them.
+    """Checks the claimed length of large values before memory is allocated for them.
 
-    A value has no more blocks than saves hold of its group without a reference, or it is as long
-    as the base has it. What is wrong with small ones is found, and named better, on the way.
+    A value has no more blocks than saves contain of its group without a reference, or it is as long
+    as the base has it. Errors of small values are found, and named better, later.
 
     Raises:
       Damaged: one is longer.
@@ -331,19 +333,19 @@ def _check_lengths(
 def missing(
     sources: Sequence[Sequence[Source]], base: StoredSave | None, name: str
 ) -> dict[Key, int]:
-    """Values that some saves do not complete, and their bytes: those that a base must have.
+    """Returns the values that some saves leave incomplete, and their sizes; a base must have them.
 
-    Row numbers and plain values are read, and no codes.
+    It reads row indices and plain values, but no codes.
 
     Args:
       sources: as for ``values_of``.
-      base: that the oldest of them goes on from.
+      base: the dense item of the oldest one's parent.
       name: as for ``values_of``.
 
     Raises:
-      Damaged: something is missing or altered, or cannot be.
+      Damaged: an object is missing or altered, or invalid.
     """
-    item = None if base is None else _Later(base, orbax_values.of_save, _uncounted)
+    item = None if base is None else _Later(base, orbax_values.of_save, uncounted)
     _check_lengths(sources, item, lambda key: True)
 
     def nowhere(value: BlockedValue) -> np.ndarray:
@@ -364,17 +366,17 @@ def apply(
     held: Mapping[Key, np.ndarray],
     writable: Callable[[Key], np.ndarray] | None = None,
 ) -> None:
-    """Applies what one process wrote to what its parent was, in place.
+    """Applies the data that one process wrote to the parent's values, in place.
 
     Args:
-      source: newer than what is held.
-      held: leaves as (blocks, 256), plain values as (n,) uint8, each with what it was; those that
-        ``source`` completes may hold anything.
-      writable: gives what is written in the place of a value, alike and with the same contents,
-        of those alone that change; by default that is what is held.
+      source: the data of a save newer than ``held``.
+      held: leaves as (blocks, 256), plain values as (n,) uint8, with the parent's values; those
+        that ``source`` completes may have any contents.
+      writable: returns an equal copy to write instead of a value, only for those that change; by
+        default the value itself.
 
     Raises:
-      Damaged: something is missing or altered.
+      Damaged: an object is missing or altered.
     """
     leaves = {key: Leaf(key, data, writable=writable) for key, data in held.items()}
     filling, lanes = Filling(leaves, source.name), Lanes()
@@ -384,7 +386,7 @@ def apply(
 
 
 class Filling:
-    """The values of an item while saves are looked through, newest first."""
+    """The values of an item while saves are scanned, newest first."""
 
     def __init__(self, leaves: Mapping[Key, Leaf], name: str):
         """See ``of``."""
@@ -400,24 +402,24 @@ class Filling:
         *,
         room: Room = _empty,
     ) -> Filling:
-        """What the newest save says that there is, all of it missing."""
+        """Returns the values that the newest save lists, all still missing."""
         leaves: dict[Key, Leaf] = {}
         for source in newest:
             for value in source.record.values:
                 key = value.file, value.key
                 if key in leaves:
-                    raise Damaged(source.name, f"{value.key} of one process", "it twice")
+                    raise Damaged(source.name, f"{value.key} of one process", "a duplicate")
                 if not (value.file or wanted(value.key)):
                     continue
                 try:
                     leaves[key] = Leaf(key, room(value), value.count)
                 except MemoryError as error:
-                    found = f"{value.count} numbers of {value.key}"
+                    found = f"{value.count} elements of {value.key}"
                     raise Damaged(source.name, "values that fit into memory", found) from error
         return cls(leaves, name)
 
     def missing(self) -> dict[Key, int]:
-        """What no save completes so far, and its bytes."""
+        """Returns the values that no save has completed so far, and their sizes."""
         return {
             key: leaf.count * leaf.data.itemsize
             for key, leaf in self._leaves.items()
@@ -426,14 +428,14 @@ class Filling:
 
     @property
     def complete(self) -> bool:
-        """Whether older saves have nothing more to say."""
+        """Returns whether older saves are not needed."""
         return all(leaf.complete.all() for leaf in self._leaves.values())
 
     def leaf(self, value: BlockedValue, name: str) -> Leaf | None:
-        """Where a value of an older save goes; None where it is not wanted.
+        """Returns the destination of a value of an older save; None if it is not wanted.
 
         Raises:
-          Damaged: it was of another kind then, and newer saves go on from it.
+          Damaged: the value had another kind then, and newer saves continue from it.
         """
         found = self._leaves.get((value.file, value.key))
         if found is None or found.complete.all():
@@ -445,7 +447,7 @@ class Filling:
         return found
 
     def fill_from(self, base: Base | None, lanes: Lanes) -> None:
-        """Takes what no save completes from the base, and decodes what is above it on the way."""
+        """Reads incomplete values from the base, and decodes the rest at the same time."""
         missing = {key: leaf for key, leaf in self._leaves.items() if not leaf.complete.all()}
         if not missing:
             return
@@ -460,7 +462,7 @@ class Filling:
         )
 
     def values(self) -> DenseValues:
-        """All of it."""
+        """Returns all values."""
         return DenseValues(
             {key: leaf.bytes.data for (file, key), leaf in self._leaves.items() if not file},
             {key: leaf.bytes.data for (file, key), leaf in self._leaves.items() if file},
@@ -468,7 +470,7 @@ class Filling:
 
 
 def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
-    """Adds what is needed of a source; what it completes is not missing any longer."""
+    """Adds what is needed of a source; what it completes is no longer missing."""
     wanted = {
         value: leaf
         for value in source.record.values
@@ -492,7 +494,7 @@ def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
             if segments[segment.group] > 1:  # By themselves, rows of a segment ascend.
                 others = taken.setdefault(leaf, np.zeros(len(leaf.complete), bool))
                 if others[numbers].any():
-                    raise Damaged(source.name, f"each block of {value.key} once", "some twice")
+                    raise Damaged(source.name, f"each block of {value.key} once", "duplicates")
                 others[numbers] = True
             if leaf.lacks(numbers):
                 parts.append((at, numbers, leaf))
@@ -512,7 +514,7 @@ def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
 
 
 def _numbers(rows: blocks.Rows, first: int) -> np.ndarray:
-    """Rows of a group as numbers of the blocks of a value, int64."""
+    """Converts rows of a group to indices of the blocks of a value, int64."""
     if isinstance(rows, range):
         return np.arange(rows.start - first, rows.stop - first)
     numbers = np.asarray(rows, np.int64)
@@ -522,7 +524,7 @@ def _numbers(rows: blocks.Rows, first: int) -> np.ndarray:
 def _fill_plain(
     source: Source, segment: Segment, wanted: Mapping[BlockedValue, Leaf]
 ) -> Iterator[Leaf]:
-    """Fills plain values, all of which the newest save that has them completes."""
+    """Fills plain values; the newest save with one completes it."""
     values = [(value, leaf) for value, leaf in wanted.items() if value.plain]
     if all(value.at is None for value, _ in values):
         return
@@ -532,17 +534,17 @@ def _fill_plain(
         if value.at is None:
             continue
         if value.at + value.count > len(data):
-            raise Damaged(source.name, "plain values within their bytes", f"{len(data)}")
+            raise Damaged(source.name, "plain values within the stored bytes", f"{len(data)}")
         leaf.begin()
         leaf.data[:] = data[value.at : value.at + value.count]
         yield leaf
 
 
 def rows_of(source: Source, segment: Segment) -> blocks.Rows:
-    """Numbers of the blocks of a segment in its group, ascending.
+    """Returns the indices of the blocks of a segment in its group, ascending.
 
     Raises:
-      Damaged: they are missing or altered.
+      Damaged: the indices are missing or altered.
     """
     total = sum(value.blocks for value in source.record.of_group(segment.group))
     if segment.ranges is not None:
@@ -550,7 +552,7 @@ def rows_of(source: Source, segment: Segment) -> blocks.Rows:
     else:
         entry = next((one for one in segment.arrays if one.name == names.GAPS), None)
         if entry is None:
-            raise Damaged(source.name, f"row numbers of {segment.name}", "none")
+            raise Damaged(source.name, f"row indices of {segment.name}", "none")
         found = source.read(segment, entry, 0, entry.shape[0])
         rows = gaps.decode_gaps(found, total_rows=total, name=f"{source.name}, {segment.name}")
     if len(rows) != segment.count:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of dense leaves, read and decoded along a chain: a stretch of a leaf at a time.
+"""Reads and decodes blocks of dense leaves along a chain, one span of a leaf at a time.
 
-A stretch goes through all saves that have something to say of it while it is in the cache; other
-stretches go through theirs on other threads. What the saves hold is decompressed a chunk at a time,
-when the first stretch asks for it, and given up behind the last.
+All saves that change a span are applied while it is in the cache; other threads process other
+spans. Chunks are decompressed when the first span needs them, and released after the last.
 """
 
 from __future__ import annotations
@@ -24,45 +23,45 @@ from deltackpt.format.dense_blocks import BLOCK, BLOCKS, PLAIN, DenseBlocks, Key
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.segments import ArrayEntry, Segment
 
-#: Of a leaf, decoded on one thread.
+#: Bytes of a leaf that one thread decodes at a time.
 _STRETCH_BYTES = 4 << 20
-#: What a codec that cannot change scattered blocks where they lie is given at once.
+#: Blocks per call for codecs that cannot change scattered blocks in place.
 _GATHERED_BLOCKS = 1024
 
 
 class Source(Protocol):
-    """What one process wrote of dense leaves, in a step or in a mark."""
+    """The dense leaves that one process wrote in a step or a WAL record."""
 
     @property
     def name(self) -> str:
-        """How errors name it."""
+        """Returns its name in errors."""
         ...
 
     @property
     def record(self) -> DenseBlocks:
-        """What it is."""
+        """Returns the record of the dense leaves."""
         ...
 
     def read(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> np.ndarray:
-        """Rows of a stored array, verified; from any thread.
+        """Returns rows of a stored array, verified; from any thread.
 
         Raises:
-          Damaged: they are missing or altered.
+          Damaged: the blocks are missing or altered.
         """
         ...
 
 
 @dataclasses.dataclass(eq=False)
 class Leaf:
-    """The value of a key on its way.
+    """A value that is being decoded.
 
     Attributes:
       key: see ``Key``.
       data: (blocks, 256), or (n,) uint8.
-      count: numbers; of a plain value bytes.
-      writable: gives what is written in the place of ``data``; None where it is that itself.
-      complete: (blocks,) bool, what some save completes; of a plain value (1,). Memory that nobody
-        wrote yet is none: a record may claim any length.
+      count: number of elements; for a plain value, of bytes.
+      writable: returns the array to write instead of ``data``; None to write ``data`` itself.
+      complete: (blocks,) bool, whether some save completes the block; (1,) for a plain value. It
+        takes no space before it is written, because a record may claim any length.
     """
 
     key: Key
@@ -79,12 +78,12 @@ class Leaf:
             self.count = self.data.size
 
     def begin(self) -> None:
-        """Called before anything of it is written."""
+        """Prepares the value; called before any of it is written."""
         if self.writable is not None:
             self.data, self.writable = self.writable(self.key), None
 
     def lacks(self, numbers: np.ndarray) -> bool:
-        """Whether some of these blocks, which ascend, are not complete."""
+        """Returns whether any of some ascending blocks is incomplete."""
         if not len(numbers):
             return False
         # Mostly none is, which is quicker to see than to look each of them up.
@@ -93,24 +92,24 @@ class Leaf:
 
     @property
     def bytes(self) -> np.ndarray:
-        """The bytes of the value, (n,) uint8."""
+        """Returns the bytes of the value, (n,) uint8."""
         return self.data.reshape(-1)[: self.count].view(np.uint8)
 
     @property
     def stretch(self) -> int:
-        """How many blocks are decoded on one thread."""
+        """Returns the number of blocks to decode on one thread."""
         return max(1, _STRETCH_BYTES // (BLOCK * self.data.itemsize))
 
 
 class Chunk:
-    """Some blocks of a segment as they are stored: read when they are first asked for."""
+    """Some blocks of a segment as they are stored: read on first use."""
 
     def __init__(self, source: Source, segment: Segment, start: int, stop: int):
         """Reads nothing yet.
 
         Args:
-          source: whose segment it is.
-          segment: that it is of.
+          source: the shard of the segment.
+          segment: the segment.
           start: its first block in the segment.
           stop: its last + 1.
         """
@@ -118,25 +117,32 @@ class Chunk:
         self.users = 0
         self._source = source
         self._segment = segment
-        self._range = start, stop
+        #: Its blocks in the segment that are read: none is wanted yet.
+        self._wanted = stop, start
         self._lock = threading.Lock()
         self._arrays: dict[str, np.ndarray] | None = None
         self._ends: np.ndarray | None = None
 
+    def add_user(self, at: slice) -> None:
+        """Counts one more user of some blocks, before anything is read."""
+        self.users += 1
+        first, last = self._wanted
+        self._wanted = min(first, at.start), max(last, at.stop)
+
     def decode(self, at: slice, numbers: np.ndarray, leaf: Leaf) -> None:
-        """Changes blocks of a leaf to what they were in this save.
+        """Updates blocks of a leaf to their values in this save.
 
         Args:
-          at: of the segment.
-          numbers: where the leaf has them.
-          leaf: as the save before left it.
+          at: location of the segment.
+          numbers: indices of the blocks in the leaf.
+          leaf: the leaf, with the values of the previous save.
 
         Raises:
-          Damaged: they are missing or altered.
+          Damaged: the blocks are missing or altered.
         """
         arrays = self._cut(at)
         try:
-            # What older saves say of blocks that a newer one completes is no number.
+            # Blocks that a newer save completes may decode to NaN here.
             with np.errstate(all="ignore"):
                 _decode(self.codec, arrays, numbers, leaf.data)
         except ValueError as error:
@@ -145,45 +151,57 @@ class Chunk:
         self._used()
 
     def prepare(self) -> None:
-        """Reads it before it is asked for; what is wrong is raised when it is."""
+        """Prefetches the chunk; errors are raised on first use."""
         with self._lock, contextlib.suppress(Damaged, StorageError):
             if self._arrays is None and self.users:
                 self._read()
 
     def _cut(self, at: slice) -> dict[str, np.ndarray]:
-        """The stored arrays of some blocks."""
+        """Returns the stored arrays of some blocks."""
         with self._lock:
             if self._arrays is None:
                 self._read()
             arrays, ends = self._arrays, self._ends
         assert arrays is not None
         stored = self.codec.stored(dtype_of(self._segment.group))
-        low, high = at.start - self._range[0], at.stop - self._range[0]
+        low, high = at.start - self._wanted[0], at.stop - self._wanted[0]
         found = {}
         for suffix, array in stored.items():
             if array.ragged:
                 assert ends is not None
-                found[suffix] = arrays[suffix][ends[low] : ends[high]]
+                found[suffix] = arrays[suffix][ends[low] - ends[0] : ends[high] - ends[0]]
             else:
                 found[suffix] = arrays[suffix][low:high]
         return found
 
     def _read(self) -> None:
-        source, segment = self._source, self._segment
-        entries = {entry.name: entry for entry in segment.arrays}
+        stored = self.codec.stored(dtype_of(self._segment.group))
+        first, last = self._wanted
         found: dict[str, np.ndarray] = {}
-        stored = self.codec.stored(dtype_of(segment.group))
-        for suffix, array in stored.items():
-            name = f"{BLOCKS}.{suffix}" if suffix else BLOCKS
-            entry = _entry(entries, name, array, segment, source.name)
-            start, stop = (0, entry.shape[0]) if array.ragged else self._range
-            found[suffix] = source.read(segment, entry, start, stop)
+        start, stop = first, last
         if any(array.ragged for array in stored.values()):
+            counts = self._array("count", stored["count"], 0, last)
             # Summing numbers of another width in one call takes thrice as long.
-            self._ends = np.zeros(len(found["count"]) + 1, np.int64)
-            self._ends[1:] = found["count"]
-            np.cumsum(self._ends, out=self._ends)
+            ends = np.zeros(last + 1, np.int64)
+            ends[1:] = counts
+            np.cumsum(ends, out=ends)
+            self._ends, found["count"] = ends[first:], counts[first:]
+            start, stop = int(ends[first]), int(ends[last])
+        for suffix, array in stored.items():
+            if suffix not in found:
+                found[suffix] = self._array(suffix, array, start, stop)
         self._arrays = found
+
+    def _array(self, suffix: str, array: of_blocks.BlockArray, start: int, stop: int) -> np.ndarray:
+        """Returns rows of a stored array."""
+        source, segment = self._source, self._segment
+        name = f"{BLOCKS}.{suffix}" if suffix else BLOCKS
+        entries = {entry.name: entry for entry in segment.arrays}
+        entry = _entry(entries, name, array, segment, source.name)
+        if stop > entry.shape[0]:
+            shown = f"{source.name}, {segment.name}"
+            raise Damaged(shown, f"{stop} elements of {name}", f"{entry.shape[0]}")
+        return source.read(segment, entry, start, stop)
 
     def _used(self) -> None:
         with self._lock:
@@ -193,7 +211,7 @@ class Chunk:
 
 
 class Task(NamedTuple):
-    """What a save says of some blocks of a stretch."""
+    """The changes to some blocks of a span in one save."""
 
     chunk: Chunk
     at: slice
@@ -201,23 +219,23 @@ class Task(NamedTuple):
 
 
 class Lanes:
-    """What is to be decoded, by stretches of leaves."""
+    """The decoding work, by spans of leaves."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Starts without work."""
         self._lanes: dict[tuple[int, int], tuple[Leaf, list[Task]]] = {}
 
     def add(self, leaf: Leaf, chunk: Chunk, at: slice, numbers: np.ndarray) -> bool:
-        """Adds what is needed of some blocks; of saves the newest first.
+        """Adds the work that some blocks need; call it for the newest save first.
 
         Args:
-          leaf: that they are of.
-          chunk: that holds them.
-          at: of the segment.
-          numbers: where the leaf has them; ascending.
+          leaf: the leaf of the blocks.
+          chunk: the chunk that contains the blocks.
+          at: location of the segment.
+          numbers: ascending indices of the blocks in the leaf.
 
         Returns:
-          Whether anything is needed: what newer saves complete is not.
+          Whether any block is needed; blocks that newer saves complete are not.
         """
         size, added = leaf.stretch, False
         first, last = int(numbers[0]) // size, int(numbers[-1]) // size
@@ -231,23 +249,23 @@ class Lanes:
                 lane = self._lanes.setdefault((id(leaf), number), (leaf, []))
                 lane[1].append(Task(chunk, part, some))
                 leaf.begin()
-                chunk.users += 1
+                chunk.add_user(part)
                 added = True
         return added
 
     def prepare(self, pool: concurrent.futures.Executor) -> None:
-        """Begins to read what the first stretch needs: its threads would wait for one another."""
+        """Starts to read the data of the first span, on which its threads would otherwise wait."""
         for _, tasks in itertools.islice(self._lanes.values(), 1):
             for task in reversed(tasks):
                 pool.submit(task.chunk.prepare)
 
     def filled(self, leaf: Leaf, start: int, stop: int) -> None:
-        """Decodes the stretches that lie in a range of a leaf's bytes: it is in the cache now.
+        """Decodes the spans within a range of a leaf's bytes that is now in the cache.
 
-        What the oldest save goes on from is there.
+        The parent's values of the oldest save are present.
 
         Raises:
-          Damaged: something is missing or altered.
+          Damaged: an object is missing or altered.
         """
         nbytes = leaf.stretch * BLOCK * leaf.data.itemsize
         whole = stop == leaf.bytes.nbytes
@@ -257,10 +275,10 @@ class Lanes:
                 _run(lane)
 
     def run(self, pool: concurrent.futures.Executor) -> None:
-        """Decodes all that is left, of each stretch the oldest save first.
+        """Decodes all remaining spans, oldest save first.
 
         Raises:
-          Damaged: something is missing or altered.
+          Damaged: an object is missing or altered.
         """
         each(pool, _run, self._lanes.values())
 
@@ -274,7 +292,7 @@ def _run(lane: tuple[Leaf, list[Task]]) -> None:
 def each(
     pool: concurrent.futures.Executor, call: Callable[..., object], items: Iterable[object]
 ) -> None:
-    """Calls with every item; what is raised is raised here, and calls that have not begun go."""
+    """Calls a function with every item; raises the first error and drops calls not started."""
     futures = [pool.submit(call, item) for item in items]
     try:
         for future in futures:
@@ -285,7 +303,7 @@ def each(
 
 
 def chunks_of(source: Source, segment: Segment) -> Iterator[tuple[int, int, Chunk]]:
-    """The chunks of a segment, and which of its blocks each has."""
+    """Returns the chunks of a segment, and which of its blocks each has."""
     stored = codec_of(segment, source.name).stored(dtype_of(segment.group))
     count = max(1, segment.count)
     if not any(array.ragged for array in stored.values()):
@@ -302,7 +320,7 @@ def _decode(
     numbers: np.ndarray,
     data: np.ndarray,
 ) -> None:
-    """Decodes blocks to where they lie, or by way of a copy that stays in the cache."""
+    """Decodes blocks in place, or through a copy that stays in the cache."""
     if isinstance(codec, of_blocks.Sparse):
         codec.change(arrays, numbers, data)
         return
@@ -321,10 +339,10 @@ def _decode(
 
 
 def codec_of(segment: Segment, name: str) -> of_blocks.BlockCodec:
-    """The codec of a segment's blocks.
+    """Returns the codec of a segment's blocks.
 
     Raises:
-      Damaged: there is none of that name; the source is called ``name``.
+      Damaged: the codec is unknown; ``name`` is the source's name in errors.
     """
     used = [encoding.codec for encoding in segment.encodings if encoding.field == BLOCKS]
     try:
@@ -335,10 +353,10 @@ def codec_of(segment: Segment, name: str) -> of_blocks.BlockCodec:
 
 
 def check_arrays(source: Source, segment: Segment) -> None:
-    """Checks that a segment has the arrays that its codec stores, of as many blocks.
+    """Checks that a segment has the arrays of its codec, with the right number of blocks.
 
     Raises:
-      Damaged: it has not, or its codec is not known.
+      Damaged: it lacks an array, or its codec is unknown.
     """
     if segment.group == PLAIN:
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of others, and of ours under other names: what is wrong with them."""
+"""Describes why a step of another program, or a renamed step of ours, cannot be read."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from deltackpt.storage.store import Spot, spot
 
 
 def foreign(step_dir: Spot | Path, item: str) -> ForeignDirectory:
-    """What is wrong with a step that has no item of ours by some name: what it holds instead."""
+    """Returns the error for a step without a deltackpt item of a given name."""
     step_dir = spot(step_dir)
-    found: object = f"the folders {step_dir.folders()}"
+    found: object = f"the directories {step_dir.folders()}"
     ours = _our_items(step_dir)
     if ours:
         found = f"deltackpt's under the name {' and '.join(map(repr, ours))}"
         action = (
-            f"give the manager handlers={{{ours[0]!r}: Tables(...)}}, or what reads the steps item="
-            f"{ours[0]!r} (--item {ours[0]})"
+            f"pass the manager handlers={{{ours[0]!r}: Tables(...)}}, or readers item={ours[0]!r} "
+            f"(--item {ours[0]})"
         )
     elif _is_of_orbax(step_dir):
         found = f"a step of stock Orbax with the items {step_dir.folders()}"
         action = (
-            f"make it the first base of a directory of its own with 'deltackpt import "
-            f"{step_dir.parent} NEW_DIRECTORY --tables PATTERN', and go on there"
+            f"make it the first base of a new directory with 'deltackpt import "
+            f"{step_dir.parent} NEW_DIRECTORY --tables PATTERN', and continue there"
         )
     else:
         action = (
@@ -37,9 +37,14 @@ def foreign(step_dir: Spot | Path, item: str) -> ForeignDirectory:
 
 
 def is_checkpoint(step_dir: Spot | Path) -> bool:
-    """Whether a directory is a step of ours, by whatever name of the item, or of stock Orbax."""
+    """Returns whether a directory is a step of deltackpt (with any item name) or of Orbax."""
     step_dir = spot(step_dir)
     return bool(_our_items(step_dir)) or _is_of_orbax(step_dir)
+
+
+def lacks_our_item(step_dir: Spot) -> bool:
+    """Returns whether deltackpt's manager committed a step whose deltackpt item is missing."""
+    return (step_dir / names.STEP_DIGESTS).is_file() and not _our_items(step_dir)
 
 
 def _our_items(step_dir: Spot) -> list[str]:
@@ -49,4 +54,6 @@ def _our_items(step_dir: Spot) -> list[str]:
 
 def _is_of_orbax(step_dir: Spot) -> bool:
     places = (step_dir, *(step_dir / name for name in step_dir.folders()))
-    return any((at / names.PYTREE_METADATA).is_file() for at in places)
+    return not lacks_our_item(step_dir) and any(
+        (at / names.PYTREE_METADATA).is_file() for at in places
+    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the records of a save say of its files: which there must be, and what each should be."""
+"""The files that the records of a save name, and their digests."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _CHUNK = re.compile(r"[^/]+/part\.\d+/[^/]+/[^/]+/c/[\d/]+")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """What the records of a save say of its files.
+    """What the records of a save claim about its files.
 
     Attributes:
-      files: posix path below the save's directory to digest, of each file that a record knows; the
-        records themselves are among them.
-      records: the manifests that can be read, that of process 0 first.
-      damage: records that are missing, altered, or do not fit each other. The files that such a
-        record knows are not in ``files``.
-      scope: every file whose path begins so must be in ``files`` where no record is damaged.
+      files: digest of each file that a record names, including the records themselves, by POSIX
+        path below the save's directory.
+      records: the readable manifests, that of process 0 first.
+      damage: records that are missing, altered, or inconsistent. Files that they name are not in
+        ``files``.
+      scope: path prefix; if no record is damaged, every file with this prefix must be in ``files``.
     """
 
     files: dict[str, Digest]
@@ -50,31 +50,32 @@ def read_inventory(
     """Reads the records of a step, or of a compacted base: manifests and digests.
 
     Args:
-      step_dir: the step, or the folder ``compacted/<step>``.
-      item: name of our item in it.
-      shown: what errors call the directory; its name by default.
-      unreadable: whether a record that cannot be read is damage; it is raised otherwise.
+      step_dir: the step, or the directory ``compacted/<step>``.
+      item: name of deltackpt's item in it.
+      shown: the directory's name in errors; its own name by default.
+      unreadable: whether an unreadable record counts as damage; otherwise the error is raised.
 
     Raises:
-      StorageError: a record is there and cannot be read.
+      StorageError: a record exists but cannot be read.
     """
     at = spot(step_dir)
     return _Inventory(at, item, at.name if shown is None else shown, unreadable).read()
 
 
 def every_digest(folder: Spot, item: str, *, base: bool = False) -> dict[str, Digest]:
-    """Digests of all files of a step, or of a compacted base, by their paths below it.
+    """Returns digests of all files of a step, or of a compacted base, by their paths below it.
 
-    Those of which no record knows, as where another manager committed the step, are read for it.
+    Files that no record names are read to compute their digest, e.g. if another manager committed
+    the step.
 
     Args:
       folder: the step, or ``compacted/<step>/<item>``.
-      item: name of our item.
-      base: whether the folder is that of a compacted base.
+      item: name of deltackpt's item.
+      base: whether the directory is that of a compacted base.
 
     Raises:
       Damaged: a record is missing or altered.
-      StorageError: one cannot be read.
+      StorageError: a record cannot be read.
     """
     shown = f"{names.COMPACTED}/{folder.parent.name}/{item}" if base else None
     found = read_inventory(folder.parent if base else folder, item, shown=shown)
@@ -91,16 +92,16 @@ def every_digest(folder: Spot, item: str, *, base: bool = False) -> dict[str, Di
 
 
 def only_at(folder: Spot, item: str, process: int) -> dict[str, Digest]:
-    """Digests of the files of a step that only the stage of one of its processes has.
+    """Returns digests of the files of a step that only one process's staging directory has.
 
     Args:
-      folder: the step, or what the process has of it.
-      item: name of our item.
-      process: any but the first, which has all that describes the step.
+      folder: the step, or the process's part of it.
+      item: name of deltackpt's item.
+      process: index of a process other than 0, which has all files that describe the step.
 
     Raises:
-      Damaged: a record of it is missing or altered.
-      StorageError: one cannot be read.
+      Damaged: a record of the part is missing or altered.
+      StorageError: a record cannot be read.
     """
     own = folder / item / names.digests_name(process)
     step = folder / names.step_digests_name(process)
@@ -112,7 +113,7 @@ def only_at(folder: Spot, item: str, process: int) -> dict[str, Digest]:
 
 
 class _Inventory:
-    """An inventory that is being put together."""
+    """An inventory under construction."""
 
     def __init__(self, step_dir: Spot, item: str, shown: str, unreadable: bool):
         self._dir = step_dir
@@ -127,12 +128,11 @@ class _Inventory:
         self._read_item()
         compacted = self._dir.parent.name == names.COMPACTED
         promised = not compacted and (
-            any("step" in record.digests for record in self._records)
-            or (self._dir / names.STEP_DIGESTS).exists()
+            any("step" in record.digests for record in self._records) or self._has_step_digests()
         )
         if promised:
             self._read_step()
-        # Where nothing was promised of the step, Orbax's own files stand in the item as well.
+        # If the commit promised no digests, Orbax's own files are in the item as well.
         inside = f"{self._item}/" if compacted else f"{self._item}/part."
         return Inventory(
             files=self._files,
@@ -141,6 +141,12 @@ class _Inventory:
             scope="" if promised else inside,
         )
 
+    def _has_step_digests(self) -> bool:
+        try:
+            return (self._dir / names.STEP_DIGESTS).exists()
+        except Damaged:
+            return False  # In a bucket this is unknown; the manifest's error was reported.
+
     def _read_item(self) -> None:
         head = self._manifest(0, None)
         for part in head.parts if head is not None else ():
@@ -148,7 +154,7 @@ class _Inventory:
                 self._manifest(part.process, part.crc32c)
 
     def _manifest(self, process: int, crc32c: int | None) -> Manifest | None:
-        """Reads what a process wrote; None where its manifest cannot be read."""
+        """Reads what a process wrote; None if its manifest cannot be read."""
         name = f"{self._item}/{names.manifest_name(process)}"
         head = f"{self._item}/{names.manifest_name(0)}"
         record: Manifest | None = self._record(name, manifest.from_bytes, crc32c, head)
@@ -179,12 +185,12 @@ class _Inventory:
     def _record(
         self, name: str, parse: Callable[..., Any], crc32c: int | None, said_by: str
     ) -> Any:
-        """Reads and checks a record; None where it is missing, altered or another one."""
+        """Reads and checks a record; None if it is missing, altered or another one."""
         shown = f"{self._shown}/{name}"
         try:
             data = (self._dir / name).read(shown)
             if crc32c is not None and (found := google_crc32c.value(data)) != crc32c:
-                expected = f"crc32c {crc32c:08x} as {self._shown}/{said_by} says"
+                expected = f"crc32c {crc32c:08x} as in {self._shown}/{said_by}"
                 raise Damaged(shown, expected, f"crc32c {found:08x}")
             record = parse(data, name=shown)
         except Damaged as error:
@@ -193,22 +199,22 @@ class _Inventory:
         except StorageError as error:
             if not self._unreadable:
                 raise
-            self._damage.append(Damaged(shown, "a file that can be read", str(error.__cause__)))
+            self._damage.append(Damaged(shown, "a readable file", str(error.__cause__)))
             return None
         except RestoreError as error:
-            self._damage.append(Damaged(shown, "a record that this deltackpt knows", str(error)))
+            self._damage.append(Damaged(shown, "a record that this deltackpt can read", str(error)))
             return None
         self._add(name, digests.digest_bytes(data), name)
         return record
 
     def _add(self, name: str, digest: Digest, said_by: str) -> None:
-        """Notes what a file should be; a record that was read before stays as it was read."""
+        """Adds the digest of a file; a record that was already read keeps its own."""
         known = self._files.setdefault(name, digest)
         if known[:3] != digest[:3]:
             self._damage.append(
                 Damaged(
                     f"{self._shown}/{name}",
-                    f"{_figures(digest)} as {self._shown}/{said_by} says",
+                    f"{_figures(digest)} as in {self._shown}/{said_by}",
                     _figures(known),
                 )
             )
@@ -223,18 +229,21 @@ class _Inventory:
 
 
 def verify_step(step_dir: Spot | Path, item: str = names.EMBEDDINGS_ITEM) -> list[Damaged]:
-    """Re-reads a whole step: its records, and every file that they know.
+    """Re-reads a whole step: its records, and every file that they name.
 
     Args:
       step_dir: the step.
-      item: name of our item in it.
+      item: name of deltackpt's item in it.
+
+    Returns:
+      The damage found.
     """
     found = read_inventory(step_dir, item)
     return [*found.damage, *digests.check_files(step_dir, found.files)]
 
 
 def _is_chunk(name: str) -> bool:
-    """Whether a path in a step is that of a chunk of one of our arrays."""
+    """Returns whether a path in a step is that of a chunk of one of our arrays."""
     return _CHUNK.fullmatch(name) is not None
 
 

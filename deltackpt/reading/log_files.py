@@ -1,45 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log of one process: segments of frames, looked through for marks, without their rows.
+"""The WAL of one process: scans segments of frames for records, without reading their rows.
 
-A torn frame is where a log ends: its writer was killed, or is writing it now. What follows it in
-another segment holds all the same, since that says what it goes on from; whether the marks before
-and behind a hole belong together is seen from their parents. A further *part* was begun where
-writing had failed, and says which frame of the one before is the last that counts.
+A WAL ends at a torn frame, whose writer was killed or is still writing it. Frames in a later
+segment are still valid, because the segment names the frame that it continues from. The records'
+parents show whether the records before and after a hole belong together. After a failed write, a
+new *part* begins, which names the last valid frame of the previous part.
+
+Frames are numbered without gaps, so any other loss or change is detected: see ``holes``. Records
+missing at the end are detected because the writer stores its newest durable one beside the
+segments.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from deltackpt.errors import Damaged, DamagedLog
+from deltackpt.errors import Damaged, DamagedWal, FormatTooNew
 from deltackpt.format import frames, names
 from deltackpt.format.frames import BeginHead, Kind, MarkHead, Place
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.names import SegmentPlace
+from deltackpt.reading.log_progress import Noted, newest_durable
 from deltackpt.storage.store import Missing, Spot
 
 #: Read at once while a log is looked through: heads are small, and rows are passed over.
 _WINDOW_BYTES = 64 << 10
 #: Read at once of a body that is only checked.
 _CHECKED_BYTES = 8 << 20
+#: A power cut may leave this in place of a file's last pages; a frame never ends like this.
+_ZEROS = bytes(16)
 
 
 class FrameAt(NamedTuple):
-    """A frame whose head was read.
+    """A frame whose header was read.
 
     Attributes:
-      segment: where its file is.
-      start: of its body in the file.
-      body_bytes: of its body.
-      kind: what it holds.
-      place: where it stands in the log.
-      head: what it says.
-      head_crc32c: the checksum of its head, from which that of the body goes on.
-      body_crc32c: what stands behind the body.
+      segment: path of the segment file.
+      start: offset of its body in the file.
+      body_bytes: size of its body in bytes.
+      kind: kind of its contents.
+      place: its position in the WAL.
+      head: its header.
+      head_crc32c: checksum of its header; the body's checksum continues it.
+      body_crc32c: the checksum stored after the body.
     """
 
     segment: Spot
@@ -53,31 +61,31 @@ class FrameAt(NamedTuple):
 
     @property
     def name(self) -> str:
-        """How errors name it."""
+        """Returns its name in errors."""
         return f"{self.segment.shown(4)}, frame {self.place.seq}"
 
     @property
     def end(self) -> int:
-        """Where the next frame of the file begins."""
+        """Returns the offset of the next frame in the file."""
         return self.start + self.body_bytes + frames.CRC_BYTES
 
     def read(self) -> memoryview:
-        """Its body, checked.
+        """Reads and verifies the body.
 
         Raises:
           Damaged: it is missing or altered.
         """
-        body = np.empty(self.body_bytes, np.uint8).data
-        with self.segment.missing_is_damage(self.name):
+        body, name = np.empty(self.body_bytes, np.uint8).data, self.name
+        with self.segment.missing_is_damage(name):
             self.segment.store.read_into(self.segment.key, self.start, [body])
-        frames.check_body(body, self.head_crc32c, self.body_crc32c, self.name)
+        frames.check_body(body, self.head_crc32c, self.body_crc32c, name)
         return body
 
     def check(self) -> None:
-        """Checks its body without holding more than some of it.
+        """Verifies the body in parts.
 
         Raises:
-          Damaged: as ``read``.
+          Damaged: as for ``read``.
         """
         crc, window = self.head_crc32c, memoryview(bytearray(min(self.body_bytes, _CHECKED_BYTES)))
         with self.segment.missing_is_damage(self.name):
@@ -90,17 +98,17 @@ class FrameAt(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """What a process has written of one call of ``log()``.
+    """A WAL record of one process: the data that it wrote in one ``append()`` call.
 
     Attributes:
-      save_id: of the mark.
-      parent: of the mark, or of the step, since which its rows are.
+      save_id: id of the record.
+      parent: the record or step since which its rows were touched.
       full: whether it has the dense leaves.
-      unix_secs: when it was taken.
-      place: of its frame.
-      frames: those of rows, dense leaves and items.
-      nbytes: of all its frames.
-      end: where it ends in its segment.
+      unix_secs: when it was captured.
+      place: position of its frame.
+      frames: its frames of rows, dense leaves and items.
+      nbytes: size in bytes of all its frames.
+      end: offset of its end in its segment.
     """
 
     save_id: SaveId
@@ -113,18 +121,18 @@ class Mark(NamedTuple):
     end: int
 
     def frames_of(self, *kinds: Kind) -> list[FrameAt]:
-        """Its frames of some kinds."""
+        """Returns the record's frames of some kinds."""
         return [frame for frame in self.frames if frame.kind in kinds]
 
 
 class damage_of:
-    """Names the mark that what is damaged belongs to."""
+    """Returns the error for damage, which names the affected record."""
 
     def __init__(self, mark: Mark):
-        """Of whatever is read within it.
+        """Applies to everything read within the context.
 
         Args:
-          mark: it.
+          mark: the record.
         """
         self._mark = mark
 
@@ -132,42 +140,58 @@ class damage_of:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Damaged) and not isinstance(error, DamagedLog):
-            raise DamagedLog.of(error, self._mark.save_id) from error
+        if isinstance(error, Damaged) and not isinstance(error, DamagedWal):
+            raise DamagedWal.of(error, self._mark.save_id) from error
 
 
 class Break(NamedTuple):
-    """Where a segment holds no further frame although its file goes on.
+    """A position at which the valid frames of a segment end although the file continues.
 
     Attributes:
-      segment: where its file is.
-      at: the first byte that is of no frame.
-      seq: that the next frame would have.
-      is_last: whether the writer can have been killed there: no segment of its part follows.
-      counts: whether a frame there would count: no later part says that it goes on from before.
-      problem: what is there instead.
+      at: the segment's part, and the seq expected of the next frame.
+      counts: whether a frame there would be valid, because no later part continues from an earlier
+        frame.
+      is_torn: whether a writer that was killed, or is still writing, can have caused it.
+      step: the newest step of the frames after it; None if unknown.
+      problem: what was found instead.
     """
 
-    segment: Spot
-    at: int
-    seq: int
-    is_last: bool
+    at: SegmentPlace
     counts: bool
+    is_torn: bool
+    step: int | None
+    problem: Damaged
+
+
+class Hole(NamedTuple):
+    """Records of a process that were durable and are no longer intact.
+
+    Attributes:
+      step: their newest step; if unknown, a lower bound.
+      before: the first intact record after them; None if the WAL ends there.
+      may_be_trimmed: whether they and all earlier records are completely missing.
+      problem: what is missing or altered.
+    """
+
+    step: int
+    before: Mark | None
+    may_be_trimmed: bool
     problem: Damaged
 
 
 @dataclasses.dataclass(eq=False)
 class _Scan:
-    """How far a segment was looked through.
+    """How far a segment was scanned.
 
     Attributes:
       at: where its next frame begins.
       seq: of that frame.
-      crc32c: what it goes on from.
-      after: what the segment says of the part before.
-      pending: frames since the last mark.
-      problem: why it ends where it does; None where that is its end.
-      torn: whether it only lacks bytes, which may be on their way.
+      crc32c: what it continues from.
+      after: what the segment records about the previous part.
+      pending: frames since the last record.
+      problem: why its valid frames end; None at the end of the file.
+      rest: what follows there; set on the first request.
+      seen: where it ended, and the length of its file, at the last scan.
     """
 
     at: int = 0
@@ -176,18 +200,19 @@ class _Scan:
     after: frames.After | None = None
     pending: list[FrameAt] = dataclasses.field(default_factory=list)
     problem: Damaged | None = None
-    torn: bool = False
+    rest: _Rest | None = None
+    seen: tuple[int, int] = 0, 0
 
 
 class ProcessLog:
-    """The marks of one process, oldest first; ``advance`` takes what was written since."""
+    """The records of one process, oldest first; ``advance`` reads newly written records."""
 
     def __init__(self, spot: Spot, stretch: int, process: int):
-        """Looks at nothing yet.
+        """Reads nothing yet.
 
         Args:
           spot: the directory of its segments.
-          stretch: number of the stretch.
+          stretch: number of the epoch.
           process: index of the process.
         """
         self._spot = spot
@@ -195,10 +220,17 @@ class ProcessLog:
         self._process = process
         self._scans: dict[SegmentPlace, _Scan] = {}
         self._marks: dict[SegmentPlace, list[Mark]] = {}
+        #: The newest durable mark according to its writer: number of the call, and step.
+        self._noted = Noted(0, 0)
+
+    @property
+    def noted(self) -> Noted:
+        """Returns the newest durable record as of the last scan."""
+        return self._noted
 
     @property
     def marks(self) -> list[Mark]:
-        """All whole marks that count, oldest first."""
+        """Returns all valid intact records, oldest first."""
         last = self._last_that_count()
         found = [
             mark
@@ -210,48 +242,93 @@ class ProcessLog:
 
     @property
     def damage(self) -> list[Damaged]:
-        """Why segments end before their ends: the last one is torn where its writer was killed."""
+        """Returns why segments end early: the last one is torn if its writer was killed."""
         return [scan.problem for _, scan in sorted(self._scans.items()) if scan.problem]
-
-    def altered_above(self, step: int) -> list[Damaged]:
-        """What was altered behind marks of a step, or of later ones; a torn end was not."""
-        return [
-            scan.problem
-            for place, scan in sorted(self._scans.items())
-            if scan.problem is not None
-            and not scan.torn
-            and not any(mark.save_id.step < step for mark in self._marks[place][-1:])
-        ]
 
     @property
     def breaks(self) -> list[Break]:
-        """Where segments break off: all of ``damage``, with what can be told of it."""
-        last = self._last_that_count()
-        newest = {place.part: place for place in sorted(self._scans)}
-        return [
-            Break(
-                segment=self._spot / names.segment_name(*place),
-                at=scan.at,
-                seq=scan.seq,
-                is_last=newest[place.part] == place,
-                counts=scan.seq <= last.get(place.part, scan.seq),
-                problem=scan.problem,
+        """Returns the positions at which segments break off: ``damage`` with details."""
+        last, found = self._last_that_count(), []
+        for place, scan in sorted(self._scans.items()):
+            if scan.problem is None:
+                continue
+            if scan.rest is None:
+                scan.rest = _rest(self._segment(place), scan, self._process)
+            found.append(
+                Break(
+                    at=SegmentPlace(place.part, scan.seq),
+                    counts=scan.seq <= last.get(place.part, scan.seq),
+                    is_torn=scan.rest.is_torn and self._may_end_in(place),
+                    step=scan.rest.step,
+                    problem=scan.problem,
+                )
             )
-            for place, scan in sorted(self._scans.items())
-            if scan.problem is not None
-        ]
+        return found
+
+    def holes(self) -> list[Hole]:
+        """Returns missing or altered records, oldest first; a torn end is not a hole."""
+        breaks = [one for one in self.breaks if one.counts]
+        found, end, newest = [], SegmentPlace(0, 0), None
+        for newest in self.marks:
+            first = SegmentPlace(newest.place.part, newest.place.seq - len(newest.frames))
+            within = [one.problem for one in breaks if end < one.at <= first]
+            if within or first.seq != end.seq + 1:
+                problem = [*within, self._gap(end.seq + 1, first.seq - 1)][0]
+                trimmed = end.seq == 0 and not within
+                found.append(Hole(newest.parent.step, newest, trimmed, problem))
+            end = SegmentPlace(newest.place.part, newest.place.seq)
+        at_end = self._hole_at_end(newest, [one for one in breaks if end < one.at])
+        return [*found, *at_end]
+
+    def _hole_at_end(self, newest: Mark | None, breaks: Sequence[Break]) -> Iterator[Hole]:
+        """Yields missing or altered parts after the newest record."""
+        number, seq, step = 0, 0, -1
+        if newest is not None:
+            number, seq, step = newest.save_id.attempt, newest.place.seq, newest.save_id.step
+        last = self._last_that_count()
+        gaps = [at.seq for at in self._scans if seq + 1 < at.seq <= last.get(at.part, at.seq)]
+        problems = [one.problem for one in breaks if not one.is_torn]
+        if self._noted.number > number:
+            expected = f"the WAL record of step {self._noted.step}, which was durable"
+            have = "no record" if newest is None else f"none above step {step}"
+            missing = Damaged(self._name(seq + 1), expected, have)
+            trimmed = newest is None and not problems
+            yield Hole(self._noted.step, None, trimmed, [*problems, missing][0])
+        elif problems:
+            steps = [one.step for one in breaks if one.step is not None]
+            yield Hole(max(steps, default=step + 1), None, False, problems[0])
+        elif gaps and newest is not None:
+            yield Hole(step + 1, None, False, self._gap(seq + 1, min(gaps) - 1))
+
+    def _gap(self, first: int, last: int) -> Damaged:
+        return Damaged(self._name(first), f"the frames {first} to {last} in or after it", "none")
+
+    def _name(self, seq: int) -> str:
+        """Returns the name, for errors, of the segment that has a frame, or of the previous one."""
+        before = [place for place in sorted(self._scans) if place.seq <= seq]
+        return self._segment(before[-1]).shown(4) if before else self._spot.shown()
+
+    def _segment(self, place: SegmentPlace) -> Spot:
+        return self._spot / names.segment_name(*place)
+
+    def _may_end_in(self, place: SegmentPlace) -> bool:
+        """Returns whether the WAL may end within a segment: only a part without a frame follows."""
+        later = (one for one in self._scans.items() if one[0] > place)
+        return all(one.part > place.part and scan.at == 0 for one, scan in later)
 
     @property
     def segments(self) -> dict[str, tuple[Mark, ...]]:
-        """The marks of each segment by its name, oldest first."""
+        """Returns the records of each segment by its name, oldest first."""
         return {names.segment_name(*at): (*self._marks[at],) for at in sorted(self._marks)}
 
     def advance(self) -> None:
-        """Looks through what was not there at the last call.
+        """Scans the records written since the last call.
 
         Raises:
           StorageError: the directory cannot be read.
         """
+        # Before the segments: what is durable by now is in them.
+        self._noted = newest_durable(self._spot)
         places = sorted(
             place for name in self._spot.names() if (place := names.segment_place(name)) is not None
         )
@@ -263,27 +340,32 @@ class ProcessLog:
             self._look_through(place, scan)
 
     def _last_that_count(self) -> dict[int, int]:
-        """Part to the last seq of it that counts, for those that others follow."""
+        """Returns part to its last seq that counts, for parts that others follow."""
         found: dict[int, int] = {}
         for _, scan in sorted(self._scans.items(), reverse=True):
             if scan.after is not None:
-                # Nothing of any part counts that a later part does not go on from.
+                # Frames that no later part continues from do not count.
                 for part in range(scan.after.part + 1):
                     found[part] = min(scan.after.seq, found.get(part, scan.after.seq))
         return found
 
     def _look_through(self, place: SegmentPlace, scan: _Scan) -> None:
-        segment = self._spot / names.segment_name(*place)
+        segment = self._segment(place)
         scan.problem = None
         try:
             window = _Window(segment)
+        except Missing:
+            return  # It was trimmed concurrently.
+        try:
             while scan.at < window.length:
                 frame = _frame_at(window, segment, scan)
                 self._take(place, scan, frame)
         except Damaged as error:
-            scan.problem, scan.torn = error, isinstance(error, _Torn)
+            scan.problem = error
+            if scan.seen != (scan.at, window.length):
+                scan.seen, scan.rest = (scan.at, window.length), None
         except Missing:
-            scan.problem = None  # It was trimmed meanwhile.
+            scan.problem = None  # It was trimmed concurrently.
 
     def _take(self, place: SegmentPlace, scan: _Scan, frame: FrameAt) -> None:
         expected = Place(place.part, self._process, scan.seq, frame.place.step)
@@ -291,8 +373,8 @@ class ProcessLog:
             raise Damaged(frame.name, f"a frame at {expected}", f"{frame.kind.name} {frame.place}")
         if isinstance(frame.head, BeginHead):
             if frame.head.stretch != self._stretch:
-                found = f"stretch {frame.head.stretch}"
-                raise Damaged(frame.name, f"the log of stretch {self._stretch}", found)
+                found = f"epoch {frame.head.stretch}"
+                raise Damaged(frame.name, f"a segment of WAL epoch {self._stretch}", found)
             scan.at, scan.crc32c, scan.after = frame.end, frame.head.crc32c, frame.head.after
             return
         scan.at = frame.end
@@ -323,8 +405,64 @@ class _Torn(Damaged):
     """A file ends within a frame."""
 
 
+class _TornBody(_Torn):
+    """Handles an end within the body of a frame whose head is whole."""
+
+
+class _Rest(NamedTuple):
+    """The bytes at the end of a segment that are not a frame.
+
+    Attributes:
+      is_torn: whether it is the beginning of a frame, as a killed writer leaves it.
+      step: the newest step of the frames in it; None if that is not known.
+    """
+
+    is_torn: bool
+    step: int | None
+
+
+def _rest(segment: Spot, scan: _Scan, process: int) -> _Rest:
+    """Classifies the bytes after the last whole frame of a segment."""
+    if isinstance(scan.problem, _TornBody):
+        return _Rest(True, None)
+    try:
+        buffer = bytearray(max(0, segment.length() - scan.at))
+        segment.store.read_into(segment.key, scan.at, [memoryview(buffer)])
+    except Missing:
+        return _Rest(True, None)  # It was trimmed.
+    except Damaged:
+        return _Rest(False, None)  # A piece is shorter than its name says.
+    data = bytes(buffer)
+    behind = _newest_frame(data, segment.shown(4), process, scan.seq)
+    if behind is not None:
+        return _Rest(False, behind)
+    if isinstance(scan.problem, _Torn) or data.endswith(_ZEROS) or not any(data):
+        return _Rest(True, None)
+    with contextlib.suppress(Damaged):
+        prefix = frames.prefix_of(data.ljust(frames.PREFIX_BYTES), segment.shown(4))
+        if (prefix.place.process, prefix.place.seq) == (process, scan.seq):
+            return _Rest(False, prefix.place.step)
+    return _Rest(False, None)
+
+
+def _newest_frame(data: bytes, name: str, process: int, seq: int) -> int | None:
+    """Returns the step of the last frame that begins in some bytes and has an intact head."""
+    found, start = None, data.find(frames.MAGIC, frames.CRC_BYTES)
+    while start >= 0:
+        end = start + frames.PREFIX_BYTES
+        with contextlib.suppress(Damaged, FormatTooNew):
+            prefix = frames.prefix_of(data[start:end].ljust(frames.PREFIX_BYTES), name)
+            # Before a frame is the checksum that its own continues.
+            before = frames.body_crc32c(data[start - frames.CRC_BYTES : start])
+            frames.head_of(prefix, data[end : end + prefix.head_bytes], before, name)
+            if prefix.place.process == process and prefix.place.seq >= seq:
+                found = prefix.place.step
+        start = data.find(frames.MAGIC, start + 1)
+    return found
+
+
 class _Window:
-    """A file, of which some is read ahead."""
+    """A file with a read-ahead buffer."""
 
     def __init__(self, segment: Spot):
         self._segment = segment
@@ -332,7 +470,7 @@ class _Window:
         self._start, self._data = 0, memoryview(b"")
 
     def bytes_at(self, start: int, nbytes: int, name: str) -> memoryview:
-        """Some bytes of it.
+        """Returns some bytes of it.
 
         Raises:
           Damaged: it ends before.
@@ -341,18 +479,27 @@ class _Window:
             raise _Torn(name, f"{start + nbytes} bytes", f"{self.length} bytes")
         if not self._start <= start <= start + nbytes <= self._start + self._data.nbytes:
             count = min(max(nbytes, _WINDOW_BYTES), self.length - start)
-            data = memoryview(bytearray(count))
-            self._segment.store.read_into(self._segment.key, start, [data])
+            try:
+                data = self._read(start, count)
+            except Damaged:
+                if count == nbytes:
+                    raise
+                data = self._read(start, nbytes)  # What follows does not damage this.
             self._start, self._data = start, data
         offset = start - self._start
         return self._data[offset : offset + nbytes]
 
+    def _read(self, start: int, nbytes: int) -> memoryview:
+        data = memoryview(bytearray(nbytes))
+        self._segment.store.read_into(self._segment.key, start, [data])
+        return data
+
 
 def _frame_at(window: _Window, segment: Spot, scan: _Scan) -> FrameAt:
-    """The frame that a segment has next, but for its body.
+    """Returns the next frame of a segment, without its body.
 
     Raises:
-      Damaged: it is torn, or does not go on from the one before.
+      Damaged: it is torn, or does not continue the previous one.
     """
     name = f"{segment.shown(4)}, frame {scan.seq}"
     prefix = frames.prefix_of(window.bytes_at(scan.at, frames.PREFIX_BYTES, name), name)
@@ -360,7 +507,10 @@ def _frame_at(window: _Window, segment: Spot, scan: _Scan) -> FrameAt:
     data = window.bytes_at(start, prefix.head_bytes, name)
     head = frames.head_of(prefix, data, scan.crc32c, name)
     start += prefix.head_bytes
-    behind = window.bytes_at(start + prefix.body_bytes, frames.CRC_BYTES, name)
+    try:
+        behind = window.bytes_at(start + prefix.body_bytes, frames.CRC_BYTES, name)
+    except _Torn as error:
+        raise _TornBody(error.object_name, error.expected, error.found) from None
     body_crc32c = frames.body_crc32c(behind)
     if not prefix.body_bytes:
         frames.check_body(memoryview(b""), prefix.crc32c, body_crc32c, name)
@@ -377,11 +527,11 @@ def _frame_at(window: _Window, segment: Spot, scan: _Scan) -> FrameAt:
 
 
 def read_log(spot: Spot, stretch: int, process: int) -> ProcessLog:
-    """The log of a process as it stands.
+    """Returns the current WAL of a process.
 
     Args:
       spot: the directory of its segments.
-      stretch: number of the stretch.
+      stretch: number of the epoch.
       process: index of the process.
 
     Raises:

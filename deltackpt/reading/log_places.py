@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the logs of a root are: in a folder beside its steps, or in a stage before a bucket.
+"""Locations of a WAL: a directory next to the steps, or a staging directory.
 
-Of a stretch that several places have the first one counts: what is near has all of it, and what is
-behind it only what has come there by now.
+If several locations hold an epoch, the nearest is used: it is complete, and the others have only
+the part uploaded so far.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from deltackpt.storage.store import Spot
 
 
 class Record(NamedTuple):
-    """A record as it is stored, and how errors name it."""
+    """The bytes of a record, and its name in errors."""
 
     name: str
     data: bytes
 
 
 class LogPlaces(Protocol):
-    """Heads of stretches, and their logs."""
+    """Headers of WAL epochs, and their segments."""
 
     def numbers(self) -> list[int]:
-        """Numbers of all stretches, in no order; those whose heads cannot be read, too.
+        """Returns the numbers of all epochs, unordered, even if a header is unreadable or lost.
 
         Raises:
-          StorageError: nobody can tell.
+          StorageError: they cannot be listed.
         """
         ...
 
     def logged(self) -> list[int]:
-        """Numbers of the stretches that have logs, in no order; those without a head, too.
+        """Returns the numbers of the epochs that have segments, unordered, even without a header.
 
         Raises:
-          StorageError: nobody can tell.
+          StorageError: they cannot be listed.
         """
         ...
 
     def has(self, stretch: int) -> bool:
-        """Whether there is a head of that number."""
+        """Returns whether a header with a number, or a copy of it, exists."""
         ...
 
     def head(self, stretch: int) -> Record:
-        """The head of a stretch.
+        """Returns the header of an epoch.
 
         Raises:
           Damaged: it is missing, or longer than any.
@@ -54,13 +54,21 @@ class LogPlaces(Protocol):
         """
         ...
 
+    def copy(self, stretch: int) -> Record:
+        """Returns another copy of the header of an epoch.
+
+        Raises:
+          Damaged, StorageError: as for ``head``.
+        """
+        ...
+
     def segments(self, stretch: int) -> Spot:
-        """The folder of the logs of its processes, ``<process>/<segment>``."""
+        """Returns the directory of an epoch's segments, ``<process>/<segment>``."""
         ...
 
 
 class LogFolder(NamedTuple):
-    """A folder that holds heads, and logs beside them."""
+    """A directory with headers and segments."""
 
     at: Spot
 
@@ -68,9 +76,13 @@ class LogFolder(NamedTuple):
         return str(self.at)
 
     def numbers(self) -> list[int]:
-        """See ``LogPlaces``."""
+        """See ``LogPlaces``: segments without a header are the newest, or have lost it."""
+        # Before the heads: each is there before its log is.
+        logged = [int(name) for name in self.at.folders() if names.step_number(name) is not None]
         found = map(names.stretch_number, self.at.names())
-        return [number for number in found if number is not None]
+        heads = [number for number in found if number is not None]
+        newest = max(heads, default=-1)
+        return [*heads, *(one for one in logged if one > newest and (self.at / str(one)).keys())]
 
     def logged(self) -> list[int]:
         """See ``LogPlaces``."""
@@ -78,12 +90,18 @@ class LogFolder(NamedTuple):
         return [int(name) for name in found if (self.at / name).keys()]
 
     def has(self, stretch: int) -> bool:
-        """See ``LogPlaces``; the folder is not listed: of another node that may be an old list."""
-        return (self.at / names.stretch_name(stretch)).is_file()
+        """See ``LogPlaces``; does not list the directory, because a listing may be stale."""
+        head = self.at / names.stretch_name(stretch)
+        return head.is_file() or (self.segments(stretch) / names.HEAD_COPY).is_file()
 
     def head(self, stretch: int) -> Record:
         """See ``LogPlaces``."""
         place = self.at / names.stretch_name(stretch)
+        return Record(place.shown(), place.read(place.shown()))
+
+    def copy(self, stretch: int) -> Record:
+        """See ``LogPlaces``: the copy next to the segments."""
+        place = self.segments(stretch) / names.HEAD_COPY
         return Record(place.shown(), place.read(place.shown()))
 
     def segments(self, stretch: int) -> Spot:
@@ -92,10 +110,10 @@ class LogFolder(NamedTuple):
 
 
 class LogLayers:
-    """Several places, the nearest first."""
+    """Several locations, nearest first."""
 
     def __init__(self, places: Sequence[LogPlaces]):
-        """Asks nobody yet."""
+        """Reads nothing yet."""
         self._places = places
 
     def __str__(self) -> str:
@@ -117,6 +135,17 @@ class LogLayers:
         """See ``LogPlaces``."""
         return self._of(stretch).head(stretch)
 
+    def copy(self, stretch: int) -> Record:
+        """See ``LogPlaces``: the copy in the same location, else the header in another one."""
+        first = self._of(stretch)
+        try:
+            return first.copy(stretch)
+        except Damaged:
+            for place in self._places:
+                if place is not first and place.has(stretch):
+                    return place.head(stretch)
+            raise
+
     def segments(self, stretch: int) -> Spot:
         """See ``LogPlaces``."""
         return self._of(stretch).segments(stretch)
@@ -125,4 +154,4 @@ class LogLayers:
         for place in self._places:
             if place.has(stretch):
                 return place
-        raise Damaged(str(self), f"the head of stretch {stretch}", "none")
+        raise Damaged(str(self), f"the header of WAL epoch {stretch}", "none")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All stretches that stand beside the steps of a root: which of them count, and what they hold.
+"""All WAL epochs of a checkpoint directory: which of them are valid, and what they contain.
 
-``Logs`` reads what counts, for restores. Whoever looks, verifies or tidies up wants the rest, too:
-stretches that the newest head does not lead to, heads that are damaged, logs that have no head.
+``Logs`` reads the valid ones, for restores. Inspection, verification and cleanup also need the
+rest: epochs that the newest header does not continue, damaged headers, segments without a header.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ from deltackpt.errors import Damaged, DeltackptError, FormatTooNew, StorageError
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
 from deltackpt.reading.log_places import LogPlaces
-from deltackpt.reading.stretches import Era, History, LogPoint, Logs
+from deltackpt.reading.stretches import Era, History, Logs, RecoveryPoint
 from deltackpt.storage.store import Spot
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StretchState:
-    """A stretch as it stands.
+    """The state of an epoch.
 
     Attributes:
-      number: of the stretch.
-      folders: where its logs are, or may be.
-      era: its head and logs, those marks that count where it counts, else all; None where it cannot
-        be read.
-      live: whether restores may read it; None where the newest head is damaged, so that nobody
-        knows.
+      number: number of the epoch.
+      folders: folders that contain its segments, or may contain them.
+      era: its header and records; only the valid records if the epoch is live, otherwise all. None
+        if it cannot be read.
+      live: whether restores may read it; None if the newest header is damaged.
       problem: why it cannot be read.
     """
 
@@ -41,29 +40,29 @@ class StretchState:
 
     @property
     def head(self) -> StretchHead | None:
-        """Its head, where that can be read."""
+        """Returns the epoch's header if it can be read."""
         return None if self.era is None else self.era.head
 
     @functools.cached_property
-    def points(self) -> list[LogPoint]:
-        """Newest first, soft ones too."""
+    def points(self) -> list[RecoveryPoint]:
+        """Returns the epoch's recovery points, newest first, including soft ones."""
         return [] if self.era is None else self.era.points()
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """Bytes of its files."""
+        """Returns the total size of the epoch's files."""
         return sum(folder.tree_bytes() for folder in self.folders)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LogState:
-    """The logs of a root.
+    """The WAL epochs of a root.
 
     Attributes:
-      at: the folder of the heads.
-      history: what counts; None where the newest head cannot be read.
-      stretches: all that stand, newest first.
-      problem: why the newest head cannot be read.
+      at: the directory of the headers.
+      history: the valid records; None if the newest header cannot be read.
+      stretches: all epochs, newest first.
+      problem: why the newest header cannot be read.
     """
 
     at: LogPlaces
@@ -73,14 +72,14 @@ class LogState:
 
     @property
     def newest(self) -> StretchHead | None:
-        """The newest head; None where there is none, or it cannot be read."""
+        """Returns the newest header; None if it does not exist or cannot be read."""
         return self.stretches[0].head if self.stretches else None
 
     def needless(self, steps: Mapping[int, SaveId]) -> dict[int, str]:
-        """Stretches that no restore can need, to why.
+        """Returns epochs that no restore can need, with the reason.
 
         Args:
-          steps: committed steps, by number.
+          steps: committed steps.
         """
         newest = self.newest
         if self.history is None or newest is None:
@@ -92,20 +91,20 @@ class LogState:
             if state.number == newest.stretch:
                 continue
             if not state.live:
-                found[state.number] = "the newest stretch does not go on from it"
+                found[state.number] = "the newest epoch does not continue from it"
             elif passed:
-                found[state.number] = "two steps of a later stretch are committed"
+                found[state.number] = "two steps of a later epoch are committed"
         return found
 
 
 def log_state(at: LogPlaces) -> LogState:
-    """All stretches of a root.
+    """Returns all WAL epochs of a root.
 
     Args:
-      at: where they are.
+      at: their location.
 
     Raises:
-      StorageError: it cannot be read.
+      StorageError: the location cannot be read.
     """
     logs = Logs(at)
     numbers = logs.numbers()
@@ -119,9 +118,7 @@ def log_state(at: LogPlaces) -> LogState:
         _state(logs, number, eras, history is not None)
         for number in sorted({*numbers, *at.logged()}, reverse=True)
     ]
-    # A log is made after its head: what has none is of a stretch that was removed.
-    known = [one for one in stretches if one.number <= max(numbers, default=-1)]
-    return LogState(at=at, history=history, stretches=tuple(known), problem=problem)
+    return LogState(at=at, history=history, stretches=tuple(stretches), problem=problem)
 
 
 def _state(logs: Logs, number: int, eras: Mapping[int, Era], known: bool) -> StretchState:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense leaves of a point, from the frames of its marks; no jax.
+"""Dense leaves of a recovery point, from the frames of its records; no jax.
 
-A full mark holds its leaves as blocks, against those of the full mark before it in the same file:
-``dense_values`` applies them as it does those of steps. Or it holds them whole, and in logs of
-before there were blocks as their XOR with those of an earlier frame.
+A full record contains its leaves as blocks, relative to those of the previous full record in the
+same file; ``dense_values`` applies them like those of steps. Or it contains them whole or, in the
+format before blocks, as their XOR with those of an earlier frame.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from deltackpt.format.frames import BlocksHead, DenseHead, DenseValue, Kind, Pla
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.segments import ArrayEntry, Segment
 from deltackpt.reading import dense_values
-from deltackpt.reading.dense_values import DenseValues
+from deltackpt.reading.dense_values import DenseValues, OnBytes, uncounted
 from deltackpt.reading.log_files import FrameAt, Mark, ProcessLog, damage_of
 from deltackpt.reading.orbax_values import OnFilled, nobody
 from deltackpt.reading.stretches import Way
@@ -31,36 +31,52 @@ from deltackpt.storage.frame_arrays import StoredArray
 
 #: The values of a process's part of the item.
 Values = Mapping[Key, memoryview]
+#: Whether the value of a key of the database is asked for; files always are.
+Wanted = Callable[[str], bool]
+
+
+def everything(key: str) -> bool:
+    """Wants every value."""
+    return True
 
 
 class DenseKept:
-    """Dense leaves that were read last: the next ones may go on from them."""
+    """A cache of the dense leaves read last, from which the next ones may continue."""
 
     def __init__(self) -> None:
-        """None were."""
-        #: Of marks that hold blocks: stretch, process and mark to what they decode to.
+        """Creates an empty cache."""
+        #: For records with blocks: epoch, process and record to the decoded values.
         self.marks: dict[tuple[int, int, SaveId], Values] = {}
-        #: Of frames that hold values.
+        #: For frames with values.
         self.frames: dict[tuple[str, Place, int], list[tuple[DenseValue, memoryview]]] = {}
 
 
-def dense_of(way: Way, kept: DenseKept | None = None) -> DenseValues:
-    """The dense leaves of the point.
+def dense_of(
+    way: Way,
+    kept: DenseKept | None = None,
+    wanted: Wanted = everything,
+    *,
+    on_bytes: OnBytes = uncounted,
+) -> DenseValues:
+    """Returns the dense leaves of the recovery point.
 
     Args:
-      way: to the point.
-      kept: what an earlier call has read; it gets what this one does.
+      way: the replay plan to the recovery point.
+      kept: cache of earlier calls with the same ``wanted``; this call adds what it reads.
+      wanted: which values; frames with no other contents are not read.
+      on_bytes: called with the lengths of the bodies that are read.
 
     Raises:
-      DamagedLog: they are missing or altered.
+      DamagedWal: the leaves are missing or altered.
     """
     values: dict[str, memoryview] = {}
     files: dict[str, memoryview] = {}
     before, now = kept or DenseKept(), DenseKept()
     for process, mark in way.last_marks.items():
-        log = ProcessDense(way.era.head.stretch, process, way.era.processes[process].log)
+        log = way.era.processes[process].log
+        dense = ProcessDense(way.era.head.stretch, process, log, wanted, on_bytes)
         with damage_of(mark):
-            for (file, key), data in log.values_of(mark, before, now).items():
+            for (file, key), data in dense.values_of(mark, before, now).items():
                 (files if file else values)[key] = data
     if kept is not None:
         kept.marks, kept.frames = now.marks, now.frames
@@ -68,52 +84,63 @@ def dense_of(way: Way, kept: DenseKept | None = None) -> DenseValues:
 
 
 class ProcessDense:
-    """Reads the dense leaves that one process has logged."""
+    """Reads the dense leaves that one process has appended."""
 
-    def __init__(self, stretch: int, process: int, log: ProcessLog):
+    def __init__(
+        self,
+        stretch: int,
+        process: int,
+        log: ProcessLog,
+        wanted: Wanted = everything,
+        on_bytes: OnBytes = uncounted,
+    ):
         """Reads nothing yet.
 
         Args:
-          stretch: number of the stretch.
+          stretch: sequence number of the epoch.
           process: index of the process.
           log: what it wrote.
+          wanted: as for ``dense_of``.
+          on_bytes: as for ``dense_of``.
         """
+        self._wanted, self._on_bytes = wanted, on_bytes
         self._stretch = stretch
         self._process = process
         self._marks = {mark.save_id.attempt: mark for mark in log.marks}
 
     def values_of(self, mark: Mark, before: DenseKept, now: DenseKept) -> Values:
-        """What it has of the dense item at a mark.
+        """Returns the process's part of the dense item at a record.
 
         Args:
-          mark: one of its marks.
-          before: what was read before.
-          now: gets what is read.
+          mark: one of its records.
+          before: values that were read before.
+          now: receives the values that are read.
 
         Raises:
-          Damaged: a frame of it, or of a mark that it goes on from, is missing or altered.
+          Damaged: a frame of it, or of a record that it continues from, is missing or altered.
         """
         found = dict(self.blocks_of(mark, before, now))
         if values := mark.frames_of(Kind.DENSE):
-            reader = _ValuesReader(self._marks.values(), before, now)
+            reader = _ValuesReader(self._marks.values(), before, now, self._wanted, self._on_bytes)
             for frame in values:
                 found |= {(value.file, value.key): data for value, data in reader.read(frame)}
         return found
 
     def blocks_of(self, mark: Mark, before: DenseKept, now: DenseKept) -> Values:
-        """As ``values_of``, of its frames of blocks."""
+        """See ``values_of``, for its frames of blocks."""
         if not mark.frames_of(Kind.BLOCKS):
             return {}
         sources, held, at = [], None, mark
         while at is not None:
-            sources.append([FrameSource(frame) for frame in at.frames_of(Kind.BLOCKS)])
+            frames = at.frames_of(Kind.BLOCKS)
+            sources.append([FrameSource(frame, self._on_bytes) for frame in frames])
             at = self._before(at)
             held = None if at is None else before.marks.get(self._key(at))
             if held is not None:
                 break
         name = sources[0][0].name
         base = None if held is None else _Held(held, name)
-        values, files = dense_values.values_of(sources, base, name)
+        values, files = dense_values.values_of(sources, base, name, self._wanted)
         found = {(False, key): data for key, data in values.items()}
         found |= {(True, key): data for key, data in files.items()}
         now.marks[self._key(mark)] = found
@@ -123,10 +150,10 @@ class ProcessDense:
         return self._stretch, self._process, mark.save_id
 
     def _before(self, mark: Mark) -> Mark | None:
-        """The mark that the leaves of one are against; None where they are whole.
+        """Returns the record that the leaves of one are relative to; None if they are whole.
 
         Raises:
-          Damaged: there is none such.
+          Damaged: the record does not exist.
         """
         own = mark.frames_of(Kind.BLOCKS)
         numbers = {against_of(frame) for frame in own}
@@ -139,18 +166,18 @@ class ProcessDense:
             or found.save_id.attempt >= mark.save_id.attempt
             or not found.frames_of(Kind.BLOCKS)
         ):
-            raise Damaged(own[0].name, f"an earlier mark {number} that it is against", "none")
+            raise Damaged(own[0].name, f"an earlier record {number} that it is relative to", "none")
         return found
 
 
 def against_of(frame: FrameAt) -> int | None:
-    """Number of the call whose mark a frame of blocks is against; None where it is whole."""
+    """Returns the call number of the record that a frame of blocks is relative to, or None."""
     head: BlocksHead = frame.head
     return head.against
 
 
 class _Held(NamedTuple):
-    """What was read of an earlier mark; see ``dense_values.Base``."""
+    """The values of an earlier record; see ``dense_values.Base``."""
 
     values: Values
     name: str
@@ -166,20 +193,22 @@ class _Held(NamedTuple):
             data = self.values.get(key)
             if data is None or data.nbytes != len(out):
                 have = "none" if data is None else f"{data.nbytes}"
-                raise Damaged(self.name, f"{len(out)} bytes of {key[1]} in the mark before", have)
+                expected = f"{len(out)} bytes of {key[1]} in the previous record"
+                raise Damaged(self.name, expected, have)
             out[:] = np.frombuffer(data, np.uint8)
 
 
 class FrameSource:
-    """The blocks of a frame; see ``dense_values.Source``. Its body is read once, and checked."""
+    """The blocks of a frame; see ``dense_values.Source``. Its body is read once and verified."""
 
-    def __init__(self, frame: FrameAt):
+    def __init__(self, frame: FrameAt, on_bytes: OnBytes = uncounted):
         """Reads nothing yet.
 
         Args:
-          frame: of kind ``BLOCKS``.
+          frame: a frame of kind ``BLOCKS``.
+          on_bytes: as for ``dense_of``.
         """
-        self._frame = frame
+        self._frame, self._on_bytes = frame, on_bytes
         self._head: BlocksHead = frame.head
         self._lock = threading.Lock()
         self._stored: dict[tuple[str, str], StoredArray] | None = None
@@ -203,6 +232,7 @@ class FrameSource:
 
     def _read(self) -> dict[tuple[str, str], StoredArray]:
         head = self._head
+        self._on_bytes(self._frame.body_bytes)
         stored = frame_arrays.stored_of(head.arrays, head.sizes, self._frame.read(), self.name)
         names = [
             (segment.name, entry.name)
@@ -216,20 +246,31 @@ class FrameSource:
 
 
 class _ValuesReader:
-    """Reads frames of values of one process; differences by way of what they are against."""
+    """Reads frames of values of one process; resolves differences."""
 
-    def __init__(self, marks: Iterable[Mark], before: DenseKept, now: DenseKept):
+    def __init__(
+        self,
+        marks: Iterable[Mark],
+        before: DenseKept,
+        now: DenseKept,
+        wanted: Wanted,
+        on_bytes: OnBytes,
+    ):
+        self._wanted, self._on_bytes = wanted, on_bytes
         self._before, self._now = before.frames, now.frames
         self._frames = {
             frame.place.seq: frame for mark in marks for frame in mark.frames_of(Kind.DENSE)
         }
 
     def read(self, frame: FrameAt) -> list[tuple[DenseValue, memoryview]]:
-        """The values of a frame, as they were.
+        """Returns the wanted values of a frame, as they were appended.
 
         Raises:
           Damaged: it, or one that it needs, is missing or altered.
         """
+        head: DenseHead = frame.head
+        if not any(self._is_wanted(value) for value in head.values):
+            return []
         chain = [frame]
         while (needed := self._needs(chain[-1])) is not None and _key(needed) not in self._before:
             chain.append(needed)
@@ -248,7 +289,7 @@ class _ValuesReader:
             return None
         [seq] = against if len(against) == 1 else (None,)
         if seq not in self._frames:
-            raise Damaged(frame.name, f"one frame {seq} that it is the difference to", "none")
+            raise Damaged(frame.name, f"one frame {seq} that it is relative to", "none")
         return self._frames[seq]
 
     def _decoded(
@@ -256,16 +297,22 @@ class _ValuesReader:
     ) -> list[tuple[DenseValue, memoryview]]:
         head: DenseHead = frame.head
         sizes = [value.nbytes for value in head.values]
+        self._on_bytes(frame.body_bytes)
         bodies = frames.pieces_of(sizes, frame.read(), frame.name)
         found = []
         for value, data in zip(head.values, bodies, strict=True):
+            if not self._is_wanted(value):
+                continue
             if value.against is not None:
                 before = held.get(value.key)
                 if before is None or before.nbytes != value.decoded_bytes:
-                    raise Damaged(frame.name, f"a value of {value.key} before", "none")
+                    raise Damaged(frame.name, f"an earlier value of {value.key}", "none")
                 data = undiffered(data, before, value.itemsize, frame.name)
             found.append((value, data))
         return found
+
+    def _is_wanted(self, value: DenseValue) -> bool:
+        return value.file or self._wanted(value.key)
 
 
 def _key(frame: FrameAt) -> tuple[str, Place, int]:
@@ -273,27 +320,27 @@ def _key(frame: FrameAt) -> tuple[str, Place, int]:
 
 
 def undiffered(data: memoryview, before: memoryview, itemsize: int, name: str) -> memoryview:
-    """A value from its difference to another one of as many bytes.
+    """Returns a value from its difference to another value of the same length.
 
     Args:
-      data: the difference: XOR, as byte planes, by zstd.
-      before: what it is to.
-      itemsize: of the numbers in it.
-      name: how errors name it.
+      data: the difference: XOR, split into byte planes, compressed with zstd.
+      before: the other value.
+      itemsize: bytes per element.
+      name: its name in errors.
 
     Raises:
-      Damaged: it is none of such a value.
+      Damaged: the data is not such a difference.
     """
     nbytes = before.nbytes
     try:
-        # It takes memory for as many bytes as the data say that there are.
+        # Decompression allocates as many bytes as the data claim.
         if (claimed := zstandard.frame_content_size(data)) != nbytes:
             raise Damaged(name, f"a difference of {nbytes} bytes", f"{claimed} bytes")
         plain = zstandard.ZstdDecompressor().decompress(data)
     except zstandard.ZstdError as error:
-        raise Damaged(name, "bytes of zstd", str(error)) from error
+        raise Damaged(name, "zstd data", str(error)) from error
     if nbytes % itemsize:
-        raise Damaged(name, f"numbers of {itemsize} bytes", f"{nbytes} bytes")
+        raise Damaged(name, f"elements of {itemsize} bytes", f"{nbytes} bytes")
     planes = np.frombuffer(plain, np.uint8).reshape(itemsize, -1)
     found = np.ascontiguousarray(planes.T).reshape(-1)
     return np.bitwise_xor(found, np.frombuffer(before, np.uint8)).data

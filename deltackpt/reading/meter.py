@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of what is to be read was read."""
+"""Progress of a read in bytes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Meter:
         self._lock = threading.Lock()
 
     def expect(self, nbytes: int) -> None:
-        """So many more bytes are to be read."""
+        """Adds to the expected bytes."""
         self._total += nbytes
 
     def add(self, nbytes: int) -> None:
-        """So many bytes were read; there may be more of them than were expected."""
+        """Adds to the bytes read; they may exceed those expected."""
         with self._lock:
             self.done += nbytes
             if self._progress is not None:

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dense item of a base, as Orbax laid it out: values of its database and files, verified.
 
-Orbax's data carries no checksum: the digests of the step cover it. Every file that a value is taken
-from is read once, as a whole: the wanted bytes into their final place, the others past it, all of
-them compared with the file's digest.
+Orbax's data carries no checksum: the digests of the step cover it. If much of a file is wanted, the
+file is read once as a whole and compared with its digest; the wanted bytes are read into their
+destination, the others are discarded. If little is wanted, and the digest has checksums of blocks,
+only the blocks around the wanted bytes are read and compared.
 """
 
 from __future__ import annotations
 
+import bisect
 import concurrent.futures
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,32 +23,37 @@ from deltackpt.format.dense_blocks import Key
 from deltackpt.reading.saves import StoredSave, check_dense
 from deltackpt.resources import memory, pages
 from deltackpt.storage import digests, ocdbt_index
-from deltackpt.storage.crc import crc32c, joined
+from deltackpt.storage.crc import BLOCK_BYTES, crc32c, joined
 from deltackpt.storage.digests import TAIL_BYTES, Digest
 from deltackpt.storage.kv_store import reachable
 from deltackpt.storage.ocdbt import ZARRAY
 from deltackpt.storage.ocdbt_index import Extent, Index
 from deltackpt.storage.store import Spot
 
+#: Folder of an item with files about its arrays.
+ARRAY_METADATAS = "array_metadatas"
 #: Files of the item that the database consists of begin so.
 _OF_DATABASE = ("d/", names.DENSE_NODES, "ocdbt.process_", "manifest.ocdbt")
 #: What one call reads.
 _PIECE_BYTES = 8 << 20
 _READERS = 3
+#: A file is read by blocks if less than this fraction of it is wanted.
+_LITTLE = 2
 
 #: Called with a range of bytes of a value.
 OnFilled = Callable[[Key, int, int], None]
 
 
 def nobody(key: Key, start: int, stop: int) -> None:
-    """Nobody waits for ranges of bytes."""
+    """Ignores ranges of bytes."""
 
 
 class OrbaxValues:
     """Values and files of an item.
 
     Attributes:
-      name: how errors name it.
+      name: its name in errors.
+      bytes_read: bytes of values, and of other data that was verified with them.
     """
 
     def __init__(
@@ -58,27 +65,37 @@ class OrbaxValues:
         """Reads nothing yet.
 
         Args:
-          item_dir: of the item.
-          expected: digests of its files, by their paths below it; None where nothing covers them.
+          item_dir: directory of the item.
+          expected: digests of its files, by their paths below it; None if nothing covers them.
           name: how errors name it; that of the step and its own by default.
         """
         self.name = item_dir.shown(2) if name is None else name
+        self.bytes_read = 0
         self._item_dir = item_dir
         self._read_digests = expected
         self._sound: set[str] = set()
 
     @property
     def at(self) -> Spot:
-        """Where it is."""
+        """Returns its path."""
         return self._item_dir
 
+    def at_copy(self, item_dir: Spot, *, verify: bool) -> OrbaxValues:
+        """Returns the values of a copy of the item, which errors name as this one.
+
+        Args:
+          item_dir: directory of the copy.
+          verify: whether to compare its files with the digests of this one.
+        """
+        return OrbaxValues(item_dir, self._read_digests if verify else None, self.name)
+
     def keys(self) -> list[Key]:
-        """All keys of the database, and the files beside it."""
+        """Returns all keys of the database, and the files next to it."""
         values = self._index.values
         return [*((True, name) for name in self._files), *((False, key) for key in values)]
 
     def nbytes(self, key: Key) -> int | None:
-        """Bytes of a value, as the database or the folder has it; None where there is none."""
+        """Returns the bytes of a value in the database or directory, or None."""
         file, name = key
         if file:
             return (self._item_dir / name).length() if name in self._files else None
@@ -86,10 +103,10 @@ class OrbaxValues:
         return None if found is None else found.nbytes
 
     def read(self, keys: Collection[Key]) -> dict[Key, memoryview]:
-        """The values of some keys, in memory of their own; those that there are.
+        """Returns the values of some keys, in their own memory; missing ones are omitted.
 
         Raises:
-          Damaged: as ``fill``.
+          Damaged: as for ``fill``.
         """
         into: dict[Key, np.ndarray] = {}
         found: dict[Key, memoryview] = {}
@@ -103,15 +120,16 @@ class OrbaxValues:
         return found | {key: data.data for key, data in into.items()}
 
     def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = nobody) -> None:
-        """Reads values to where they are wanted, and verifies all that they depend on.
+        """Reads values into their destination, and verifies everything that they depend on.
 
-        The descriptions of arrays alone, which stand in the database's nodes, come with no more
-        than the checksums of these: to plan by. What is then read is verified with the nodes.
+        If only descriptions of arrays are read, which are in the database's nodes, only the
+        checksums of the nodes are verified: they are used only for planning. Everything read is
+        verified with the nodes.
 
         Args:
-          into: (bytes,) uint8, of each value that is wanted.
-          on_filled: called with each range of a value that was read, and whose sum is taken; from
-            several threads.
+          into: (bytes,) uint8, for each wanted value.
+          on_filled: called with each range of a value that was read and summed; from several
+            threads.
 
         Raises:
           Damaged: a value is missing, or of another length; a file is missing or altered.
@@ -129,20 +147,21 @@ class OrbaxValues:
         if all(file or key.endswith(f"/{ZARRAY}") for file, key in into):
             return
         checked = self._expected is not None
-        files = placed.keys() | (self._index.nodes - self._sound if checked else set())
-        readers = [self._reader(file, placed.get(file, [])) for file in sorted(files)]
-        work = [(reader, piece) for reader in readers for piece in reader.pieces]
+        files = placed.keys() | (self._index.nodes.keys() - self._sound if checked else set())
+        readers = {file: self._reader(file, placed.get(file, [])) for file in sorted(files)}
+        work = [(reader, piece) for reader in readers.values() for piece in reader.pieces]
         with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-dense") as pool:
             sums = iter(pool.map(lambda one: one[0].read(one[1], on_filled), work))
-            for reader in readers:
+            for reader in readers.values():
                 reader.check([next(sums) for _ in reader.pieces])
-        self._sound |= files
+        self.bytes_read += sum(piece.stop - piece.start for _, piece in work)
+        self._sound |= {file for file, reader in readers.items() if reader.whole}
 
     def check_rest(self) -> None:
-        """Checks the files of the database that nothing was read of, where digests name them.
+        """Verifies the database files that were not read, if digests name them.
 
         Raises:
-          Damaged: the first that is missing or altered.
+          Damaged: a file is missing or altered.
         """
         known = self._expected or {}
         seen = self._sound.union(self._files)
@@ -150,17 +169,21 @@ class OrbaxValues:
         for damage in digests.check_files(self._item_dir, rest, shown=self.name):
             raise damage
 
-    def _reader(self, file: str, values: Sequence[_Wanted]) -> _FileReader:
+    def _reader(self, file: str, values: Sequence[_Wanted]) -> _FileReader | _BlockReader:
         shown = f"{self.name}/{file}"
         expected = None
         if self._expected is not None and file not in self._sound:
-            expected = self._expected.get(file)
-            if expected is None:
-                raise Damaged(shown, "a file that the digests name", "one that they do not")
+            expected = self._listed(file, shown)
             with (self._item_dir / file).missing_is_damage(shown):
                 length = (self._item_dir / file).length(shown)
             if length != expected.length:
                 raise Damaged(shown, f"{expected.length} bytes", f"{length} bytes")
+            nodes = self._index.nodes.get(file, ())
+            if expected.blocks:
+                found = _BlockReader(self._item_dir / file, shown, expected, values, nodes)
+                # Reading by blocks copies.
+                if sum(piece.stop - piece.start for piece in found.pieces) < length // _LITTLE:
+                    return found
         return _FileReader(self._item_dir / file, shown, expected, values)
 
     @functools.cached_property
@@ -173,29 +196,56 @@ class OrbaxValues:
         found = self._item_dir.keys() if self._expected is None else self._expected
         return [name for name in found if not name.startswith(_OF_DATABASE)]
 
+    def _listed(self, name: str, shown: str) -> Digest:
+        """The digest of a file."""
+        assert self._expected is not None
+        if (found := self._expected.get(name)) is None:
+            raise Damaged(shown, "a file listed in the digests", "an unlisted file")
+        return found
+
     def _file(self, name: str) -> memoryview:
         """The bytes of a file beside the database."""
         shown = f"{self.name}/{name}"
         data = (self._item_dir / name).read(shown)
         if self._expected is not None:
-            digests.check_bytes(data, self._expected[name], shown)
+            digests.check_bytes(data, self._listed(name, shown), shown)
         return memoryview(data)
 
     @functools.cached_property
     def _index(self) -> Index:
+        if not any(name.startswith(_OF_DATABASE) for name in self._expected or _OF_DATABASE):
+            return Index({}, {})  # If all leaves are strings or None, the item has no database.
         try:
             return ocdbt_index.index(reachable(self._item_dir))
         except (ValueError, OSError, LookupError) as error:
             raise self._damage("a database of dense leaves", str(error)) from error
 
     def _damage(self, expected: str, found: object) -> Damaged:
-        """What is wrong with the item: with one of its files where the digests know that."""
+        """Returns the damage of the item, or of one of its files if the digests reveal it."""
         known = digests.check_files(self._item_dir, self._expected or {}, shown=self.name)
         return known[0] if known else Damaged(self.name, expected, f"{found}")
 
 
+def key_impls(array_metadatas: Mapping[str, Any]) -> dict[str, str]:
+    """Returns PRNG implementations of typed keys, by array name, from Orbax's metadata file.
+
+    Args:
+      array_metadatas: JSON contents of the file.
+
+    Raises:
+      KeyError, TypeError, AttributeError: the contents are not valid array metadata.
+    """
+    found = {}
+    for entry in array_metadatas["array_metadatas"]:
+        metadata = entry["array_metadata"]
+        impl = (metadata["ext_metadata"] or {}).get("random_key_impl")
+        if impl is not None:
+            found[str(metadata["param_name"])] = str(impl)
+    return found
+
+
 class _Wanted(NamedTuple):
-    """A value, and where it is wanted: (bytes,) uint8."""
+    """A value and its destination: (bytes,) uint8."""
 
     at: Extent
     key: Key
@@ -203,7 +253,7 @@ class _Wanted(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Bytes of a file that are read at once; of no value where nobody wants them."""
+    """Bytes of a file that are read at once; without a value if they are not wanted."""
 
     start: int
     stop: int
@@ -211,7 +261,14 @@ class _Piece(NamedTuple):
 
 
 class _FileReader:
-    """Reads what is wanted of a file; of one that has a digest all that is in it."""
+    """Reads the wanted parts of a file; reads all of a file that has a digest.
+
+    Attributes:
+      pieces: the parts to read.
+      whole: whether they are all of a file that has a digest.
+    """
+
+    whole = True
 
     def __init__(
         self,
@@ -231,7 +288,7 @@ class _FileReader:
         """Reads a piece; see ``OrbaxValues.fill``.
 
         Returns:
-          The CRC32C of its bytes; and those themselves where they belong to the file's tail.
+          The CRC32C of its bytes; and the bytes if they belong to the file's tail.
         """
         value = piece.value
         if value is None:
@@ -274,14 +331,14 @@ class _FileReader:
             )
 
     def _pieces(self, values: Sequence[_Wanted]) -> Iterator[_Piece]:
-        """All of the file in order where it has a digest, else the values."""
+        """Yields the whole file in order if it has a digest, else the values."""
         at = 0
         for value in sorted(values, key=lambda one: one.at.start):
             start, stop = value.at.start, value.at.start + value.at.nbytes
             if self._expected is not None:
                 if not at <= start <= stop <= self._expected.length:
                     found = f"bytes {start} to {stop} of {self._expected.length}"
-                    raise Damaged(self._shown, f"a value behind {at}", found)
+                    raise Damaged(self._shown, f"a value after {at}", found)
                 yield from self._cut(at, start, None)
             yield from self._cut(start, stop, value)
             at = stop
@@ -297,11 +354,78 @@ class _FileReader:
             start = end
 
 
+class _BlockReader:
+    """Reads and verifies the blocks around the wanted parts of a file; see ``_FileReader``."""
+
+    whole = False
+
+    def __init__(
+        self,
+        at: Spot,
+        shown: str,
+        expected: Digest,
+        values: Sequence[_Wanted],
+        nodes: Sequence[Extent],
+    ):
+        """Reads nothing yet."""
+        self._at, self._shown, self._expected = at, shown, expected
+        self._body = expected.length - TAIL_BYTES
+        self._sums = np.frombuffer(expected.blocks, "<u4")
+        self._values = sorted(values, key=lambda one: one.at.start)
+        self._starts = [value.at.start for value in self._values]
+        extents = [*(value.at for value in values), *nodes]
+        self.pieces = [*self._pieces(extents)]
+
+    def read(self, piece: _Piece, on_filled: OnFilled) -> None:
+        """Reads a piece and verifies it; see ``OrbaxValues.fill``."""
+        data = np.empty(piece.stop - piece.start, np.uint8)
+        with self._at.missing_is_damage(self._shown):
+            self._at.store.read_into(self._at.key, piece.start, [data.data])
+        for start in range(piece.start, min(piece.stop, self._body), BLOCK_BYTES):
+            stop = min(start + BLOCK_BYTES, self._body)
+            found = crc32c(data[start - piece.start : stop - piece.start])
+            self._check("crc32c", int(self._sums[start // BLOCK_BYTES]), found)
+        if piece.stop > self._body:
+            ending = data[self._body - piece.start :].tobytes()
+            self._check("tail", self._expected.tail, int.from_bytes(ending, "little"))
+        first = max(0, bisect.bisect_right(self._starts, piece.start) - 1)
+        for value in self._values[first : bisect.bisect_left(self._starts, piece.stop)]:
+            start = max(piece.start, value.at.start)
+            stop = min(piece.stop, value.at.start + value.at.nbytes)
+            if start < stop:
+                begin, end = start - value.at.start, stop - value.at.start
+                value.out[begin:end] = data[start - piece.start : stop - piece.start]
+                on_filled(value.key, begin, end)
+
+    def check(self, sums: Sequence[object]) -> None:
+        """Does nothing: ``read`` verifies."""
+
+    def _check(self, what: str, expected: int, found: int) -> None:
+        if found != expected:
+            raise Damaged(self._shown, f"{what} {expected:08x}", f"{what} {found:08x}")
+
+    def _pieces(self, extents: Sequence[Extent]) -> Iterator[_Piece]:
+        """Returns the blocks that contain some of the extents, without repetition."""
+        length, at = self._expected.length, 0
+        for extent in sorted(extents, key=lambda one: one.start):
+            end = extent.start + extent.nbytes
+            if not 0 <= extent.start <= end <= length:
+                found = f"bytes {extent.start} to {end} of {length}"
+                raise Damaged(self._shown, "a value within the file", found)
+            stop = -(-end // BLOCK_BYTES) * BLOCK_BYTES
+            # The last four bytes belong to no block.
+            stop = length if stop >= self._body else stop
+            start = max(at, extent.start // BLOCK_BYTES * BLOCK_BYTES)
+            for first in range(start, stop, _PIECE_BYTES):
+                yield _Piece(first, min(stop, first + _PIECE_BYTES), None)
+            at = max(at, stop)
+
+
 def of_save(save: StoredSave) -> OrbaxValues:
-    """The dense item of a save that has one.
+    """Returns the dense item of a save.
 
     Raises:
-      Damaged, ForeignDirectory: as ``check_dense``.
+      Damaged, ForeignDirectory: as for ``check_dense``.
     """
     check_dense(save)
     if names.DENSE_ITEM in save.head.digests:
@@ -309,7 +433,7 @@ def of_save(save: StoredSave) -> OrbaxValues:
         at = save.item_dir / names.DENSE_ITEM
         return OrbaxValues(at, expected, f"{save.name}/{names.DENSE_ITEM}")
     covered = "step" in save.head.digests
-    if save.compacted:  # It says nothing of the step that it stands for.
+    if save.compacted:  # Its manifest does not cover the step.
         covered = (save.step_dir / names.STEP_DIGESTS).is_file()
     expected = functools.partial(_digests_of, save.step_dir) if covered else None
     return OrbaxValues(save.step_dir / names.DENSE_ITEM, expected)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a point is beside its tables, as files: whoever holds it hands them over like a step's.
+"""The parts of a recovery point other than tables, as files, so that they transfer like a step's.
 
-The rows that its marks hold are bits, by table: restores keep their numbers for the next deltas.
-Dense leaves of a delta that has them as blocks are held in the same way, beside the step's files.
+The rows of its records are stored as bitmaps, by table; restores keep their indices for the next
+deltas. Dense leaves that a delta stores as blocks are stored in the same way, next to the step's
+files.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from deltackpt.reading.dense_values import DenseValues
 from deltackpt.reading.replay import LoggedState
 
 _VALUES, _FILES, _ROWS = "values/", "files/", "rows/"
-#: Where the dense leaves of a delta are that has no such item.
+#: Prefix of the dense leaves of a delta without a dense item.
 STEP = f"{names.DENSE_ITEM}/"
 #: The processes that have items, and those of each.
 _ITEMS, _BYTES, _JSON = "items/", "bytes/", "json/"
 
 
 def to_files(state: LoggedState, layout: Layout) -> dict[str, bytes | memoryview]:
-    """The files of a point, by their names.
+    """Returns the files of a recovery point, by their names.
 
     Args:
-      state: of the point.
+      state: the recovery point.
       layout: its tables.
     """
     dense = state.dense
@@ -53,14 +54,14 @@ def to_files(state: LoggedState, layout: Layout) -> dict[str, bytes | memoryview
 
 
 def state_of(files: Mapping[str, np.ndarray], layout: Layout) -> LoggedState:
-    """What ``to_files`` was given.
+    """Returns the argument of ``to_files``.
 
     Args:
-      files: the bytes of each; they may be read for as long as the result is.
+      files: the bytes of each file; they must stay valid as long as the result exists.
       layout: the tables of the point.
 
     Raises:
-      Damaged: one is missing, or too short.
+      Damaged: a file is missing or too short.
     """
     rows = {}
     for table in layout.tables:
@@ -80,16 +81,16 @@ def state_of(files: Mapping[str, np.ndarray], layout: Layout) -> LoggedState:
 
 
 def name_of(key: str, *, file: bool = False) -> str:
-    """The file that holds a value of the dense item, or a file of it."""
+    """Returns the file of a value of the dense item, or of a file of it."""
     return f"{_FILES if file else _VALUES}{key}"
 
 
 def dense_of(files: Mapping[str, np.ndarray], folder: str = "") -> DenseValues:
-    """The dense leaves among some files.
+    """Returns the dense leaves among some files.
 
     Args:
-      files: the bytes of each; they may be read for as long as the result is.
-      folder: that their names begin with: ``STEP`` for those of a delta.
+      files: the bytes of each file; they must stay valid as long as the result exists.
+      folder: prefix of their names: ``STEP`` for a delta.
     """
     return DenseValues(_below(files, folder + _VALUES), _below(files, folder + _FILES))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that go while they are read: what fails because of it is told from damage."""
+"""Distinguishes steps that are removed while they are read from damage."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def standing(
     during: str = "read",
     instead: str = "restore",
 ) -> Iterator[None]:
-    """Within, whatever fails since a step was removed or replaced is raised as ``StepGone``.
+    """Raises ``StepGone`` if an error inside occurs because a step was removed or replaced.
 
-    Anything may fail then: a file is missing, one of another save does not fit, a library raises
-    what it likes. Of a step that stands the error stays what it is: damage is damage.
+    A removed step can cause any error: a missing file, a file of another save, an error of a
+    library. If the step still exists, the error is raised unchanged.
 
     Args:
       step_dir: the step.
-      stands: whether it is still the one that is read; by default, whether its directory is the
-        one that it is now. A step that is not there now cannot go.
-      during: what is being done to it.
-      instead: what to do to the newest step instead.
+      stands: returns whether the step is still the same save; by default, whether its directory is
+        the same as at the start. A step that does not exist at the start cannot be removed.
+      during: what is done to the step, as a participle for the message.
+      instead: what to do with the newest step instead, for the message.
 
     Raises:
-      StepGone: what failed, failed because the step went.
+      StepGone: the error occurred because the step was removed.
     """
     at = spot(step_dir)
     stamp = at.stamp()
@@ -57,9 +57,9 @@ def standing(
 
 
 def goes(removed: Callable[[], bool], cause: Exception) -> bool:
-    """Whether something is removed, or is so within a moment where a file of it is missing.
+    """Returns whether something is removed, or is being removed, after a file of it was missing.
 
-    A directory that is not renamed first, as by others, is emptied before it goes.
+    Other tools do not rename a directory first: they empty it before they remove it.
     """
     checks = _GONE_CHECKS if isinstance(cause, (BrokenChain, Damaged, OSError)) else 1
     for check in range(checks):
@@ -71,19 +71,19 @@ def goes(removed: Callable[[], bool], cause: Exception) -> bool:
 
 
 def is_of_reading(error: Exception) -> bool:
-    """Whether a removal may be behind an error, which nobody has told yet."""
+    """Returns whether a removal may have caused an error that was not reported yet."""
     if isinstance(error, StepGone):
         return False
     return isinstance(error, (RestoreError, StorageError)) or not isinstance(error, DeltackptError)
 
 
 def gone(step_dir: Spot | Path, *, during: str = "read", instead: str = "restore") -> StepGone:
-    """What to raise where a step was removed, or replaced by another save of its number.
+    """Returns the error for a step that was removed, or replaced by another save of its number.
 
     Args:
       step_dir: the step.
       during: what was being done to it.
-      instead: what to do to the newest step instead.
+      instead: what to do with the newest step instead, for the message.
     """
     return StepGone(
         f"step directory {step_dir}: expected it to stay while it was {during}, found it removed "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Committed saves as they stand on disk: their manifests, and their arrays."""
+"""Committed saves on disk: their manifests and arrays."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from deltackpt.format.manifest import Cover, Layout, Manifest, SaveId
 from deltackpt.format.outline import outline
 from deltackpt.format.segments import ArrayEntry, FieldSpec, GroupEntry, Segment
 from deltackpt.reading import bounds
-from deltackpt.reading.foreign import foreign
+from deltackpt.reading.foreign import foreign, lacks_our_item
 from deltackpt.reading.removal import gone
 from deltackpt.storage import arrays, digests
-from deltackpt.storage.crc import ChunkSums
+from deltackpt.storage.crc import BLOCK_BYTES, ChunkSums
 from deltackpt.storage.digests import Digest
 from deltackpt.storage.store import Spot, Stamp, spot
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StoredSave:
-    """A committed save, or the compacted base that stands for it.
+    """A committed save, or the compacted base that replaces it.
 
     Attributes:
-      info: what chains need to know of it; of a compacted base the save id is that of the save.
-      step_dir: its step directory, which may be gone where a compacted base stands for it.
-      item: name of our item.
-      item_dir: where its manifests and arrays are.
-      head: the manifest of process 0; the others are read when needed.
+      info: its entry in a chain; a compacted base has the save id of the save that it replaces.
+      step_dir: its step directory, which may be removed if a compacted base replaces it.
+      item: name of deltackpt's item.
+      item_dir: directory of its manifests and arrays.
+      head: the manifest of process 0; other manifests are read when needed.
     """
 
     info: SaveInfo
@@ -53,31 +53,31 @@ class StoredSave:
 
     @property
     def name(self) -> str:
-        """Where it is below the root."""
+        """Returns its path below the root."""
         return self.item_dir.below(self.step_dir.parent)
 
     @property
     def compacted(self) -> bool:
-        """Whether it is a compacted base."""
+        """Returns whether it is a compacted base."""
         return self.item_dir != self.step_dir / self.item
 
     @property
     def has_dense(self) -> bool:
-        """Whether its dense leaves stand for as long as chains may go through it.
+        """Returns whether its dense leaves exist as long as chains may contain it.
 
-        Those that a compacted base leaves to the step go with the step.
+        If a compacted base leaves them to the step, they are removed with the step.
         """
         kept = self.head.dense_blocks is not None or names.DENSE_ITEM in self.head.digests
         return kept or (self.info.kind == "base" and not self.compacted)
 
     def parts(self, wanted: Callable[[Cover], bool] | None = None) -> list[StoredPart]:
-        """The parts with rows that are wanted, by process; all of them by default.
+        """Returns the shards with wanted rows, by process; all of them by default.
 
         Args:
-          wanted: whether something that lies within a cover is wanted.
+          wanted: returns whether any row within a cover is wanted.
 
         Raises:
-          Damaged: a manifest is missing, altered, or another one.
+          Damaged: a manifest is missing or altered, or belongs to another save.
         """
         if not self.head.parts:
             return [self._part(0)]
@@ -89,7 +89,7 @@ class StoredSave:
 
     @property
     def manifests(self) -> tuple[Manifest, ...]:
-        """What every process wrote."""
+        """Returns the manifest of every process."""
         return tuple(part.record for part in self.parts())
 
     @functools.cached_property
@@ -107,14 +107,14 @@ class StoredSave:
             record = manifest.from_bytes(data, name=f"{self.name}/{name}")
             if record.process != process:
                 shown = f"{self.name}/{name}"
-                raise Damaged(shown, f"the part of process {process}", f"that of {record.process}")
+                raise Damaged(shown, f"the shard of process {process}", f"that of {record.process}")
             bounds.check_part(record, self.head, f"{self.name}/{name}")
             self._read[process] = StoredPart(self.item_dir, record, self.head.group_by_name)
         return self._read[process]
 
     @property
     def layout(self) -> Layout:
-        """Tables and groups of the save, whatever its codecs."""
+        """Returns tables and groups of the save, independent of its codecs."""
         first = self.head
         return Layout(
             groups=manifest.with_codecs(first.groups, lambda group, spec: FieldSpec.codec),
@@ -126,10 +126,10 @@ class StoredSave:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StoredPart:
-    """What one process wrote of a save.
+    """One process's shard of a save.
 
     Attributes:
-      item_dir: where the save's manifests and arrays are.
+      item_dir: directory of the save's manifests and arrays.
       record: its manifest.
       groups: the save's groups by name.
     """
@@ -140,7 +140,7 @@ class StoredPart:
 
     @functools.cached_property
     def checksums(self) -> dict[str, dict[str, ChunkSums]]:
-        """Directory of each array below the item's to its chunks' paths and checksums."""
+        """Returns directory of each array below the item's to its chunks' paths and checksums."""
         return {
             array: {chunk: ChunkSums(one.tail, one.blocks) for chunk, one in chunks.items()}
             for array, chunks in self._digests.items()
@@ -148,7 +148,7 @@ class StoredPart:
 
     @functools.cached_property
     def _digests(self) -> dict[str, dict[str, Digest]]:
-        """Directory of each array below the item's to its chunks' paths and digests."""
+        """Returns the directory of each array below the item's to its chunks' paths and digests."""
         found: dict[str, dict[str, Digest]] = {}
         known = digests.read_item_digests(self.item_dir, self.record)
         for name in known.files:
@@ -158,21 +158,21 @@ class StoredPart:
 
     @functools.cached_property
     def _sound(self) -> set[str]:
-        """Names of the segments that were checked."""
+        """Returns names of the segments that were checked."""
         return set()
 
     def directory(self, segment: Segment, entry: ArrayEntry) -> Spot:
-        """Where a stored array is."""
+        """Returns the path of a stored array."""
         return names.array_dir(self.item_dir, self.record.process, segment.name, entry.name)
 
     def check(self, segment: Segment) -> None:
-        """Checks that the files of a segment are as long as what its arrays should hold.
+        """Checks that the files of a segment are long enough for its arrays.
 
-        To be called before memory is taken for rows of it. The digests say how long all of them
-        are, and the first chunk of each array is asked for its own length.
+        Call it before allocating memory for its rows. The digests contain the length of each file,
+        and the first chunk of each array its own length.
 
         Raises:
-          Damaged: they are not; the array is named.
+          Damaged: the files are too short; the message names the array.
         """
         if segment.name in self._sound:
             return
@@ -183,24 +183,55 @@ class StoredPart:
             bounds.check_chunks(entry, nbytes, [one.length for one in chunks.values()], name)
             if chunks:
                 first = directory / arrays.chunk_name(entry, 0)
-                shown = first.shown(7)
+                shown = f"{name}/{arrays.chunk_name(entry, 0)}"
                 bounds.check_chunk(entry, nbytes, first.length(shown), shown)
         self._sound.add(segment.name)
 
     def chunks_of(
         self, segment: Segment, entry: ArrayEntry, start: int, stop: int
     ) -> dict[str, int]:
-        """The files that rows of a stored array are read from, and how long they are."""
+        """Returns the files that rows of a stored array are read from, and their lengths."""
         directory = self.directory(segment, entry).below(self.item_dir)
         known = self._digests.get(directory, {})
         chunks = range(start // entry.chunk_rows, -(-stop // entry.chunk_rows))
         wanted = (arrays.chunk_name(entry, chunk) for chunk in chunks)
         return {f"{directory}/{name}": known[name].length for name in wanted if name in known}
 
-    def read_array(
+    def bytes_of(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> int:
+        """Returns how many bytes are read for rows of a stored array."""
+        files = sum(self.chunks_of(segment, entry, start, stop).values())
+        if entry.compressed or not entry.shape[0]:
+            return files
+        # From an uncompressed chunk, only the blocks around the rows are read.
+        row = entry.nbytes // entry.shape[0]
+        first, last = start * row // BLOCK_BYTES, -(-stop * row // BLOCK_BYTES)
+        return min(files, (last - first) * BLOCK_BYTES)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Returns the segments of its tables."""
+        return self.record.segments
+
+    @property
+    def has_separate_indices(self) -> bool:
+        """Returns True: row indices are arrays of their own."""
+        return True
+
+    def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
+        """Returns the name of a stored array in errors."""
+        return self.directory(segment, entry).shown(5)
+
+    def failing(self) -> contextlib.AbstractContextManager[None]:
+        """See ``layers.merge.Layer``."""
+        return contextlib.nullcontext()
+
+    def view(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> None:
+        """Returns None: arrays are read from the store."""
+
+    def read_into(
         self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
     ) -> None:
-        """Reads rows of one stored array, every chunk verified to be the one written there."""
+        """Reads rows of one stored array; verifies that every chunk is the one written there."""
         self.check(segment)
         directory = self.directory(segment, entry)
         checksums = self.checksums.get(directory.below(self.item_dir), {})
@@ -221,14 +252,14 @@ def read_save(
 
     Args:
       step_dir: the step.
-      item: name of our item.
-      read: gives the bytes of an object, which errors name so.
+      item: name of deltackpt's item.
+      read: returns the bytes of an object; called with its name in errors.
 
     Raises:
-      StepNotFound: there is no such step directory.
-      ForeignDirectory: the step holds no item of ours.
+      StepNotFound: the step directory does not exist.
+      ForeignDirectory: the step has no item of deltackpt.
       Damaged: a manifest is missing, altered, or of another save.
-      FormatTooNew: it has codecs that are not known here.
+      FormatTooNew: it uses codecs that this version does not know.
     """
     step_dir = spot(step_dir)
     item_dir = step_dir / item
@@ -240,7 +271,7 @@ def read_save(
                 f"{step_dir}: expected a committed step, found no such directory; "
                 "list the steps with all_steps()"
             ) from None
-        if not item_dir.is_dir():
+        if not item_dir.is_dir() and not lacks_our_item(step_dir):
             raise foreign(step_dir, item) from None
         raise
 
@@ -248,18 +279,18 @@ def read_save(
 def read_compacted(
     step_dir: Where, save_id: SaveId, item: str = names.EMBEDDINGS_ITEM
 ) -> StoredSave | None:
-    """Reads and checks the compacted base that stands for a save.
+    """Reads and checks the compacted base that replaces a save.
 
     Args:
-      step_dir: directory of the save, which may be gone.
-      save_id: of the save; a base left by another save of the same step stands for nothing.
-      item: name of our item.
+      step_dir: directory of the save, which may be removed.
+      save_id: id of the save; a base left by another save of the same step is ignored.
+      item: name of deltackpt's item.
 
     Returns:
-      The base; None where there is none.
+      The base, or None.
 
     Raises:
-      Damaged, FormatTooNew: as ``read_save``.
+      Damaged, FormatTooNew: as for ``read_save``.
     """
     step_dir = spot(step_dir)
     item_dir = names.compacted_dir(step_dir, item)
@@ -268,24 +299,24 @@ def read_compacted(
     try:
         save = read_base(step_dir, item)
     except RestoreError:
-        if not item_dir.is_dir():  # It was removed meanwhile.
+        if not item_dir.is_dir():  # It was removed concurrently.
             return None
         raise
     return save if save.info.save_id == save_id else None
 
 
 def read_base(step_dir: Where, item: str = names.EMBEDDINGS_ITEM) -> StoredSave:
-    """Reads and checks the compacted base of a step, whichever save it stands for.
+    """Reads and checks the compacted base of a step, for any save that it replaces.
 
     Raises:
-      Damaged, FormatTooNew: as ``read_save``.
+      Damaged, FormatTooNew: as for ``read_save``.
     """
     step_dir = spot(step_dir)
     return _read_save(step_dir, item, names.compacted_dir(step_dir, item))
 
 
 def compacted_bases(root: Where, item: str = names.EMBEDDINGS_ITEM) -> dict[str, Stamp]:
-    """Names of the steps that have a compacted base, each with the stamp of its folder."""
+    """Returns names of the steps that have a compacted base, each with the stamp of its folder."""
     folder = spot(root) / names.COMPACTED
     stamps = {
         step: (folder / step / item).stamp()
@@ -296,10 +327,10 @@ def compacted_bases(root: Where, item: str = names.EMBEDDINGS_ITEM) -> dict[str,
 
 
 def read_info(step_dir: Where, item: str = names.EMBEDDINGS_ITEM) -> SaveInfo:
-    """What chains need to know of a step, and no more of it is checked: see ``read_save``.
+    """Returns a step's entry in a chain, and checks nothing else: see ``read_save``.
 
     Raises:
-      Damaged: its manifest is missing, altered, or says what cannot be.
+      Damaged: its manifest is missing, altered, or invalid.
       FormatTooNew: a later version wrote it.
       StorageError: it cannot be read.
     """
@@ -321,7 +352,7 @@ def _read_save(
 
 
 def stands(step_dir: Where, save_id: SaveId, item: str = names.EMBEDDINGS_ITEM) -> bool:
-    """Whether a step is that save still, as far as can be told: a damaged manifest is no other."""
+    """Returns whether a step is still the same save; a damaged manifest counts as the same."""
     step_dir = spot(step_dir)
     try:
         return read_save(step_dir, item).info.save_id == save_id
@@ -334,12 +365,12 @@ def stands(step_dir: Where, save_id: SaveId, item: str = names.EMBEDDINGS_ITEM) 
 def check_dense(save: StoredSave) -> None:
     """Checks that a step has the dense leaves that its manifest names.
 
-    A compacted base names them too. It has them itself where the step that it stands for has them
-    as blocks; else they stay in that step.
+    A compacted base names them too. It contains them if the replaced step stores them as blocks;
+    otherwise they stay in that step.
 
     Raises:
-      Damaged: there are none, as where a base was copied over the step.
-      ForeignDirectory: another manager committed the step, which saves them elsewhere, or not.
+      Damaged: the dense leaves do not exist, e.g. because a base was copied over the step.
+      ForeignDirectory: another manager committed the step and saves them elsewhere, or not at all.
     """
     if not save.head.dense or save.head.dense_blocks is not None:
         return
@@ -351,7 +382,7 @@ def check_dense(save: StoredSave) -> None:
     if (save.step_dir / names.STEP_METADATA).exists():
         raise ForeignDirectory(
             f"{name}: expected {leaves} dense leaves, found no such item: another manager "
-            "committed the step; restore it with that one, or its tables alone"
+            "committed the step; restore it with that manager, or restore only its tables"
         )
     raise Damaged(
         name,
@@ -361,10 +392,10 @@ def check_dense(save: StoredSave) -> None:
 
 
 def check_stands(save: StoredSave) -> None:
-    """Checks that a step is still the save that was read.
+    """Raises an error if a step is no longer the save that was read.
 
     Raises:
-      StepGone: it was removed, and another save may have its number.
+      StepGone: the step was removed, and another save may have its number.
     """
     with contextlib.suppress(RestoreError):
         if read_save(save.step_dir, save.item_dir.name).info.save_id == save.info.save_id:

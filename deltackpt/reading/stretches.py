@@ -1,57 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The logs of a root: which points can be restored, and by which marks.
+"""The WAL of a root: which recovery points can be restored, and from which records.
 
-A *point* is a mark that every process of a stretch has. Nothing says so but their logs: there is no
-coordinator. Of several stretches the newest one counts, and of earlier ones what it goes on from.
+A *recovery point* is a record that every process of a WAL epoch has. It is determined from their
+segments alone, without a coordinator. The newest epoch is valid, and earlier epochs are valid up to
+the point that it continues from.
 
-A point is restored from a committed step below it, on the same line of training, and all marks
-since. The rows of a mark are those since its *parent*, so the marks reach down to the step where
-the parent of the oldest is not above it. They may begin before it: rows carry values.
+A point is restored from an earlier committed step on the same lineage, and all records since. The
+rows of a record are those touched since its *parent*, so the records suffice if the parent of the
+oldest one is not later than the step. They may also begin before the step, because records contain
+values.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-from deltackpt.errors import Damaged, FormatTooNew
-from deltackpt.format import stretches
+from deltackpt.errors import Damaged, DamagedWal, FormatTooNew
+from deltackpt.format import names, stretches
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import Continues, StretchHead
 from deltackpt.reading import bounds
-from deltackpt.reading.log_files import Mark, ProcessLog
-from deltackpt.reading.log_places import LogFolder, LogPlaces
-from deltackpt.storage.store import Missing, Spot, spot
+from deltackpt.reading.log_files import Hole, Mark, ProcessLog
+from deltackpt.reading.log_places import LogFolder, LogPlaces, Record
+from deltackpt.storage.store import FileStore, Missing, Spot
 
 
-class LogPoint(NamedTuple):
-    """A mark that every process has written.
+class RecoveryPoint(NamedTuple):
+    """A WAL record that every process has made durable, from which training can resume.
 
     Attributes:
-      stretch: number of the stretch of the log.
-      save_id: of the mark.
+      epoch: number of the WAL epoch.
+      save_id: of the record.
       full: whether it has the dense leaves, so that it can be restored.
-      unix_secs: when it was taken, seconds since 1970.
+      unix_secs: when it was captured, in seconds since 1970.
     """
 
-    stretch: int
+    epoch: int
     save_id: SaveId
     full: bool
     unix_secs: float
 
     @property
     def step(self) -> int:
-        """The training step."""
+        """Returns the training step."""
         return self.save_id.step
 
     def __str__(self) -> str:
-        return f"point {self.step} of stretch {self.stretch}"
+        return f"recovery point {self.step} of WAL epoch {self.epoch}"
 
 
 class Leg(NamedTuple):
-    """Marks of one stretch, by process, oldest first."""
+    """Records of one epoch, by process, oldest first."""
 
     head: StretchHead
     marks: Mapping[int, tuple[Mark, ...]]
@@ -59,31 +62,31 @@ class Leg(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Way:
-    """What is read of the logs to come from a step to a point.
+    """The records to replay from a step to a recovery point.
 
     Attributes:
-      point: where it leads.
-      step: the step that it begins at.
-      legs: the marks, oldest stretch first.
-      era: the stretch of the point.
+      point: the recovery point.
+      step: the step that the replay starts from.
+      legs: the records by epoch, oldest first.
+      era: the valid part of the point's epoch.
     """
 
-    point: LogPoint
+    point: RecoveryPoint
     step: SaveId
     legs: tuple[Leg, ...]
     era: Era
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all marks."""
+        """Returns the bytes of all records."""
         return sum(
             mark.nbytes for leg in self.legs for marks in leg.marks.values() for mark in marks
         )
 
-    def after(self, point: LogPoint) -> Way | None:
-        """What of it lies beyond a point; None where that is not on it."""
+    def after(self, point: RecoveryPoint) -> Way | None:
+        """Returns the part after a recovery point; None if the plan does not pass it."""
         for number, leg in enumerate(self.legs):
-            if leg.head.stretch == point.stretch:
+            if leg.head.stretch == point.epoch:
                 left = {}
                 for process, marks in leg.marks.items():
                     ids = [mark.save_id for mark in marks]
@@ -95,7 +98,7 @@ class Way:
         return None
 
     def needs(self, mark: SaveId) -> bool:
-        """Whether a mark is on it, of whichever process."""
+        """Returns whether the plan contains a record of any process."""
         return any(
             one.save_id == mark
             for leg in self.legs
@@ -105,14 +108,38 @@ class Way:
 
     @property
     def last_marks(self) -> Mapping[int, Mark]:
-        """The mark of the point of each process."""
+        """Returns the record of the point of each process."""
         return {
             process: log.by_id[self.point.save_id] for process, log in self.era.processes.items()
         }
 
 
+class Loss(NamedTuple):
+    """WAL records that were durable and are missing or altered.
+
+    Attributes:
+      step: their newest known step.
+      error: what is wrong.
+      may_be_trimmed: whether they may have been trimmed because a later step was committed.
+    """
+
+    step: int
+    error: DamagedWal
+    may_be_trimmed: bool
+
+    @classmethod
+    def of(cls, step: int, problem: Damaged, *, may_be_trimmed: bool) -> Loss:
+        """Returns the error to report for a problem."""
+        action = (
+            "everything appended after it is lost, and restores use what is before it; "
+            '"deltackpt verify" lists the remaining recovery points'
+        )
+        error = DamagedWal(problem.object_name, problem.expected, problem.found, action)
+        return cls(step, error, may_be_trimmed)
+
+
 class _Log(NamedTuple):
-    """The log of a process, and its marks by their save ids."""
+    """The WAL of a process, and its records by their save ids."""
 
     log: ProcessLog
     by_id: Mapping[SaveId, Mark]
@@ -120,20 +147,20 @@ class _Log(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Era:
-    """A stretch as far as it counts.
+    """The valid part of a WAL epoch.
 
     Attributes:
-      head: of the stretch.
-      last: the last mark that counts; None where nothing ends it.
-      processes: the log of each process that has one.
+      head: its header.
+      last: the last valid record; None if all are valid.
+      processes: the WAL of each process, if it has one.
     """
 
     head: StretchHead
     last: SaveId | None
     processes: Mapping[int, _Log]
 
-    def points(self) -> list[LogPoint]:
-        """Newest first."""
+    def points(self) -> list[RecoveryPoint]:
+        """Returns its recovery points, newest first."""
         count = self.head.process_count
         if count == 0 or self.processes.keys() != {*range(count)}:
             return []
@@ -144,51 +171,91 @@ class Era:
                 marks = [log.by_id[save_id] for log in self.processes.values()]
                 full = all(mark.full for mark in marks)
                 secs = min(mark.unix_secs for mark in marks)
-                found.append(LogPoint(self.head.stretch, save_id, full, secs))
+                found.append(RecoveryPoint(self.head.stretch, save_id, full, secs))
         return found
 
+    def losses(self) -> Iterator[Loss]:
+        """Returns missing or altered valid records."""
+        for process, log in self.processes.items():
+            holes = log.log.holes()
+            if (last := self.last) is not None:
+                end = [one for one in holes if _is_behind(one, last)]
+                holes = holes[: len(holes) - len(end)]
+                if last not in log.by_id:
+                    name = f"WAL of process {process} in epoch {self.head.stretch}"
+                    expected = f"the record {last} that training continued from"
+                    missing = Damaged(name, expected, "none")
+                    known = [one.problem for one in (*log.log.breaks, *end)]
+                    yield Loss.of(last.step, [*known, missing][0], may_be_trimmed=not known)
+            for one in holes:
+                yield Loss.of(one.step, one.problem, may_be_trimmed=one.may_be_trimmed)
+
     def has_step(self, save_id: SaveId) -> bool:
-        """Whether a committed step is one that the run has taken before its end."""
+        """Returns whether the run saved a committed step before the end of the epoch."""
         ended = self.last is not None and save_id.step > self.last.step
         return save_id.run == self.head.run and not ended
 
 
 class History:
-    """What the logs of a root hold, as it was read."""
+    """The contents of a checkpoint directory's WAL at the time it was read."""
 
-    def __init__(self, eras: tuple[Era, ...]):
-        """Made by ``Logs.read``.
+    def __init__(
+        self,
+        eras: tuple[Era, ...],
+        unreadable: tuple[Damaged, bool] | None = None,
+        replaced: Sequence[Damaged] = (),
+        unseen: Damaged | None = None,
+    ):
+        """Created by ``Logs.read``.
 
         Args:
-          eras: the stretches that count, newest first.
+          eras: the epochs that count, newest first.
+          unreadable: the error of the header that the oldest of them continues from, and whether
+            that header exists.
+          replaced: errors of headers of which a copy was read instead: nothing is lost.
+          unseen: the missing part if the segments of the newest are not visible from here.
         """
         self.eras = eras
+        self._unseen = unseen
+        self.replaced = replaced
+        self._unreadable = unreadable
 
-    def points(self) -> list[LogPoint]:
-        """All points that count, newest first; those that are not full, too."""
+    def losses(self, above: int) -> list[Loss]:
+        """Returns missing or altered records after a training step."""
+        found = [one for era in self.eras for one in era.losses()]
+        if self._unseen is not None:  # Its newest mark is unknown.
+            found.append(Loss.of(above + 1, self._unseen, may_be_trimmed=False))
+        if self._unreadable is not None and (goes_on := self.eras[-1].head.continues) is not None:
+            error, is_there = self._unreadable
+            step = goes_on.save_id.step
+            found.append(Loss.of(step, error, may_be_trimmed=not is_there))
+        return [one for one in found if one.step > above]
+
+    def points(self) -> list[RecoveryPoint]:
+        """Returns all valid recovery points, newest first, including soft ones."""
         return [point for era in self.eras for point in era.points()]
 
     def has_step(self, save_id: SaveId) -> bool:
-        """Whether a committed step is on the line of training that the newest stretch is on."""
+        """Returns whether a committed step is on the lineage of the newest epoch."""
         return any(era.has_step(save_id) or era.head.base == save_id for era in self.eras)
 
-    def counts(self, point: LogPoint) -> bool:
-        """Whether training went on from a point, though its marks may have been trimmed."""
+    def counts(self, point: RecoveryPoint) -> bool:
+        """Returns whether training continued from a point, even if its records were trimmed."""
         for era in self.eras:
-            if era.head.stretch == point.stretch:
+            if era.head.stretch == point.epoch:
                 ended = era.last is not None and point.save_id.attempt > era.last.attempt
                 return era.head.run == point.save_id.run and not ended
         return False
 
-    def way(self, point: LogPoint, step: SaveId) -> Way | None:
-        """The marks from a step to a point; None where they do not reach down to it.
+    def way(self, point: RecoveryPoint, step: SaveId) -> Way | None:
+        """Returns the records from a step to a point; None if they do not reach back to the step.
 
         Args:
-          point: of ``points``.
-          step: save id of a committed step that ``has_step``, not above the point.
+          point: one of ``points``.
+          step: save id of a committed step that ``has_step`` and that is not after the point.
         """
         number = next(
-            (i for i, era in enumerate(self.eras) if era.head.stretch == point.stretch), None
+            (i for i, era in enumerate(self.eras) if era.head.stretch == point.epoch), None
         )
         if number is None:
             return None
@@ -222,9 +289,9 @@ class History:
 def _marks_down_to(
     by_id: Mapping[SaveId, Mark], save_id: SaveId, step: SaveId
 ) -> tuple[tuple[Mark, ...], SaveId] | None:
-    """The marks of a process above a step, oldest first, and what their rows are since.
+    """Returns the records of a process above a step, oldest first, and the parent of the first.
 
-    That is above the step where it is not a mark of this log.
+    The parent is above the step if it is not a record of this WAL.
     """
     found, current = [], save_id
     while current.step > step.step:
@@ -240,68 +307,99 @@ def _marks_down_to(
 
 
 def apart_folder(directory: str, run: str) -> LogFolder:
-    """Where a run keeps its log in a directory apart from its root, beside other runs."""
-    return LogFolder(spot(directory) / run)
+    """Returns the folder of a run's WAL in a directory that several runs share."""
+    # The directory is the store itself, which is never recreated if it was moved or removed.
+    return LogFolder(Spot(FileStore(Path(directory)), run))
 
 
 class Logs:
-    """The logs of a root, read as they stand; one may be read again and again."""
+    """The current WAL of a checkpoint directory; it can be read repeatedly."""
 
     def __init__(self, at: Spot | LogPlaces):
         """Reads nothing yet.
 
         Args:
-          at: where they are; of a folder, that of the heads.
+          at: where it is; for a directory, that of the headers.
         """
         self.places: LogPlaces = LogFolder(at) if isinstance(at, Spot) else at
         #: Heads, and their bytes: a new root may take the place of the one that was read.
         self._heads: dict[int, tuple[bytes, StretchHead]] = {}
         self._logs: dict[tuple[int, int], ProcessLog] = {}
+        #: Errors of heads of which a copy was read instead.
+        self._replaced: dict[int, Damaged] = {}
 
     def numbers(self) -> list[int]:
-        """Numbers of all stretches, newest first; those whose heads cannot be read, too."""
+        """Returns numbers of all epochs, newest first, including those with unreadable headers."""
         return sorted(self.places.numbers(), reverse=True)
 
     def head(self, stretch: int) -> StretchHead:
-        """The head of a stretch; it never changes.
+        """Returns the header of an epoch; it never changes.
 
         Raises:
           Damaged: it is missing or altered.
           FormatTooNew: a later version of deltackpt wrote it.
         """
-        shown, data = self.places.head(stretch)
+        self._replaced.pop(stretch, None)
+        try:
+            return self._head_of(stretch, self.places.head(stretch))
+        except Damaged as error:
+            try:
+                found = self._head_of(stretch, self.places.copy(stretch))
+            except Damaged:
+                raise error from None
+            action = "its copy was read, and nothing is lost"
+            told = Damaged(error.object_name, error.expected, error.found, action)
+            self._replaced[stretch] = told
+            return found
+
+    def _head_of(self, stretch: int, record: Record) -> StretchHead:
+        shown, data = record
         known, found = self._heads.get(stretch, (None, None))
         if found is None or known != data:
             found = stretches.from_bytes(data, name=shown)
             if found.stretch != stretch:
-                raise Damaged(shown, f"stretch {stretch}", f"stretch {found.stretch}")
+                raise Damaged(shown, f"WAL epoch {stretch}", f"WAL epoch {found.stretch}")
             bounds.check_tables(found, shown)
             self._forget(stretch)
             self._heads[stretch] = data, found
         return found
 
     def segments_of(self, head: StretchHead) -> Spot:
-        """The folder of a stretch's logs.
+        """Returns the directory of an epoch's segments.
 
-        Another directory, which may be that of several roots, counts where it has the head, too: a
-        node that does not see it may find another one of its name, and the logs where else they
-        are.
+        A directory outside the checkpoint directory is used only if it holds the header too: on
+        another node, a different directory may have the same path.
         """
+        apart = self._segments_apart(head)
+        return self.places.segments(head.stretch) if apart is None else apart
+
+    def _segments_apart(self, head: StretchHead) -> Spot | None:
+        """Returns the directory of an epoch's segments in another directory, if it exists."""
         if head.directory is not None:
             apart = apart_folder(head.directory, head.run)
-            with contextlib.suppress(Damaged, FormatTooNew):
-                name, data = apart.head(head.stretch)
-                if stretches.from_bytes(data, name=name) == head:
-                    return apart.segments(head.stretch)
-        return self.places.segments(head.stretch)
+            for read in (apart.head, apart.copy):
+                with contextlib.suppress(Damaged, FormatTooNew):
+                    name, data = read(head.stretch)
+                    if stretches.from_bytes(data, name=name) == head:
+                        return apart.segments(head.stretch)
+        return None
+
+    def _unseen(self, era: Era) -> Damaged | None:
+        """Returns the missing part if an epoch's segments are in a directory not visible here."""
+        head = era.head
+        nothing = not any(log.by_id for log in era.processes.values())
+        if not (nothing and head.directory and head.process_count) or self._segments_apart(head):
+            return None
+        name = f"{apart_folder(head.directory, head.run)}/{names.stretch_name(head.stretch)}"
+        return Damaged(name, f"WAL epoch {head.stretch}", "no header of it")
 
     def read(self) -> History:
-        """What counts of the logs now.
+        """Returns the valid records of the WAL.
 
         Raises:
-          Damaged: the newest head cannot be read, so that nobody knows what counts.
+          Damaged: the newest header cannot be read, so it is unknown which records are valid.
           FormatTooNew: a later version of deltackpt wrote it.
-          StorageError: the logs cannot be read.
+          StorageError: the WAL cannot be read.
         """
         numbers = self.numbers()
         for gone in self._heads.keys() - {*numbers}:
@@ -311,27 +409,32 @@ class Logs:
         try:
             newest = self.head(numbers[0])
         except Damaged as error:
-            action = "nobody knows which points count; restore a step: restore_latest(log=None)"
+            if self.numbers()[:1] != numbers[:1]:
+                return self.read()  # Another run has begun, and that head has gone since.
+            action = (
+                "it is unknown which recovery points count; restore a step: "
+                "restore_latest(wal=False)"
+            )
             raise Damaged(error.object_name, error.expected, error.found, action) from error
-        return History(tuple(self._eras(newest)))
+        return self._history(newest)
 
     def leads(self, step: SaveId, to: Continues) -> bool:
-        """Whether the marks from a step to a point stand, whatever counts now.
+        """Returns whether the records from a step to a point exist, valid or not.
 
         Args:
-          step: save id of a committed step below the point.
+          step: save id of a committed step before the point.
           to: the point.
 
         Raises:
-          FormatTooNew: a later version of deltackpt wrote a head.
-          StorageError: the logs cannot be read.
+          FormatTooNew: a later version of deltackpt wrote a header.
+          StorageError: the WAL cannot be read.
         """
         try:
             head = self.head(to.stretch)
         except (Damaged, Missing):
             return False
-        point = LogPoint(to.stretch, to.save_id, True, 0.0)
-        return History(tuple(self._eras(head))).way(point, step) is not None
+        point = RecoveryPoint(to.stretch, to.save_id, True, 0.0)
+        return self._history(head).way(point, step) is not None
 
     def _forget(self, stretch: int) -> None:
         self._heads.pop(stretch, None)
@@ -339,7 +442,7 @@ class Logs:
             del self._logs[key]
 
     def log_of(self, head: StretchHead, process: int) -> ProcessLog:
-        """The log of a process of a stretch, as far as it was read."""
+        """Returns one process's WAL of an epoch, as far as it was read."""
         key = head.stretch, process
         if key not in self._logs:
             folder = self.segments_of(head) / str(process)
@@ -347,14 +450,14 @@ class Logs:
         return self._logs[key]
 
     def era(self, head: StretchHead, last: SaveId | None) -> Era:
-        """A stretch up to a mark, as it stands now; also one that counts no more.
+        """Returns an epoch up to a record, even if the epoch is no longer valid.
 
         Args:
-          head: of the stretch.
-          last: the last mark that counts; None for all.
+          head: header of the epoch.
+          last: the last record to include; None for all.
 
         Raises:
-          StorageError: its logs cannot be read.
+          StorageError: its segments cannot be read.
         """
         processes = {}
         for process in range(head.process_count):
@@ -364,18 +467,24 @@ class Logs:
             processes[process] = _Log(log, marks)
         return Era(head, last, processes)
 
-    def _eras(self, head: StretchHead) -> Iterator[Era]:
-        last: SaveId | None = None
-        while True:
-            yield self.era(head, last)
-            if head.continues is None:
-                return
-            last = head.continues.save_id
+    def _history(self, head: StretchHead) -> History:
+        """Returns an epoch, and the point or step that it continues from."""
+        eras, unreadable = [self.era(head, None)], None
+        while (continues := head.continues) is not None:
             try:
-                head = self.head(head.continues.stretch)
-            except (Damaged, Missing):
-                # It was trimmed: what needs its marks cannot be restored.
-                return
+                head = self.head(continues.stretch)
+            except Damaged as error:
+                unreadable = error, self.places.has(continues.stretch)
+                break
+            eras.append(self.era(head, continues.save_id))
+        unseen = self._unseen(eras[0])
+        replaced = (self._replaced.get(era.head.stretch) for era in eras)
+        found = [one for one in replaced if one is not None]
+        return History(tuple(eras), unreadable, found, unseen)
+
+
+def _is_behind(hole: Hole, last: SaveId) -> bool:
+    return hole.before is None or hole.before.save_id.attempt > last.attempt
 
 
 def _counts(mark: Mark, head: StretchHead, last: SaveId | None) -> bool:
@@ -391,17 +500,17 @@ def newest_way(
     at: int | None = None,
     soft: bool = False,
 ) -> Way | None:
-    """How to come to the newest full point above all of some steps.
+    """Returns the replay plan to the newest full recovery point after some steps.
 
     Args:
-      history: of the logs.
-      steps: committed steps, by number; None where it is not known which save one is.
-      skipped: marks that are damaged: no way goes over them.
-      at: the step of the point that is wanted; by default the newest.
-      soft: whether a point without dense leaves will do.
+      history: contents of the WAL.
+      steps: committed steps by number; None if the save id of a step is unknown.
+      skipped: damaged records to avoid.
+      at: step of the wanted point; the newest by default.
+      soft: whether a point without dense leaves suffices.
 
     Returns:
-      The way; None where a step is as new as any point that can be restored.
+      The replay plan; None if no restorable point is newer than the newest step.
     """
     newest = max(steps, default=None)
     for point in history.points():
@@ -414,7 +523,7 @@ def newest_way(
             if save_id is None or not history.has_step(save_id):
                 continue
             if any(_between(mark, save_id, point) for mark in skipped):
-                continue  # Most are told so, without all marks of the way.
+                continue  # A cheap check that rejects most.
             way = history.way(point, save_id)
             if way is not None and not any(map(way.needs, skipped)):
                 return way
@@ -422,28 +531,28 @@ def newest_way(
 
 
 class Covering(NamedTuple):
-    """A way, and all points that it comes by, oldest first; the last is where it leads."""
+    """A replay plan, and all recovery points that it passes, oldest first; the last is its end."""
 
     way: Way
-    points: tuple[LogPoint, ...]
+    points: tuple[RecoveryPoint, ...]
 
 
 def coverings(
     history: History, steps: Mapping[int, SaveId]
-) -> tuple[list[Covering], list[LogPoint]]:
-    """Few ways that come by all points which can be reached, soft ones too, each by one of them.
+) -> tuple[list[Covering], list[RecoveryPoint]]:
+    """Returns few replay plans that cover each reachable recovery point once, soft ones too.
 
     Args:
-      history: of the logs.
-      steps: committed steps, by number.
+      history: contents of the WAL.
+      steps: committed steps.
 
     Returns:
-      The ways, newest first; and the points that no step leads to, newest first.
+      The replay plans, newest first; and the unreachable points, newest first.
     """
     below = sorted((one for one in steps if history.has_step(steps[one])), reverse=True)
     points = history.points()
     found: list[Covering] = []
-    unreached: list[LogPoint] = []
+    unreached: list[RecoveryPoint] = []
     passed: set[SaveId] = set()
     for point in points:
         if point.save_id in passed:
@@ -464,6 +573,6 @@ def coverings(
     return found, unreached
 
 
-def _between(mark: SaveId, step: SaveId, point: LogPoint) -> bool:
-    """Whether a mark of the point's run lies above a step, and not above the point."""
+def _between(mark: SaveId, step: SaveId, point: RecoveryPoint) -> bool:
+    """Returns whether a record of the point's run is above a step, and not above the point."""
     return mark.run == point.save_id.run and step.step < mark.step and mark <= point.save_id

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that is reused, and the byte budget of what is in flight."""
+"""Reusable memory, and limits on bytes in flight."""

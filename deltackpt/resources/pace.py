@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bound of bytes per second, kept by whoever takes bytes from it before they go.
+"""A rate limit in bytes per second, from which senders reserve bytes.
 
-What is taken late is not caught up with: after a pause bytes go at the rate, not all at once.
+Unused budget does not accumulate: after a pause, bytes are sent at the rate, not in a burst.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from collections.abc import Callable, Iterator
 
 
 class Pace:
-    """A bound of bytes per second; thread-safe."""
+    """A rate limit in bytes per second; thread-safe."""
 
     def __init__(
         self, bytes_per_sec: float | None = None, *, clock: Callable[[], float] = time.monotonic
     ):
-        """None does not bound them."""
+        """Creates a limit; None means unlimited."""
         self._rate = bytes_per_sec
         self._clock = clock
         self._free_at = 0.0
         self._lock = threading.Lock()
         self._lifters = 0
-        #: Set while nothing is bounded; who waits then goes on.
+        #: Set while the limit is suspended; waiting threads then continue.
         self._is_lifted = threading.Event()
 
     def reserve(self, nbytes: int) -> float:
-        """Takes so many bytes; how many seconds from now they may go."""
+        """Reserves bytes; returns in how many seconds they may be sent."""
         if self._rate is None or self._is_lifted.is_set():
             return 0.0
         with self._lock:
@@ -38,14 +38,14 @@ class Pace:
         return start - now
 
     def take(self, nbytes: int, stopped: threading.Event | None = None) -> None:
-        """Waits until so many bytes may go; an event cuts that short, instead of ``lifted``."""
+        """Waits until bytes may be sent; an event replaces ``lifted`` as the end of the wait."""
         secs = self.reserve(nbytes)
         if secs > 0:
             (stopped or self._is_lifted).wait(secs)
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """Bounds nothing meanwhile: somebody waits for what is written."""
+        """Suspends the limit inside the context, because a caller is waiting for the data."""
         with self._lock:
             self._lifters += 1
             self._is_lifted.set()

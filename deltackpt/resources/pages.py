@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fresh memory gets its pages before it is filled, in one call, of the size that is quicker now.
+"""Prefaults fresh memory in one call, with the page size that is currently faster.
 
-First touches are what a restore waits for most. Huge pages are the quickest where the machine has
-them ready, and the slowest where it has not: a guest whose host takes free memory back gets them
-from it at the touch, a few minutes later not. Measured on one such machine within an hour, 1.04 GB
+Page faults dominate the time of a restore. Huge pages are the fastest if the machine has them
+ready, and the slowest if not, as in a guest whose host reclaims free memory; this changes within
+minutes. Measured on one such machine within an hour, 1.04 GB
 read from the page cache by two threads: 0.20 to 1.7 s into huge pages, 0.36 to 0.43 s into small
-ones that are faulted one by one, 0.32 to 0.40 s into small ones taken here. So each unit of memory
-is a measurement for the next.
+ones that are faulted one by one, 0.32 to 0.40 s into small ones taken here. Each unit of
+memory is therefore measured, and the result selects the page size of the next one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNIT_BYTES = 2 << 20
 _MADV_POPULATE_WRITE = 23
 #: What a measurement weighs against those just before it.
 _WEIGHT = 0.25
-#: What becomes of the measurement of the size that is not used, by unit: an eighth of the time
+#: How the estimate of the unused page size decays with each unit: an eighth of the time
 #: after 100, so that it is tried again.
 _FADING = 0.98
 
@@ -34,11 +34,11 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class FreshMemory(mmap.mmap):
-    """Private memory that nobody has touched yet, but for what ``populate`` has taken."""
+    """Private memory without pages, except those that ``populate`` has allocated."""
 
 
 class PageChoice:
-    """Which pages are quicker at the moment; thread-safe, as a lost measurement costs little."""
+    """Selects the faster page size. Thread-safe: a lost measurement costs little."""
 
     def __init__(self) -> None:
         """Neither was tried."""
@@ -46,15 +46,15 @@ class PageChoice:
         self._last: bool | None = None
 
     def is_huge(self) -> bool:
-        """Whether the next unit is to be a huge page."""
+        """Whether the next unit should be a huge page."""
         huge, small = self._secs[True], self._secs[False]
         return huge is None or (small is not None and huge <= small)
 
     def tell(self, *, huge: bool, secs: float) -> None:
-        """What a unit took."""
+        """Records how long a unit took."""
         before, other = self._secs[huge], self._secs[not huge]
         if before is None or self._last != huge:
-            before = secs  # What was known is old.
+            before = secs  # The measurements are outdated.
         self._secs[huge] = before + _WEIGHT * (secs - before)
         self._last = huge
         if other is not None:
@@ -66,10 +66,10 @@ _can_populate = hasattr(mmap, "MADV_HUGEPAGE")
 
 
 def populate(array: np.ndarray) -> None:
-    """Takes the pages of an array in ``FreshMemory``; of others, and where it cannot, nothing.
+    """Prefaults an array in ``FreshMemory``; does nothing for other arrays, or on failure.
 
     Args:
-      array: contiguous. What it holds stays as it is.
+      array: a contiguous array; its contents do not change.
     """
     if not (_can_populate and array.nbytes >= UNIT_BYTES and _is_fresh(array)):
         return
@@ -77,7 +77,7 @@ def populate(array: np.ndarray) -> None:
     stop = start + array.nbytes
     while start < stop:
         end = min(stop, (start // UNIT_BYTES + 1) * UNIT_BYTES)
-        # A huge page that the array shares with its neighbour is theirs that comes first.
+        # Whichever array touches it first allocates a shared huge page.
         if not _take(start, end):
             return
         start = end
@@ -85,7 +85,7 @@ def populate(array: np.ndarray) -> None:
 
 @functools.cache
 def _huge_unasked() -> bool:
-    """Whether the machine gives huge pages to whoever says nothing."""
+    """Whether the machine uses huge pages by default."""
     try:
         return "[always]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     except OSError:
@@ -103,7 +103,7 @@ def _take(start: int, stop: int) -> bool:
         # Only then, as it waits for the other thread's unit.
         _madvise(start, length, mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
     if _madvise(start, length, _MADV_POPULATE_WRITE):
-        # Too old a kernel, or no memory, which the first touch tells as it always did.
+        # The kernel is too old, or out of memory; a page fault then reports that as usual.
         _can_populate = False
         return False
     if whole:
@@ -116,7 +116,7 @@ def _is_fresh(array: np.ndarray) -> bool:
 
 
 def owner_of(array: np.ndarray) -> object:
-    """The object whose memory an array is a view of."""
+    """Returns the object whose memory an array views."""
     owner: object = array
     while isinstance(owner, np.ndarray):
         owner = owner.base

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work that yields to others, and keeps to its own CPUs."""
+"""Thread priority and CPU affinity of background work."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _NICE = 10
 
 
 def lower() -> None:
-    """Lets the calling thread yield to others: to Linux a thread is a process of its own."""
+    """Lowers the calling thread's priority; on Linux, niceness is per thread."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def pin(cpus: Collection[int] | None) -> None:
-    """Lets the calling thread, and what it starts, run on some CPUs only; on all for None.
+    """Restricts the calling thread and its children to some CPUs; None allows all.
 
-    What the process may not use by the time is left out; where nothing is left, nothing changes.
+    CPUs that the process may no longer use are ignored; if none remains, nothing changes.
     """
     if cpus is not None:
         with contextlib.suppress(OSError):
@@ -33,7 +33,7 @@ def check(cpus: Collection[int] | None) -> None:
     """Checks that this process may use some CPUs.
 
     Raises:
-      OptionError: one of them it may not.
+      OptionError: the process may not use one of them.
     """
     if cpus is None:
         return
@@ -41,5 +41,5 @@ def check(cpus: Collection[int] | None) -> None:
     if missing := sorted(set(cpus) - allowed):
         raise OptionError(
             f"Background.cpus: expected CPUs that this process may use, {sorted(allowed)}, found "
-            f"{missing} among them; name others, or ask the scheduler for more"
+            f"{missing}; choose others, or request more from the scheduler"
         )

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory for snapshots: bounded, and reused from save to save.
 
-Fresh memory fills at 0.3 to 8 GB/s because of page faults, warm memory at 17, so buffers that a
-finished save gives back are kept for the next one, up to the budget. They can be written from
-directly.
+Fresh memory fills at 0.3 to 8 GB/s because of page faults, warm memory at 17. Buffers of a finished
+save are therefore kept for the next one, up to the budget. They are aligned for direct I/O.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Staging:
         self._lent: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def submit(self, call: Callable[..., _T], *arguments: Any) -> concurrent.futures.Future[_T]:
-        """Runs a call, a copy into a buffer above all, on one of the threads."""
+        """Runs a call, typically a copy into a buffer, on one of the threads."""
         if not self._here:
             return self._pool.submit(call, *arguments)
         found: concurrent.futures.Future[_T] = concurrent.futures.Future()
@@ -64,13 +63,13 @@ class Staging:
 
     @contextlib.contextmanager
     def here(self, wanted: bool = True) -> Iterator[None]:
-        """Runs what is submitted meanwhile at once, in the thread that submits it.
+        """Inside the context, runs submitted work immediately in the submitting thread.
 
-        A thread that is woken beside others that want the interpreter's lock begins after one to
-        two ms: a few MB are copied before that.
+        A thread that wakes up while others contend for the GIL starts after one to two ms; a few MB
+        are copied in less.
 
         Args:
-          wanted: whether to; otherwise nothing changes.
+          wanted: whether to do so; if False, the context has no effect.
         """
         before, self._here = self._here, wanted
         try:
@@ -79,10 +78,10 @@ class Staging:
             self._here = before
 
     def copy(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Copies arrays; this thread does, and those of the pool help where it takes long.
+        """Copies arrays in this thread; for large copies, the pool's threads help.
 
         Args:
-          pairs: where to, and what, of equal shapes.
+          pairs: destination and source arrays, of equal shapes.
         """
         if sum(source.nbytes for _, source in pairs) < _SHARED_BYTES:
             for pair in pairs:
@@ -94,19 +93,19 @@ class Staging:
             drain(left, _copy)
         finally:
             left.clear()
-            # Who has not begun is not waited for: nothing is left to be done.
+            # Threads that have not started are not awaited: no work is left.
             begun = [helper for helper in helpers if not helper.cancel()]
             concurrent.futures.wait(begun)
         for helper in begun:
             helper.result()
 
     def fits(self, nbytes: int) -> bool:
-        """Whether buffers of ``nbytes`` in all can be taken now."""
+        """Returns whether buffers of ``nbytes`` in total are available now."""
         with self._lock:
             return self._lent_bytes() + nbytes <= self.budget_bytes
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """A buffer with undefined contents, to be given back after use."""
+        """Returns an uninitialized buffer; pass it to ``give_back`` after use."""
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         with self._lock:
             # What any small request gets fits all of them: else each would take a new one.
@@ -123,7 +122,7 @@ class Staging:
         return out
 
     def give_back(self, buffer: np.ndarray) -> None:
-        """Returns a buffer of ``take``; the oldest kept ones make room where there is none."""
+        """Returns a buffer of ``take`` to the pool, which evicts its oldest ones if it is full."""
         with self._lock:
             self._free.append(self._lent.pop(id(buffer))[1])
             while self._free and self._kept_bytes() > self.budget_bytes:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The threads of one manager: started when they are first needed, and kept from save to save.
 
-Starting a thread costs the training thread up to a millisecond while the interpreter's lock is
-wanted elsewhere.
+Starting a thread costs the training thread up to a millisecond if other threads contend for the
+GIL.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from deltackpt.resources.pace import Pace
 _T = TypeVar("_T")
 #: That write, and that encode.
 _THREADS = 2
-#: Files that are forced to disk at once.
+#: Number of concurrent fsyncs.
 FORCERS = 8
 
 
 def drain(items: collections.deque[_T], action: Callable[[_T], object]) -> None:
-    """Does something with each of what is left, until nothing is: several threads may share it.
+    """Processes the remaining items until none are left; several threads may share the queue.
 
     Args:
-      items: taken from its left.
-      action: of one item; what it raises ends this call, and leaves the others to other threads.
+      items: the queue; items are removed from the left.
+      action: processes one item. An exception ends this call; other threads process the rest.
     """
     while True:
         try:
@@ -39,8 +39,20 @@ def drain(items: collections.deque[_T], action: Callable[[_T], object]) -> None:
         action(item)
 
 
+def complete(future: Future[None], call: Callable[[], object]) -> None:
+    """Runs a call, and stores its end or error in a future; does nothing if that was cancelled."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        call()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+
+
 class Workers:
-    """Pools of threads, each for work that waits for none of its own kind."""
+    """Thread pools. Work in a pool never waits for other work in the same pool."""
 
     def __init__(
         self,
@@ -54,7 +66,7 @@ class Workers:
         Args:
           cpus: where all of them run; anywhere by default.
           threads: how many write, and how many encode.
-          pace: of what they write; as fast as the disk takes it by default.
+          pace: limits the rate of writes; unlimited by default.
 
         Raises:
           OptionError: this process may not use one of the CPUs.
@@ -76,13 +88,13 @@ class Workers:
         return self._saver.submit(call, *arguments)
 
     def write(self, call: Callable[..., _T], *arguments: Any) -> Future[_T]:
-        """Runs what writes one array or field."""
+        """Runs a call that writes one array or field."""
         return self._writers.submit(call, *arguments)
 
     def close(self) -> None:
-        """Has all threads end once they are done; takes no more work.
+        """Stops accepting work; the threads exit once they are done.
 
-        A save that goes on, which nobody waits for any longer, still finds the other threads.
+        A save that still runs in the background can keep using the other pools.
         """
         try:
             self._saver.submit(self._close_others)

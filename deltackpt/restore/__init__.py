@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From committed saves to the arrays of the caller's topology."""
+"""Restores committed saves into the arrays of the caller's topology."""

@@ -1,39 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Restore: what a template wants of a step, and merged buffers placed on its devices."""
+"""Determines the rows that a template needs, and places merged buffers on its devices."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from deltackpt import codecs
+from deltackpt import codecs, processes
 from deltackpt.errors import TemplateMismatch
 from deltackpt.format.blocks import VALUES, Box
-from deltackpt.format.manifest import KeyPath, Layout
+from deltackpt.format.manifest import KeyPath, Layout, path_name
+from deltackpt.layers.targets import Wanted
 from deltackpt.reading.chains import read_chain
 from deltackpt.reading.reader import RestoredTables, restore_tables
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.targets import Wanted
-from deltackpt.state import ownership, paths
+from deltackpt.restore import mismatch
+from deltackpt.state import contexts, ownership, paths, placement
+
+_logger = logging.getLogger(__name__)
+
+#: Bytes per comparison.
+_COMPARED_BYTES = 1 << 20
+#: Table name to its rows in a step and in a template.
+GrownTables = Mapping[str, tuple[int, int]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class AbstractEmbeddings:
-    """What to restore of an item: table name to field name to abstract leaf.
+    """The requested parts of an item: table name to field name to abstract leaf.
 
-    A leaf is a ``jax.ShapeDtypeStruct`` (its sharding is used) or an array. ``tables`` None asks
-    for everything, on the host.
+    A leaf is a ``jax.ShapeDtypeStruct`` (its sharding is used) or an array. If ``tables`` is None,
+    everything is restored on the host.
     """
 
     tables: Mapping[str, Mapping[str, Any]] | None = None
 
 
+@contexts.neutral()
 def load_item(item_dir: Path, abstract: AbstractEmbeddings | None) -> RestoredTables:
     """Restores one item of a step, for the adapters of Orbax.
 
@@ -42,22 +51,23 @@ def load_item(item_dir: Path, abstract: AbstractEmbeddings | None) -> RestoredTa
       abstract: what to restore, and where to put it.
 
     Raises:
-      RestoreError: what is wrong with the step, or with what was asked for.
+      RestoreError: the step is not readable, or does not match ``abstract``.
     """
     saves = read_chain(item_dir.parent, item_dir.name)
     if abstract is None or abstract.tables is None:
         return restore_tables(saves)
     stored = abstract_of(saves[-1]).tables or {}
-    for name, fields in abstract.tables.items():
+    tables = placement.resolved(abstract.tables)
+    for name, fields in tables.items():
         for field, leaf in fields.items():
             _check_leaf(name, field, leaf, stored.get(name, {}).get(field))
             _check_width(f"table {name}, {field}", leaf)
-    merged = restore_tables(saves, wanted=wanted_of(abstract.tables))
-    return dataclasses.replace(merged, placed=place(merged, abstract.tables))
+    merged = restore_tables(saves, wanted=wanted_of(tables))
+    return dataclasses.replace(merged, placed=place(merged, tables))
 
 
 def abstract_of(save: StoredSave) -> AbstractEmbeddings:
-    """Shapes and dtypes of a step's tables and slots."""
+    """Returns the shapes and dtypes of a step's tables and slots."""
     groups = save.layout.group_by_name
     return AbstractEmbeddings(
         tables={
@@ -76,8 +86,8 @@ def _check_leaf(name: str, field: str, wanted: Any, stored: Any) -> None:
     found = None if stored is None else (tuple(stored.shape), stored.dtype)
     if found != (tuple(wanted.shape), wanted.dtype):
         raise TemplateMismatch(
-            f"table {name}, {field}: expected by the template {wanted.dtype}{wanted.shape}, found "
-            f"in the step {found or 'no such array'}; ask for what metadata() shows"
+            f"table {name}, {field}: expected {wanted.dtype}{wanted.shape} as in the template, "
+            f"found {found or 'no such array'} in the step; use the shapes that metadata() returns"
         )
 
 
@@ -87,7 +97,7 @@ def _check_width(what: str, leaf: Any) -> None:
 
 
 def wanted_of(templates: Mapping[str, Mapping[str, Any]]) -> Wanted:
-    """What this process needs of some tables: the boxes of its shards, else all.
+    """Returns what this process needs of some tables: its shards' boxes, or everything.
 
     Args:
       templates: table name to field name to the template's leaf.
@@ -101,12 +111,12 @@ def wanted_of(templates: Mapping[str, Mapping[str, Any]]) -> Wanted:
 def place(
     merged: RestoredTables, templates: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Puts merged buffers where the template's leaves are: in their shardings, or on the host.
+    """Places merged buffers as the template's leaves: in their shardings, or on the host.
 
     Args:
-      merged: what ``restore_tables`` made of ``wanted_of(templates)``.
-      templates: table name to field name to the template's leaf; a numpy leaf keeps the buffer as
-        it is.
+      merged: the result of ``restore_tables`` for ``wanted_of(templates)``.
+      templates: table name to field name to the template's leaf; a numpy leaf returns the buffer
+        itself.
     """
     rows = {table.name: table.rows for table in merged.layout.tables}
     placed: dict[str, dict[str, Any]] = {}
@@ -119,6 +129,30 @@ def place(
     return placed
 
 
+def grown(merged: RestoredTables, templates: Mapping[str, Mapping[str, Any]]) -> GrownTables:
+    """Returns the tables of which the template has more rows than the step."""
+    rows = {table.name: table.rows for table in merged.layout.tables}
+    counts = {name: fields[VALUES].shape[0] for name, fields in templates.items()}
+    return {name: (rows[name], count) for name, count in counts.items() if count > rows[name]}
+
+
+def report_grown(step: int, tables: GrownTables) -> None:
+    """Logs one warning about tables with rows that a step does not have, on process 0."""
+    if not tables or processes.index():
+        return
+    listed = ", ".join(
+        f"{name} ({stored:,} rows in the step, {wanted:,} in the template)"
+        for name, (stored, wanted) in sorted(tables.items())
+    )
+    _logger.warning(
+        "step %d: the template has more rows than the step: %s; the additional rows of each table "
+        "and of its slots keep the values of the template",
+        step,
+        listed,
+        extra={"process_index": 0},
+    )
+
+
 def _keep_further_rows(held: Mapping[Box, np.ndarray], template: Any, stored: int) -> None:
     """Copies the rows of a template that has grown from ``stored`` rows on."""
     if isinstance(template, np.ndarray):
@@ -129,12 +163,13 @@ def _keep_further_rows(held: Mapping[Box, np.ndarray], template: Any, stored: in
     for device, box in _boxes(template).items():
         first = max(0, stored - box.rows[0])
         if first < box.rows[1] - box.rows[0]:
-            held[box][first:] = np.asarray(data[device])[first:]
+            rows = template if device is None else data[device]
+            held[box][first:] = np.asarray(rows)[first:]
 
 
 def _boxes(leaf: Any) -> dict[Any, Box]:
-    """The box of each device of this process; of one device, or of none, all of the leaf."""
-    sharding = getattr(leaf, "sharding", None)
+    """The box of each device of this process; the whole leaf if no device must hold it."""
+    sharding = placement.sharding_of(leaf)
     if sharding is None:
         return {None: ownership.whole(leaf.shape)}
     return ownership.boxes(sharding, leaf.shape)
@@ -144,30 +179,52 @@ def _placed(held: Mapping[Box, np.ndarray], template: Any) -> Any:
     if isinstance(template, np.ndarray):
         [buffer] = held.values()
         return buffer
-    sharding = getattr(template, "sharding", None)
-    if sharding is None:
-        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        [buffer] = held.values()
-        return jax.device_put(buffer, sharding, may_alias=True)
-    boxes = ownership.boxes(sharding, template.shape)
-    # A buffer is ours alone and aligned: the CPU backend may keep it without a copy, for one
-    # device. Two would overwrite each other's rows where both are donated.
-    once = {box for box, count in collections.Counter(boxes.values()).items() if count == 1}
-    arrays = [
-        jax.device_put(held[box], jax.sharding.SingleDeviceSharding(device), may_alias=box in once)
-        for device, box in boxes.items()
-    ]
-    return jax.make_array_from_single_device_arrays(
-        template.shape, sharding, arrays, dtype=template.dtype
+    # The buffer is not shared, and is aligned.
+    return placement.assembled(template, _boxes(template), held, may_alias=True)
+
+
+def same_bits(one: Any, two: Any) -> bool:
+    """Returns whether two arrays have the same bits, shape and dtype; copies both to the host."""
+    one, two = np.asarray(one), np.asarray(two)
+    if (one.shape, one.dtype) != (two.shape, two.dtype):
+        return False
+    one, two = (np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in (one, two))
+    parts = (slice(at, at + _COMPARED_BYTES) for at in range(0, len(one), _COMPARED_BYTES))
+    return all(np.array_equal(one[part], two[part]) for part in parts)
+
+
+def same_tables(merged: RestoredTables, leaves: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Returns whether merged buffers equal tables and slots bit for bit, on this process's shards.
+
+    Args:
+      merged: the result of ``restore_tables`` for ``wanted_of(leaves)``.
+      leaves: table name to field name to array.
+    """
+    return all(
+        same_bits(merged.buffers[name][field][box], part)
+        for name, fields in leaves.items()
+        for field, leaf in fields.items()
+        for box, part in _parts(leaf)
     )
+
+
+def _parts(leaf: Any) -> Iterator[tuple[Box, Any]]:
+    """The boxes of an array with their rows, one for each device of this process."""
+    held = (
+        {}
+        if isinstance(leaf, np.ndarray)
+        else {shard.device: shard.data for shard in leaf.addressable_shards}
+    )
+    for device, box in _boxes(leaf).items():
+        yield box, leaf if device is None else held[device]
 
 
 def check_template(
     expected: Layout, fields: Mapping[str, Mapping[str, Any]], save: StoredSave
 ) -> None:
-    """Checks that a step holds the tables and slots that a template asks for.
+    """Checks that a step holds the tables and slots of a template.
 
-    A table may have grown: where the template is an array its further rows stay as they are.
+    A table may have grown: if the template's leaf is an array, its additional rows are kept.
 
     Args:
       expected: the template's layout.
@@ -176,46 +233,70 @@ def check_template(
 
     Raises:
       TemplateMismatch: a table or slot is missing on either side, differs in shape or dtype, or has
-        a dtype that jax would cut to 32 bits.
+        a dtype that JAX would truncate to 32 bits.
     """
     step = save.info.save_id.step
     for table, leaves in fields.items():
         for field, leaf in leaves.items():
             _check_width(f"step {step}, table {table}, {field}", leaf)
     found, wanted = _described(save.layout), _described(expected)
-    for name in sorted(found.keys() | wanted.keys()):
+    faults: dict[str, tuple[str, str]] = {}
+    advice: str | None = None
+    # Tables before their slots, which follow from them.
+    for name in sorted(found.keys() | wanted.keys(), key=lambda name: (name[1] != VALUES, name)):
         have, want = found.get(name), wanted.get(name)
         if have == want:
             continue
-        advice = _advice(name, expected, save.layout)
+        why = _advice(name, expected, save.layout)
         if have is not None and want is not None and have[1:] == want[1:] and have[0] < want[0]:
             table, field = name
             if isinstance(fields[table][field], (jax.Array, np.ndarray)):
                 continue
-            advice = (
-                "to go on with a table that has grown give a template of arrays, whose further "
-                "rows stay as they are"
+            why = (
+                "to resume with a table that has grown, pass a template of arrays, whose "
+                "additional rows are kept"
             )
-        raise TemplateMismatch(
-            f"step {step}, table {name[0]}, {name[1]}: expected by the template {_shown(want)}, "
-            f"found in the step {_shown(have)}; {advice}"
-        )
+        advice = why if not faults else advice
+        faults[_leaf_name(name, expected, save.layout)] = _shown(want), _shown(have)
+    if faults:
+        layouts = expected, save.layout
+        asked, held = ({path_name(leaf.path) for leaf in one.dense} for one in layouts)
+        taken = {path_name(path) for one in layouts for path in _table_leaves(one)}
+        for leaf in sorted((asked ^ held) - taken):
+            dense = "a dense leaf"
+            faults[leaf] = (dense, mismatch.NOTHING) if leaf in asked else (mismatch.NOTHING, dense)
+        raise mismatch.mismatch(step, faults, advice)
 
 
-def _advice(name: tuple[str, str], expected: Layout, stored: Layout) -> str:
-    """What to do about a table or slot that only one of template and step has."""
+def _leaf_name(name: tuple[str, str], expected: Layout, stored: Layout) -> str:
+    """Name of a table or slot for errors: its leaf in the state."""
+    table, field = name
+    if field == VALUES:
+        return f"table {table}"
+    path = _leaf_of(name, expected) or _leaf_of(name, stored)
+    leaf = field if path is None else path_name(path)
+    return f"{leaf}, a slot of table {table}"
+
+
+def _table_leaves(layout: Layout) -> Iterator[KeyPath]:
+    for table in layout.tables:
+        yield from table.leaves.values()
+
+
+def _advice(name: tuple[str, str], expected: Layout, stored: Layout) -> str | None:
+    """Advice for a table or slot that is a dense leaf on the other side; None for others."""
     asked, held = _leaf_of(name, expected), _leaf_of(name, stored)
     if held is not None and held in {leaf.path for leaf in expected.dense}:
         side = "by the manager's Tables"
     elif asked is not None and asked in {leaf.path for leaf in stored.dense}:
         side = "in the step"
     else:
-        return "give the state that was saved as the template, or restore without one"
+        return None
     option = "select" if name[1] == VALUES else "slots"
     tables = ", ".join(sorted(table.name for table in stored.tables))
     return (
         f"it is a dense leaf {side}, so the step was saved with another Tables({option}=...): "
-        f"choose as it was then (its tables are {tables}), or restore without a template"
+        f"select the same leaves as then (its tables are {tables}), or restore without a template"
     )
 
 
@@ -225,7 +306,7 @@ def _leaf_of(name: tuple[str, str], target: Layout) -> KeyPath | None:
 
 
 def _described(target: Layout) -> dict[tuple[str, str], tuple[int, tuple[int, ...], str]]:
-    """Table and field to rows, shape of a row, and dtype."""
+    """Describes a table or field: rows, shape of a row, dtype."""
     groups = target.group_by_name
     return {
         (table.name, spec.name): (table.rows, spec.trailing, spec.dtype)
@@ -236,6 +317,6 @@ def _described(target: Layout) -> dict[tuple[str, str], tuple[int, tuple[int, ..
 
 def _shown(described: tuple[int, tuple[int, ...], str] | None) -> str:
     if described is None:
-        return "no such array"
+        return mismatch.NOTHING
     rows, trailing, dtype = described
     return f"{dtype}{[rows, *trailing]}"

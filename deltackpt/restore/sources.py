@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a restore may take merged tables from, other than from storage.
+"""Sources of merged tables for restores, other than storage.
 
-Nothing here knows how a source works: the one that comes with deltackpt is imported by its name
-when a restore asks for it, and another one is given to ``restore_latest(service=...)``.
+This module does not depend on any source. The built-in one is imported by name when a restore needs
+it; pass another one to ``restore_latest(service=...)``.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ import importlib
 import os
 from typing import Protocol
 
+from deltackpt.layers.targets import Wanted
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.stretches import LogPoint
-from deltackpt.reading.targets import Wanted
+from deltackpt.reading.stretches import RecoveryPoint
 
-#: Has ``row_source(directory, item)``. Entry points would do as well, and take 20 to 40 ms to list.
+#: Defines ``row_source(directory, item)``. Entry points would also work, but take 20 to 40 ms to
+#: list.
 _FINDER = "deltackpt.service.discovery"
 
 
 class RowSource(Protocol):
-    """Merged tables of committed steps, held somewhere in memory.
+    """Merged tables of committed steps, held in memory.
 
-    Asked once per restore and process, from any thread.
+    Called once per restore and process, from any thread.
     """
 
     def tables(
@@ -33,32 +34,34 @@ class RowSource(Protocol):
         wanted: Wanted | None,
         *,
         timeout_secs: float,
-        point: LogPoint | None = None,
+        point: RecoveryPoint | None = None,
     ) -> contextlib.AbstractContextManager[RestoredTables]:
-        """What is wanted of exactly this save, bit for bit as storage has it.
+        """Returns the wanted parts of exactly this save, bit-identical to storage.
 
-        The buffers are the caller's for good, to be written to as well. Where ``files`` are given,
-        all that the step's own digests cover and these themselves are among them; they may be read
-        while somebody refers to them.
+        The caller owns the buffers and may write to them. If ``files`` are returned, they include
+        all files covered by the step's own digests, and the digests; they are readable while they
+        are referenced.
 
         Args:
-          save: the step, as its manifest in storage says.
-          wanted: what to restore; by default every table and slot as a whole.
-          timeout_secs: longest wait for the source to hold the step, and for each of its answers.
-          point: of the log, above the step, where one is restored. The source gives the tables of
-            the step, or with any of the marks up to the point; or it gives the point whole, and
-            says so (``RestoredTables.point``), with the ``files`` of ``reading.point_files``.
+          save: the step, from its manifest in storage.
+          wanted: what to restore; by default every table and slot in full.
+          timeout_secs: maximum wait in seconds for the source to hold the step, and for each
+            answer.
+          point: the recovery point above the step to restore, if any. The source returns the tables
+            of the step, or with any of the WAL records up to the point; or it returns the complete
+            point, indicated by ``RestoredTables.point``, with the ``files`` of
+            ``reading.point_files``.
 
         Raises:
-          ServiceError: it cannot be had from here; storage still has it.
+          ServiceError: the source cannot provide it; storage still can.
         """
         ...
 
 
 def find(directory: str | os.PathLike[str], item: str) -> RowSource | None:
-    """The source that this process can reach for a directory, None where there is none.
+    """Returns the source that this process can reach for a directory, or None.
 
     Raises:
-      ServiceError: there is one, and it cannot be used.
+      ServiceError: there is one, but it is unusable.
     """
     return importlib.import_module(_FINDER).row_source(directory, item)

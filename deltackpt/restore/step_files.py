@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a step from memory, for readers that know nothing but folders.
+"""Files of a step from memory, for readers that need folders.
 
-Orbax's handlers read dense leaves and further items from a folder. What a source gave is checked
-against the step's digests, as a restore from storage checks it, and written where files are memory,
-one item at a time and only those that are asked for.
+Orbax's handlers read dense leaves and additional items from a folder. Files from a source are
+checked against the step's digests, as in a restore from storage, and written to a memory file
+system, one item at a time and only on request.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _MEMORY = Path("/dev/shm")
 
 
 class ItemFiles(Protocol):
-    """Items of a step that need not be read from storage."""
+    """Items of a step that are available without storage."""
 
     def __contains__(self, item: str) -> bool:
-        """Whether there is an item of that name."""
+        """Returns whether there is an item of that name."""
         ...
 
     def folder(self, item: str) -> Path:
-        """A folder with the files of an item, and no others."""
+        """Returns a folder with the files of an item, and no others."""
         ...
 
 
 class DenseFiles:
-    """Dense leaves of a mark, or of a delta that has them as blocks, as Orbax's item of a step.
+    """Dense leaves of a WAL record, or of a delta with blocks, as Orbax's item of a step.
 
     Attributes:
-      fresh: as of ``dense_values.DenseItem``: what is in the item is not ours to change.
+      fresh: same as in ``dense_values.DenseItem``; the item's contents must not be modified.
     """
 
     fresh = False
@@ -51,7 +51,7 @@ class DenseFiles:
         """Writes nothing yet.
 
         Args:
-          found: what is in the item.
+          found: contents of the item.
         """
         self._found = found
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -61,11 +61,11 @@ class DenseFiles:
 
     @property
     def outline(self) -> DenseValues:
-        """As ``DenseItem.outline``."""
+        """Same as ``DenseItem.outline``."""
         return self.read(lambda key: key.endswith(f"/{ocdbt.ZARRAY}"))
 
     def read(self, wanted: Callable[[str], bool]) -> DenseValues:
-        """As ``DenseItem.read``."""
+        """Same as ``DenseItem.read``."""
         found = {key: value for key, value in self._found.values.items() if wanted(key)}
         return DenseValues(found, self._found.files)
 
@@ -73,7 +73,7 @@ class DenseFiles:
         """See ``ItemFiles``.
 
         Raises:
-          StorageError: it cannot be written.
+          StorageError: writing failed.
         """
         if self._folder is None:
             found = self._found
@@ -99,17 +99,17 @@ class DenseFiles:
 
 
 class StepFiles:
-    """The items of a step that stand beside its tables; closed when nobody reads them any more."""
+    """The items of a step other than its tables; closed when they are no longer read."""
 
     def __init__(
         self, files: Mapping[str, np.ndarray], shown: str, dense: DenseFiles | None = None
     ):
-        """Checks the digests alone.
+        """Checks the digests only.
 
         Args:
-          files: the bytes of each by its posix path below the step.
-          shown: how errors name the step.
-          dense: its dense leaves, where they are no files of it.
+          files: contents of each file, by POSIX path below the step.
+          shown: the step's name in errors.
+          dense: its dense leaves, if they are not files of the step.
 
         Raises:
           Damaged: the digests are missing or altered.
@@ -126,7 +126,7 @@ class StepFiles:
         return any(name.startswith(f"{item}/") for name in self._digests)
 
     def folder(self, item: str) -> Path:
-        """A folder with the files of an item, and no others.
+        """Returns a folder with the files of an item, and no others.
 
         Raises:
           Damaged: a file is missing or altered.
@@ -160,7 +160,7 @@ class StepFiles:
 
 
 def _place(nbytes: int) -> Path | None:
-    """Where files are memory and there is room for twice as many bytes; else that of all such."""
+    """A memory file system with room for twice as many bytes; otherwise the default directory."""
     try:
         found = os.statvfs(_MEMORY)
     except OSError:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one process reads of a step: its tables, its dense leaves and its further items.
+"""Reads one process's part of a step: its tables, its dense leaves and its additional items.
 
-All of it comes from a source that has it in memory, else from storage; what is no table through an
-``ItemReader`` (``handlers.reading`` has Orbax's). Several processes agree with each other between
-these calls, which is the manager's business.
+Everything is read from an in-memory source if there is one, otherwise from storage. Dense leaves
+and items are read through an ``ItemReader`` (``handlers.reading`` has Orbax's). The manager
+coordinates processes between these calls.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from deltackpt import processes
 from deltackpt.errors import (
     Damaged,
-    DamagedLog,
+    DamagedWal,
     ServiceError,
     ServiceUnavailable,
     TemplateMismatch,
@@ -30,6 +30,7 @@ from deltackpt.errors import (
 from deltackpt.format import names
 from deltackpt.format.blocks import VALUES
 from deltackpt.format.manifest import SaveId
+from deltackpt.layers.targets import Wanted, targets_of, wanted_rows
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import (
     bounds,
@@ -41,15 +42,15 @@ from deltackpt.reading import (
     replay,
     saves,
 )
+from deltackpt.reading.log_files import damage_of
 from deltackpt.reading.reader import Progress, RestoredTables
 from deltackpt.reading.replay import LoggedState
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.stretches import LogPoint, Logs, Way
-from deltackpt.reading.targets import Wanted, targets_of, wanted_rows
+from deltackpt.reading.stretches import Logs, RecoveryPoint, Way
 from deltackpt.restore import placing, sources
 from deltackpt.restore.sources import RowSource
 from deltackpt.restore.step_files import DenseFiles, ItemFiles, StepFiles
-from deltackpt.state import marks, tables, touch_state
+from deltackpt.state import contexts, marks, paths, tables, touch_state
 from deltackpt.state.choice import Tables
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import TouchState
@@ -59,9 +60,9 @@ _logger = logging.getLogger(__name__)
 
 #: Table name to a half-open range of rows, None for all of them.
 RowRanges = Mapping[str, tuple[int, int] | None]
-#: Item name to what its handler restores it by.
+#: Item name to the argument for its handler.
 Items = Mapping[str, Any]
-#: Where tables may come from before storage is asked; see ``CheckpointManager.restore_latest``.
+#: Sources of tables to try before storage; see ``CheckpointManager.restore_latest``.
 Service = RowSource | Literal["auto"] | None
 
 
@@ -70,8 +71,8 @@ class DenseRead(NamedTuple):
 
     Attributes:
       leaves: nested dicts.
-      chunks: keys of Orbax's database to what they were read into, (bytes,) uint8, of leaves that
-        went to devices: nobody writes there any more, and on the CPU a leaf may lie there.
+      chunks: for leaves placed on devices, keys of Orbax's database to the (bytes,) uint8 buffers
+        they were read into. The buffers must not be modified: on the CPU a leaf may alias one.
     """
 
     leaves: dict[str, Any]
@@ -79,63 +80,65 @@ class DenseRead(NamedTuple):
 
 
 class ItemReader(Protocol):
-    """Reads what lies beside the tables. All processes make the same calls in the same order."""
+    """Reads items other than tables. All processes must make the same calls in the same order."""
 
     def dense(
         self, step: int, abstract: dict[str, Any] | None, files: ItemFiles | None = None
     ) -> DenseRead:
-        """Dense leaves of a committed step.
+        """Reads the dense leaves of a committed step.
 
         Args:
-          step: its number.
-          abstract: what to restore, nested dicts with the wanted shardings; None for everything, as
-            numpy arrays.
-          files: of the step, where they need not be read from storage.
+          step: number of the step.
+          abstract: the leaves to restore, nested dicts with the target shardings; None for
+            everything, as numpy arrays.
+          files: files of the step that are available without storage.
 
         Raises:
           TemplateMismatch: the step has other leaves.
-          RestoreError: they cannot be read, or another process did not come to read them.
+          RestoreError: the leaves are not readable, or another process did not join the read.
         """
         ...
 
     def straight(
-        self, step: int, abstract: dict[str, Any] | None
+        self, step: int, abstract: dict[str, Any] | None, *, verify: bool = True
     ) -> Callable[[], DenseRead] | None:
-        """What reads the dense leaves of a step by one process, and checks all of their files.
+        """Returns a reader of dense leaves that needs no other process.
 
         Args:
-          step: its number.
-          abstract: as for ``dense``.
+          step: number of the step.
+          abstract: same as for ``dense``.
+          verify: whether it verifies all files of the dense leaves; else the caller does.
 
         Returns:
-          As ``dense``; None where that is to be called, after a check.
+          Same as ``dense``; None if the caller must verify the files and call ``dense`` instead.
         """
         ...
 
     def items(self, step: int, items: Items, files: ItemFiles | None = None) -> Mapping[str, Any]:
-        """Further items of a committed step, which it has.
+        """Reads additional items that a committed step holds.
 
         Raises:
-          RestoreError: another process did not come to read them.
+          RestoreError: another process did not join the read.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Found:
-    """What a restore reads.
+    """What a restore will read.
 
     Attributes:
-      step: its number.
+      step: number of the step.
       target: the step.
-      saves: its chain; None where a source is tried first.
-      source: what may have the tables in memory.
-      problem: why the source that there is cannot be tried.
+      saves: its chain; None if a source is tried first.
+      source: a source that may have the tables in memory.
+      problem: why an existing source is unusable.
       expected: the template's parts.
-      wanted: of the tables; None for all.
+      wanted: wanted parts of the tables; None for all.
       dense: whether dense leaves are restored too.
-      way: marks of a log that lead from the step to a point; None where the step is wanted.
-      straight: reads dense leaves that are not checked yet; None where they are.
+      way: WAL records that lead from the step to a recovery point; None to restore the step.
+      straight: reads dense leaves without the other processes, and verifies them if there are no
+        others; None if all must call ``ItemReader.dense``.
     """
 
     step: int
@@ -150,10 +153,10 @@ class Found:
     straight: Callable[[], DenseRead] | None = None
 
     def check_stays(self, *others: SaveId) -> None:
-        """Checks that the step is still the save that was found, wherever parts of it came from.
+        """Checks that the step is still the same save, in every source that was used.
 
         Args:
-          *others: saves that parts of it were read from, or that other processes found.
+          *others: saves from which parts were read, or that other processes found.
 
         Raises:
           StepGone: it was removed, and another save may have its number.
@@ -165,15 +168,15 @@ class Found:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loaded:
-    """What a restore has read.
+    """The data that a restore has read.
 
     Attributes:
       tables: merged tables and slots.
-      dense: leaves that are neither.
-      chunks: as of ``DenseRead``.
-      problem: why nothing came from a source.
-      files: what a source gave of the step beside its tables.
-      point: what the point has beside its tables; None where it is a step.
+      dense: leaves that are neither tables nor slots.
+      chunks: same as in ``DenseRead``.
+      problem: why no source was used.
+      files: the step's other files from a source.
+      point: contents of the recovery point other than its tables; None for a step.
     """
 
     tables: RestoredTables
@@ -200,12 +203,12 @@ class StepReader:
         """Reads nothing yet.
 
         Args:
-          root: of the steps.
-          item: of the tables.
+          root: directory of the steps.
+          item: name of the item of the tables.
           choice: which leaves of a template are tables.
           others: reads dense leaves and items.
-          share: index of this process, and how many read beside it.
-          service_secs: how long to wait for a source.
+          share: index of this process, and the number of reading processes.
+          service_secs: maximum wait for a source in seconds.
         """
         self._root = root
         self._item = item
@@ -220,29 +223,32 @@ class StepReader:
         template: Any,
         rows: RowRanges | None,
         service: Service,
-        point: LogPoint | None = None,
+        point: RecoveryPoint | None = None,
     ) -> Found:
-        """A step, its chain unless it may come from a service, and what is wanted of it.
+        """Finds a step, its chain unless a source may provide it, and what is wanted of it.
 
-        Checks this process's share of the step's files, unless a source may have them, but for
-        dense leaves that are checked while they are read.
+        Checks this process's share of the step's files, unless a source may have them; dense leaves
+        may be checked while they are read.
 
         Args:
-          step: its number.
-          template: the state's structure; None for numpy arrays.
+          step: number of the step.
+          template: the state's structure, or a state that is already split; None for numpy arrays.
           rows: read only these, without dense leaves.
-          service: what may have the tables in memory.
-          point: of the log, to be restored by way of the step.
+          service: a source that may have the tables in memory.
+          point: recovery point to restore by replaying onto the step.
 
         Raises:
-          RestoreError: what is wrong with the step, or with what was asked for.
+          RestoreError: the step is not readable, or does not match the template.
         """
+        paths.check_template(template)
         step_dir = self._root.at(step)
         with removal.standing(step_dir):
             source, problem = self._source(service)
             chain = None if source is not None else chains.read_chain(step_dir, self._item)
             target = saves.read_save(step_dir, self._item) if chain is None else chain[-1]
-            expected = None if template is None else tables.split(template, self._choice)
+            expected = template
+            if template is not None and not isinstance(template, Split):
+                expected = tables.split(template, self._choice)
             wanted = None
             if template is None and rows is None:
                 bounds.check_paths(target.layout, target.name)
@@ -253,10 +259,13 @@ class StepReader:
                 wanted = placing.wanted_of(expected.fields)
             straight = None
             if rows is None and source is None:
-                if point is None and self._share == (0, 1) and target.layout.dense:
+                alone = self._share == (0, 1)
+                if point is None and target.layout.dense:
                     abstract = None if expected is None else expected.dense
-                    straight = self._others.straight(step, abstract)
-                self._root.check_step_files(step_dir, self._share, dense=straight is None)
+                    straight = self._others.straight(step, abstract, verify=alone)
+                # Several processes share the work.
+                dense = straight is None or not alone
+                self._root.check_step_files(step_dir, self._share, dense=dense)
         way = None if point is None else self._way(point, target.info.save_id)
         whole = rows is None
         return Found(
@@ -272,14 +281,14 @@ class StepReader:
             straight=straight,
         )
 
-    def _way(self, point: LogPoint, step: SaveId) -> Way:
+    def _way(self, point: RecoveryPoint, step: SaveId) -> Way:
         found = Logs(self._root.log_at).read().way(point, step)
         if found is None:
-            raise DamagedLog(
+            raise DamagedWal(
                 str(self._root.log_at),
-                f"marks from step {step.step} to {point}",
-                "that some are missing",
-                mark=point.save_id,
+                f"WAL records from step {step.step} to {point}",
+                "some missing",
+                record=point.save_id,
             )
         return found
 
@@ -290,21 +299,22 @@ class StepReader:
         progress: Progress | None,
         held: contextlib.ExitStack,
     ) -> Loaded:
-        """Merged tables, and dense leaves.
+        """Reads merged tables, and dense leaves.
 
         Args:
           found: the step.
-          agreed: the save that all processes are to read.
-          progress: called with bytes read and bytes in all.
-          held: ends what further items may be read from.
+          agreed: the save that all processes read.
+          progress: called with the bytes read and the total.
+          held: closes the sources of additional items.
 
         Raises:
-          RestoreError: what is wrong with the step.
+          RestoreError: the step is not readable.
         """
         with self._standing(found):
             merged, files, point, problem = self._from_memory(found, held)
             if files is None and point is None and found.dense and found.source is not None:
-                # ``find`` left all of it to the source, and other processes may have it from there.
+                # ``find`` left the checks to the source, but other processes may have read from
+                # storage.
                 self._root.check_step_files(found.target.step_dir)
             replay_from = found.way if point is None else None
             if replay_from is not None:
@@ -315,7 +325,7 @@ class StepReader:
                 held.callback(files.close)
             # Orbax mostly waits for its own threads, and the merge for memory.
             with concurrent.futures.ThreadPoolExecutor(1, "deltackpt-dense") as pool:
-                leaves = pool.submit(self._dense, found, files)
+                leaves = pool.submit(contexts.carried(self._dense), found, files)
                 if merged is None:
                     merged = self._from_storage(found, progress)
                 elif progress is not None:
@@ -324,20 +334,24 @@ class StepReader:
                     targets = targets_of(merged.buffers, merged.layout)
                     rows = replay.replay(replay_from, targets, merged.layout).rows
                     point = point._replace(rows=rows)
-                dense = leaves.result()
+                if found.way is None:
+                    dense = leaves.result()
+                else:
+                    with damage_of(found.way.last_marks[0]):
+                        dense = leaves.result()
             found.check_stays(agreed, merged.chain[-1].save_id)
         return Loaded(merged, dense.leaves, dense.chunks, problem, files, point)
 
     def items(self, found: Found, items: Items, files: ItemFiles | None) -> dict[str, Any]:
-        """Further items of a step, by name.
+        """Reads additional items of a step, by name.
 
         Args:
           found: the step.
-          items: what to restore each by.
-          files: what a source gave of the step.
+          items: the argument for each item's handler.
+          files: the step's files from a source.
 
         Raises:
-          TemplateMismatch: it was saved without one.
+          TemplateMismatch: the step was saved without one of them.
         """
         step_dir = found.target.step_dir
         with self._standing(found):
@@ -348,8 +362,8 @@ class StepReader:
             missing = [name for name in items if not has(name)]
             if missing:
                 raise TemplateMismatch(
-                    f"{step_dir}: expected the items {', '.join(items)}, found that it was saved "
-                    f"without {', '.join(missing)}; restore without them"
+                    f"{step_dir}: expected the items {', '.join(items)}, found no "
+                    f"{', '.join(missing)}; restore without them"
                 )
             restored = self._others.items(found.step, items, files)
             return {name: restored[name] for name in items}
@@ -362,7 +376,7 @@ class StepReader:
         )
 
     def _source(self, service: Service) -> tuple[RowSource | None, ServiceError | None]:
-        """The source that a restore is to try first, and why the one that there is cannot be."""
+        """The source that a restore tries first, or why the existing one is unusable."""
         if service != "auto":
             return service, None
         try:
@@ -373,7 +387,7 @@ class StepReader:
     def _from_memory(
         self, found: Found, held: contextlib.ExitStack
     ) -> tuple[RestoredTables | None, ItemFiles | None, LoggedState | None, ServiceError | None]:
-        """Tables, and files or a whole point, from the source where it has them, else why not."""
+        """Tables, and files or a complete recovery point, from the source, or why it has none."""
         problem, merged, files, point = found.problem, None, None, None
         if found.source is not None:
             try:
@@ -387,7 +401,7 @@ class StepReader:
         if problem is not None:
             process = processes.index()
             _logger.warning(
-                "process %d: step %d comes from storage: %s",
+                "process %d: reading step %d from storage: %s",
                 process,
                 found.step,
                 problem,
@@ -407,7 +421,7 @@ class StepReader:
     def _files(
         self, found: Found, merged: RestoredTables, held: contextlib.ExitStack
     ) -> StepFiles | None:
-        """What the source has beside tables, dense leaves checked and ready to be restored."""
+        """The source's files other than tables, with dense leaves verified and ready to restore."""
         if merged.files is None:
             return None
         shown, dense = found.target.step_dir.name, None
@@ -440,18 +454,19 @@ class StepReader:
 def joined(
     template: Any, found: Found, loaded: Loaded, identity: int
 ) -> tuple[Any, TouchState | None]:
-    """The whole state and its fresh TouchState; dicts and lists of numpy without a template.
+    """Builds the whole state with a fresh TouchState; nested dicts and lists without a template.
 
     Args:
       template: the state's structure.
-      found: what was to be restored.
+      found: what to restore.
       loaded: what was read.
-      identity: that of the fresh TouchState.
+      identity: identity of the fresh TouchState.
     """
     expected, merged = found.expected, loaded.tables
     if expected is None:
         return tables.join(None, merged.layout, merged.fields, loaded.dense, None), None
     placed = placing.place(merged, expected.fields)
+    placing.report_grown(found.step, placing.grown(merged, expected.fields))
     found_in = [touch_state.fresh(each.state, identity, traced=False) for each in expected.marks]
     known = {table for state in found_in for table in marks.matched(state, expected.layout)}
     others = {name: fields[VALUES] for name, fields in placed.items() if name not in known}
@@ -464,12 +479,12 @@ def joined(
 
 
 def _service_error(error: Exception) -> ServiceError:
-    """Whatever a source raises: storage still has the step."""
+    """Converts any exception of a source: storage still has the step."""
     if isinstance(error, ServiceError):
         return without_frames(error)
     found = ServiceUnavailable(
-        f"restore service: expected the tables or a ServiceError, found {type(error).__name__}: "
-        f"{error}; the step comes from storage"
+        f"hot standby: expected the tables or a ServiceError, found {type(error).__name__}: "
+        f"{error}; the step is read from storage"
     )
     found.__cause__ = without_frames(error)
     return found

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to a state that is saved: chosen, copied, encoded, written, committed."""
+"""Saves a state: selects tables, then copies, encodes, writes and commits rows."""

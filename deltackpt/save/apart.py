@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How several processes make one save where none sees what another one writes.
+"""Distributed save without a shared file system.
 
-Each has a directory of its own node. What process 0 needs of the others to make sure of a save, and
-to describe all of it, is small: their manifests and digests, and of dense leaves the nodes of their
-databases. These go by a board of the job, and so does, once the step is committed in process 0's
-directory, its manifest to the others, which then show their part of the step under its name. The
-rows and values stay where they were written, until they are brought to the root.
+Each process writes to a directory on its own node. To verify and describe a save, process 0 needs
+little from the others: their manifests and digests and, for dense leaves, the nodes of their
+databases. The processes exchange these through the job's board. Once the step is committed in
+process 0's directory, its manifest goes to the others in the same way, and they publish their shard
+under the step's name. Rows and values stay where they were written, until they are uploaded.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ _PIECE_BYTES = 1 << 20
 
 
 class Board(Protocol):
-    """Small values that every process of a job may put and look up; thread-safe."""
+    """A key-value store for small values, shared by all processes of a job; thread-safe."""
 
     def put(self, key: str, data: bytes) -> None:
-        """Puts a value under a key that has none.
+        """Stores a value under an unused key.
 
         Raises:
-          StorageError: the board does not answer, or there is a value.
+          StorageError: the board does not answer, or the key is used.
         """
         ...
 
     def get(self, key: str) -> bytes:
-        """A value that was put.
+        """Returns the value of a key.
 
         Raises:
-          StorageError: the board does not answer, or there is none.
+          StorageError: the board does not answer, or has no value.
         """
         ...
 
     def folder(self, key: str) -> dict[str, bytes]:
-        """All values below a key, by the rest of theirs.
+        """Returns all values below a key, by the rest of their keys.
 
         Raises:
           StorageError: the board does not answer.
@@ -56,17 +56,17 @@ class Board(Protocol):
         ...
 
     def delete(self, key: str) -> None:
-        """Removes all values below a key; never raises."""
+        """Deletes all values below a key; never raises."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Apart(Rendezvous):
-    """One process's view of a save in flight, whose directory the others do not see.
+    """One process's view of a save in flight if the others do not see its directory.
 
     Attributes:
-      board: of the job.
-      fsync: whether what comes from others is to survive a power cut.
+      board: the job's board.
+      fsync: whether data from others must survive a power cut.
     """
 
     board: Board
@@ -76,11 +76,11 @@ class Apart(Rendezvous):
 
     @property
     def key(self) -> str:
-        """What the board has of this save; no other one of the job has the same."""
+        """Returns the board's key of this save, which no other save of the job has."""
         return f"deltackpt/{self.temporary.name}"
 
     def fail(self, error: BaseException) -> None:
-        """See ``Rendezvous``; who has told that it is done has nothing to add."""
+        """See ``Rendezvous``; a process that has reported success adds nothing."""
         with contextlib.suppress(StorageError):
             self._say({"failed": dataclasses.asdict(Note.of(error))})
 
@@ -95,7 +95,7 @@ class Apart(Rendezvous):
 
     def collect(self, item_dir: Path, own: Manifest) -> tuple[Part, ...]:
         """See ``Rendezvous``."""
-        self._take_parts("write its part")
+        self._take_parts("write its shard")
         return super().collect(item_dir, own)
 
     def await_written(self) -> range:
@@ -104,7 +104,7 @@ class Apart(Rendezvous):
         return super().await_written()
 
     def await_commit(self, committed: Callable[[], bool]) -> None:
-        """See ``Rendezvous``; what process 0 says of the step is here afterwards."""
+        """See ``Rendezvous``; afterwards process 0's description of the step is stored here."""
         for _ in self._polls(2 * self.timeout_secs):
             self._raise_failure()
             said = self._said()
@@ -114,7 +114,7 @@ class Apart(Rendezvous):
         raise self._missing({0}, "commit the step")
 
     def _take_parts(self, what: str) -> None:
-        """Waits for what the others have to say of their parts, and puts it where it belongs."""
+        """Waits for the descriptions of the other shards, and stores them."""
         wanted = {*range(1, self.count)}
         for _ in self._polls(self.timeout_secs):
             self._raise_failure()
@@ -132,7 +132,7 @@ class Apart(Rendezvous):
         )
         for name, data in msgpack.unpackb(b"".join(pieces)).items():
             path = self.temporary / name
-            (files.make_durable if self.fsync else files.make_folder)(path.parent)
+            files.make_below(self.temporary.parent, path.parent, fsync=self.fsync)
             files.write_atomic(path, data, fsync=self.fsync)
         self._taken.add(process)
 
@@ -153,15 +153,15 @@ class Apart(Rendezvous):
 
 
 class Meetings:
-    """Where the processes of a job meet for one save after the other; of one thread at a time."""
+    """Coordinates the processes of a job for one save at a time; used by one thread."""
 
     def __init__(self, board: Board, process: int, count: int, timeout_secs: float):
-        """Nobody meets yet.
+        """Creates no rendezvous yet.
 
         Args:
-          board: of the job.
+          board: the job's board.
           process: index of this process.
-          count: how many there are.
+          count: number of processes.
           timeout_secs: as for ``Rendezvous``.
         """
         self._board = board
@@ -171,7 +171,7 @@ class Meetings:
         self._former: list[str] = []
 
     def of(self, temporary: Path, *, fsync: bool) -> Apart:
-        """That for a save; what was said of saves before the last one is removed."""
+        """Returns the rendezvous of a save; deletes messages of saves before the last one."""
         found = Apart(
             temporary=temporary,
             process=self._process,
@@ -181,7 +181,7 @@ class Meetings:
             fsync=fsync,
         )
         if self._process == 0:
-            # Whoever has a part of the last one has done with those before.
+            # A process with a part of the last save has finished the earlier ones.
             self._former.append(found.key)
             while len(self._former) > 3:
                 self._board.delete(self._former.pop(0))

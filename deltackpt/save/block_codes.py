@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of a dense leaf to what is stored of them: what changed, by the smallest codec.
+"""Encodes blocks of a dense leaf: only changed ones, with the smallest codec.
 
-Blocks that did not change are left out. Lossless ones become, each for itself, a few numbers with
-their places, byte planes of the XOR with the reference, or their bits as they are. A lossy code is
-measured where it is made; a leaf that it would change by more than its budget is encoded by the
-next wider one, at last exactly: no save fails for it.
+Unchanged blocks are omitted. Each lossless block becomes a few elements with their positions, byte
+planes of the XOR with the reference, or the raw bits. The error of a lossy code is measured while
+it is encoded. A leaf over its budget is encoded with the next more precise codec, and finally
+losslessly: the save never fails for it.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _FIRST_WORDS = 4
 
 
 class CodedBlocks(NamedTuple):
-    """Some blocks of a leaf by one codec.
+    """Some blocks of a leaf in one codec.
 
     Attributes:
-      codec: its name.
-      blocks: their numbers in the leaf, int64 (n,), ascending.
+      codec: name of the codec.
+      blocks: indices of the blocks in the leaf, int64 (n,), ascending.
       arrays: suffix to stored array.
     """
 
@@ -54,20 +54,20 @@ class CodedBlocks(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays, before any compression."""
+        """Returns the bytes of the arrays, before any compression."""
         return sum(array.nbytes for array in self.arrays.values())
 
 
 class CodedLeaf(NamedTuple):
-    """What is stored of a leaf, and what it will be once it is decoded.
+    """The stored form of a leaf, and its decoded values.
 
     Attributes:
       pieces: different blocks each.
-      decoded: (blocks, 256): the reference of the next save. Where nothing is lost it is the leaf,
-        or the reference where nothing changed.
-      codec: the one that was used where blocks changed: ``exact`` or a lossy one.
-      reason: why that one, where it is not the one that was asked for.
-      error: relative l2 error of the leaf; 0 where nothing is lost.
+      decoded: (blocks, 256): the reference of the next save. If nothing is lost it is the leaf, or
+        the reference if nothing changed.
+      codec: the codec of changed blocks: ``lossless`` or a lossy one.
+      reason: why it is not the requested codec; empty if it is.
+      error: relative l2 error of the leaf; 0 if nothing is lost.
     """
 
     pieces: Sequence[CodedBlocks]
@@ -86,22 +86,22 @@ def encode_leaf(
     *,
     skip_unchanged: bool = True,
 ) -> CodedLeaf:
-    """Encodes what changed of a leaf.
+    """Encodes the changed blocks of a leaf.
 
     Args:
-      leaf: (blocks, 256), the last block filled up with zeros.
-      reference: likewise what it was in the parent, as that decodes; None where there is none.
-      codec: ``exact``, or a lossy one.
-      max_error: most relative l2 error of the leaf; None for any.
+      leaf: (blocks, 256), the last block padded with zeros.
+      reference: (blocks, 256), the decoded values of the parent, or None.
+      codec: ``lossless``, or a lossy one.
+      max_error: maximum relative l2 error of the leaf; None for no limit.
       pool: encodes spans.
-      skip_unchanged: whether blocks that did not change are left out.
+      skip_unchanged: whether to omit unchanged blocks.
     """
 
     def attempt(codec: str) -> tuple[CodedLeaf, Callable[[], float]]:
         reason = ""
-        if codec != of_blocks.EXACT and not _can(codec, leaf, reference):
+        if codec != of_blocks.LOSSLESS and not _can(codec, leaf, reference):
             reason = f"{codec}: no reference" if reference is None else f"{codec}: {leaf.dtype}"
-            codec = of_blocks.EXACT
+            codec = of_blocks.LOSSLESS
         found = _encoded(leaf, reference, codec, pool, skip_unchanged)
         coded = CodedLeaf(found.pieces, found.decoded, codec, reason, found.relative_error)
         return coded, lambda: _vanished(leaf, found.decoded, codec)
@@ -115,25 +115,24 @@ def within_budget(
     max_error: float | None,
     attempt: Callable[[str], tuple[CodedLeaf, Callable[[], float]]],
 ) -> CodedLeaf:
-    """A leaf by the first of a codec and wider ones that will do.
+    """Encodes a leaf with a codec, or the first more precise one within the budget.
 
     Args:
-      codec: the first.
-      max_error: most relative l2 error of the leaf; None where any codec will do.
-      attempt: encodes it by a codec, or exactly where that cannot; and tells which share of the
-        positive numbers of a leaf without negative ones is lost.
+      codec: the codec to try first.
+      max_error: maximum relative l2 error of the leaf; None for no limit.
+      attempt: encodes it with a codec, or losslessly if that is impossible; returns a function for
+        the share of positive values that is lost in a leaf without negative ones.
     """
     reason = ""
     while True:
         found, vanished = attempt(codec)
-        if max_error is None or found.codec == of_blocks.EXACT:
+        if max_error is None or found.codec == of_blocks.LOSSLESS:
             break
         if found.error > max_error:
             reason = f"{codec} would change it by {found.error:.3g}, more than {max_error:g}"
             codec = of_blocks.wider(codec)
         elif (share := vanished()) > _MOST_VANISHED:
-            lost = f"{share:.0%} of its numbers 0 or less, where none is negative"
-            reason = f"{codec} would make {lost}"
+            reason = f"{codec} would make {share:.0%} of its positive values 0 or less"
             codec = of_blocks.LOGARITHM
         else:
             break
@@ -141,13 +140,13 @@ def within_budget(
 
 
 def _vanished(leaf: np.ndarray, decoded: np.ndarray, codec: str) -> float:
-    """Of a leaf without negative numbers, the share of the others that a linear code loses."""
+    """Returns the share of values that a linear code loses in a leaf without negative values."""
     if not of_blocks.is_linear(codec):
         return 0.0
     lost = total = 0
     for first in range(0, len(leaf), _SPAN_BLOCKS):
         rows, found = leaf[first : first + _SPAN_BLOCKS], decoded[first : first + _SPAN_BLOCKS]
-        with np.errstate(invalid="ignore"):  # Of NaN, which is neither.
+        with np.errstate(invalid="ignore"):  # NaN compares false.
             # Nearly all leaves have some in the first span.
             if (rows < 0).any():
                 return 0.0
@@ -181,7 +180,7 @@ def _encoded(
     pool: concurrent.futures.Executor,
     skip_unchanged: bool,
 ) -> _Encoded:
-    exact = codec == of_blocks.EXACT
+    exact = codec == of_blocks.LOSSLESS
     decoded = leaf if exact else np.empty_like(leaf)
     starts = range(0, len(leaf), _SPAN_BLOCKS)
 
@@ -202,7 +201,7 @@ def _encoded(
 
 
 def _joined(pieces: Iterable[CodedBlocks]) -> list[CodedBlocks]:
-    """One piece of each codec."""
+    """Joins the pieces of each codec."""
     found: dict[str, list[CodedBlocks]] = {}
     for piece in pieces:
         found.setdefault(piece.codec, []).append(piece)
@@ -219,9 +218,9 @@ def _joined(pieces: Iterable[CodedBlocks]) -> list[CodedBlocks]:
 
 
 def changed_blocks(now: np.ndarray, before: np.ndarray) -> np.ndarray:
-    """Which blocks changed, by their bits: (n,) bool."""
+    """Returns which blocks changed, by their bits: (n,) bool."""
     words, other = now.view(np.uint64), before.view(np.uint64)
-    # Where an optimizer was at work, the first numbers of a block say so.
+    # An optimizer step nearly always changes the first elements of a block.
     changed = words[:, 0] != other[:, 0]
     for word in range(1, _FIRST_WORDS):
         changed |= words[:, word] != other[:, word]
@@ -237,7 +236,7 @@ def changed_blocks(now: np.ndarray, before: np.ndarray) -> np.ndarray:
 
 
 def changed_numbers(now: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How many numbers of each block changed, by their bits, (n,) int64, and which, (n, 256)."""
+    """Returns how many elements of each block changed, (n,) int64, and which, (n, 256)."""
     bits = of_blocks.bits_dtype(now.dtype)
     changed = now.view(bits) != before.view(bits)
     # Sums of 32 truth values in each of 8 bytes, then of these: thrice as fast as a sum of bools.
@@ -315,7 +314,7 @@ def _lossy(
     decoded: np.ndarray,
     skip_unchanged: bool,
 ) -> _Span:
-    """Encodes a span; ``decoded`` gets what a reader will find."""
+    """Encodes a span; ``decoded`` receives what a reader will decode."""
     pieces: list[CodedBlocks] = []
     error = norm = 0.0
     for first in range(0, len(now), PIECE_BLOCKS):
@@ -347,8 +346,8 @@ class _Piece(NamedTuple):
 
     Attributes:
       rows: (n, 256).
-      reference: likewise; None where there is none.
-      numbers: of the blocks in the leaf.
+      reference: (n, 256), or None.
+      numbers: numbers of the blocks in the leaf.
       out: as ``rows``, gets what they decode to.
     """
 
@@ -359,18 +358,18 @@ class _Piece(NamedTuple):
 
 
 def _coded(codec: str, piece: _Piece, wanted: np.ndarray) -> tuple[list[CodedBlocks], float]:
-    """Encodes a piece; what a codec does not hold is left to the next wider one.
+    """Encodes a piece; blocks that a codec cannot represent get the next more precise one.
 
     Args:
-      codec: the first.
-      piece: of blocks that are not wanted ``out`` gets anything.
+      codec: the codec to try first.
+      piece: ``out`` is undefined for blocks that are not wanted.
       wanted: (n,) bool.
 
     Returns:
-      What is stored, and the sum of the squares of its errors.
+      The stored pieces, and the sum of the squares of their errors.
     """
     rows, reference, numbers, out = piece
-    if codec == of_blocks.EXACT:
+    if codec == of_blocks.LOSSLESS:
         np.copyto(out, rows)
         raw = _lossless("raw", rows, None, np.flatnonzero(wanted), 0)
         return [raw._replace(blocks=numbers[wanted])], 0.0
@@ -386,7 +385,7 @@ def _coded(codec: str, piece: _Piece, wanted: np.ndarray) -> tuple[list[CodedBlo
 
 
 def _gathered(codec: str, piece: _Piece, wanted: np.ndarray) -> tuple[list[CodedBlocks], float]:
-    """As ``_coded``, by way of copies: for few wanted ones. Others of ``out`` stay as they are."""
+    """See ``_coded``, through copies, if few are wanted; the rest of ``out`` is unchanged."""
     count = np.count_nonzero(wanted)
     if not count:
         return [], 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The saves of one process since a start or a restore, and what it knows of each."""
+"""The saves of one process since a start or a restore, and their clocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from deltackpt.format.manifest import (
     SaveId,
 )
 from deltackpt.format.stretches import Continues
-from deltackpt.policy import History
+from deltackpt.policies import History
 from deltackpt.save.clocks import Clocks
 from deltackpt.state.touch_state import UNKNOWN
 
@@ -31,13 +31,13 @@ _FORMER = 4
 
 
 class Written(NamedTuple):
-    """What the manifest of process 0 says of a save as a whole.
+    """What the manifest of process 0 records about a save as a whole.
 
     Attributes:
-      crc32c: of its bytes: a file that has it need not be decoded again.
-      nbytes: bytes of the arrays of all parts.
-      compacted: the newest compacted base that process 0 knew of.
-      rolling: the share of a rolling base that it holds.
+      crc32c: CRC32C of the manifest's bytes; an equal file need not be decoded again.
+      nbytes: bytes of the arrays of all shards.
+      compacted: the newest compacted base that process 0 knew.
+      rolling: the save's share of a rolling base.
     """
 
     crc32c: int
@@ -47,7 +47,7 @@ class Written(NamedTuple):
 
     @classmethod
     def of(cls, head: Manifest, crc32c: int) -> Written:
-        """Of a manifest, and of its bytes."""
+        """Returns the record for a manifest and its bytes."""
         return cls(crc32c, head.nbytes, head.compacted, head.rolling)
 
 
@@ -55,9 +55,9 @@ class Written(NamedTuple):
 class Known:
     """A save of this process: committed, or in flight.
 
-    ``settled`` is what no accumulator had marked rows of since, by reading; None where nothing is
-    known of the time before: rows may move that no TouchState marks. ``written`` is known once its
-    manifest was written, or read.
+    ``settled`` contains, for each reading, the clock since which no accumulator had marked rows. It
+    is None if nothing is known about the time before, so unmarked rows may move. ``written`` is set
+    once its manifest was written, or read.
     """
 
     info: SaveInfo
@@ -74,7 +74,7 @@ class Known:
     chain_length: int = 0
     witness: Any = None
     #: Table name to the numbers of rows that a restore took from a log instead: every delta that is
-    #: taken against this save holds them, too, since no stamp says so.
+    #: taken against this save contains them too, since no stamp marks them.
     replayed: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     #: The point of a log that training was restored at, with this save below it.
     continues: Continues | None = None
@@ -93,18 +93,18 @@ class Branch:
     anchor: Known | None = None
     previous: Known | None = None
     in_flight: Known | None = None
-    #: The newest save that was begun, whatever became of it.
+    #: The newest save that was begun, committed or not.
     begun: Known | None = None
-    #: The anchor and the saves since, oldest first, where compaction may make one an anchor.
+    #: The delta base and later saves, oldest first, if compaction may replace one by a base.
     since: list[Known] = dataclasses.field(default_factory=list)
-    #: The save for which the compacted base stands that the anchor is.
+    #: The save that the compacted delta base replaces.
     base_id: SaveId | None = None
     base_bytes: int = 0
     delta_bytes: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def protected(self) -> frozenset[SaveId]:
-        """Possible parents, and what is in flight."""
+        """Returns possible parents, and the save in flight."""
         known = (self.anchor, self.previous, self.in_flight)
         ids = {entry.info.save_id for entry in known if entry is not None}
         if self.in_flight is not None and self.in_flight.info.parent is not None:
@@ -113,7 +113,7 @@ class Branch:
 
     @property
     def history(self) -> History:
-        """What a policy decides from, once a save is committed."""
+        """Returns the input for the policy; needs a committed save."""
         assert self.anchor is not None and self.previous is not None
         return History(
             base_bytes=self.base_bytes,
@@ -125,7 +125,7 @@ class Branch:
         )
 
     def knows(self, clocks: Clocks) -> bool:
-        """Whether the newest save saw each of some TouchStates, as far as that can be said."""
+        """Returns whether the newest save is known to have seen each of some TouchStates."""
         if self.previous is None:
             return False
         return all(
@@ -143,16 +143,16 @@ class Branch:
         layout: Layout,
         number: int,
     ) -> SaveInfo:
-        """Notes a save as in flight.
+        """Records a save as in flight.
 
         Args:
           kind: base or delta.
           save_id: its id.
-          step_dir: where it will stand once committed.
-          parent: of a delta.
-          clocks: of the TouchStates that it saw.
+          step_dir: its path once committed.
+          parent: the parent of a delta.
+          clocks: clocks of the TouchStates that it saw.
           layout: the tables' layout.
-          number: how many saves were begun with it.
+          number: number of saves started so far, including this one.
         """
         ref, parents = None, ()
         if parent is not None:
@@ -173,7 +173,7 @@ class Branch:
         return info
 
     def make_base(self, save_id: SaveId) -> None:
-        """Makes a base of the delta in flight."""
+        """Turns the delta in flight into a base."""
         known = self.in_flight
         assert known is not None and known.info.save_id == save_id
         known.info = dataclasses.replace(known.info, kind="base", parent=None)
@@ -181,17 +181,17 @@ class Branch:
         known.parents = ()
 
     def go_on_from(self, restored: Known, base_bytes: int) -> None:
-        """Begins with a restored save: the parent of what follows."""
+        """Starts from a restored save, the parent of the next one."""
         self.previous = self.anchor = self.begun = restored
         self.base_bytes = base_bytes
         self.since = [restored]
 
     def promote(self, head: Written, *, compacted: bool) -> None:
-        """Takes the save in flight for committed: the next one's parent.
+        """Records the save in flight as committed: the parent of the next one.
 
         Args:
-          head: what its manifest says, which speaks for all parts.
-          compacted: whether compaction may make an anchor of one of the saves.
+          head: its manifest, which describes all shards.
+          compacted: whether compaction may replace one of the saves by a base.
         """
         known, self.in_flight = self.in_flight, None
         assert known is not None
@@ -213,7 +213,7 @@ class Branch:
                 self._anchor_at(head.compacted)
 
     def _anchor_at(self, base: BaseRef) -> None:
-        """Takes a save for which a compacted base stands as the anchor: its chain is no more."""
+        """Re-bases the branch on a save that a compacted base replaces."""
         ids = [known.info.save_id for known in self.since]
         if base.save_id not in ids or self.base_id == base.save_id:
             return
@@ -236,14 +236,14 @@ class Former:
     """Branches that restores have left, the newest last."""
 
     def __init__(self) -> None:
-        """None was left yet."""
+        """Starts empty."""
         self._left: list[Branch] = []
 
     def __bool__(self) -> bool:
         return bool(self._left)
 
     def add(self, branch: Branch) -> None:
-        """Keeps a branch that has a save; of many the oldest goes, those without saves first."""
+        """Keeps a branch with a save; evicts the oldest, those without saves first."""
         if branch.previous is not None:
             self._left.append(branch)
         if len(self._left) > _FORMER:
@@ -252,7 +252,7 @@ class Former:
             self._left.remove((looked_at or self._left)[0])
 
     def take(self, clocks: Clocks) -> Branch | None:
-        """The newest branch that knows some TouchStates, which is no longer among these."""
+        """Removes and returns the newest branch that knows some TouchStates."""
         for branch in reversed(self._left):
             if branch.knows(clocks):
                 self._left.remove(branch)
@@ -261,47 +261,46 @@ class Former:
 
 
 def doubt(clocks: Clocks, parent: Known) -> str | None:
-    """Why the touched rows since a save do not follow from some TouchStates, None where they do."""
+    """Returns why the touched rows since a save do not follow from some TouchStates, or None."""
     for reading in clocks.readings:
-        where = f"the TouchState at {reading.place}" if reading.place else "the TouchState given"
+        where = f"the TouchState at {reading.place}" if reading.place else "the given TouchState"
         seen = parent.clocks.seen(reading)
         if seen is None:
             return (
-                f"{where} is not one that the save of step {parent.info.save_id.step} saw: it was "
-                "made anew, or is of another run"
+                f"{where} is unrelated to the save of step {parent.info.save_id.step}: it was "
+                "re-created, or is of another run"
             )
         if seen.clock > reading.clock:
             return (
-                f"{where} is not the one that the parent saw: its clock {reading.clock} is before "
+                f"{where} is older than its parent's: its clock {reading.clock} is before "
                 f"{seen.clock}, that of the save of step {parent.info.save_id.step}"
             )
     places = {reading.place for reading in clocks.readings}
     identities = {reading.identity for reading in clocks.readings}
     for known in parent.clocks.readings:
         if known.place not in places and known.identity not in identities:
-            where = f"at {known.place}" if known.place else "given"
+            where = f"at {known.place} in" if known.place else "passed to"
             return (
-                f"the TouchState {where} that the save of step {parent.info.save_id.step} saw is "
-                "there no more"
+                f"the TouchState {where} the save of step {parent.info.save_id.step} is missing now"
             )
     if parent.settled is None:
         return (
-            "an accumulator of gradients held rows from before its TouchState was made, and they "
+            "a gradient accumulator contained rows from before its TouchState was created, which "
             "may have moved since without being marked"
         )
     return None
 
 
 def settled(clocks: Clocks, begun: Known | None) -> Clocks | None:
-    """The clocks since which rows may move after a save without being marked again.
+    """Returns the clocks since which rows may move after a save without being marked again.
 
-    ``optax.MultiSteps`` moves and resets all rows that it has gathered at the last step of a
-    window, whenever they were marked in it. So what a save in mid-window sees is settled only up to
-    a save of an earlier window, or of its start.
+    ``optax.MultiSteps`` moves and resets all gathered rows at the last step of a window, regardless
+    of when they were marked in it. A save in the middle of a window is therefore settled only up to
+    a save at its start or in an earlier window.
 
     Args:
-      clocks: what the save sees.
-      begun: the save that was begun before it; None for the first.
+      clocks: the clocks that the save sees.
+      begun: the previous save; None for the first.
     """
     if not clocks.gathers:
         return clocks

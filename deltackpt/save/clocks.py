@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What saves see of tracking: the clocks of TouchStates, and what accumulators hold."""
+"""The state of tracking at a save: clocks of TouchStates, and windows of accumulators."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Reading(NamedTuple):
-    """What a save read of one TouchState: where it stands, whose it is, and its clock."""
+    """One TouchState at a save: its path, identity and clock."""
 
     place: str
     identity: int
@@ -17,29 +17,29 @@ class Reading(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Clocks:
-    """What a save saw of tracking.
+    """The state of tracking at a save.
 
     Attributes:
-      readings: one of each TouchState; () without any.
-      windows: of each gradient accumulator (``optax.MultiSteps``) how many updates it has made, and
-        how many steps it has gathered for the next.
+      readings: one reading per TouchState; () without a TouchState.
+      windows: for each gradient accumulator (``optax.MultiSteps``), the number of updates that it
+        has made, and the number of steps gathered for the next one.
     """
 
     readings: tuple[Reading, ...] = ()
     windows: tuple[tuple[int, int], ...] = ()
 
     def seen(self, reading: Reading) -> Reading | None:
-        """What was read here of a TouchState that is read later, None where it was not there.
+        """Returns this record's reading of a TouchState that was read later, or None.
 
-        One that has moved within the state is found by its identity; of several that bear it, the
-        one of the lowest clock is right for all.
+        A TouchState that has moved within the state is found by its identity. If several have the
+        same identity, the one with the lowest clock is safe for all.
         """
         same = [known for known in self.readings if known.identity == reading.identity]
         here = [known for known in same if known.place == reading.place]
         return min(here or same, key=lambda known: known.clock, default=None)
 
     def starts_in(self, other: Clocks) -> bool:
-        """Whether all that is gathered here was begun when ``other`` was read, or later."""
+        """Returns whether all windows here started when ``other`` was read, or later."""
         return len(self.windows) == len(other.windows) and all(
             updates > before or (updates == before and not gathered)
             for (updates, _), (before, gathered) in zip(self.windows, other.windows)
@@ -47,12 +47,12 @@ class Clocks:
 
     @property
     def gathers(self) -> bool:
-        """Whether rows that were marked may still move, without being marked again."""
+        """Returns whether rows already marked may still move without being marked again."""
         return any(gathered for _, gathered in self.windows)
 
 
 def clocks_seen(clocks: Clocks, earlier: Clocks) -> dict[str, int]:
-    """Place of each TouchState to its clock as it was read earlier; empty where one was not."""
+    """Returns TouchState path to its earlier clock; empty if one was not read."""
     found = {reading.place: earlier.seen(reading) for reading in clocks.readings}
     if None in found.values():
         return {}

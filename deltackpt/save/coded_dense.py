@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of the dense item, encoded against what they were, and written as segments of blocks."""
+"""Encodes values of the dense item relative to the parent, into segments of blocks."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ _MOST_REASONS = 16
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TakenValue:
-    """A value of the dense item in memory of its own.
+    """A captured value of the dense item.
 
     Attributes:
-      key: of Orbax's database, or a file's path in the item.
+      key: key in Orbax's database, or a file's path in the item.
       file: whether it is a file.
-      data: (blocks, 256) of the leaf's dtype, filled up with zeros, in host memory or on its
-        device; of a plain value (n,) uint8.
-      count: numbers of the leaf; of a plain value its bytes.
-      shape: of the chunk; None of a plain value that is no array.
-      coding: how it is kept.
-      leaf: path of the leaf that it is of; empty where it is of none.
+      data: (blocks, 256) of the leaf's dtype, padded with zeros, in host memory or on its device;
+        (n,) uint8 for a plain value.
+      count: number of elements; for a plain value, of bytes.
+      shape: shape of the chunk; None for a plain value that is not an array.
+      coding: how to encode it.
+      leaf: path of its leaf; empty without one.
     """
 
     key: str
@@ -63,12 +63,12 @@ class TakenValue:
 
     @property
     def plain(self) -> bool:
-        """Whether it is kept as bytes."""
+        """Returns whether it is stored as bytes."""
         return self.data.ndim == 1
 
     @property
     def array(self) -> np.ndarray:
-        """The chunk, or the bytes."""
+        """Returns the chunk, or the bytes."""
         data = np.asarray(self.data)
         if self.shape is None:
             return data
@@ -78,13 +78,13 @@ class TakenValue:
 
 
 class CodedValue(NamedTuple):
-    """A value that was encoded.
+    """An encoded value.
 
     Attributes:
-      taken: what it was.
-      leaf: its blocks; None of a plain value.
-      decoded: what it will decode to, where ``taken`` is.
-      changed: whether anything of it is stored.
+      taken: the captured value.
+      leaf: its blocks; None for a plain value.
+      decoded: its decoded value, in the memory of ``taken``.
+      changed: whether any of it is stored.
     """
 
     taken: TakenValue
@@ -102,15 +102,15 @@ def encode(
     hashes: Mapping[Key, Hashes] | None = None,
     rolling: RollingShare | None = None,
 ) -> list[CodedValue]:
-    """Encodes values against what they were, by what each is kept by.
+    """Encodes values relative to the parent, each with its coding.
 
     Args:
-      values: of one process.
-      before: what those of the parent decode to; values that are not there are whole.
-      pool: encodes.
-      skip_unchanged: whether what did not change is left out.
-      hashes: of leaves of the parent that are not there.
-      rolling: the share that a save of a rolling base holds by itself.
+      values: the values of one process.
+      before: the decoded values of the parent; values not among them are stored whole.
+      pool: runs the encoding.
+      skip_unchanged: whether to omit unchanged values.
+      hashes: hashes of leaves of the parent that are not in ``before``.
+      rolling: the save's share of a rolling base.
     """
     found = []
     for value in values:
@@ -167,9 +167,9 @@ class WrittenDense(NamedTuple):
     """Encoded values that were written.
 
     Attributes:
-      record: what the manifest says of them.
-      nbytes: of their files.
-      leaves: figures of each leaf of which this process has something.
+      record: their record in the manifest.
+      nbytes: total size of their files in bytes.
+      leaves: figures of each leaf that this process has a part of.
     """
 
     record: DenseBlocks
@@ -178,10 +178,10 @@ class WrittenDense(NamedTuple):
 
 
 class CodedDense:
-    """Encoded values, ready to be written to a part or to frames."""
+    """Encoded values, ready to be written to a shard or to frames."""
 
     def __init__(self, values: Sequence[CodedValue]):
-        """Of one process, in the order of the item."""
+        """Takes those of one process, in the order of the item."""
         self.values = values
         described = [
             BlockedValue(
@@ -205,7 +205,7 @@ class CodedDense:
         """Writes the arrays of all segments.
 
         Args:
-          place_of: where the segment of a name goes.
+          place_of: returns the destination of a segment.
         """
         segments = list(self._plain(place_of))
         for (group, codec), pieces in sorted(self._by_codec().items()):
@@ -215,12 +215,12 @@ class CodedDense:
         return DenseBlocks(values=self._described, segments=tuple(segments))
 
     def told(self, record: DenseBlocks) -> WrittenDense:
-        """What ``write`` has written, with figures by leaf.
+        """Returns the values that ``write`` has written, with figures by leaf.
 
-        The bytes of a segment are shared out by those of its arrays before compression.
+        The bytes of a segment are divided in proportion to those of its arrays before compression.
 
         Args:
-          record: of ``write``.
+          record: the result of ``write``.
         """
         on_disk = {
             (segment.group, encoding.codec): encoding.nbytes
@@ -243,7 +243,7 @@ class CodedDense:
         return WrittenDense(record, sum(on_disk.values()), leaves)
 
     def _reason(self, group: str, codec: str) -> str:
-        """Which leaves have another codec than the one that was asked for, and why."""
+        """Lists leaves with another codec than requested, and why."""
         found = [
             f"{one.taken.leaf}: {one.leaf.reason}"
             for one, value in zip(self.values, self._described, strict=True)
@@ -271,7 +271,7 @@ class CodedDense:
         yield parts.stored_segment(place, PLAIN, (0, 1), rows, StoredArrays((), 0), [stored])
 
     def _by_codec(self) -> dict[tuple[str, str], list[CodedBlocks]]:
-        """The pieces of each group and codec in order, their blocks counted in the group."""
+        """Returns the pieces of each group and codec in order, with block indices in the group."""
         found: dict[tuple[str, str], list[CodedBlocks]] = {}
         for one, value in zip(self.values, self._described, strict=True):
             for piece in () if one.leaf is None else one.leaf.pieces:
@@ -282,16 +282,18 @@ class CodedDense:
 
 
 def _figures(one: CodedValue, shares: Mapping[tuple[str, str], float]) -> LeafFigures:
-    """Figures of one value.
+    """Returns figures of one value.
 
     Args:
       one: the value.
-      shares: group and codec to the bytes on disk of a byte before compression.
+      shares: group and codec to bytes on disk per byte before compression.
     """
     taken, leaf = one.taken, one.leaf
     if leaf is None:
         nbytes = round(taken.count * shares[PLAIN, "raw"]) if one.changed else 0
-        return LeafFigures(taken.leaf, "exact", "", taken.count, nbytes, 1, int(one.changed), 0.0)
+        return LeafFigures(
+            taken.leaf, of_blocks.LOSSLESS, "", taken.count, nbytes, 1, int(one.changed), 0.0
+        )
     group = taken.data.dtype.name
     return LeafFigures(
         leaf=taken.leaf,
@@ -329,7 +331,7 @@ def _written(
 
 
 def entry_of(suffix: str, array: of_blocks.BlockArray, held: Sequence[np.ndarray]) -> ArrayEntry:
-    """The stored array of some blocks; chunks hold what 16 MiB do."""
+    """Returns the stored array of some blocks, in chunks of 16 MiB."""
     count = sum(len(one) for one in held)
     name = f"{BLOCKS}.{suffix}" if suffix else BLOCKS
     shape = (count, *array.trailing)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense leaves as an item of a step: copied when the save is taken, written in Orbax's layout."""
+"""Dense leaves as an item of a step: copied at capture, written in Orbax's layout."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _STAGED_BYTES = 128 << 10
 
 
 class DenseLeaves:
-    """What this process writes of dense leaves, independent of later training steps."""
+    """The dense leaves that this process writes, independent of later training steps."""
 
     def __init__(self, plan: Plan, values: list[Value], staging: Staging, lent: list[np.ndarray]):
-        """Made by ``take``."""
+        """Created by ``take``."""
         self._plan = plan
         self._values = values
         self._staging = staging
@@ -35,15 +35,15 @@ class DenseLeaves:
 
     @classmethod
     def take(cls, tree: Any, process: int, staging: Staging) -> DenseLeaves:
-        """Copies what this process writes; waits for accelerators.
+        """Copies the values that this process writes; waits for accelerators.
 
         Args:
           tree: nested containers of leaves.
           process: index of this process.
-          staging: whose memory holds the copies.
+          staging: provides the memory for the copies.
 
         Raises:
-          UnsupportedLeaf: Orbax's handler has to write them.
+          UnsupportedLeaf: Orbax's handler must write the leaves.
         """
         plan = dense_layout.plan(tree, process)
         for chunk in plan.chunks:
@@ -72,12 +72,12 @@ class DenseLeaves:
 
     @property
     def values(self) -> list[Value]:
-        """Keys and values of Orbax's database that are to be written."""
+        """Returns the keys and values to write to Orbax's database."""
         return self._values
 
     @property
     def files(self) -> dict[str, str]:
-        """Files that are to be written beside it, texts by their paths in the item."""
+        """Returns the contents of the other files of the item, by path in the item."""
         return self._plan.files
 
     def write(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
@@ -97,12 +97,12 @@ class DenseLeaves:
     def complete(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
         """See ``step.Item``."""
         if others.count > 1:
-            ocdbt.merge(item_dir, range(others.count), self._plan.names)
+            ocdbt.merge(item_dir, range(others.count), self._plan.described)
             own = {ocdbt.process_directory(item_dir, number) for number in range(others.count)}
             batch.adopt(item_dir, but=own)  # Each digests and forces its own.
 
     def release(self) -> None:
-        """Gives the memory back; safe to call again."""
+        """Releases the memory. Idempotent."""
         self._values = []
         _give_back(self._lent, self._staging)
 

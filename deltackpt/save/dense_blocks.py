@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense leaves as blocks: copied when a save is taken, encoded against those of its parent.
+"""Dense leaves as blocks: copied when a save is captured, encoded relative to its parent.
 
-A base keeps them in Orbax's layout, exact; a delta as blocks of our item. What they decode to is
-the *reference* of the next delta: see ``dense_references``. A delta whose parent has none holds
-whole leaves.
+A base stores them losslessly in Orbax's layout; a delta stores blocks in deltackpt's item. Their
+decoded values are the *reference* of the next delta: see ``dense_references``. If the parent has no
+reference, a delta contains whole leaves.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _STAGED_BYTES = 1 << 20
 
 
 class TakenDense:
-    """What this process has of the dense leaves, independent of later training steps."""
+    """The dense leaves of this process, independent of later training steps."""
 
     def __init__(self, values: Sequence[TakenValue], plan: dense_layout.Plan, keeper: DenseKeeper):
-        """Made by ``DenseKeeper.take``."""
+        """Created by ``DenseKeeper.take``."""
         self.values = values
         self.plan = plan
         self._keeper = keeper
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all values."""
+        """Returns the bytes of all values."""
         return sum(value.data.nbytes for value in self.values)
 
     def as_item(self, save_id: SaveId) -> DenseLeaves:
-        """The item of a base in Orbax's layout; its leaves are references from its commit on."""
+        """Returns the item of a base in Orbax's layout; its commit makes the leaves references."""
         references = self._keeper.references
         decoded = {(value.file, value.key): value.data for value in self.values}
         references.stage(save_id, Left(decoded, self._counts()))
@@ -65,13 +65,13 @@ class TakenDense:
         *,
         rolling: RollingShare | None = None,
     ) -> CodedDense:
-        """The values of a delta, encoded against those of its parent.
+        """Returns the delta's values, encoded relative to its parent.
 
         Args:
-          parent: of the delta.
-          save_id: of the delta.
+          parent: the delta's parent.
+          save_id: the delta's save id.
           pool: encodes.
-          rolling: the share that it holds of a rolling base.
+          rolling: the delta's share of a rolling base.
         """
         references, counts = self._keeper.references, self._counts()
         left = references.of(parent).of(counts)
@@ -89,7 +89,7 @@ class TakenDense:
         return CodedDense(found)
 
     def release(self) -> None:
-        """Gives up what no save holds; safe to call again."""
+        """Releases the memory that no save needs. Idempotent."""
         self._keeper.references.done_with(value.data for value in self.values)
 
     def _counts(self) -> dict[Key, int]:
@@ -97,7 +97,7 @@ class TakenDense:
 
 
 class DenseKeeper:
-    """Copies dense leaves for saves, and keeps what those decode to; thread-safe."""
+    """Copies dense leaves for saves, and keeps their decoded values; thread-safe."""
 
     def __init__(
         self,
@@ -109,20 +109,20 @@ class DenseKeeper:
         """Keeps nothing yet.
 
         Args:
-          coding_of: how the leaf at a path is kept in deltas.
+          coding_of: how the leaf at a path is encoded in deltas.
           max_reference_bytes: host memory for references, over all saves that are kept.
-          skip_unchanged: whether what did not change is left out of deltas.
+          skip_unchanged: whether to omit unchanged blocks from deltas.
         """
         self.skip_unchanged = skip_unchanged
         self.references = References(max_reference_bytes, hashed=skip_unchanged)
         self._coding_of = coding_of
 
     def take(self, tree: Any, leaves: Sequence[DenseLeaf], process: int) -> TakenDense:
-        """Copies what this process has of the dense leaves; waits for accelerators.
+        """Copies the dense leaves of this process; waits for accelerators.
 
         Args:
           tree: nested containers of leaves, as they are stored.
-          leaves: where each stands in the state.
+          leaves: their paths in the state.
           process: index of this process.
 
         Raises:
@@ -137,7 +137,7 @@ class DenseKeeper:
         process: int,
         held: Mapping[str, np.ndarray],
     ) -> TakenDense:
-        """As ``take``; of chunks that are held nothing is copied, but for those on devices."""
+        """See ``take``; copies no chunks that are already in memory, except those on devices."""
         plan = dense_layout.plan(tree, process)
         named = self._named(leaves, plan)
         for chunk in plan.chunks:
@@ -165,18 +165,17 @@ class DenseKeeper:
         described: Mapping[str, bytes],
         held: Mapping[str, np.ndarray],
     ) -> None:
-        """Makes a restored state the reference of the step that it was restored from.
+        """Makes a restored state the reference of its step.
 
         Args:
-          save_id: of the step.
-          tree: as for ``take``, of what was restored: what the step decodes to.
-          leaves: likewise.
-          process: likewise.
-          described: ``.zarray`` keys of the step, and their values. Leaves that lie in other chunks
-            now, on another topology, are no references.
-          held: chunks of the step in memory that nobody writes to, (bytes,) uint8, by their keys:
-            they need not be copied. What jax has of them it may share, and does not write there
-            either, whatever is donated.
+          save_id: id of the step.
+          tree: as for ``take``, with the restored (decoded) values.
+          leaves: as for ``take``.
+          process: as for ``take``.
+          described: ``.zarray`` keys of the step, and their values. A leaf whose chunks differ now,
+            because the topology changed, is not a reference.
+          held: chunks of the step in memory that is never written, (bytes,) uint8, by key; they are
+            not copied. jax may alias them, and does not write to them even if arrays are donated.
         """
         try:
             changed = {
@@ -204,7 +203,7 @@ class DenseKeeper:
     def _named(
         self, leaves: Sequence[DenseLeaf], plan: dense_layout.Plan
     ) -> dict[str, tuple[str, Coding]]:
-        """Name in Orbax's database to the path of the leaf, and how it is kept."""
+        """Returns name in Orbax's database to the path of the leaf, and its coding."""
         dtypes_of = {_name_of(chunk.key): chunk.source.dtype for chunk in plan.chunks}
         found = {}
         for leaf in leaves:
@@ -214,7 +213,7 @@ class DenseKeeper:
         return found
 
     def _stays(self, chunk: Chunk, named: Mapping[str, tuple[str, Coding]]) -> bool:
-        """Whether a chunk is encoded on its device."""
+        """Returns whether a chunk is encoded on its device."""
         source = chunk.source
         if chunk.on_host or dense_blocks.is_plain(source.nbytes, source.dtype.name):
             return False
@@ -254,12 +253,12 @@ class DenseKeeper:
 
 
 def _name_of(key: str) -> str:
-    """The name of the array that a chunk is of."""
+    """Returns the name of a chunk's array."""
     return key.rpartition("/")[0]
 
 
 def _whole_blocks(held: np.ndarray, chunk: Chunk) -> np.ndarray | None:
-    """A chunk that is held, as (blocks, 256); None where it does not fill them, or is plain."""
+    """Returns a chunk as (blocks, 256); None if it does not fill them, or is plain."""
     dtype, nbytes = (
         np.dtype(chunk.source.dtype),
         math.prod(chunk.shape) * chunk.source.dtype.itemsize,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each dense leaf is kept in deltas, by what the user chose for its path."""
+"""How each dense leaf is encoded in deltas, by the codec that the user chose for its path."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from deltackpt.format.manifest import DenseLeaf, path_name
 
 
 class Coding(NamedTuple):
-    """How a leaf is kept in deltas.
+    """How a leaf is encoded in deltas.
 
     Attributes:
-      codec: ``exact``, or a lossy one.
-      max_error: most relative l2 error; None for any.
+      codec: ``"lossless"``, or a lossy codec.
+      max_error: maximum relative l2 error; None for no limit.
     """
 
-    codec: str = of_blocks.EXACT
+    codec: str = of_blocks.LOSSLESS
     max_error: float | None = None
 
 
 def codings(
     codec: str | Mapping[str, str], max_error: float | None
 ) -> Callable[[DenseLeaf, Any], Coding]:
-    """How each leaf is kept, by what the user chose; the answers are kept.
+    """Returns a function that maps a leaf to its coding, with a cache.
 
     Args:
-      codec: for all leaves, or by glob over their paths: the first that matches; exact where none
-        does. One for all takes only the floats that it can code.
-      max_error: most relative l2 error of a leaf.
+      codec: for all leaves, or by glob over their paths: the first match applies; leaves without a
+        match are lossless. A single codec applies only to the floats that it can encode.
+      max_error: maximum relative l2 error of a leaf.
     """
     known: dict[tuple[Any, str], Coding] = {}
 
@@ -52,15 +52,15 @@ def _coding(
         name, named = codec, False
     else:
         name = next((one for glob, one in codec.items() if globs.matches(glob, path)), None)
-        name, named = (of_blocks.EXACT, False) if name is None else (name, True)
-    if name == of_blocks.EXACT:
+        name, named = (of_blocks.LOSSLESS, False) if name is None else (name, True)
+    if name == of_blocks.LOSSLESS:
         return Coding()
     if not of_blocks.get(name).takes(dtype):
         if named:
             raise OptionError(
-                f"Dense.codec: dense leaf {path}: {name} takes {', '.join(of_blocks.FLOATS)}, "
-                f"found {dtype}; integers, truth values, keys and counters are always exact: name "
-                "it by a glob of its own with codec 'exact' first, or leave it out"
+                f"Dense.codec: dense leaf {path}: expected {', '.join(of_blocks.FLOATS)} for "
+                f"{name}, found {dtype}; integers, booleans, keys and counters are always "
+                "lossless: put a glob for it with codec 'lossless' first, or leave it out"
             )
         return Coding()
     return Coding(name, max_error)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this process writes of dense leaves, in the layout of Orbax's PyTree handler.
+"""Plans the dense leaves that this process writes, in the layout of Orbax's PyTree handler.
 
 The layout is that of Orbax 0.12.8 without compression: a chunk is a shard, and R replicas of a
-shard cut its first axis that R divides into R chunks. The plan touches no disk and fetches no
-values; leaves that it does not cover are named by ``covered`` with the reason, and the whole item
-then goes through Orbax's own handler, on all processes alike, since the answer depends on nothing
-that differs between processes.
+shard split the first of its axes that R divides into R chunks. The plan touches no disk and fetches
+no values. ``covered`` names leaves that it does not support, with the reason. Orbax's own handler
+then writes the whole item, on all processes, because the result depends on nothing that differs
+between processes.
 
-All but the values follows from structure, shapes and shardings, and is kept: a log asks at each
+The plan follows from structure, shapes and shardings alone, and is cached: a WAL uses it at each
 step.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -48,8 +49,8 @@ class Chunk(NamedTuple):
 
     Attributes:
       key: its key in the database.
-      source: an array that holds it.
-      window: where in the array.
+      source: an array that contains it.
+      window: its position in the array.
       on_host: whether the array is in host memory.
     """
 
@@ -60,36 +61,34 @@ class Chunk(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """Returns the chunk's shape."""
         sizes = zip(self.window, self.source.shape, strict=True)
         return tuple(len(range(size)[part]) for part, size in sizes)
 
     def array(self) -> np.ndarray:
-        """Fetches it; on the CPU it may be memory of the source."""
+        """Fetches the chunk; on the CPU, the result may alias the source."""
         return np.ascontiguousarray(np.asarray(self.source)[self.window])
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What one process writes.
+    """The values and files that one process writes.
 
     Attributes:
-      process: its index.
-      names: all arrays of the item, of all processes.
+      process: index of the process.
       described: ``.zarray`` keys and their bytes; on process 0 only.
-      chunks: in the order of the leaves.
-      files: further files of the item by relative path, text; ``_METADATA``, ``_sharding`` and
+      chunks: chunks in the order of the leaves.
+      files: text of the item's other files, by relative path; ``_METADATA``, ``_sharding`` and
         ``_strings.json`` on process 0 only.
     """
 
     process: int
-    names: tuple[str, ...]
     described: dict[str, bytes]
     chunks: tuple[Chunk, ...]
     files: dict[str, str]
 
     def values(self) -> Iterator[ocdbt.Value]:
-        """Everything for the database, chunks fetched as they are asked for."""
+        """Returns everything for the database; chunks are fetched on demand."""
         for key, data in self.described.items():
             yield ocdbt.Value(key, data)
         for chunk in self.chunks:
@@ -97,7 +96,7 @@ class Plan:
 
 
 def covered(leaf: Any) -> str | None:
-    """Why a leaf, or an empty container, is not written by us; None where it is."""
+    """Returns why this module cannot write a leaf or an empty container; None if it can."""
     kind = type(leaf)
     if kind in _EMPTY:
         return None if leaf is None or not leaf else "is a container that is not empty"
@@ -118,34 +117,37 @@ def covered(leaf: Any) -> str | None:
 
 
 def plan(tree: Any, process: int = 0) -> Plan:
-    """Plans what a process writes of a tree; trees of one structure and shardings share the work.
+    """Plans the values that a process writes; cached by structure and shardings.
 
     Args:
       tree: nested containers of leaves that are all ``covered``.
       process: the index of this process.
 
     Raises:
-      UnsupportedLeaf: a leaf is not covered, or two leaves would have one name.
+      UnsupportedLeaf: a leaf is not covered, or two leaves would have the same name.
     """
     leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=_is_leaf)
     key = (process, structure, tuple(map(_kind, leaves)))
-    found = _outlines.get(key)
+    with _outlines_lock:
+        found = _outlines.get(key)
     if found is None:
         found = _outline(tree, process)
-        while len(_outlines) >= _REMEMBERED:
-            _outlines.pop(next(iter(_outlines)), None)
-        _outlines[key] = found
+        with _outlines_lock:
+            while len(_outlines) >= _REMEMBERED:
+                _outlines.pop(next(iter(_outlines)))
+            _outlines[key] = found
     return found.plan_of(leaves)
 
 
 def described(tree: Any) -> dict[str, bytes]:
-    """The ``.zarray`` keys of a tree that is ``covered``, and their values: how it is cut."""
+    """Returns the ``.zarray`` keys and values of a ``covered`` tree, which define its chunks."""
     return plan(tree, process=0).described
 
 
 #: States of so many structures are planned once each.
 _REMEMBERED = 16
 _outlines: dict[Any, _Outline] = {}
+_outlines_lock = threading.Lock()
 
 
 class _Part(NamedTuple):
@@ -160,10 +162,9 @@ class _Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Outline:
-    """A plan but for the values: all that follows from the structure, shapes and shardings."""
+    """A plan without values: everything that follows from structure, shapes and shardings."""
 
     process: int
-    names: tuple[str, ...]
     described: dict[str, bytes]
     parts: tuple[_Part, ...]
     keys: frozenset[int]
@@ -171,7 +172,7 @@ class _Outline:
     strings: tuple[tuple[str, int], ...]
 
     def plan_of(self, leaves: Sequence[Any]) -> Plan:
-        """The plan for the leaves of one tree."""
+        """Returns the plan for the leaves of one tree."""
         shards: dict[int, Any] = {}
         chunks = []
         for key, number, shard, window, on_host in self.parts:
@@ -189,11 +190,11 @@ class _Outline:
         if self.strings:
             texts = {name: leaves[number] for name, number in self.strings}
             files = {**files, "_strings.json": json.dumps(texts, separators=(",", ":"))}
-        return Plan(self.process, self.names, self.described, tuple(chunks), files)
+        return Plan(self.process, self.described, tuple(chunks), files)
 
 
 def _kind(leaf: Any) -> Any:
-    """What the outline depends on of a leaf."""
+    """Returns what the outline depends on of a leaf."""
     if isinstance(leaf, jax.Array):
         return leaf.shape, leaf.dtype, leaf.sharding
     if isinstance(leaf, (np.ndarray, np.generic)):
@@ -208,7 +209,6 @@ def _outline(tree: Any, process: int) -> _Outline:
     parts: list[_Part] = []
     keys_of_random: set[int] = set()
     tree_metadata, shardings, strings, extents = {}, {}, [], []
-    names: list[str] = []
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf)[0]
     for number, (path, leaf) in enumerate(flat):
         keys = _keys(path)
@@ -216,8 +216,8 @@ def _outline(tree: Any, process: int) -> _Outline:
         where = jax.tree_util.keystr(path)
         if problem := _unnameable(keys) or covered(leaf):
             raise UnsupportedLeaf(
-                f"dense leaf {where}: {problem}, expected one that this writer covers; "
-                "write the item through Orbax's handler"
+                f"dense leaf {where}: expected one that this writer supports, found that it "
+                f"{problem}; write the item through Orbax's handler"
             )
         if name in paths:
             raise UnsupportedLeaf(
@@ -231,7 +231,6 @@ def _outline(tree: Any, process: int) -> _Outline:
         elif isinstance(leaf, str):
             strings.append((name, number))
         elif isinstance(leaf, jax.Array):
-            names.append(name)
             implementation = None
             if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 implementation = {"random_key_impl": str(jax.random.key_impl(leaf))}
@@ -244,7 +243,6 @@ def _outline(tree: Any, process: int) -> _Outline:
             extents.append((name, extent, implementation))
             parts.extend(_parts(name, number, leaf, extent, axis))
         else:
-            names.append(name)
             array = np.asarray(leaf)
             described[f"{name}/{ocdbt.ZARRAY}"] = _described(array, array.shape)
             if process == 0:
@@ -268,7 +266,6 @@ def _outline(tree: Any, process: int) -> _Outline:
             files["_sharding"] = json.dumps(shardings, separators=(",", ":"))
     return _Outline(
         process=process,
-        names=tuple(names),
         described=described if process == 0 else {},
         parts=tuple(parts),
         keys=frozenset(keys_of_random),
@@ -278,9 +275,9 @@ def _outline(tree: Any, process: int) -> _Outline:
 
 
 def chunk_shape(array: jax.Array) -> tuple[tuple[int, ...], int | None]:
-    """The shape of an array's chunks, and the axis that replicas cut, None where they cut none.
+    """Returns the shape of an array's chunks, and the axis that replicas split, or None.
 
-    It depends on the sharding alone, so that a process without a shard finds the same.
+    It depends on the sharding alone, so that a process without a shard gets the same result.
     """
     shard = array.sharding.shard_shape(array.shape)
     shards = int(np.prod([n // s for n, s in zip(array.shape, shard, strict=True)], dtype=np.int64))
@@ -322,7 +319,7 @@ def _covered_array(array: jax.Array) -> str | None:
     if type(sharding) not in (jax.sharding.NamedSharding, jax.sharding.SingleDeviceSharding):
         return f"has a sharding of type {type(sharding).__name__}"
     if sharding.memory_kind == "pinned_host":
-        return "lies in pinned memory of the host"
+        return "is in pinned host memory"
     if isinstance(sharding, jax.sharding.NamedSharding) and sharding.spec.unreduced:
         return "is not reduced"
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
@@ -331,7 +328,7 @@ def _covered_array(array: jax.Array) -> str | None:
 
 
 def _dtype(dtype: Any) -> str | None:
-    """The name of a dtype in ``.zarray``; None where it is not covered."""
+    """Returns the name of a dtype in ``.zarray``; None if it is not supported."""
     if not isinstance(dtype, np.dtype):
         return None
     if dtype.name in _NAMED_DTYPES:
@@ -351,7 +348,7 @@ def _is_leaf(node: Any) -> bool:
 
 
 def _keys(path: tuple[Any, ...]) -> list[tuple[str, int]]:
-    """Keys with their types in Orbax's metadata: 1 in a sequence, 2 by name; 0 is not covered."""
+    """Returns keys with their types in Orbax's metadata: 1 index, 2 name; 0 is unsupported."""
     found = []
     for key in path:
         if isinstance(key, jax.tree_util.SequenceKey):
@@ -367,7 +364,7 @@ def _keys(path: tuple[Any, ...]) -> list[tuple[str, int]]:
 
 def _unnameable(keys: list[tuple[str, int]]) -> str | None:
     if not keys:
-        return "stands alone, without a container"
+        return "has no container"
     for key, kind in keys:
         if not kind:
             return f"has a key of an unknown kind, {key!r}"
@@ -418,7 +415,7 @@ def _array_metadatas(extents: list[tuple[str, tuple[int, ...], Any]]) -> str:
 
 
 def _sharding(sharding: Any) -> str:
-    """A sharding as JSON text, from which Orbax restores without a template."""
+    """Returns a sharding as JSON, from which Orbax restores without a template."""
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):
         device = str(next(iter(sharding.device_set)))
         return json.dumps({"sharding_type": "SingleDeviceSharding", "device_str": device})

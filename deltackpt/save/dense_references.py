@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the last saves' dense leaves decode to: bounded host memory, kept by save id.
+"""The decoded dense leaves of the last saves: bounded host memory, by save id.
 
-A reference counts once its save is committed, and is kept while a delta may be taken against it.
-Of leaves for which there is no room a 128-bit hash of each 64 KiB stands in: it tells what did not
-change, a 4096th of the bytes, but nothing can be taken as a difference to it.
+A reference becomes valid once its save is committed, and is kept as long as the save may be the
+parent of a delta. Leaves that do not fit keep a 128-bit hash of each 64 KiB instead. Hashes detect
+unchanged data with a 4096th of the memory, but cannot serve as a reference.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Decoded = Mapping[Key, Array]
 
 
 class Hashes(NamedTuple):
-    """What is known of a leaf that is not kept.
+    """The hashes of a leaf whose values are not kept.
 
     Attributes:
-      shape: of its blocks, (blocks, 256).
-      dtype: of its numbers.
-      digests: of each 64 KiB in turn, 16 bytes each; the last may have less.
+      shape: shape of the blocks, (blocks, 256).
+      dtype: dtype of its elements.
+      digests: hash of each 64 KiB in order, 16 bytes each; the last may cover less.
     """
 
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Hashes(NamedTuple):
         return cls(data.shape, data.dtype, digests)
 
     def changed(self, data: np.ndarray) -> np.ndarray:
-        """Numbers of the blocks that are not known to be what was hashed, int64, ascending."""
+        """Returns indices of the blocks that may have changed since then, int64, ascending."""
         now = Hashes.of(data)
         if now.shape != self.shape or now.dtype != self.dtype:
             return np.arange(len(data))
@@ -64,12 +64,12 @@ class Hashes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Left:
-    """What a save left for those that are taken against it.
+    """Data that a save keeps for its deltas.
 
     Attributes:
-      data: what its values decode to, as far as there is room.
-      counts: numbers of each value, of plain ones bytes; those that fill up blocks do not count.
-      hashes: of the leaves for which there is none.
+      data: its decoded values that fit into the memory.
+      counts: number of elements of each value (bytes, if plain), without padding.
+      hashes: hashes of the leaves that do not fit.
     """
 
     data: Decoded = dataclasses.field(default_factory=dict)
@@ -77,10 +77,10 @@ class Left:
     hashes: Mapping[Key, Hashes] = dataclasses.field(default_factory=dict)
 
     def of(self, counts: Mapping[Key, int]) -> Left:
-        """What of it belongs to values that have as many numbers now.
+        """Returns the part for values whose number of elements has not changed.
 
         Args:
-          counts: of the values now.
+          counts: current element counts of the values.
         """
         same = {key for key, count in counts.items() if self.counts.get(key) == count}
         return Left(
@@ -91,14 +91,14 @@ class Left:
 
 
 class References:
-    """What saves left, and the memory that it lies in; thread-safe."""
+    """The references of saves, and their memory; thread-safe."""
 
     def __init__(self, most_bytes: int, *, hashed: bool):
         """Keeps nothing yet.
 
         Args:
-          most_bytes: of all that is kept once a save stands.
-          hashed: whether leaves for which there is no room are hashed.
+          most_bytes: memory limit, once a save is committed.
+          hashed: whether to hash leaves that do not fit.
         """
         self._most_bytes = most_bytes
         self._hashed = hashed
@@ -111,44 +111,44 @@ class References:
 
     @property
     def staging(self) -> Staging:
-        """The memory."""
+        """Returns the memory."""
         return self._staging
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is kept, each array once; hashes aside."""
+        """Returns the bytes of all kept arrays, each counted once, without hashes."""
         with self._lock:
             return self._kept_bytes()
 
     def buffer(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Memory for a copy, to be kept or given to ``done_with``."""
+        """Returns memory for a copy, which is kept or passed to ``done_with``."""
         data = self._staging.take(shape, dtype)
         with self._lock:
             self._lent[id(data)] = data
         return data
 
     def copied(self, nbytes: int) -> None:
-        """Says how large the copies of a save are: those of the next are like them."""
+        """Records the size of a save's copies: the next save's are similar."""
         with self._lock:
             self._copied_bytes = nbytes
 
     def of(self, save_id: SaveId | None) -> Left:
-        """What a save left; nothing where it did not."""
+        """Returns a save's reference; empty if it has none."""
         with self._lock:
             return Left() if save_id is None else self._kept.get(save_id, Left())
 
     def stage(self, save_id: SaveId, left: Left) -> None:
-        """Keeps what a save leaves that is not committed yet."""
+        """Keeps the reference of a save that is not committed yet."""
         with self._lock:
             self._kept[save_id] = left
 
     def committed(self, save_id: SaveId, parent: SaveId) -> None:
-        """Keeps what the next delta is taken against alone, now that a save stands.
+        """Keeps only the parent of the next delta, now that a save is committed.
 
         Args:
-          save_id: of the save.
-          parent: what the next delta will be taken against, as far as is known; what the save left
-            is kept where that left nothing.
+          save_id: id of the save.
+          parent: the expected parent of the next delta. If it has no reference, the save itself is
+            kept.
         """
         with self._lock:
             chosen = parent if parent in self._kept else save_id
@@ -159,25 +159,25 @@ class References:
         self.done_with(data for left in dropped for data in left.data.values())
 
     def failed(self, save_id: SaveId) -> None:
-        """Drops what a save has staged that will never stand; safe to call again."""
+        """Drops the reference that a failed save has staged. Idempotent."""
         with self._lock:
             dropped = self._kept.pop(save_id, Left())
         self.done_with(dropped.data.values())
 
     def done_with(self, copies: Iterable[Array]) -> None:
-        """Gives copies back that no save left."""
+        """Releases copies that no save keeps."""
         with self._lock:
             held = {id(data) for left in self._kept.values() for data in left.data.values()}
             done = ({id(data) for data in copies} - held) & self._lent.keys()
             free = [self._lent.pop(at) for at in done]
             wanted = self._copied_bytes + sum(data.nbytes for data in self._lent.values())
-            # Buffers are up to a fourth larger than what lies in them.
+            # Buffers are up to a fourth larger than their contents.
             self._staging.budget_bytes = min(2 * self._most_bytes, wanted * 5 // 4)
             for data in free:
                 self._staging.give_back(data)
 
     def _fitting(self, left: Left) -> Left:
-        """As much of it as there is room for, in the order of the leaves; hashes of the rest."""
+        """Returns as much as there is room for, in the order of the leaves; hashes of the rest."""
         data, hashes, room = {}, dict(left.hashes), self._most_bytes
         for key, found in left.data.items():
             if found.nbytes <= room:

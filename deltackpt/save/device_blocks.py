@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of dense leaves on accelerators: encoded there, so that only codes come to the host.
+"""Encodes blocks of dense leaves on accelerators, so that only codes are copied to the host.
 
-A leaf that has a code of differences keeps its reference on its device: as many bytes as it has
-itself, twice that while a save is written. The arithmetic is that of readers, bit for bit: the
-product of a code and its scale has no rounding error, so that it does not matter whether the
-compiler fuses it with the sum; and blocks with numbers so small that a device might take them for 0
-are kept as they are.
+A leaf with a difference codec keeps its reference on its device: its own size once more, twice
+while a save is written. The arithmetic is that of readers, bit for bit: the product of a code and
+its scale has no rounding error, so it does not matter whether the compiler fuses it with the sum.
+Blocks with values so small that a device might treat them as 0 are stored raw.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from deltackpt.format.dense_blocks import BLOCK, blocks_of
 from deltackpt.save import encode, encode_blocks
 from deltackpt.save.block_codes import CodedBlocks, CodedLeaf, encode_leaf, within_budget
 from deltackpt.save.dense_references import Array
+from deltackpt.state import contexts
 
 #: Numbers of at least this magnitude have sums that are 0 or no subnormal float32.
 _SMALLEST = 2.0**-100
@@ -33,22 +33,23 @@ _SIGN = 0x7FFFFFFF
 
 
 def takes(codec: str, dtype: str) -> bool:
-    """Whether leaves of a dtype are encoded on their device by a codec."""
+    """Returns whether leaves of a dtype are encoded on their device by a codec."""
     return (
-        codec != of_blocks.EXACT
+        codec != of_blocks.LOSSLESS
         and isinstance(found := of_blocks.get(codec), Difference)
         and (found.takes(dtype))
     )
 
 
 def take(source: jax.Array, window: tuple[slice, ...]) -> tuple[jax.Array, tuple[int, ...]]:
-    """A copy of part of an array as blocks, (blocks, 256), on its device, and the part's shape.
+    """Copies part of an array as blocks, (blocks, 256), on its device; also returns its shape.
 
-    It was dispatched before later steps can be: they may donate the array.
+    The copy is dispatched before later steps, which may donate the array.
     """
     bounds = [part.indices(size) for part, size in zip(window, source.shape, strict=True)]
     shape = tuple(stop - start for start, stop, _ in bounds)
-    return _taken(source, tuple((start, stop) for start, stop, _ in bounds)), shape
+    with contexts.beside(source):
+        return _taken(source, tuple((start, stop) for start, stop, _ in bounds)), shape
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -57,6 +58,7 @@ def _taken(source: jax.Array, window: tuple[tuple[int, int], ...]) -> jax.Array:
     return jnp.pad(flat, (0, -flat.size % BLOCK)).reshape(blocks_of(flat.size), BLOCK)
 
 
+@contexts.neutral()
 def encode_leaf_there(
     leaf: jax.Array,
     reference: Array | None,
@@ -66,24 +68,24 @@ def encode_leaf_there(
     *,
     skip_unchanged: bool = True,
 ) -> CodedLeaf:
-    """Encodes what changed of a leaf on its device; see ``block_codes.encode_leaf``.
+    """Encodes the changed blocks of a leaf on its device; see ``block_codes.encode_leaf``.
 
-    Where no code of differences will do, the leaf comes to the host as it is.
+    If no difference codec applies, the leaf is copied to the host unencoded.
 
     Args:
-      leaf: (blocks, 256), of ``take``.
-      reference: likewise, what the parent decodes to.
-      codec: one that it ``takes``.
-      max_error: most relative l2 error of the leaf; None for any.
+      leaf: (blocks, 256), from ``take``.
+      reference: (blocks, 256), the decoded values of the parent.
+      codec: a codec for which ``takes`` is True.
+      max_error: maximum relative l2 error of the leaf; None for no limit.
       pool: encodes spans on the host.
-      skip_unchanged: whether blocks that did not change are left out.
+      skip_unchanged: whether to omit unchanged blocks.
     """
 
     def attempt(codec: str) -> tuple[CodedLeaf, Callable[[], float]]:
         if not takes(codec, leaf.dtype.name):
             return on_host(codec), lambda: 0.0
         if not isinstance(reference, jax.Array):
-            return on_host(of_blocks.EXACT, f"{codec}: no reference"), lambda: 0.0
+            return on_host(of_blocks.LOSSLESS, f"{codec}: no reference"), lambda: 0.0
         found, share = _encoded(codec, leaf, reference, skip_unchanged)
         return found, lambda: share
 
@@ -92,7 +94,7 @@ def encode_leaf_there(
         coded = encode_leaf(
             np.asarray(leaf), before, codec, max_error, pool, skip_unchanged=skip_unchanged
         )
-        if coded.codec != of_blocks.EXACT:
+        if coded.codec != of_blocks.LOSSLESS:
             decoded = jax.device_put(coded.decoded, leaf.sharding)
         else:
             decoded = leaf if coded.pieces or reference is None else reference
@@ -110,7 +112,7 @@ class _OnDevice(NamedTuple):
       changed: (n,) bool.
       held: (n,) bool.
       squared_error: (n,) float32.
-      squared_norm: likewise, of the leaf.
+      squared_norm: (n,) float32, of the leaf.
       vanished: share of the positive numbers that are lost, 0 where there are negative ones.
     """
 
@@ -129,7 +131,8 @@ def _encoded(
     """The leaf, and ``_OnDevice.vanished``."""
     code = of_blocks.get(codec)
     assert isinstance(code, Difference)
-    found = _program(code.code, leaf, reference)
+    with contexts.beside(leaf):
+        found = _program(code.code, leaf, reference)
     small = (found.arrays, found.changed, found.held, found.squared_error, found.squared_norm)
     for array in jax.tree.leaves(small):
         array.copy_to_host_async()
@@ -208,7 +211,7 @@ def _scales(patterns: jax.Array) -> jax.Array:
 
 
 def _large(values: jax.Array) -> jax.Array:
-    """Whether all numbers of a block are 0, or so large that sums with them are no subnormals."""
+    """Whether all elements of a block are 0, or so large that sums with them are not subnormal."""
     patterns = lax.bitcast_convert_type(values, jnp.int32) & _SIGN
     least = int(np.float32(_SMALLEST).view(np.int32))
     return ((patterns == 0) | (patterns >= least)).all(axis=1)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of which arrays this process reads: computed once for a layout, used at each save.
+"""Determines which rows of which arrays this process reads; computed once per layout.
 
-All of it follows from the layout, the shardings of the stamps and the process; a save adds the
+The result depends on the layout, the shardings of the stamps and the process. Each save adds the
 arrays.
 """
 
@@ -63,7 +63,7 @@ class FieldPlan:
     shards: tuple[_Shard, ...]
 
     def source(self, leaves: Leaves) -> FieldSource:
-        """What a save reads, with the arrays of its state."""
+        """Returns the source that a save reads, with the arrays of its state."""
         name = self.name
         shards = [
             FieldShard(start, stop, ownership.shard_data(leaves[table][name], shard), skip)
@@ -73,12 +73,12 @@ class FieldPlan:
 
 
 class Batch(NamedTuple):
-    """Tables whose stamps are looked at at once.
+    """Tables whose stamps are read together.
 
     Attributes:
-      tables: each with the spans of it that this process reads, ascending.
-      end_to_end: whether they are adjacent, read whole, and have all their stamps in one
-        TouchState and in the host memory of this process.
+      tables: each with its spans that this process reads, ascending.
+      end_to_end: whether they are adjacent, read whole, and have all their stamps in one TouchState
+        and in the host memory of this process.
     """
 
     tables: tuple[tuple[TableEntry, tuple[Span, ...]], ...]
@@ -86,17 +86,17 @@ class Batch(NamedTuple):
 
 
 class Division:
-    """What this process reads of the states of one layout, and what it writes in a base.
+    """The rows that this process reads from states of one layout, and writes in a base.
 
     Attributes:
       layout: tables and groups.
-      stamp_shards: table name to the place of each TouchState, to where its stamps are.
-      fields: group name to where, to the fields that it holds there, by name.
+      stamp_shards: table name to TouchState path to the location of its stamps.
+      fields: group name to location to the fields at that location, by name.
       held: group name to the virtual rows that it reads.
       members: group name to the group's tables in the order of their offsets.
       offsets: group name to these offsets, (tables,) int64.
-      batches: group name to its tables that are read, some at a time.
-      owned: what it writes in a base.
+      batches: group name to the tables to read, in batches.
+      owned: the rows that it writes in a base.
     """
 
     def __init__(self, layout: Layout, leaves: Leaves, stamps: StampsByTable):
@@ -155,7 +155,7 @@ def _spans_by_table(
 def _batches(
     tables: Iterable[tuple[TableEntry, tuple[Span, ...]]], stamps: StampsByTable
 ) -> Iterator[Batch]:
-    """Tables of a group, so many at a time as one look is worth a thread, or fits into a cache."""
+    """Returns tables of a group in batches that are worth a thread, or fit into a cache."""
     batch: list[tuple[TableEntry, tuple[Span, ...]]] = []
     rows = 0
     for table, spans in tables:
@@ -191,21 +191,21 @@ def _covers(shards: StampShards, rows: int) -> bool:
 
 
 def of(layout: Layout, leaves: Leaves, stamps: StampsByTable) -> Division:
-    """The division of a state.
+    """Returns the division of a state.
 
     Args:
-      layout: tables and groups, of ``tables.split`` of the very state that the leaves are of.
+      layout: tables and groups, from ``tables.split`` of the same state as the leaves.
       leaves: its tables and slots.
-      stamps: of every table, for a delta; may be empty for a base.
+      stamps: stamps of every table, for a delta; may be empty for a base.
 
     Raises:
-      TableSelectionError, TrackingError: as ``Division``.
+      TableSelectionError, TrackingError: as for ``Division``.
     """
     return _divisions.get(layout, _kinds(stamps), lambda: Division(layout, leaves, stamps))
 
 
 def forget() -> None:
-    """Forgets all divisions."""
+    """Clears the cache."""
     _divisions.clear()
 
 
@@ -213,7 +213,7 @@ _divisions: ByLayout[Division] = ByLayout()
 
 
 def stamp_shards_of(stamps: Any) -> StampShards:
-    """The distinct shards of stamps on this process, by the rows that they hold."""
+    """Returns the distinct shards of stamps on this process, by their rows."""
     if not isinstance(stamps, jax.Array):
         return (((0, stamps.shape[0]), ownership.ITSELF),)
     found = {box.rows: shard for box, shard in ownership.shard_boxes(stamps).items()}
@@ -221,7 +221,7 @@ def stamp_shards_of(stamps: Any) -> StampShards:
 
 
 def _kinds(stamps: StampsByTable) -> tuple[Any, ...]:
-    """What a division depends on beside the layout."""
+    """Returns what a division depends on beside the layout."""
     kinds = [
         (table, place, getattr(array, "sharding", None))
         for table, held in stamps.items()
@@ -237,7 +237,7 @@ def _field_plans(
     stamps: Mapping[str, Any],
     turns: Mapping[str, int],
 ) -> list[FieldPlan]:
-    """What this process writes of one field: a plan for each column range that it holds."""
+    """Returns what this process writes of one field: a plan for each column range that it has."""
     by_columns: dict[Span, list[_Shard]] = {}
     for table in members:
         leaf = leaves[table.name][spec.name]
@@ -264,7 +264,7 @@ def _field_plans(
 
 
 def _by_rows(group: GroupEntry, plans: Sequence[FieldPlan]) -> dict[Where, dict[str, FieldPlan]]:
-    """The fields of a group, by the columns and the rows that this process writes of them."""
+    """Returns the fields of a group, by the columns and rows that this process writes."""
     specs = {spec.name: spec for spec in group.fields}
     found: dict[Where, dict[str, FieldPlan]] = {}
     narrow = []
@@ -282,22 +282,22 @@ def _by_rows(group: GroupEntry, plans: Sequence[FieldPlan]) -> dict[Where, dict[
                 f"columns {plan.columns} of shape {spec.trailing}; shard the slot by rows"
             )
     for spans, plan in narrow:
-        # Columns do not matter to it: it rides with any segment of the same rows.
+        # It has no columns, so it can join any segment of the same rows.
         where = next((where for where in found if where[1] == spans), ((0, group.width), spans))
         found.setdefault(where, {})[plan.name] = plan
     return found
 
 
 class Owned:
-    """What this process writes in a base: for the manifests of several processes."""
+    """The rows that this process writes in a base, for the manifests of several processes."""
 
     def __init__(self, division: Division):
-        """Keeps where, and how wide; no array."""
+        """Keeps positions and widths; no array."""
         self._division = division
 
     @functools.cached_property
     def cells(self) -> dict[str, int]:
-        """Group to the cells, over its fields; without groups of which it writes none."""
+        """Returns group to its number of cells, over its fields, if it writes any."""
         found = {
             group: sum(
                 sum(stop - start for start, stop in spans) * math.prod(plan.trailing[:1])
@@ -309,7 +309,7 @@ class Owned:
         return {group: cells for group, cells in found.items() if cells}
 
     def cover(self, group: GroupEntry) -> Cover:
-        """Where its rows lie in one group."""
+        """Returns the cover of its rows in one group."""
         wheres = list(self._division.fields[group.name])
         rows = blocks.rows_of(itertools.chain.from_iterable(spans for _, spans in wheres))
         tables = self._division.layout.tables

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lossy encoding of rows, jitted: on an accelerator before the copy, on the CPU in the background.
 
-The arithmetic is float32, and what a row is encoded to depends on that row alone. Rounding to the
-16-bit parameters is done on bit patterns: XLA may leave out conversions to a shorter float and
-back, and it flushes subnormal numbers.
+The arithmetic is float32, and the code of a row depends on that row alone. Rounding to the 16-bit
+parameters is done on bit patterns, because XLA may drop conversions to a shorter float and back,
+and flushes subnormal numbers.
 
 Measured with two threads on two cores, 64 columns, in GB/s of float32 input: bf16 4.7, plain codes
 of 2, 4 and 8 bits 4, of 3 bits 2.4 (its bit planes are narrow), the search 0.9 to 1.6. The search
-reads a piece some twenty times. It runs along the columns of a transposed piece, a row in each
-lane, which is two to three times as fast as sums along each row.
+reads a piece some twenty times. It runs along the columns of a transposed piece, with a row in each
+SIMD lane, which is two to three times as fast as sums along each row.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from deltackpt import codecs
 from deltackpt.codecs import packing, uniform
 from deltackpt.codecs.codec import Codec
 from deltackpt.codecs.uniform import Uniform
+from deltackpt.state import contexts
 
 #: Shorter pieces are padded to it.
 LEAST_ROWS = 64
@@ -37,9 +38,9 @@ class Encoded(NamedTuple):
 
     Attributes:
       arrays: codec suffix to stored array, first axis n; 16-bit floats as their bit patterns.
-      held: (n,) bool, False for rows that the codec does not hold: their arrays say nothing.
-      squared_error: (n,) float32, sum of the squares of what decoding changes.
-      squared_norm: (n,) float32, sum of the squares of the row; both 0 where it is not held.
+      held: (n,) bool, False for rows that the codec cannot represent: their arrays are undefined.
+      squared_error: (n,) float32, sum of the squares of the decoding error.
+      squared_norm: (n,) float32, sum of the squares of the row; both 0 if it is not held.
     """
 
     arrays: Mapping[str, jax.Array | np.ndarray]
@@ -50,7 +51,7 @@ class Encoded(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)
 def encode(codec: Codec, rows: jax.Array) -> Encoded:
-    """Encodes rows (n, *trailing) of a float dtype by a lossy codec."""
+    """Encodes rows (n, *trailing) of a float dtype with a lossy codec."""
     values = rows.reshape(rows.shape[0], -1).astype(jnp.float32)
     if isinstance(codec, Uniform):
         return _uniform(codec, values, rows.dtype)
@@ -58,6 +59,7 @@ def encode(codec: Codec, rows: jax.Array) -> Encoded:
     return _shorter(codec, values, rows.shape)
 
 
+@contexts.neutral()
 def on_host(codec: Codec, rows: np.ndarray) -> Encoded:
     """Encodes rows in host memory, (n, *trailing), n at most ``piece_rows``, on the CPU.
 
@@ -69,15 +71,15 @@ def on_host(codec: Codec, rows: np.ndarray) -> Encoded:
         padded = np.zeros((length, *rows.shape[1:]), rows.dtype)
         padded[:count] = rows
         rows = padded
-    # Whatever the user forbids elsewhere; jax.device_put instead costs a tenth of the speed.
-    with jax.default_device(_cpu()), jax.transfer_guard("allow"):
+    # jax.device_put instead costs a tenth of the speed.
+    with jax.default_device(_cpu()):
         return to_host(encode(codec, rows), count)
 
 
+@contexts.neutral()
 def to_host(encoded: Encoded, count: int) -> Encoded:
-    """The first ``count`` rows in host memory; waits for them."""
-    with jax.transfer_guard("allow"):
-        return jax.tree.map(lambda array: np.asarray(array)[:count], encoded)
+    """Returns the first ``count`` rows in host memory; waits for them."""
+    return jax.tree.map(lambda array: np.asarray(array)[:count], encoded)
 
 
 def _cpu() -> Any:
@@ -116,7 +118,7 @@ def _uniform(codec: Uniform, values: jax.Array, dtype: np.dtype) -> Encoded:
     places = (values - offset) * _inverse(scale)
     codes = _codes(codec, places)
     if dtype == jnp.float32:
-        # Without a scale the places say nothing of the error.
+        # Without a scale, the codes do not determine the error.
         missed = jnp.where(scale > 0, (codes - places) * scale, values - offset)
     else:
         rounded = _rounded_brain if dtype == jnp.bfloat16 else _rounded_half
@@ -224,7 +226,7 @@ class _Best(NamedTuple):
 def _shrunk(
     codec: Uniform, columns: jax.Array, low: jax.Array, high: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The best of the ranges that the search visits; parameters are not rounded meanwhile."""
+    """Returns the best of the ranges that the search visits, with unrounded parameters."""
     shrink = (high - low) / codec.bins
     levels = codec.highest - codec.lowest
 
@@ -276,7 +278,7 @@ def _measured(
         return [total + term for total, term in zip(sums, terms)]
 
     sums = _over_columns(columns, [jnp.zeros_like(offset)] * (5 if fit else 1), add)
-    # Without a scale the places say nothing of the error, and there is nothing to fit.
+    # Without a scale, the codes do not determine the error, and nothing can be fitted.
     error = jnp.where(scale > 0, jnp.sqrt(sums[0]) * scale, jnp.inf)
     if not fit:
         return error, parameters
@@ -304,7 +306,7 @@ def _over_columns(
 
 
 def _within(values: jax.Array, norm: jax.Array, smallest: float, largest: float) -> jax.Array:
-    """Whether the largest magnitude of each row is 0 or lies in [smallest, largest].
+    """Whether the largest magnitude of each row is 0 or in [smallest, largest].
 
     On the CPU a maximum passes over NaN, which the sum of the squares does not, and takes
     subnormal numbers for 0. Only bit patterns tell those, and they cost more than all else, so

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lossy encoding of blocks of dense leaves in host memory.
 
-In numpy, in pieces that stay in the cache: one jitted program for all of it is no faster, and XLA
-takes subnormal numbers for 0 on the CPU, which readers do not. What blocks decode to is found by
-the arithmetic of the codecs, so that the reference of the next save is what a reader will have.
+Implemented in numpy, in pieces that fit into the cache. A single jitted program is not faster, and
+XLA flushes subnormal numbers to 0 on the CPU, unlike readers. Decoded values are computed with the
+arithmetic of the codecs, so the reference of the next save equals the values that a reader decodes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from deltackpt.format.dtypes import dtype_of
 from deltackpt.save import encode_logarithms
 from deltackpt.save.scratch import SCRATCH
 
-#: The least greatest magnitude of what is encoded, where that is not 0: scales are normal numbers.
+#: Smallest nonzero maximum magnitude of an encoded block, so that scales are normal numbers.
 SMALLEST = 2.0**-80
 #: Added and taken away again, it rounds small float32 numbers as ``np.rint`` does, but that what
 #: becomes zero has no sign, as zero has none as a code: 1.5 times the first power of two from which
@@ -38,8 +38,8 @@ class EncodedBlocks(NamedTuple):
 
     Attributes:
       arrays: suffix to stored array, first axis n.
-      held: (n,) bool, False for blocks that the codec does not hold, or that are not wanted: their
-        arrays say nothing.
+      held: (n,) bool; False for blocks that the codec cannot represent, or that are not wanted,
+        whose arrays are undefined.
       squared_error: the sum over the blocks that are held.
     """
 
@@ -58,14 +58,14 @@ def encode(
     """Encodes a piece.
 
     Args:
-      codec: a lossy one.
+      codec: a lossy codec.
       now: (n, 256) of a float dtype, n at most ``PIECE_BLOCKS``.
-      before: likewise the reference, of relative codecs.
-      out: likewise, gets what the blocks decode to; of those that are not held, anything.
-      wanted: (n,) bool, which blocks are to be encoded: a few others in between cost less than
-        copies of those that are.
+      before: (n, 256), the reference, for relative codecs.
+      out: (n, 256), receives the decoded blocks; undefined for those that are not held.
+      wanted: (n,) bool, which blocks to encode. Encoding a few others in between costs less than
+        copying the wanted ones.
     """
-    # What is not finite is found in what comes of it.
+    # Non-finite values are detected in the results.
     with np.errstate(all="ignore"):
         values, reference = widened(now, SCRATCH.values), None
         if before is not None and codec.relative:
@@ -95,7 +95,7 @@ def encode(
 
 
 def _symmetric(code: Uniform, values: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Codes of float32 numbers, (n, 256); ``SCRATCH.change`` gets what they stand for.
+    """Returns codes of float32 values, (n, 256); ``SCRATCH.change`` receives the decoded ones.
 
     That is what ``Uniform.decode`` makes of them; unpacking what was just packed takes a third of
     all time.
@@ -143,7 +143,7 @@ def _packed(codes: np.ndarray, code: Uniform) -> np.ndarray:
 
 
 def squares(blocks: np.ndarray) -> float:
-    """The sum of the squares of the numbers of blocks; those that are not finite count nothing.
+    """Returns the sum of the squares of the finite values of blocks.
 
     Args:
       blocks: (n, 256) of a float dtype.
@@ -155,7 +155,7 @@ def squares(blocks: np.ndarray) -> float:
 
 
 def _squares(values: np.ndarray, chosen: np.ndarray | slice = slice(None)) -> float:
-    """As ``squares``, of float32 numbers of a piece, and of the chosen blocks alone."""
+    """See ``squares``, of float32 numbers of a piece, and of the chosen blocks alone."""
     # Of a block each: a product of the whole piece would wake the threads of the BLAS.
     found = float(np.vecdot(values, values)[chosen].sum(dtype=np.float64))
     if _SURE[0] < found < _SURE[1]:
@@ -167,7 +167,7 @@ def _squares(values: np.ndarray, chosen: np.ndarray | slice = slice(None)) -> fl
 
 
 def relative(squared_error: float, squared_norm: float) -> float:
-    """A relative l2 error, infinite where there is nothing that it is relative to."""
+    """Returns a relative l2 error, infinite if the norm is 0."""
     if squared_norm > 0:
         return math.sqrt(squared_error / squared_norm)
     return math.inf if squared_error > 0 else 0.0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encodes blocks by the codes of second moments; see ``codecs.logarithms``.
+"""Encodes blocks with the codes of second moments; see ``codecs.logarithms``.
 
-Here, and only here, logarithms are the platform's: another last bit leads to another code of the
-same bound, and what a code decodes to is looked up.
+Only the encoder uses the platform's logarithms. A different last bit leads to a different code
+within the same error bound; decoding looks values up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from deltackpt.codecs.block_codec import BlockCodec
 from deltackpt.codecs.logarithms import FINE, FURTHEST, LOWEST_POWER, MIDDLE, WIDEST_STEP, WITHIN
 from deltackpt.save.scratch import SCRATCH
 
-#: The pattern of infinity; all that is negative or not finite lies from it on.
+#: The pattern of infinity; negative and non-finite values have this or a greater one.
 _INFINITY = 0x7F800000
 _HIGHEST_CODE = 255
 
@@ -26,12 +26,12 @@ def encode(
 
     Args:
       codec: one of ``logarithms.LOGARITHMS``.
-      now: (n, 256) float32; blocks with a negative number, NaN or infinity are not held.
-      before: likewise the reference, of ``log4``.
-      dtype: the leaf's.
+      now: (n, 256) float32; blocks with a negative number, NaN or infinity cannot be encoded.
+      before: (n, 256) float32, the reference, for ``log4``.
+      dtype: dtype of the leaf.
 
     Returns:
-      What is stored, and which blocks are held, (n,) bool.
+      The arrays to store, and which blocks could be encoded, (n,) bool.
     """
     if isinstance(codec, logarithms.LogarithmDifference):
         assert before is not None
@@ -47,7 +47,7 @@ def _alone(values: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
     if zeros.any():
         some = patterns[zeros]
         lowest[zeros] = np.where(some > 0, some, _INFINITY - 1).min(axis=1)
-    # Of zeros only, any: they have a code of their own.
+    # Any value will do for zeros only, which have their own code.
     lowest = np.minimum(lowest, np.maximum(highest, 1))
     first = np.floor(_place(np.where(held, lowest, 1)))
     last = np.ceil(_place(np.where(held, np.maximum(highest, 1), 1)))

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Managers that nobody closed: their saves are ended when the program ends, or opens another.
+"""Finishes the saves of unclosed managers when the program ends, or another manager opens.
 
-``atexit`` comes too late: when its functions run, the threads were joined and no executor takes
-work any more, and the background of a save needs both. What comes in time depends on Python:
+``atexit`` is too late: by then threads are joined and executors accept no work, and the background
+part of a save needs both. The hook that runs in time depends on the Python version:
 
 - 3.11, 3.12.2 and later: ``threading._register_atexit``, which ``concurrent.futures`` itself uses.
   Its functions run before the threads are joined, the last registered one first, and ours is
   registered after those of ``concurrent.futures``. It is private, and tested.
-- 3.12.0 and 3.12.1 start no thread once the program's own code has ended
-  (https://github.com/python/cpython/issues/113964): there ``sys.monitoring`` tells of that end.
+- 3.12.0 and 3.12.1 cannot start threads once the program's own code has ended
+  (https://github.com/python/cpython/issues/113964); ``sys.monitoring`` reports that moment.
 
-An interrupt (Ctrl-C) as the interpreter begins to end breaks off what Python does there, before it
-comes to us: then ``atexit``, at which threads still run, is in time.
+An interrupt (Ctrl-C) at the start of the shutdown skips these functions. In that case threads still
+run at ``atexit``, which is then in time.
 
-A save that is lost all the same must not end in the exit code 0. Python documents 120 for an error
-while it cleans up, such as in its flush of stdout: ``_LastFlush`` is such an error.
+A lost save must not end in exit code 0. Python documents 120 for an error during cleanup, such as
+while stdout is flushed; ``_LastFlush`` causes such an error.
 """
 
 from __future__ import annotations
@@ -26,20 +26,31 @@ import logging
 import os
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from deltackpt.errors import ClosedError, DeltackptError, SaveFailed, WaitTimeout
+from deltackpt.resources.workers import complete
 
 _logger = logging.getLogger(__name__)
 
+#: What to do with a manager: wait until its saves are committed in its directory (``commit``) or
+#: have reached the tier in its options (``settle``), close it, or abandon it at program exit
+#: (``leave``).
+Ending = Literal["commit", "settle", "close", "leave"]
 #: What Python documents for an error while it cleans up.
 EXIT_CODE = 120
+_STARTING_SECS = 0.001
+#: A thread that is waited for is looked at again so often.
+_LOOKING_SECS = 0.2
 
 _lock = threading.Lock()
 _watched: list[Watch] = []
+#: Directories of managers whose constructors are running.
+_starting: list[Path] = []
 _has_hook = False
 _has_ended = False
 #: Whether a wait ran out, or was given up: Python would join the threads that are left.
@@ -49,18 +60,17 @@ _is_stuck = False
 class Watch:
     """A manager that may have a save in flight when the program ends."""
 
-    def __init__(self, end: Callable[[str, bool], None], directory: Path):
-        """Watches until ``cancel()``, or until the manager is gone.
+    def __init__(self, end: Callable[[str, Ending], None], directory: Path, epoch: int = 0):
+        """Watches until ``cancel()``, or until the manager is garbage-collected.
 
         Args:
           end: a method of the manager, which is not kept alive. It is called with the reason, and
-            whether the program ends; it waits, with a limit, for the save in flight, takes no
-            other, and raises what went wrong.
+            with what happens to the manager. Unless the manager is only closed, it waits (with a
+            timeout) for the save in flight, and raises its error.
           directory: where the manager writes.
+          epoch: epoch of the lease that it holds there; 0 if it holds none.
         """
-        self.directory = Path(os.path.realpath(directory))
-        #: The thread that trains: it may go on when the main thread has ended.
-        self.trainer = threading.current_thread()
+        self.directory, self.epoch = Path(os.path.realpath(directory)), epoch
         self._end = weakref.WeakMethod(end)
         with _lock:
             _watched[:] = [watch for watch in _watched if watch.is_alive]
@@ -68,55 +78,126 @@ class Watch:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the manager is not gone."""
+        """Returns whether the manager still exists."""
         return self._end() is not None
 
     def cancel(self) -> None:
-        """The manager is closed."""
+        """Stops watching: the manager is closed."""
         with _lock, contextlib.suppress(ValueError):
             _watched.remove(self)
 
     def is_of(self, directory: str | os.PathLike[str]) -> bool:
-        """Whether the manager writes to a directory, by whatever path."""
-        try:
-            return os.path.samefile(self.directory, directory)
-        except OSError:  # One of them is not there.
-            return False
+        """Returns whether the manager writes to a directory, even if the paths differ."""
+        return _is_same(self.directory, directory)
 
-    def end(self, reason: str, *, leaving: bool) -> None:
-        """Ends the manager's saves, as its ``end`` does, and watches no longer."""
-        self.cancel()
+    def end(self, reason: str, ending: Ending) -> None:
+        """Calls the manager's ``end``, which stops watching if it closes the manager."""
+        if ending == "leave":
+            self.cancel()
         end = self._end()
         if end is not None:
-            end(reason, leaving)
+            end(reason, ending)
+
+
+@contextlib.contextmanager
+def starting(directory: Path) -> Iterator[None]:
+    """Registers the start of a manager; ``directory`` is where it will write."""
+    with _lock:
+        _starting.append(directory)
+    try:
+        yield
+    finally:
+        # A child that was forked meanwhile has forgotten it.
+        with _lock, contextlib.suppress(ValueError):
+            _starting.remove(directory)
 
 
 def take_over(directory: str | os.PathLike[str]) -> list[DeltackptError]:
-    """Makes ready for a manager that will write to a directory: ends others of this process.
+    """Prepares a directory for a new manager: settles the other managers of this process.
+
+    They stay open, since the constructor of the new one may fail. If another start is in progress,
+    it waits only until their saves are committed locally, because the bucket accepts uploads only
+    after that start.
 
     Returns:
-      What went wrong with their saves.
+      The errors of their saves.
 
     Raises:
       ClosedError: the program has ended; no save could be finished.
     """
-    failures = []
     with _lock:
         _register(directory)
-        others = [watch for watch in _watched if watch.is_of(directory)]
+        starts = sum(_is_same(one, directory) for one in _starting)
+    return _end_others(directory, "settle" if starts < 2 else "commit")
+
+
+def close_others(directory: str | os.PathLike[str], epoch: int = 0) -> list[DeltackptError]:
+    """Closes the managers of this process that ``take_over`` has settled.
+
+    Args:
+      directory: where they write.
+      epoch: do not close a manager with a newer lease; 0 to close every manager.
+
+    Returns:
+      Their errors.
+    """
+    return _end_others(directory, "close", epoch)
+
+
+def _is_same(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:  # One of them does not exist.
+        return False
+
+
+def _end_others(
+    directory: str | os.PathLike[str], ending: Ending, epoch: int = 0
+) -> list[DeltackptError]:
+    failures = []
+    with _lock:
+        others = [
+            watch
+            for watch in _watched
+            if watch.is_of(directory) and (not epoch or watch.epoch <= epoch)
+        ]
     for watch in others:
         try:
-            watch.end("another manager of this process was opened on its directory", leaving=False)
+            watch.end("another manager of this process was opened on its directory", ending)
         except DeltackptError as error:
             failures.append(error)
     return failures
+
+
+def uninterrupted(call: Callable[[], None]) -> None:
+    """Calls a function to its end, even if the main thread is interrupted meanwhile.
+
+    Signal handlers run, and raise, only in the main thread. The function therefore runs in another
+    thread, and the interrupt is raised once it has returned; a second interrupt ends the wait.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        call()
+        return
+    future: concurrent.futures.Future[None] = concurrent.futures.Future()
+    arguments = future, call
+    try:
+        try:
+            threading.Thread(target=complete, args=arguments, name="deltackpt-close").start()
+        except RuntimeError:  # The program has ended: no thread starts any more.
+            complete(*arguments)
+        future.result()
+    except BaseException:
+        # An interrupted start may have started the thread.
+        if not future.cancel():
+            concurrent.futures.wait([future])
+        raise
 
 
 def tell_lost(text: str) -> None:
     """Logs that a save is lost, and makes the program end with ``EXIT_CODE``."""
     _logger.error(text)
     if not isinstance(sys.stdout, _LastFlush):
-        sys.stdout = _LastFlush(sys.stdout, text)  # type: ignore[assignment]
+        sys.stdout = _LastFlush(sys.stdout)  # type: ignore[assignment]
 
 
 class _LastFlush:
@@ -124,9 +205,8 @@ class _LastFlush:
 
     closed = False
 
-    def __init__(self, stream: Any, text: str):
+    def __init__(self, stream: Any):
         self._stream = stream
-        self._text = text
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -135,25 +215,28 @@ class _LastFlush:
         return "deltackpt.save.exits"
 
     def flush(self) -> None:
-        """Fails where nothing but the exit code can come of it.
+        """Fails if only the exit code can be affected.
 
         Raises:
-          SaveFailed: nobody but the interpreter, or ``multiprocessing`` in a child, calls it now.
+          SaveFailed: the caller is the interpreter, or ``multiprocessing`` in a child.
         """
         if self._stream is not None:
             self._stream.flush()
         if sys.is_finalizing() or (_has_ended and _is_child()):
-            raise SaveFailed(self._text)
+            raise SaveFailed(
+                f"a save was lost when the program ended, so it exits with code {EXIT_CODE}; "
+                f"the logger {__name__} has the reason"
+            )
 
 
 def _is_child() -> bool:
-    """Whether this is a child of ``multiprocessing``, which ends before its interpreter does."""
+    """Returns whether this is a child of ``multiprocessing``, which ends by itself."""
     process = sys.modules.get("multiprocessing.process")
     return process is not None and process.parent_process() is not None
 
 
 def _register(directory: str | os.PathLike[str]) -> None:
-    """Has the saves ended with the program, once."""
+    """Installs the interpreter-exit hook (idempotent)."""
     global _has_hook
     if not _has_hook:
         with contextlib.suppress(RuntimeError):  # The program has ended.
@@ -171,7 +254,7 @@ def _register(directory: str | os.PathLike[str]) -> None:
 
 
 def _leave() -> None:
-    """Called when the main thread has ended, before threads are joined."""
+    """Runs when the main thread has ended, before threads are joined."""
     global _has_ended
     _end_all()
     _has_ended = True
@@ -185,9 +268,9 @@ def _leave() -> None:
 
 
 def _go_on_leaving() -> None:
-    """Called by ``atexit``: does what an interrupt broke off, so that threads are joined as well.
+    """Runs in ``atexit``: finishes what an interrupt broke off, so that threads are joined as well.
 
-    One that still runs when the interpreter goes may abort the program.
+    A thread that still runs when the interpreter exits may abort the program.
     """
     if not _has_ended:
         threading._shutdown()  # type: ignore[attr-defined]
@@ -201,8 +284,9 @@ def _end_all() -> None:
         if watch is None:
             return
         try:
-            _await_trainer(watch)
-            watch.end("the program has ended", leaving=True)
+            with contextlib.suppress(KeyboardInterrupt):  # Which gives up the waiting, no save.
+                _await_threads()
+            watch.end("the program has ended", "leave")
         except (WaitTimeout, KeyboardInterrupt) as error:
             # Who interrupts the wait gives the save up.
             _is_stuck = True
@@ -212,20 +296,31 @@ def _end_all() -> None:
             tell_lost(str(error))
 
 
-def _await_trainer(watch: Watch) -> None:
-    """A thread that trains on when the main thread has ended is joined by Python, so by us.
+def _await_threads() -> None:
+    """Waits for the threads that Python joins next: any of them may still be training.
 
-    Workers of executors end only when Python has told them to, after us.
+    Executor workers exit only when Python stops them, after this hook.
     """
-    trainer = watch.trainer
-    workers = concurrent.futures.thread._threads_queues  # type: ignore[attr-defined]
-    if not (trainer.daemon or trainer in (threading.main_thread(), threading.current_thread())):
-        if trainer not in workers:
-            trainer.join()
+    ours = {threading.main_thread(), threading.current_thread()}
+    while True:
+        pools = sys.modules.get("concurrent.futures.process")
+        workers = {
+            *concurrent.futures.thread._threads_queues,  # type: ignore[attr-defined]
+            *getattr(pools, "_threads_wakeups", ()),
+        }
+        others = {*threading.enumerate()} - workers - ours
+        thread = next((one for one in others if not one.daemon), None)
+        if thread is None:
+            return
+        if thread.ident is None:
+            time.sleep(_STARTING_SECS)  # It cannot be joined before it has started.
+        else:
+            # With a timeout: an executor registers a thread as its worker only after its start.
+            thread.join(_LOOKING_SECS)
 
 
 def _call_at_end_of_program(call: Callable[[], None]) -> None:
-    """Calls when the code that the main thread began with returns or raises."""
+    """Calls back when the main thread's initial code returns or raises."""
     main = threading.main_thread()
     frame = sys._current_frames()[main.ident or 0]
     while frame.f_back is not None:
@@ -248,10 +343,11 @@ def _call_at_end_of_program(call: Callable[[], None]) -> None:
 
 
 def _forget() -> None:
-    """In a forked child: the managers, and the threads of their saves, are its parent's."""
+    """In a forked child: forgets the managers and threads of the parent."""
     global _lock, _is_stuck
     _lock = threading.Lock()
     _watched.clear()
+    _starting.clear()
     _is_stuck = False
 
 

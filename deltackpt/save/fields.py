@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One field of one segment to its stored arrays: encode, check the error, widen where needed.
+"""Encodes one field of one segment into stored arrays; checks the error and widens the codec.
 
-A lossy codec is tried, and what it changed is measured while it is written. Where that exceeds the
-budget, its arrays are removed and the next more precise codec is tried. Rows that a codec does not
-hold are stored as they are, beside the others, with their positions.
+A lossy codec is tried, and its error is measured while it is written. If it exceeds the budget, its
+arrays are removed and the next more precise codec is tried. Rows that a codec cannot represent are
+stored raw, with their positions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deltackpt import codecs
 from deltackpt.codecs import Codec, Lossless
 from deltackpt.errors import ErrorBudgetExceeded, OptionError
 from deltackpt.format.segments import ArrayEntry
-from deltackpt.policy import Choice, CodecChoice
+from deltackpt.policies import Choice, CodecChoice
 from deltackpt.save.encode import Encoded
 from deltackpt.save.pieces import Piece, ahead
 from deltackpt.storage import arrays, parts
@@ -33,18 +33,17 @@ _FEW_ROWS, _MOST_BESIDE = 4096, 1 / 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Field:
-    """What is to be stored.
+    """A field to store.
 
     Attributes:
-      name: of the field.
-      trailing: shape of one row as this process holds it.
-      dtype: of the table.
+      name: the field's name.
+      trailing: shape of this process's part of a row.
+      dtype: dtype of the table.
       tables: names of the group's tables, in the order of their offsets.
-      bounds: (len(tables) + 1,): positions in the segment at which each table's rows begin and
-        end.
-      choice: the user's.
+      bounds: (len(tables) + 1,): positions in the segment at which each table's rows begin and end.
+      choice: the user's codec choice.
       planned: the codec to try first.
-      held: whether its rows are those of the training state, which others might change.
+      held: whether its rows are views of the training state, which might change concurrently.
     """
 
     name: str
@@ -58,12 +57,12 @@ class Field:
 
     @property
     def count(self) -> int:
-        """Rows."""
+        """Returns the number of rows."""
         return int(self.bounds[-1])
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of all rows as they are."""
+        """Returns the bytes of all rows unencoded."""
         return self.count * math.prod(self.trailing) * self.dtype.itemsize
 
 
@@ -73,17 +72,18 @@ def write_field(
     pieces: Callable[[Codec], Iterator[Piece]],
     pool: concurrent.futures.Executor,
 ) -> StoredField:
-    """Writes a field by the planned codec, or by the first more precise one that will do.
+    """Writes a field with the planned codec, or with the first more precise one within the budget.
 
     Args:
-      place: where.
-      field: what.
-      pieces: the rows in order, as a codec wants them; called once for each codec that is tried.
-      pool: encodes pieces, several at a time.
+      place: destination.
+      field: what to store.
+      pieces: returns the rows in order, for a given codec; called once per attempted codec.
+      pool: encodes several pieces concurrently.
 
     Raises:
-      ErrorBudgetExceeded: the planned codec would exceed the user's bound, who refuses wider ones.
-      StorageError: the store refused.
+      ErrorBudgetExceeded: the planned codec would exceed the user's bound, and more precise ones
+        are not allowed.
+      StorageError: the store reported an error.
     """
     plan = field.planned
     if not _fits(field, plan.codec):  # the shard of a table that is split by columns
@@ -106,14 +106,13 @@ def write_field(
             raise ErrorBudgetExceeded(
                 f"segment {place.segment}, {field.name}: expected an error within max_error="
                 f"{field.choice.max_error:g} of the norm of the rows, found that {fault.text}; "
-                "choose a more precise codec, a wider budget, or when_exceeded='widen'. Nothing "
-                "was committed, and no touched row is lost"
+                "choose a more precise codec, a wider budget, or when_exceeded='widen'"
             )
         plan = _wider(field, plan.codec, fault)
 
 
 class _Fault(NamedTuple):
-    """Why a codec will not do; ``over_budget`` where its error is too large."""
+    """Why a codec is unsuitable; ``over_budget`` if its error is too large."""
 
     text: str
     over_budget: bool
@@ -133,7 +132,7 @@ class _Attempt:
         self._beside_at: list[np.ndarray] = []
 
     def write(self, piece: Piece, encoded: Encoded) -> None:
-        """Writes the next rows, and counts what encoding them changes."""
+        """Writes the next rows, and measures their decoding error."""
         for suffix, stored in self._writers.items():
             array = np.asarray(encoded.arrays[suffix])
             stored.write(array.view(self._entries[suffix].dtype))
@@ -161,7 +160,7 @@ class _Attempt:
             sums[table] += found[low - start : high - start].sum(dtype=np.float64)
 
     def finish(self, plan: Choice) -> StoredField:
-        """Ends the arrays, and writes the rows that the codec does not hold."""
+        """Ends the arrays, and writes the raw rows."""
         written = []
         for suffix, stored in self._writers.items():
             written.append(StoredArrays((self._entries[suffix],), stored.finish()))
@@ -202,7 +201,7 @@ class _Attempt:
         return sum(len(rows) for rows in self._beside)
 
     def hopeless(self) -> bool:
-        """Whether so many rows are not held that the codec gains too little for their memory."""
+        """Returns whether so many rows are stored raw that the codec gains too little."""
         beside, count = self._beside_count, self._field.count
         if beside == 0:
             return False
@@ -211,10 +210,10 @@ class _Attempt:
         return too_large or beside > max(_FEW_ROWS, count * _MOST_BESIDE)
 
     def fault(self) -> _Fault | None:
-        """Why what was written will not do; None where it will."""
+        """Returns why the codec is unsuitable, or None."""
         name, field = self._codec.name, self._field
         if self.hopeless():
-            text = f"{self._beside_count} of {self._done} rows are beyond what {name} holds"
+            text = f"{name} cannot represent {self._beside_count} of {self._done} rows"
             return _Fault(text, over_budget=False)
         bound = field.choice.max_error
         if bound is None:

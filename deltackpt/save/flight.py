@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One save in flight: its rows were taken from the training state, the background writes them.
+"""One save in flight: its rows were captured from the training state; the background writes them.
 
-``snapshot.take`` is the only part that blocks training; what it makes is a ``PendingSave``. What
-that writes in the background is either *copied* (the touched rows, in staging memory) or *held*
-(views of the training state, for a base or for a delta larger than the staging budget): see
-``taken``. ``PendingSave.released`` is set as soon as nothing of the training state is referred to
-any more.
+``snapshot.take`` is the only part that blocks training; it returns a ``PendingSave``. The rows to
+write in the background are either *copied* (touched rows, in staging memory) or *held* (views of
+the training state, for a base or for a delta larger than the staging budget): see ``taken``.
+``PendingSave.released`` is set as soon as nothing refers to the training state.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from pathlib import Path
 from deltackpt import events
 from deltackpt.errors import TrackingError
 from deltackpt.format.figures import LeafFigures, table_figures
+from deltackpt.format.manifest import TrackingName
 from deltackpt.format.segments import GroupEntry
 from deltackpt.resources.staging import Staging
 from deltackpt.resources.workers import Workers
@@ -38,14 +38,14 @@ from deltackpt.storage.parts import ArrayPlace
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """How saves are staged and written.
+    """How saves are staged and written, for use of the handlers without a manager.
 
     Attributes:
-      fsync: whether every file is on disk before its part counts as written.
-      staging_bytes: host memory for copied rows, over all saves in flight.
-      digests: digest files that the commit promises; see ``Manifest.digests``.
-      sampled_proof: whether saves prove a sample of the rows: see ``save.proof``.
-      processes_secs: how long a process that has written its part waits for the others.
+      fsync: whether to fsync every file before its shard is considered written.
+      staging_bytes: host memory in bytes for copied rows, across all saves in flight.
+      digests: digest files that the commit writes; see ``Manifest.digests``.
+      sampled_proof: whether saves check a sample of the rows; see ``save.proof``.
+      processes_secs: how long a process waits for the others after it has written its shard.
     """
 
     fsync: bool = True
@@ -57,18 +57,19 @@ class PipelineOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Embeddings:
-    """The tables and slots of one state, and what saving them needs: our checkpointable.
+    """The tables and slots of one state, as a checkpointable for Orbax.
 
     Attributes:
       split: the state, split by ``tables.split``; its dense leaves are not saved here.
-      touched: a TouchState given beside those of the state; a row is touched if any of them says
-        so. Without any the save is a base.
-      lineage: what the trainer knows of its saves; None gives a base of a run of its own.
-      options: how to stage and write.
+      touched: a TouchState in addition to those of the state; a row is touched if any of them marks
+        it. Without any TouchState, the save is a base.
+      lineage: the trainer's earlier saves; None makes the save a base of a new run.
+      options: how to stage and write the rows.
       staging: the pool shared by the saves of one manager.
-      workers: its threads.
-      force_base: take a base whatever the policy says.
-      dense_bytes: bytes of the dense leaves that a base holds and a delta may leave out.
+      workers: threads that write and encode.
+      force_base: save a base regardless of the policy.
+      dense_bytes: bytes of the dense leaves that a base contains and a delta may omit.
+      tracking: how the touched rows were found, for the manifest.
     """
 
     split: Split
@@ -79,10 +80,11 @@ class Embeddings:
     workers: Workers | None = None
     force_base: bool = False
     dense_bytes: int = 0
+    tracking: TrackingName = ""
 
     @property
     def marks(self) -> tuple[Marks, ...]:
-        """The TouchStates of the state, and the one given where it is another."""
+        """Returns the TouchStates of the state, and the passed one if it is not among them."""
         given = self.touched
         if given is None or any(marks.state.clock is given.clock for marks in self.split.marks):
             return self.split.marks
@@ -91,11 +93,11 @@ class Embeddings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveReport:
-    """What the background half of a save did; its stages are those of ``events.SaveEvent``.
+    """The result of the background half of a save, with the stages of ``events.SaveEvent``.
 
-    ``rows``, ``bytes_written`` and ``tables`` are of this process's part, ``base_bytes`` is what
-    all rows of tables and slots take unencoded. ``dense_bytes`` and ``dense`` are of dense leaves
-    that lie in the part as blocks, which ``bytes_written`` does not count.
+    ``rows``, ``bytes_written`` and ``tables`` are of this process's shard, ``base_bytes`` is the
+    unencoded size of all rows of tables and slots. ``dense_bytes`` and ``dense`` are of dense
+    leaves stored in the shard as blocks, which ``bytes_written`` does not count.
     """
 
     intent: Intent
@@ -113,7 +115,7 @@ class SaveReport:
 
 
 class PendingSave:
-    """A save whose rows were taken: an item of a step, written once, in the background."""
+    """A save whose rows were captured: an item of a step, written once, in the background."""
 
     def __init__(
         self,
@@ -127,16 +129,16 @@ class PendingSave:
         fsync: bool,
         workers: Workers,
     ):
-        """Made by ``snapshot.take``.
+        """Created by ``snapshot.take``.
 
         Args:
           plan: what is written.
-          rows: what was taken.
-          faults: what the sampled proof found; None where it holds.
+          rows: the captured rows.
+          faults: what the tracking audit found; None if it found none.
           nbytes: bytes of the rows, before they are encoded.
-          extract_secs: what taking it has cost.
-          processes_secs: how long the other processes are waited for where others commit.
-          fsync: whether the part is forced to disk there.
+          extract_secs: duration of the capture.
+          processes_secs: how long to wait for the other processes if others commit.
+          fsync: whether the shard is fsynced there.
           workers: threads that write and encode.
         """
         self.intent = plan.intent
@@ -159,26 +161,26 @@ class PendingSave:
 
     @property
     def released(self) -> threading.Event:
-        """Set as soon as nothing of the training state is referred to any more."""
+        """Returns an event that is set once nothing refers to the training state."""
         return self.rows.released
 
     def wait_copied(self) -> None:
-        """Returns when copied rows have left the training state; a held state has not yet."""
+        """Waits until copied rows have left the training state; held rows stay in it."""
         started = time.perf_counter()
         self.rows.wait()
         self._extract_secs += time.perf_counter() - started
 
     def write(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
-        """Writes this process's part into the item's directory, its manifest last.
+        """Writes this process's shard into the item's directory, its manifest last.
 
         Args:
           item_dir: existing directory of the item, in the step's temporary directory.
-          batch: what the files are written with, to be forced afterwards.
-          others: where the processes meet.
+          batch: writes the files, and fsyncs them afterwards.
+          others: coordinates the processes.
 
         Raises:
-          StorageError: the store refused; nothing was committed.
-          ProcessMissing, ProcessFailed, Disagreement: as ``Rendezvous``.
+          StorageError: the store reported an error; nothing was committed.
+          ProcessMissing, ProcessFailed, Disagreement: as for ``Rendezvous``.
         """
         plan, encoding = self._plan, BusyClock()
         started = time.perf_counter()
@@ -236,10 +238,10 @@ class PendingSave:
         return coded.told(coded.write(lambda name: ArrayPlace(item_dir, process, name, batch)))
 
     def complete(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
-        """Nothing is left to do: process 0's manifest speaks for all parts."""
+        """Does nothing: process 0's manifest describes all shards."""
 
     def write_alone(self, item_dir: Path) -> None:
-        """Writes and forces this process's part where others commit the step: see ``write``."""
+        """Writes and fsyncs this process's shard if others commit the step; see ``write``."""
         others = of_this_process(item_dir.parent, self._processes_secs)
         workers = self._workers
         batch = FileBatch(item_dir, fsync=self._fsync, pool=workers.forcers, pace=workers.pace)
@@ -253,20 +255,20 @@ class PendingSave:
             batch.close()
 
     def abandon(self) -> None:
-        """Gives up a save that will not be written; safe to call again."""
+        """Abandons a save that will not be written. Idempotent."""
         self.rows.release()
         if self.dense is not None:
             self.dense.release()
 
 
 class RefusedSave:
-    """The item of a save that this process cannot take, and the other processes begin all the same.
+    """A save that this process cannot make although the other processes have started it.
 
-    Writing it fails, so that the others are told why there will be no part of it.
+    Writing it fails, which reports to the others why the shard is missing.
     """
 
     def __init__(self, cause: Exception):
-        """Made by the manager of one of several processes."""
+        """Created by the manager of one of several processes."""
         self.cause = cause
 
     def write(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
@@ -278,5 +280,5 @@ class RefusedSave:
 
 
 def base_bytes(groups: tuple[GroupEntry, ...]) -> int:
-    """Bytes that all rows of all fields take unencoded."""
+    """Returns the unencoded bytes of all rows of all fields."""
     return sum(group.rows * group.row_bytes for group in groups)

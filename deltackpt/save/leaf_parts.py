@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves of which some blocks are encoded against the parent, and others by themselves.
+"""Encodes some blocks of a leaf relative to the parent, and others on their own.
 
-A delta of a rolling base holds a share of each leaf whole; of a leaf whose reference did not fit
-into memory only hashes are known.
+A delta of a rolling base contains a share of each leaf in full. If the reference of a leaf did not
+fit into memory, only its hashes are known.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class LeafPart(NamedTuple):
     """Some blocks of a leaf.
 
     Attributes:
-      blocks: which: a slice, or their numbers, int64, ascending.
-      reference: what they were in the parent; None where they are encoded by themselves.
+      blocks: a slice, or indices, int64, ascending.
+      reference: their values in the parent; None if they are encoded on their own.
     """
 
     blocks: slice | np.ndarray
@@ -36,13 +36,13 @@ class LeafPart(NamedTuple):
 def with_share(
     leaf: np.ndarray, reference: np.ndarray, share: RollingShare, key: str
 ) -> list[LeafPart]:
-    """The share of a rolling base by itself, the rest against the parent.
+    """Splits a leaf into its share of a rolling base and the rest, relative to the parent.
 
     Args:
       leaf: (blocks, 256).
-      reference: likewise.
-      share: of the save.
-      key: of the leaf.
+      reference: (blocks, 256).
+      share: the save's share of a rolling base.
+      key: key of the leaf.
     """
     found = share_of(len(leaf), share, key)
     before, own, after = (
@@ -59,17 +59,17 @@ def with_share(
 
 
 def share_of(count: int, share: RollingShare, key: str) -> range:
-    """The blocks of a leaf that a save of a rolling base holds by themselves.
+    """Returns the blocks of a leaf that a save of a rolling base contains in full.
 
-    They depend on the leaf alone, not on what lies beside it, so that any ``window`` saves hold all
-    of them whatever else comes or goes. Leaves of few blocks begin at different saves.
+    They depend only on the leaf, so any ``window`` consecutive saves contain all of its blocks even
+    if other leaves are added or removed. Small leaves start at different saves.
     """
     turned = (share.number + zlib.crc32(key.encode())) % share.window
     return range(count * turned // share.window, count * (turned + 1) // share.window)
 
 
 def by_hashes(leaf: np.ndarray, hashes: Hashes) -> list[LeafPart]:
-    """The blocks that may have changed since they were hashed, by themselves."""
+    """Returns the blocks that may have changed since they were hashed, without reference."""
     changed = hashes.changed(leaf)
     return [LeafPart(changed, None)] if len(changed) else []
 
@@ -83,9 +83,9 @@ def encode_parts(
     *,
     skip_unchanged: bool,
 ) -> CodedLeaf:
-    """As ``block_codes.encode_leaf``, part by part; blocks in no part are as in the parent.
+    """Like ``block_codes.encode_leaf``, part by part; blocks in no part are unchanged.
 
-    Each part keeps to the error that is allowed, and so does the leaf.
+    Each part stays within the error budget, so the leaf does too.
     """
     found = [
         block_codes.encode_leaf(
@@ -103,25 +103,25 @@ def encode_parts(
         for part, coded in zip(parts, found, strict=True)
         for piece in coded.pieces
     ]
-    # In order, whichever part they are of; of one codec they come to lie in one segment.
+    # In order over all parts; one segment contains all blocks of a codec.
     pieces.sort(key=lambda piece: piece.blocks[0])
-    lossy = [number for number, coded in enumerate(found) if coded.codec != of_blocks.EXACT]
+    lossy = [number for number, coded in enumerate(found) if coded.codec != of_blocks.LOSSLESS]
     decoded = leaf
     if lossy:
         decoded = leaf.copy()
         for number in lossy:
             decoded[parts[number].blocks] = found[number].decoded
-    # What is encoded by itself says the least of how a leaf is kept.
+    # Blocks relative to the parent represent the leaf's coding best.
     order = sorted(range(len(parts)), key=lambda number: parts[number].reference is None)
-    told = found[order[0]] if order else CodedLeaf([], leaf, of_blocks.EXACT, "", 0.0)
+    told = found[order[0]] if order else CodedLeaf([], leaf, of_blocks.LOSSLESS, "", 0.0)
     error = _error_of(leaf, [(parts[number], found[number].error) for number in lossy])
     return CodedLeaf(pieces, decoded, told.codec, told.reason, error)
 
 
 def _alone(codec: str) -> str:
-    """The codec for blocks that are encoded by themselves."""
-    if codec != of_blocks.EXACT and of_blocks.get(codec).relative:
-        return of_blocks.EXACT
+    """Returns the codec for blocks that are encoded by themselves."""
+    if codec != of_blocks.LOSSLESS and of_blocks.get(codec).relative:
+        return of_blocks.LOSSLESS
     return codec
 
 
@@ -132,7 +132,7 @@ def _numbers(part: LeafPart) -> np.ndarray:
 
 
 def _error_of(leaf: np.ndarray, parts: Sequence[tuple[LeafPart, float]]) -> float:
-    """Relative l2 error of a leaf by those of its parts."""
+    """Returns the relative l2 error of a leaf by those of its parts."""
     if not any(error for _, error in parts):
         return 0.0
     squares = encode_blocks.squares

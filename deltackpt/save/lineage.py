@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lineage: what the trainer knows of its own saves.
+"""Lineage: the trainer's record of its own saves.
 
-A save becomes a parent only once it is committed, and the lineage learns that by looking for its
-own save id at the path where the save in flight was to appear: no directory listing, no name
-parsing. A save that failed is simply not there, so the next delta's parent is the last committed
-one and its clock, and no touched row is lost.
+A save becomes a parent only once it is committed. The lineage determines this by looking for its
+own save id at the path of the save in flight, without listing a directory or parsing names. A
+failed save does not exist there, so the parent of the next delta is the last committed save, with
+its clock, and no touched row is lost.
 """
 
 from __future__ import annotations
@@ -34,35 +34,37 @@ from deltackpt.format.manifest import (
 )
 from deltackpt.format.stretches import Continues
 from deltackpt.ledger.held import Held
-from deltackpt.policy import BaseOrDelta, Consecutive, Decision, LeftToCompaction, Rolling
+from deltackpt.policies import BaseOrDelta, Consecutive, Decision, LeftToCompaction, Rolling
 from deltackpt.reading import saves
 from deltackpt.save.branch import Branch, Former, Known, Written, doubt
 from deltackpt.save.clocks import Clocks, Reading, clocks_seen
 from deltackpt.state.touch_state import clock_exhausted
 from deltackpt.storage import files
 
+#: Reason of a base if nothing tracks the rows.
+UNTRACKED = "base: no TouchState was given"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Intent:
-    """What one save will be.
+    """The decision about one save.
 
     Attributes:
       kind: base or delta.
       save_id: its id.
-      parent: the save that a delta is taken against.
-      since: place of each TouchState to the clock after which its rows are touched; empty for a
-        base.
-      reason: why.
-      restores: how often training has gone on from a restored step.
-      witness: sampled rows as they were at the parent (``proof.Witness``); None without any.
-      seen: place of each TouchState to what was read of it at the parent.
-      recent: for a base, place of each TouchState to its clock at the save before, 0 where that is
-        not known: rows touched since are likely to be wrong where the tracking is.
-      stands_still: whether no clock has moved since the parent.
+      parent: the parent of a delta.
+      since: TouchState path to the clock after which rows are touched; empty for a base.
+      reason: why it is a base or a delta.
+      restores: number of times that training has resumed from a restored step.
+      witness: rows sampled at the parent (``proof.Witness``), or None.
+      seen: path of each TouchState to its reading at the parent.
+      recent: for a base, TouchState path to its clock at the previous save, 0 if unknown. If
+        tracking is wrong, errors are most likely in rows touched since then.
+      stands_still: whether no clock has advanced since the parent.
       parents: see ``Manifest.parents``.
-      rolling: the share of all rows that a delta of a rolling base holds.
-      replayed: of a delta, table name to the numbers of rows that it holds besides the touched
-        ones, since a restore took them from a log: see ``Known.replayed``.
+      rolling: the share of all rows that a delta of a rolling base contains.
+      replayed: for a delta, table name to the indices of additional rows, which a restore replayed
+        from the WAL; see ``Known.replayed``.
     """
 
     kind: Kind
@@ -81,7 +83,7 @@ class Intent:
 
 
 class Lineage:
-    """Decides what each save is and remembers what was committed; thread-safe."""
+    """Decides between base and delta, and records committed saves; thread-safe."""
 
     def __init__(
         self,
@@ -98,11 +100,11 @@ class Lineage:
         Args:
           policy: base or delta; ``Consecutive()`` by default.
           item: name of our item in a step directory.
-          protected: whether retention asks this lineage what it must keep; where it is
-            not, every save is a base, since a stock policy would delete bases under live deltas.
+          protected: whether retention queries this lineage for what it must keep. If not, every
+            save is a base, since a stock policy would delete bases under live deltas.
           run: id of the run; several processes must have agreed on it.
           compacted: whether bases are left to compaction.
-          ledger: says of what is not where it was saved whether it is committed all the same.
+          ledger: knows whether a save that is not at its path is committed nevertheless.
         """
         self._policy = policy or Consecutive()
         if compacted:
@@ -120,15 +122,17 @@ class Lineage:
         self._distrusted: str | None = None
         #: How many saves had been begun then: a base among them does not end it.
         self._distrusted_at = 0
+        #: A fault that only this process has found: its part of the next delta fails.
+        self.suspected: str | None = None
 
     @classmethod
     def unprotected(cls, run: str | None = None) -> Lineage:
-        """A lineage whose saves are all bases."""
+        """Returns a lineage whose saves are all bases."""
         return cls(protected=False, run=run)
 
     @property
     def run(self) -> str:
-        """Id of the run: new at every start and at every restore."""
+        """Returns the id of the run: new at every start and at every restore."""
         return self._branch.run
 
     def begin(
@@ -140,14 +144,14 @@ class Lineage:
         layout: Layout,
         force_base: bool = False,
     ) -> Intent:
-        """Decides what the save of ``step`` is and notes it as in flight.
+        """Decides whether the save of ``step`` is a base or a delta, and records it as in flight.
 
         Args:
           step: the training step.
-          step_dir: where it will stand once committed.
-          clocks: of the TouchStates that it saw.
+          step_dir: its path once committed.
+          clocks: clocks of the TouchStates that it saw.
           layout: the tables' layout; a delta's parent must have an equal one.
-          force_base: take a base whatever the policy says.
+          force_base: save a base regardless of the policy.
         """
         with self._lock:
             seen = self._settle()
@@ -172,11 +176,11 @@ class Lineage:
             return dataclasses.replace(intent, parents=parents, rolling=share)
 
     def as_base(self, intent: Intent, reason: str) -> Intent:
-        """Makes a base of a delta that was just begun.
+        """Turns the delta that was just started into a base.
 
         Args:
-          intent: what ``begin`` gave.
-          reason: why it cannot, or need not, be a delta.
+          intent: the result of ``begin``.
+          reason: why it is not a delta.
         """
         with self._lock:
             self._branch.make_base(intent.save_id)
@@ -196,7 +200,7 @@ class Lineage:
         )
 
     def witnessed(self, save_id: SaveId, witness: Any) -> None:
-        """Keeps sampled rows as they were at the save in flight, for the proof of later ones."""
+        """Keeps the rows sampled at the save in flight, for the audits of later saves."""
         with self._lock:
             known = self._branch.in_flight
             if known is not None and known.info.save_id == save_id:
@@ -211,14 +215,33 @@ class Lineage:
         with self._lock:
             self._settle()
             self._distrusted, self._distrusted_at = reason, self._begun
+            self.suspected = None
 
-    def lost(self, step: int, reason: str) -> None:
-        """Notes that a save does not come to the root: what is taken against it cannot, either.
-
-        A base that was begun since needs it no more, and needs no other base after it.
+    def suspect(self, found: str) -> None:
+        """Makes this process's part of the next delta fail, so that all processes save a base.
 
         Args:
-          step: of the save.
+          found: message that names the unmarked rows.
+        """
+        self.suspected = found
+
+    @property
+    def distrusted(self) -> str | None:
+        """Returns why the next save is a base; None if it need not be, or one is in flight."""
+        with self._lock:
+            self._settle()
+            flight = self._branch.in_flight
+            if flight and flight.info.kind == "base" and flight.number > self._distrusted_at:
+                return None
+            return self._distrusted
+
+    def lost(self, step: int, reason: str) -> None:
+        """Records that a save, and the saves on top of it, cannot be uploaded.
+
+        If a base was started since then, nothing else is needed.
+
+        Args:
+          step: step of the save.
           reason: why the next save is a base.
         """
         with self._lock:
@@ -229,10 +252,9 @@ class Lineage:
                 self._distrusted, self._distrusted_at = reason, self._begun
 
     def next(self, *, clocks: Clocks, layout: Layout, force_base: bool = False) -> Decision:
-        """What ``begin`` would decide now, without noting anything.
+        """Returns the decision that ``begin`` would make now, without side effects.
 
-        A delta may still become a base, where the sampled proof fails or nearly all rows are
-        touched.
+        A delta may still become a base, if the tracking audit fails or nearly all rows are touched.
         """
         with self._lock:
             seen = self._settle()
@@ -245,7 +267,7 @@ class Lineage:
 
     @property
     def restored(self) -> int | None:
-        """The restored step that the branch began with, until a save is begun."""
+        """Returns the restored step that the branch started from, until the first save."""
         branch = self._branch
         if branch.previous is None or branch.attempts or branch.left_after != self._begun:
             return None
@@ -253,13 +275,18 @@ class Lineage:
 
     @property
     def goes_on(self) -> SaveId | None:
-        """The save that the next one may be a delta of; None where there is none yet."""
+        """Returns the possible parent of the next save, or None."""
         previous = self._branch.previous
         return None if previous is None else previous.info.save_id
 
+    def goes_on_with(self, layout: Layout) -> bool:
+        """Returns whether the possible parent of the next save has these tables."""
+        previous = self._branch.previous
+        return previous is not None and previous.layout == layout
+
     @property
     def continues(self) -> Continues | None:
-        """The point of a log that training was restored at, until a save of it is committed."""
+        """Returns the restored recovery point, until a save of it is committed."""
         with self._lock:
             self._settle()
             previous = self._branch.previous
@@ -267,36 +294,53 @@ class Lineage:
 
     @property
     def restores(self) -> int:
-        """How often training has been restored."""
+        """Returns the number of times that training was restored."""
         return self._branch.restores
 
     @property
     def newest_known(self) -> Known | None:
-        """The newest save, whether it is committed or in flight; None where there is none."""
+        """Returns the newest save, committed or in flight, or None."""
         with self._lock:
             self._settle()
             return self._branch.in_flight or self._branch.previous
 
     @property
     def newest_committed(self) -> SaveId | None:
-        """The newest save that is known to be committed, or was restored; None without any."""
+        """Returns the newest save that is known to be committed or was restored, or None."""
         with self._lock:
             self._settle()
             previous = self._branch.previous
             return None if previous is None else previous.info.save_id
 
     def is_committed(self, save_id: SaveId) -> bool:
-        """Whether the save that is told of is the newest one, and stands."""
+        """Returns whether a save is the newest one and is committed."""
         with self._lock:
             self._settle()
             previous = self._branch.previous
             return previous is not None and previous.info.save_id == save_id
 
+    def forget(self, save_id: SaveId) -> bool:
+        """Forgets a removed save if it is the newest committed one.
+
+        Returns:
+          Whether it was the newest one; the next save is then a base.
+        """
+        with self._lock:
+            self._settle()
+            branch = self._branch
+            if branch.previous is None or branch.previous.info.save_id != save_id:
+                return False
+            if branch.anchor is branch.previous:
+                branch.anchor = None
+            branch.previous = None
+            return True
+
     def next_parent(self, save_id: SaveId) -> SaveId:
-        """What the policy would take the next delta against, now that a save stands.
+        """Returns the expected parent of the next delta, now that a save is committed.
 
         Args:
-          save_id: of the save; the answer where it is not known to stand, or a base is next.
+          save_id: id of the save; returned if it is not known to be committed, or if a base is
+            next.
         """
         with self._lock:
             self._settle()
@@ -309,25 +353,25 @@ class Lineage:
 
     @property
     def policy(self) -> BaseOrDelta:
-        """What decides between base and delta."""
+        """Returns the base-or-delta policy."""
         return self._policy
 
     @property
     def attempts(self) -> int:
-        """How many saves of the run were begun."""
+        """Returns the number of saves that the run has started."""
         return self._branch.attempts
 
     def count_attempts(self, number: int) -> None:
-        """Counts a save that other processes have begun, and this one could not."""
+        """Counts a save that other processes have started and this one could not."""
         with self._lock:
             self._branch.attempts = max(self._branch.attempts, number)
 
     def wrote(self, save_id: SaveId, written: Written) -> None:
-        """Keeps what the manifest of the save in flight says, so that it need not be decoded.
+        """Keeps the contents of the manifest of the save in flight, so that it need not be decoded.
 
         Args:
-          save_id: of the save; process 0 has written its manifest.
-          written: what that says.
+          save_id: id of the save; process 0 has written its manifest.
+          written: its contents.
         """
         with self._lock:
             known = self._branch.in_flight
@@ -357,23 +401,23 @@ class Lineage:
         replayed: Mapping[str, np.ndarray] | None = None,
         continues: Continues | None = None,
     ) -> None:
-        """Starts a new run at a restored step: the parent of what follows.
+        """Starts a new run at a restored step, the parent of the next save.
 
-        What was known before stays known: see ``go_back``.
+        Earlier branches are kept; see ``go_back``.
 
         Args:
           target: the save that was restored.
           step_dir: the restored step.
           layout: the tables' layout.
-          sizes: bytes of each save of its chain, base first; several processes must have agreed
-            on them.
-          clocks: of the fresh TouchStates, at clock 0.
+          sizes: bytes of each save of its chain, base first, on which several processes must have
+            agreed.
+          clocks: clocks of the fresh TouchStates, at clock 0.
           restores: how often training had been restored when the step was saved.
-          run: id of the new run; several processes must have agreed on it.
-          witness: sampled rows as they were restored.
+          run: id of the new run, on which several processes must have agreed.
+          witness: sampled rows of the restored state.
           parents: step directories of its parents, nearest first.
-          replayed: table name to the numbers of rows that were taken from a log instead.
-          continues: the point of the log that these rows led to.
+          replayed: table name to the indices of rows that were replayed from the WAL.
+          continues: the recovery point that was replayed.
         """
         with self._lock:
             self._leave(Branch(run=run or new_run(), restores=restores + 1))
@@ -393,24 +437,24 @@ class Lineage:
                 ),
                 sizes[0],
             )
-            self._distrusted = None
+            self._distrusted = self.suspected = None
 
     @property
     def can_go_back(self) -> bool:
-        """Whether a restore has left a branch with a save."""
+        """Returns whether a restore has left a branch with a save."""
         return bool(self._former)
 
     def go_back(self, clocks: Clocks) -> bool:
-        """Goes back to the branch that a restore left, where the TouchStates are those of it.
+        """Returns to the branch before a restore, if the TouchStates belong to it.
 
-        A step was restored only to be looked at, and training goes on with what it had in memory:
-        then ``restored`` is what it was before, unless there was a save meanwhile.
+        The step was then restored only for inspection, and training continues with its state in
+        memory; ``restored`` is reset, unless there was a save since.
 
         Args:
-          clocks: of the TouchStates that the next save sees.
+          clocks: clocks of the TouchStates that the next save sees.
 
         Returns:
-          Whether it did.
+          Whether it returned to that branch.
         """
         with self._lock:
             self._settle()
@@ -422,7 +466,7 @@ class Lineage:
             return branch is not None
 
     def _leave(self, branch: Branch) -> None:
-        """Goes on with another branch."""
+        """Switches to another branch."""
         self._settle()
         self._branch.in_flight = None
         self._branch.left_after = self._begun
@@ -430,10 +474,10 @@ class Lineage:
         self._branch = branch
 
     def newest_compacted(self) -> BaseRef | None:
-        """The newest compacted base that stands for a save of this run, or the restored one.
+        """Returns the newest compacted base of a save of this run, or the restored one.
 
-        For the manifest that process 0 writes in the background: each process goes on from what it
-        reads there, so that all decide alike.
+        Process 0 writes it to the manifest in the background, and each process uses what it reads
+        there, so that all decide alike.
         """
         with self._lock:
             candidates = [] if not self._compacted else self._branch.since[::-1]
@@ -441,13 +485,13 @@ class Lineage:
         return next((base for base in found if base is not None), None)
 
     def protected(self) -> frozenset[SaveId]:
-        """Saves that retention must not remove: possible parents, and what is in flight."""
+        """Returns saves that retention must keep: possible parents, and the save in flight."""
         with self._lock:
             self._settle()
             return self._branch.protected
 
     def _settle(self) -> Known | None:
-        """Promotes the save in flight if it was committed: the save that was found to stand."""
+        """Promotes the save in flight if it was found to be committed."""
         known = self._branch.in_flight
         head = None if known is None else _standing(known, self._item)
         if known is None or head is None:
@@ -464,9 +508,9 @@ class Lineage:
         anchor, previous = branch.anchor, branch.previous
         exhausted = any(clock_exhausted(reading.clock) for reading in clocks.readings)
         for applies, reason in (
-            (force_base, "base: asked for by the caller"),
+            (force_base, "base: requested by the caller"),
             (not self._protected, "base: nothing protects a chain from retention"),
-            (not clocks.readings, "base: no TouchState was given"),
+            (not clocks.readings, UNTRACKED),
             (anchor is None or previous is None, "base: no committed save to build on"),
             (exhausted, "base: the clock is exhausted"),
             (self._distrusted is not None, f"base: {self._distrusted}"),
@@ -475,7 +519,8 @@ class Lineage:
                 return "base", None, reason
         assert anchor is not None and previous is not None
         if previous.layout != layout:
-            return "base", None, "base: the tables are not those of the parent"
+            differ = "dense leaves" if previous.layout.has_rows_of(layout) else "tables"
+            return "base", None, f"base: the {differ} differ from the parent's"
         for known in (previous, anchor):
             if reason := doubt(clocks, known):
                 return "base", None, f"base: {reason}"
@@ -484,11 +529,11 @@ class Lineage:
             return "base", None, decision.reason
         parent = anchor if decision.parent == "base" else previous
         if parent is not seen and not self._stands(parent):
-            return "base", None, f"base: the parent at {parent.info.step_dir} is gone"
+            return "base", None, f"base: the parent at {parent.info.step_dir} was removed"
         return "delta", parent, decision.reason
 
     def _stands(self, known: Known) -> bool:
-        """Whether a save, or a compacted base for it, is there to be a parent."""
+        """Returns whether a save, or a compacted base for it, exists as a parent."""
         if _standing(known, self._item) is not None:
             return True
         if self._ledger is not None and self._ledger.stands(known.info.save_id):
@@ -496,7 +541,7 @@ class Lineage:
         return self._base_of(known) is not None
 
     def _base_of(self, known: Known) -> BaseRef | None:
-        """The compacted base that stands for a save; None where there is none that can be read."""
+        """Returns the readable compacted base that replaces a save, or None."""
         with contextlib.suppress(RestoreError, OSError):
             base = saves.read_compacted(known.path, known.info.save_id, self._item)
             if base is not None:
@@ -505,7 +550,7 @@ class Lineage:
 
 
 def _base(info: SaveInfo, recent: Mapping[str, int], reason: str, restores: int) -> Intent:
-    """What a save is that needs no other."""
+    """Returns the intent of a base."""
     return Intent(
         kind="base",
         save_id=info.save_id,
@@ -518,7 +563,7 @@ def _base(info: SaveInfo, recent: Mapping[str, int], reason: str, restores: int)
 
 
 def _delta(info: SaveInfo, parent: Known, clocks: Clocks, reason: str, restores: int) -> Intent:
-    """What a save is that is taken against a parent."""
+    """Returns the intent of a delta."""
     assert parent.settled is not None
     seen_at = {reading: parent.clocks.seen(reading) for reading in clocks.readings}
     return Intent(
@@ -538,12 +583,12 @@ def _delta(info: SaveInfo, parent: Known, clocks: Clocks, reason: str, restores:
 
 
 def new_run() -> str:
-    """An id for a run."""
+    """Returns an id for a run."""
     return uuid.uuid4().hex
 
 
 def _standing(known: Known, item: str) -> Written | None:
-    """What the manifest at the path of a save says, if it is that save's: if it was committed."""
+    """Returns the contents of the manifest at the path of a save, if it is that save's."""
     try:
         name, data = _manifest_bytes(known.path, item, 0)
         crc32c = google_crc32c.value(data)

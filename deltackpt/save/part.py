@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process's part of a trainer's save: its segments, then digests and manifest.
+"""One process's shard of a trainer's save: its segments, then digests and manifest.
 
-``write_segments`` is all that reads what was taken of the training state; ``finish`` meets the
-other processes.
+Only ``write_segments`` reads the captured training state; ``finish`` coordinates with
+the other processes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from deltackpt.codecs import Codec
 from deltackpt.format import blocks, manifest
 from deltackpt.format.dense_blocks import DenseBlocks
-from deltackpt.format.manifest import Layout, Manifest
+from deltackpt.format.manifest import Layout, Manifest, TrackingName
 from deltackpt.format.segments import GroupEntry, Segment
-from deltackpt.policy import Choice, CodecChoice
+from deltackpt.policies import Choice, CodecChoice
 from deltackpt.resources.workers import Workers
 from deltackpt.save import fields
 from deltackpt.save.division import Owned
@@ -38,18 +38,19 @@ Plans = Mapping[str, Mapping[str, Choice]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PartPlan:
-    """What a process writes of a save: decided before training goes on, without its arrays.
+    """A process's part of a save, without its arrays; decided before training continues.
 
     Attributes:
-      intent: what the save is.
+      intent: the decision about the save.
       layout: tables and groups.
       choices: group name to field name to the user's codec.
-      plans: the codecs that this save tries first.
-      share_plans: those that it tries first for the share of a rolling base.
-      owned: what the process writes in a base.
-      shared_stamps: checksums of what other processes must have found alike: ``Stamps.shared``.
-      lineage: knows of compacted bases; None without any.
-      digests: digest files that the commit promises; see ``Manifest.digests``.
+      plans: the first codecs that this save tries.
+      share_plans: the first codecs that it tries for the share of a rolling base.
+      owned: the rows that the process writes in a base.
+      shared_stamps: checksums that must be equal on other processes; see ``Stamps.shared``.
+      lineage: lineage that knows the compacted bases, or None.
+      digests: digest files that the commit writes; see ``Manifest.digests``.
+      tracking: how touched rows were found.
     """
 
     intent: Intent
@@ -61,6 +62,7 @@ class PartPlan:
     shared_stamps: Mapping[str, int]
     lineage: Lineage | None
     digests: tuple[str, ...]
+    tracking: TrackingName = ""
 
 
 def write_segments(
@@ -72,20 +74,21 @@ def write_segments(
     workers: Workers,
     encoding: BusyClock,
 ) -> list[Segment]:
-    """Writes the arrays of all rows that were taken; the rows have landed.
+    """Writes the arrays of all captured rows, which must be in host memory or encoded.
 
     Args:
-      plan: what is written.
-      item_dir: of the item, in the step's temporary directory.
+      plan: the part to write.
+      item_dir: directory of the item, in the step's temporary directory.
       process: index of this process.
-      rows: what was taken.
-      batch: what forces the files, and keeps their digests.
+      rows: captured rows.
+      batch: fsyncs the files, and keeps their digests.
       workers: threads that write and encode.
-      encoding: counts the time that is spent on the rows, apart from that for writing them.
+      encoding: measures the encoding time, separately from writing.
 
     Raises:
-      ErrorBudgetExceeded: a codec would exceed the user's bound, who refuses wider ones.
-      StorageError: the store refused.
+      ErrorBudgetExceeded: a codec would exceed the user's bound, and more precise ones are not
+        allowed.
+      StorageError: the store reported an error.
     """
     groups = plan.layout.group_by_name
     started = []
@@ -142,15 +145,15 @@ def fields_of(
     *,
     held: bool,
 ) -> list[Field]:
-    """What is to be stored of a segment, field by field.
+    """Returns the fields of a segment to store.
 
     Args:
-      group: of its rows.
+      group: group of the segment's rows.
       source: the segment.
       layout: tables and groups.
       choices: group name to field name to the user's codec.
-      plans: the codecs that are tried first.
-      held: whether its rows are those of the training state, which others might change.
+      plans: the first codecs to try.
+      held: whether its rows are views of the training state, which might change concurrently.
     """
     bounds = parts.table_bounds(group, layout, source.rows)
     tables = [table.name for table in manifest.members(group, layout.tables)]
@@ -179,23 +182,23 @@ def finish(
     dense: DenseBlocks | None = None,
     dense_bytes: int = 0,
 ) -> WrittenPart:
-    """Digests, then the manifest, in step with the other processes; then forces them.
+    """Writes digests, then the manifest, together with the other processes; then fsyncs them.
 
-    Process 0 waits for the parts of the others before it writes its manifest; without our own
-    commit the others wait for that.
+    Process 0 waits for the other shards before it writes its manifest. If another program commits
+    the step, the other processes wait for that manifest.
 
     Args:
-      plan: what is written.
-      item_dir: of the item, in the step's temporary directory.
-      segments: all of the part.
-      batch: what they were written with.
-      others: where the processes meet.
-      dense: dense leaves that were written with them.
+      plan: the part to write.
+      item_dir: directory of the item, in the step's temporary directory.
+      segments: all segments of the shard.
+      batch: the batch that wrote them.
+      others: coordinates the processes.
+      dense: dense leaves that were written with the segments.
       dense_bytes: see ``Manifest.dense_bytes``.
 
     Raises:
-      StorageError: the store refused.
-      ProcessMissing, ProcessFailed, Disagreement: as ``Rendezvous``.
+      StorageError: the store reported an error.
+      ProcessMissing, ProcessFailed, Disagreement: as for ``Rendezvous``.
     """
     several = others.count > 1
     written = parts.finish(
@@ -213,11 +216,11 @@ def finish(
 
 
 def _head(plan: PartPlan, others: Rendezvous) -> Manifest:
-    """What the manifest says before anything is known of the files."""
+    """Returns the manifest without anything about the files."""
     intent, layout = plan.intent, plan.layout
     compacted = None
     if plan.lineage is not None and others.process == 0:
-        # What process 0 tells the others of compaction.
+        # Process 0 informs the others about compaction.
         compacted = plan.lineage.newest_compacted()
     return Manifest(
         kind=intent.kind,
@@ -236,6 +239,7 @@ def _head(plan: PartPlan, others: Rendezvous) -> Manifest:
         restores=intent.restores,
         compacted=compacted,
         parents=intent.parents if others.process == 0 else (),
+        tracking=plan.tracking if others.process == 0 else "",
     )
 
 
@@ -257,7 +261,7 @@ def _planned_groups(plan: PartPlan) -> tuple[GroupEntry, ...]:
 
 
 def table_rows(segments: Iterable[Segment]) -> int:
-    """Rows of tables in a part; those of several column ranges count once."""
+    """Returns the number of table rows in a shard; rows with several column ranges count once."""
     held = [segment for segment in segments if blocks.VALUES in segment.fields]
     first = {
         segment.group: min(other.columns[0] for other in held if other.group == segment.group)

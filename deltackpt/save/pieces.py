@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cutting the rows of a field into pieces on their way to storage, and encoding some ahead."""
+"""Splits the rows of a field into pieces, and encodes some in advance."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import numpy as np
 from deltackpt.codecs.codec import Codec
 from deltackpt.save import encode
 from deltackpt.save.encode import Encoded
+from deltackpt.state import contexts
 
 #: Bytes of float32 input that are encoded at once on the CPU: they stay in the cache (measured at
 #: 64 columns: half of it costs a fifth of the speed, eight times as much three quarters).
@@ -30,17 +31,17 @@ class Piece(Protocol):
     """Consecutive rows of one field on their way to storage."""
 
     def host(self) -> np.ndarray:
-        """The rows in host memory, (n, *trailing)."""
+        """Returns the rows in host memory, (n, *trailing)."""
         ...
 
     def encoded(self, codec: Codec) -> Encoded:
-        """The rows encoded by a lossy codec, in host memory."""
+        """Returns the rows encoded by a lossy codec, in host memory."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostPiece:
-    """Rows in host memory, at most ``piece_rows`` where they are encoded."""
+    """Rows in host memory; at most ``piece_rows`` if they are encoded."""
 
     rows: np.ndarray
 
@@ -55,42 +56,48 @@ class HostPiece:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DevicePiece:
-    """The first ``count`` of rows on an accelerator; only what is stored comes to the host.
+    """The first ``count`` rows of an array on an accelerator; only encoded rows reach the host.
 
-    ``dispatched`` is the codec, and what it makes of the rows, where that is on its way already.
+    Rows of a table in host memory are numpy arrays. ``dispatched`` is the codec and the encoded
+    rows, if the encoding has already started.
     """
 
-    rows: jax.Array
+    rows: jax.Array | np.ndarray
     count: int
     dispatched: tuple[Codec, Encoded] | None = None
 
     @classmethod
-    def dispatch(cls, codec: Codec, rows: jax.Array, count: int) -> DevicePiece:
-        """Encodes rows on their device and starts the copy of that to the host."""
-        encoded = encode.encode(codec, rows)
+    @contexts.neutral()
+    def dispatch(cls, codec: Codec, rows: jax.Array | np.ndarray, count: int) -> DevicePiece:
+        """Encodes rows on their device and starts to copy the result to the host."""
+        with contexts.beside(rows):
+            encoded = encode.encode(codec, rows)
         for array in jax.tree.leaves(encoded):
             array.copy_to_host_async()
         return cls(rows, count, (codec, encoded))
 
+    @contexts.neutral()
     def host(self) -> np.ndarray:
         """See ``Piece``."""
         return np.asarray(self.rows)[: self.count]
 
+    @contexts.neutral()
     def encoded(self, codec: Codec) -> Encoded:
         """See ``Piece``."""
         if self.dispatched is not None and self.dispatched[0] == codec:
             return encode.to_host(self.dispatched[1], self.count)
-        return encode.to_host(encode.encode(codec, self.rows), self.count)
+        with contexts.beside(self.rows):
+            return encode.to_host(encode.encode(codec, self.rows), self.count)
 
 
 class BusyClock:
-    """Counts the time during which at least one thread is at some work.
+    """Measures the time during which at least one thread works.
 
-    Each thread enters it as a context for as long as it is. That costs it two microseconds.
+    Each thread enters it as a context while it works, which costs two microseconds.
     """
 
     def __init__(self):
-        """Nobody is at it."""
+        """Starts at zero."""
         self._lock = threading.Lock()
         self._threads = 0
         self._since = 0.0
@@ -111,7 +118,7 @@ class BusyClock:
                 self.seconds += time.perf_counter() - self._since
 
     def over(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
-        """The pieces; taking each, and all that is asked of it, counts."""
+        """Yields the pieces; measures the time to produce each piece and to run its methods."""
         while True:
             with self:
                 piece = next(pieces, None)
@@ -122,7 +129,7 @@ class BusyClock:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _ClockedPiece:
-    """A piece that tells a clock of the work that it is asked for."""
+    """A piece whose methods count as work."""
 
     piece: Piece
     clock: BusyClock
@@ -141,9 +148,9 @@ class _ClockedPiece:
 def ahead(
     codec: Codec, pieces: Iterable[Piece], pool: concurrent.futures.Executor
 ) -> Iterator[tuple[Piece, Encoded]]:
-    """Pieces in order with what a lossy codec makes of them.
+    """Yields pieces in order with their encoded rows.
 
-    A piece must be valid until ``AHEAD`` further ones were taken from ``pieces``.
+    A piece must stay valid until ``AHEAD`` more pieces were requested.
     """
     waiting: collections.deque[tuple[Piece, concurrent.futures.Future[Encoded]]]
     waiting = collections.deque()
@@ -157,6 +164,6 @@ def ahead(
 
 
 def piece_rows(trailing: tuple[int, ...]) -> int:
-    """Rows of a piece for ``on_host``: a power of two."""
+    """Returns the rows of a piece for ``on_host``: a power of two."""
     row_bytes = 4 * max(1, math.prod(trailing))
     return 1 << (max(encode.LEAST_ROWS, PIECE_BYTES // row_bytes).bit_length() - 1)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampled proof: rows that no TouchState calls touched are as they were at the parent.
+"""The tracking audit: checks that unmarked rows of a sample equal those of the parent.
 
-Each save keeps the bits and stamps of a few rows: of those that it touched, of those that earlier
-saves touched, and random ones. The next one looks at them again. A row that was not touched since
-must have the same bits, and the same stamp: a TouchState that was made anew, or taken back from
-memory, passes the parent's clock, but not with the parent's stamps; a state that was taken back, or
-an optimizer that moves rows which no id named, has other bits.
+Each save keeps the bits and stamps of a few rows: some that it touched, some that earlier saves
+touched, and random ones. The next save compares them. A row that was not touched since must have
+the same bits and the same stamp. A TouchState that was re-created, or reverted to an earlier copy,
+eventually passes the parent's clock, but does not have the parent's stamps. After a state was
+reverted, or if the optimizer moves rows without ids, the bits differ.
 
-What is sampled is bounded in rows, bytes and tables, so that it costs much the same for any state.
-A state of at most so many rows is sampled whole: for it the proof is complete. ``TrackingVerifier``
-looks at all rows.
+The sample is bounded in rows, bytes and tables, so its cost hardly depends on the state. A state
+with fewer rows is sampled completely, so the audit covers all rows. ``TrackingVerifier`` checks all
+rows.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Sample:
     """A few rows of one group as they were at a save.
 
     Attributes:
-      rows: virtual, int64 ascending, (n,).
-      stamps: place of each TouchState to the stamps, int32 (n,); -1 where it has none.
+      rows: virtual row indices, int64 ascending, (n,).
+      stamps: TouchState path to the stamps, int32 (n,); -1 without stamps.
       bits: field name to the bits, uint8 (n, row_bytes).
     """
 
@@ -68,36 +68,39 @@ Witness = Mapping[tuple[str, Where], Sample]
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """What a save found, and what it leaves for the next.
+    """The result of a save's check, and the sample for the next save.
 
     Attributes:
-      faults: a line for each table with rows that changed and were not touched; () where the
-        proof holds.
-      witness: for the saves that take this one as their parent.
+      faults: a line for each table with unmarked rows that changed; () if there are none.
+      witness: for the saves that have this one as their parent.
     """
 
     faults: tuple[str, ...]
     witness: Witness
 
-    @property
-    def text(self) -> str:
-        """The faults, and what to do."""
-        return (
-            "rows are not as the parent has them, and no TouchState says that they were touched:\n"
-            + "\n".join(self.faults)
-            + "\nmark every id that the update moves and pass the TouchState that went through "
-            "the same steps as the state, or use touched.track() or "
-            'DeltaOptions(tracking="fingerprints")'
-        )
+
+def text(faults: Sequence[str], where: str) -> str:
+    """Returns the text of the error: the tracking faults, and what to do.
+
+    Args:
+      faults: a line for each table; see ``Proof``.
+      where: location of the old rows, such as ``in the parent``.
+    """
+    return (
+        f"rows differ from those {where}, and no TouchState marks them as touched:\n"
+        + "\n".join(faults)
+        + "\nmark every id that the update moves and pass the TouchState that went through "
+        "the same steps as the state, or use touched.track() or "
+        'DeltaOptions(tracking="fingerprints")'
+    )
 
 
 def take(sources: Sources, intent: Intent) -> Proof:
-    """Looks again at what the parent's save sampled, and samples anew.
+    """Compares the rows that the parent sampled, and samples again.
 
     Args:
-      sources: what this process reads; the touched rows were looked for where ``intent`` has clocks
-        to look since.
-      intent: the save; a base proves nothing, and is proved against.
+      sources: the data that this process reads; touched rows are known if ``intent`` has clocks.
+      intent: the decision about the save; a base is sampled, but not checked.
     """
     faults: dict[str, list[np.ndarray]] = {}
     witness: dict[tuple[str, Where], Sample] = {}
@@ -106,12 +109,12 @@ def take(sources: Sources, intent: Intent) -> Proof:
         kept = touched = None
         if known is not None and known.bits.keys() == plan.fields.keys():
             kept, wrong = _look_again(sources, plan, known, intent)
-            for table, rows in _by_table(sources.layout, plan.group, wrong):
+            for table, rows in by_table(sources.layout, plan.group, wrong):
                 faults.setdefault(table, []).append(rows)
         if intent.since or intent.recent:
             touched = sources.stamps.touched(plan.group.name, plan.where[1])
         witness[plan.key] = _sampled(sources, plan, kept, touched)
-    return Proof(tuple(_listed(table, rows) for table, rows in sorted(faults.items())), witness)
+    return Proof(tuple(listed(table, rows) for table, rows in sorted(faults.items())), witness)
 
 
 def of_restored(split: Split, fresh: TouchState, staging: Staging) -> Witness:
@@ -119,8 +122,8 @@ def of_restored(split: Split, fresh: TouchState, staging: Staging) -> Witness:
 
     Args:
       split: the state.
-      fresh: the TouchState that was made for it.
-      staging: of the manager.
+      fresh: its new TouchState.
+      staging: staging memory of the manager.
     """
     keys = matched(fresh, split.layout)
     stamps = {table: {"": fresh.stamps[key]} for table, key in keys.items()}
@@ -136,23 +139,24 @@ class TrackingVerifier:
         self._clocks = Clocks()
 
     def verify(self, split: Split, marks: Sequence[Marks], clocks: Clocks) -> bool:
-        """Proves that every row that changed since the last call is marked.
+        """Checks that every row that changed since the last call is marked.
 
         Args:
           split: the state.
-          marks: its TouchStates, and a given one.
-          clocks: theirs.
+          marks: its TouchStates, and the one passed by the caller.
+          clocks: the clocks of the TouchStates.
 
         Returns:
-          Whether there was something to compare with.
+          Whether an earlier state was available for comparison.
 
         Raises:
-          TrackingError: rows changed that are not marked, or there is no TouchState; the next call
-            compares with the same as this one.
+          TrackingError: rows changed without being marked, or no TouchState exists; the next call
+            compares with the same state as this one.
         """
         if not marks:
             raise TrackingError(
-                "verify_tracking: expected a TouchState in the state, or given; found none"
+                "verify_tracking: expected a TouchState in the state or passed as touched=, found "
+                "none; create one with touched.init(tables)"
             )
         stamps = match_marks(marks, split.layout)
         now = fingerprints(on_devices(split.fields, split.layout), split.layout)
@@ -196,7 +200,7 @@ class _Plan:
 
 
 def _plans(sources: Sources) -> list[_Plan]:
-    """What is to be sampled; ``always`` fields are written whole, whatever moves in them."""
+    """Returns what to sample; ``always`` fields are not, since every save writes them whole."""
     found = []
     for group, where, fields in sources.by_rows():
         always = {spec.name for spec in group.fields if spec.always}
@@ -225,12 +229,12 @@ def _look_again(
             # A table may have got stamps in a TouchState that had none of it.
             wrong |= (now != before) & (now >= 0) & (before >= 0)
     for name, field in plan.fields.items():
-        wrong |= _differ(field.bits(known.rows), known.bits[name])
+        wrong |= differ(field.bits(known.rows), known.bits[name])
     return known.rows[untouched], known.rows[untouched & wrong]
 
 
-def _differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Which rows, of two arrays (n, row_bytes) uint8, differ; in words, eight times as fast."""
+def differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Returns which rows of two (n, row_bytes) uint8 arrays differ; compares 8-byte words."""
     size = next(size for size in (8, 4, 2, 1) if one.shape[1] % size == 0)
     return (one.view(f"u{size}") != other.view(f"u{size}")).any(axis=1)
 
@@ -260,7 +264,7 @@ def _sampled(
 
 
 def _few(plan: _Plan) -> list[Span]:
-    """Where rows are sampled: the spans of a few shards of a few tables, other ones each time."""
+    """Returns the spans to sample: a few shards of a few tables, different ones each time."""
     shards = next(iter(plan.fields.values())).shards
     if len(shards) > _TABLES:
         numbers = np.sort(_rng.choice(len(shards), _TABLES, replace=False))
@@ -292,18 +296,19 @@ def _random(spans: Sequence[Span], count: int) -> np.ndarray:
     return drawn - np.concatenate([[0], ends])[number] + starts[number]
 
 
-def _by_table(
+def by_table(
     layout: Layout, group: GroupEntry, rows: np.ndarray
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Table name to its rows, of virtual ones."""
+    """Returns table name to row indices, for virtual row indices."""
     for table in manifest.members(group, layout.tables) if len(rows) else ():
         part = rows[blocks.row_slice(rows, table.offset, table.offset + table.rows)]
         if len(part):
             yield table.name, part - table.offset
 
 
-def _listed(table: str, parts: Sequence[np.ndarray]) -> str:
+def listed(table: str, parts: Sequence[np.ndarray]) -> str:
+    """Returns a line with a table and some of its rows."""
     rows = np.unique(np.concatenate(parts))
     shown = ", ".join(map(str, rows[:_LISTED].tolist()))
-    more = f", ... ({len(rows)} of those sampled)" if len(rows) > _LISTED else ""
+    more = f", ... ({len(rows)} sampled rows)" if len(rows) > _LISTED else ""
     return f"  table {table}: rows {shown}{more}"

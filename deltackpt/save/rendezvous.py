@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How several processes make one save, in the background, through the directory alone.
+"""Coordinates a multi-process save in the background, using only the checkpoint directory.
 
-Each process writes its part and then its manifest. Process 0 looks for the manifests, checks that
-all speak of the same save, and writes its own, with an index of all parts, last; the others look
-for that one. When all that a process writes of a step is there it leaves its digests of it; process
-0 looks for these, and commits; the others look for the commit. A process that fails leaves a note,
-which the others find instead. Every wait ends after the stated time, with an error that says which
-process is missing. No collective of the devices is used, so nothing here can meet those of the
+Each process writes its shard and then its manifest. Process 0 polls for the manifests, checks that
+all describe the same save, and then writes its own, with an index of all shards; the others poll
+for it. After a process has written all its files of a step, it writes their digests. Process 0
+polls for the digests and commits; the others poll for the commit. A process that fails leaves a
+note, which the others find instead. Every wait has a timeout, with an error that names the missing
+process. No device collectives are used, so nothing here can interfere with the collectives of the
 training step.
 """
 
@@ -41,18 +41,18 @@ from deltackpt.storage.parts import part_of
 #: Between two looks: a tenth of the time waited so far, within these bounds.
 _SHORTEST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 0.002, 0.25
 _SHOWN = 8
-#: What the parts of one save must say alike.
+#: Fields that must be equal in the manifests of one save.
 _AGREED = ("save_id", "kind", "parent", "process_count", "restores", "plan_crc32c", "rolling")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Note:
-    """What a process that cannot do its part leaves for the others.
+    """The note of a process that failed.
 
     Attributes:
       error: what went wrong.
-      missing: the processes that did not come, where that is it.
-      doubt: whether what this run believes of the touched rows may be wrong.
+      missing: the processes that timed out, if that is the error.
+      doubt: whether this run's touched rows may be wrong.
     """
 
     error: str
@@ -61,7 +61,7 @@ class Note:
 
     @classmethod
     def of(cls, error: BaseException) -> Note:
-        """That of an error."""
+        """Returns the note for an error."""
         return cls(
             error=f"{type(error).__name__}: {error}",
             missing=error.processes if isinstance(error, ProcessMissing) else None,
@@ -74,12 +74,12 @@ class Rendezvous:
     """One process's view of a save in flight.
 
     Attributes:
-      apart: whether no process sees the directory of another one.
+      apart: whether the processes do not share a file system.
       temporary: the step's temporary directory.
       process: index of this process.
-      count: how many processes there are.
-      timeout_secs: how long process 0 waits for the others after its own part is done. They wait
-        twice as long for it, so that it is process 0 that names who is missing.
+      count: number of processes.
+      timeout_secs: how long process 0 waits for the others after its own shard is done. They wait
+        twice as long for it, so that process 0 names the missing process.
     """
 
     temporary: Path
@@ -89,38 +89,38 @@ class Rendezvous:
     apart: ClassVar[bool] = False
 
     def tell(self, records: Mapping[str, bytes]) -> None:
-        """Tells the others what they need to know of what this process wrote, which is forced.
+        """Sends this process's fsynced files to the others, as far as they need them.
 
-        Where they see its directory its files do.
+        Does nothing if they see its directory.
 
         Args:
-          records: files that say it, by posix path below the step.
+          records: files to send, by posix path below the step.
         """
 
     def fail(self, error: BaseException) -> None:
-        """Tells the others that this process cannot do its part; never raises."""
+        """Reports that this process failed; never raises."""
         note = dataclasses.asdict(Note.of(error))
         path = self.temporary / names.failure_name(self.process)
-        # Where it cannot be written the others wait until their time is up, and name this process.
+        # If it cannot be written, the others time out and name this process.
         with contextlib.suppress(OSError):
             if self.count > 1 and not path.exists():
                 files.write_atomic(path, json.dumps(note).encode(), fsync=False)
 
     def collect(self, item_dir: Path, own: Manifest) -> tuple[Part, ...]:
-        """Waits for the parts of all other processes; called by process 0.
+        """Waits for the shards of all other processes; called by process 0.
 
         Args:
-          item_dir: the item's directory, in the temporary one.
-          own: process 0's manifest, as it will be but for its index.
+          item_dir: the item's directory, in the step's temporary directory.
+          own: process 0's manifest, without its index.
 
         Returns:
-          The index of all parts, process 0's first.
+          The index of all shards, process 0's first.
 
         Raises:
           ProcessMissing: manifests did not appear in time.
           ProcessFailed: a process left a note.
-          Disagreement: a part is one of another save, or the parts do not make up the tables.
-          TrackingError: processes that hold the same rows were told of other touched ones.
+          Disagreement: a shard belongs to another save, or the shards do not cover the tables.
+          TrackingError: processes with the same rows have marked different ones.
         """
         parts = {0: part_of(own, 0)}
         owned = [own.owned_cells]
@@ -138,27 +138,27 @@ class Rendezvous:
             if len(parts) == self.count:
                 _check_owned(own, owned)
                 return tuple(parts[process] for process in sorted(parts))
-        raise self._missing(set(range(self.count)) - parts.keys(), "write its part")
+        raise self._missing(set(range(self.count)) - parts.keys(), "write its shard")
 
     def await_index(self, item_dir: Path) -> None:
-        """Waits until process 0 has found all parts; called by the others.
+        """Waits until process 0 has found all shards; called by the other processes.
 
         Args:
-          item_dir: the item's directory, in the temporary one.
+          item_dir: the item's directory, in the step's temporary directory.
 
         Raises:
-          ProcessMissing: it did not in time.
+          ProcessMissing: process 0 timed out.
           ProcessFailed: a process left a note.
         """
         first = item_dir / names.manifest_name(0)
         for _ in self._polls(2 * self.timeout_secs):
             self._raise_failure()
             if first.exists() or not item_dir.exists():
-                # Without the directory the item was finished, or given up: the commit says which.
+                # Without it the item was finished or abandoned; await_commit finds out.
                 return
         arrived = _found(item_dir, names.manifest_process)
         missing = set(range(self.count)) - arrived - {self.process}
-        raise self._missing(missing | {0}, "write its part, or the index")
+        raise self._missing(missing | {0}, "write its shard, or the index")
 
     def await_written(self) -> range:
         """Waits until every process has written all its files of the step; called by process 0.
@@ -178,10 +178,10 @@ class Rendezvous:
         raise self._missing(missing, "write its dense leaves")
 
     def await_commit(self, committed: Callable[[], bool]) -> None:
-        """Waits for the commit of process 0; called by the others.
+        """Waits for the commit by process 0; called by the other processes.
 
         Args:
-          committed: whether the step stands.
+          committed: returns whether the step is committed.
 
         Raises:
           ProcessMissing, ProcessFailed: as for ``await_index``.
@@ -192,14 +192,14 @@ class Rendezvous:
                 if committed():
                     return
                 raise ProcessFailed(
-                    f"{self._step}: expected process 0 to commit it, found that it gave it up; see "
-                    "its log"
+                    f"{self._step}: expected process 0 to commit it, found that it abandoned it; "
+                    "check its log"
                 )
         arrived = _found(self.temporary, names.step_digests_process)
         raise self._missing(set(range(self.count)) - arrived, "commit the step")
 
     def _polls(self, secs: float) -> Iterator[None]:
-        """Comes back at growing intervals until the time is up."""
+        """Polls at growing intervals until the deadline."""
         started = time.monotonic()
         while True:
             waited = time.monotonic() - started
@@ -210,10 +210,10 @@ class Rendezvous:
             time.sleep(min(pause, secs - waited))
 
     def _raise_failure(self) -> None:
-        """Raises what another process noted: to process 0 any other, to these process 0."""
+        """Raises a noted failure: on process 0 of any other, on these of process 0."""
         for process, note in sorted(self._noted().items()):
             text = (
-                f"{self._step}: expected a part of every process, found that process {process} "
+                f"{self._step}: expected a shard of every process, found that process {process} "
                 f"failed: {note.error}"
             )
             if note.missing is None:
@@ -221,9 +221,9 @@ class Rendezvous:
             raise ProcessMissing(text, tuple({*note.missing} - {self.process}))
 
     def _noted(self) -> dict[int, Note]:
-        """The notes that this process looks at.
+        """Returns the notes that concern this process.
 
-        Opening the directory renews what a network file system remembers of it.
+        Opening the directory refreshes the cache of a network file system.
         """
         if self.process == 0:
             noted = _found(self.temporary, names.failure_process) - {0}
@@ -246,8 +246,8 @@ class Rendezvous:
             shown += f" and {len(named) - _SHOWN} more"
         return ProcessMissing(
             f"{self._step}: expected process {shown} to {what} within {secs:g} s "
-            f"(timeouts.processes_secs is {self.timeout_secs:g}), found nothing; look at its log, "
-            "then restart the job. Nothing was committed, the step before is intact",
+            f"(timeouts.processes_secs is {self.timeout_secs:g}), found nothing; check its log, "
+            "then restart the job. Nothing was committed; the previous step is intact",
             tuple(named),
         )
 
@@ -257,7 +257,7 @@ class Rendezvous:
 
 
 def of_this_process(temporary: Path, timeout_secs: float) -> Rendezvous:
-    """This process's view of a save in a step's temporary directory."""
+    """Returns this process's view of a save in a step's temporary directory."""
     return Rendezvous(
         temporary=temporary,
         process=processes.index(),
@@ -267,7 +267,7 @@ def of_this_process(temporary: Path, timeout_secs: float) -> Rendezvous:
 
 
 def _found(directory: Path, process_of: Callable[[str], int | None]) -> set[int]:
-    """The processes whose objects stand in a directory."""
+    """Returns the processes whose files exist in a directory."""
     try:
         entries = os.listdir(directory)
     except FileNotFoundError:
@@ -283,13 +283,13 @@ def _check_agreed(own: Manifest, other: Manifest) -> None:
             raise Disagreement(
                 f"step {own.save_id.step}: expected process {other.process} to agree with process "
                 f"0 on {field} {want} ({own.kind}: {own.reason}), found {have} ({other.kind}: "
-                f"{other.reason}); give every process the same state structure, options and "
+                f"{other.reason}); pass every process the same state structure, options and "
                 "arguments of save()"
             )
 
 
 def _check_told(told: dict[str, tuple[int, int]], other: Manifest) -> None:
-    """Processes that hold the same stamps must have touched the same rows; notes what was told."""
+    """Checks that processes with the same stamps have touched the same rows; records them."""
     for key, value in other.shared_stamps.items():
         process, before = told.setdefault(key, (other.process, value))
         if before != value:
@@ -297,14 +297,14 @@ def _check_told(told: dict[str, tuple[int, int]], other: Manifest) -> None:
             where = f"the TouchState at {place}" if place else "the TouchState given to save()"
             raise TrackingError(
                 f"step {other.save_id.step}, table {table}: expected processes {process} and "
-                f"{other.process}, which both hold these rows, to have marked the same ones in "
+                f"{other.process}, which both have these rows, to have marked the same ones in "
                 f"{where}, found that they did not; mark the ids of all processes on each "
                 "(jax.lax.all_gather, or ids as one global array). The next save is a base"
             )
 
 
 def _check_owned(own: Manifest, owned: list[dict[str, int]]) -> None:
-    """Each cell of a base must be written by exactly one process."""
+    """Checks that exactly one process writes each cell of a base."""
     for group in own.groups:
         wanted = sum(group.rows * width(spec.trailing) for spec in group.fields)
         found = sum(cells.get(group.name, 0) for cells in owned)

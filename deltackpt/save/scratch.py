@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of each thread for what comes between when blocks of dense leaves are encoded.
+"""Per-thread temporary memory for encoding blocks of dense leaves.
 
-Fresh memory costs as much as what fills it.
+Fresh memory costs as much as filling it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from deltackpt.format.dense_blocks import BLOCK
 
 
 class _Scratch(threading.local):
-    """What it holds is anything, wherever a piece begins.
+    """Buffers whose contents are undefined at the start of each piece.
 
     Attributes:
-      values: (``PIECE_BLOCKS``, 256) float32, of what is encoded.
-      reference: likewise, of its reference.
-      change, other: likewise, of results.
-      codes: likewise, int8.
+      values: (``PIECE_BLOCKS``, 256) float32, the values to encode.
+      reference: the same shape and dtype, their reference.
+      change, other: the same shape and dtype, for results.
+      codes: the same shape, int8.
     """
 
     def __init__(self) -> None:

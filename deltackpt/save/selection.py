@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this process reads of the training state for one save, and what it writes of a base.
+"""The rows that this process reads from the training state for a save, and writes in a base.
 
-Fields of which it holds the same rows and columns share a segment, so that the rows of a segment
-are stored once.
+Fields with the same local rows and columns share a segment, so the row indices of a segment are
+stored once.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ TouchedRows = Callable[[str, tuple[Span, ...]], np.ndarray]
 
 
 class Sources:
-    """What this process reads of the training state for one save.
+    """The parts of the training state that this process reads for one save.
 
-    Fields of which it holds the same rows share a segment. There is none where it has no row.
+    Fields with the same local rows share a segment. Without rows, it has no segments.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class Sources:
         stamps: StampsByTable,
         staging: Staging,
     ):
-        """Finds which rows of which fields this process reads; reads none.
+        """Determines which rows of which fields this process reads; reads none.
 
         Args:
           layout: tables and groups.
           leaves: table name to field name to array.
-          stamps: of every table, for a delta; may be empty for a base.
-          staging: whose threads look for the touched rows.
+          stamps: stamps of every table, for a delta; may be empty for a base.
+          staging: whose threads find the touched rows.
 
         Raises:
           TableSelectionError: a slot is split by columns, and not as wide as its table.
@@ -64,14 +64,18 @@ class Sources:
 
     @property
     def owned(self) -> Owned:
-        """What this process writes in a base."""
+        """Returns the rows that this process writes in a base."""
         return self._division.owned
 
     def by_rows(self) -> Iterator[tuple[GroupEntry, Where, Mapping[str, FieldSource]]]:
-        """The fields of each group by the columns and the rows that this process holds."""
+        """Yields the fields of each group by the columns and the rows that this process has."""
         for group in self.layout.groups:
             for where, fields in self._found[group.name].items():
                 yield group, where, fields
+
+    def fields_of(self, group: str, where: Where) -> Mapping[str, FieldSource]:
+        """Returns the fields of a group that this process has for given columns and rows."""
+        return self._found.get(group, {}).get(where, {})
 
     def segments(
         self,
@@ -81,13 +85,13 @@ class Sources:
         touched: TouchedRows | None = None,
         always: bool = True,
     ) -> list[SegmentSource]:
-        """What this process reads for a base, for a delta, or for a mark of the log.
+        """Returns the segments that this process reads for a base, a delta or a WAL record.
 
         Args:
-          whole: whether all rows, not the touched ones and the ``always`` fields alone.
-          rolling: of a delta, the share of all rows that it holds besides.
-          touched: the rows that are taken for touched; by default what ``Stamps.look`` found.
-          always: whether ``always`` fields are read.
+          whole: whether to read all rows, instead of the touched ones and the ``always`` fields.
+          rolling: for a delta, the share of all rows that it also contains.
+          touched: returns the touched rows; by default the result of ``Stamps.look``.
+          always: whether to read ``always`` fields.
         """
         segments, touched_rows = [], touched or self.stamps.touched
         for group, (columns, spans), fields in self.by_rows():
@@ -128,11 +132,11 @@ def _only(fields: Mapping[str, FieldSource], names: set[str]) -> Mapping[str, Fi
 
 
 def including(touched: TouchedRows, rows: Mapping[str, np.ndarray], layout: Layout) -> TouchedRows:
-    """The touched rows, and others.
+    """Returns a function for the union of the touched rows and other rows.
 
     Args:
-      touched: what gives the touched ones.
-      rows: table name to the numbers of the others, int64 ascending.
+      touched: returns the touched rows.
+      rows: table name to the indices of the other rows, int64 ascending.
       layout: tables and groups.
     """
     further = virtual_rows(rows, layout)
@@ -148,11 +152,11 @@ def including(touched: TouchedRows, rows: Mapping[str, np.ndarray], layout: Layo
 
 
 def virtual_rows(rows: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np.ndarray]:
-    """Group to the virtual rows, int64 ascending, that some rows of its tables are.
+    """Returns group to the virtual rows, int64 ascending, of some rows of its tables.
 
     Args:
-      rows: table name to row numbers, int64 ascending.
-      layout: tables and groups; tables that it does not have are passed over.
+      rows: table name to row indices, int64 ascending.
+      layout: tables and groups; other tables are ignored.
     """
     found: dict[str, list[np.ndarray]] = {}
     for table in sorted(layout.tables, key=lambda table: table.offset):
@@ -163,6 +167,6 @@ def virtual_rows(rows: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np
 
 
 def within(rows: np.ndarray, spans: Iterable[Span]) -> np.ndarray:
-    """Those of some rows, ascending, that are in spans."""
+    """Returns the rows that are within spans, ascending."""
     parts = [rows[blocks.row_slice(rows, *span)] for span in spans]
     return np.concatenate(parts) if parts else rows[:0]

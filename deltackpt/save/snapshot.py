@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocking half of a save: what it is, which rows it holds, and taking these.
+"""The blocking half of a save: decides on a base or a delta, and captures its rows.
 
-The lineage decides between base and delta, the stamps say which rows were touched, the sampled
-proof looks at a few others, and the rows are copied or held. All of it is dispatched before the
-training thread goes on: later steps may donate the tables.
+The lineage decides between base and delta, the stamps determine the touched rows, the audit
+checks a few other rows, and the rows are copied or held. All of it is dispatched before the
+training thread continues: later steps may donate the tables.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deltackpt.codecs import Codec
 from deltackpt.errors import OutOfSpace
 from deltackpt.format.manifest import Kind
 from deltackpt.format.segments import width
-from deltackpt.policy import Choice, CodecChoice, too_large
+from deltackpt.policies import Choice, CodecChoice, too_large
 from deltackpt.resources.staging import Staging
 from deltackpt.resources.workers import Workers
 from deltackpt.save import proof
@@ -39,20 +39,20 @@ from deltackpt.storage import files
 
 
 def take(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
-    """Takes what a save needs from the training state.
+    """Captures what a save needs from the training state.
 
-    The caller must ``wait_copied()`` before training goes on. Where the sampled proof finds the
-    touched rows wrong, one process saves a base at once; several fail in the background, before the
-    commit.
+    The caller must ``wait_copied()`` before training continues. If the tracking audit finds the
+    touched rows wrong, a single process saves a base at once; several fail in the background,
+    before the commit.
 
     Args:
       embeddings: the state, its touched rows and its lineage.
       step: the training step.
-      step_dir: where the step will stand once it is committed.
+      step_dir: the step's path once it is committed.
 
     Raises:
       TrackingError: a TouchState does not fit the tables.
-      OutOfSpace: the store has too little room for the save.
+      OutOfSpace: the store has too little free space for the save.
     """
     started = time.perf_counter()
     split, marks = embeddings.split, embeddings.marks
@@ -74,7 +74,9 @@ def take(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
         if embeddings.options.sampled_proof and marks and embeddings.lineage is not None:
             found = proof.take(sources, intent)
             lineage.witnessed(intent.save_id, found.witness)
-            faults = found.text if found.faults else None
+            faults = lineage.suspected
+            if found.faults:
+                faults = proof.text(found.faults, "in the parent")
         if intent.kind == "delta" and processes.count() > 1:
             shared_stamps = sources.stamps.shared(intent.since)
         elif intent.kind == "delta" and faults is not None:
@@ -85,7 +87,7 @@ def take(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
         )
         if intent.kind == "delta" and processes.count() == 1:
             delta_bytes, base_bytes = _expected_bytes(split, segments, intent)
-            # What a delta holds of dense leaves is known once they are encoded.
+            # A delta's dense bytes are known only after encoding.
             base_bytes += embeddings.dense_bytes
             if (reason := too_large(lineage.policy, delta_bytes, base_bytes)) is not None:
                 intent = lineage.as_base(intent, reason)
@@ -111,6 +113,7 @@ def take(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
         shared_stamps=shared_stamps,
         lineage=embeddings.lineage,
         digests=embeddings.options.digests,
+        tracking=embeddings.tracking,
     )
     return PendingSave(
         plan,
@@ -125,12 +128,12 @@ def take(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
 
 
 def planned(choices: Mapping[str, Mapping[str, CodecChoice]], kind: Kind, restores: int) -> Plans:
-    """The codecs that a save, or a mark, tries first.
+    """Returns the codecs that a save, or a WAL record, tries first.
 
     Args:
       choices: group name to field name to the user's codec.
-      kind: whose rows they are for.
-      restores: how often training has been restored.
+      kind: base, delta or WAL record.
+      restores: number of times that training was restored.
     """
     return {
         group: {field: choice.planned(kind, restores=restores) for field, choice in held.items()}
@@ -139,11 +142,11 @@ def planned(choices: Mapping[str, Mapping[str, CodecChoice]], kind: Kind, restor
 
 
 def clocks_of(split: Split, marks: Sequence[Marks]) -> Clocks:
-    """What a save sees of tracking, in numbers; waits for the step that computes them.
+    """Returns the state of tracking; waits for the training step that computes it.
 
     Args:
       split: the state.
-      marks: its TouchStates, and a given one.
+      marks: its TouchStates, and the one passed by the caller.
     """
     readings = [Reading(place, _int(state.identity), _int(state.clock)) for place, state in marks]
     windows = [(_int(updates), _int(gathered)) for updates, gathered in split.windows]
@@ -177,7 +180,7 @@ def _expected_bytes(
 
 
 def codecs_of(plan: Mapping[str, Choice]) -> dict[str, Codec]:
-    """Field name to the codec that is tried first."""
+    """Returns field name to the codec that is tried first."""
     return {field: codecs.get(choice.codec) for field, choice in plan.items()}
 
 
@@ -185,7 +188,7 @@ def require_room(root: Path, nbytes: int, step: int) -> None:
     """Checks that a file system has room.
 
     Raises:
-      OutOfSpace: it has not.
+      OutOfSpace: the file system has too little free space.
     """
     existing = next(path for path in (root, *root.parents) if path.exists())
     free = files.free_bytes(existing)

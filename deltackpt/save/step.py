@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step is a transaction of ours: written aside, forced to disk, then made visible by one rename.
+"""A step as a transaction: written to a temporary directory, fsynced, made visible by one rename.
 
-All that is written is forced once, in parallel, after everything is there; each process forces what
-it wrote before it says so. Several processes meet through the step's temporary directory alone
-(``rendezvous``); process 0 completes what all have written, and commits. A step that was cut
-anywhere before the rename is a directory that nobody reads.
+Everything is fsynced once, in parallel, after all files exist; each process fsyncs its files before
+it reports that they are written. Several processes coordinate through the step's temporary
+directory alone (``rendezvous``); process 0 completes the items and commits. A step that was
+interrupted before the rename is a directory that is never read.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from deltackpt.storage.digests import Digests
 
 
 class Item(Protocol):
-    """One folder of a step; its methods are called in the background."""
+    """One directory of a step; its methods are called in the background."""
 
     def write(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
-        """Writes what this process has of it.
+        """Writes this process's share of the item.
 
         Args:
-          item_dir: its folder, which was made.
-          batch: what files are written with, or made known to.
-          others: where the processes meet.
+          item_dir: the item's existing directory.
+          batch: writes files, or registers them.
+          others: coordinates the processes.
         """
         ...
 
     def complete(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
-        """Completes what all processes have written; called by process 0."""
+        """Completes the item after all processes have written their parts; called by process 0."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Step:
-    """A step that is to be written.
+    """A step to be written.
 
     Attributes:
-      final: where it will stand.
-      items: its folders, by name.
-      tables: name of the item whose parts have digests of their own.
-      others: where the processes meet: in the step's temporary directory.
-      fsync: whether it survives a power cut once it is committed.
-      metadata: contents of Orbax's metadata of the step, asked for just before the commit.
-      check: called before the commit; what it raises prevents it.
+      final: path of the step once it is committed.
+      items: the items of the step, by name.
+      tables: name of the item whose shards have their own digests.
+      others: coordinates the processes through the step's temporary directory.
+      fsync: whether the committed step survives a power cut.
+      metadata: returns the contents of Orbax's step metadata, just before the commit.
+      check: called before the commit; an exception prevents the commit.
     """
 
     final: Path
@@ -65,7 +65,7 @@ class Step:
 
 
 class Committed(NamedTuple):
-    """A step that stands; both are of ``time.perf_counter()``.
+    """A committed step; both times are ``time.perf_counter()`` values.
 
     Attributes:
       written_at: when all files of this process were written.
@@ -77,25 +77,25 @@ class Committed(NamedTuple):
 
 
 def temporary_dir(final: Path, attempt: str) -> Path:
-    """Where an attempt at a step is written; no other attempt, of any run, has the same.
+    """Returns the temporary directory of an attempt at a step, unique across attempts and runs.
 
     Args:
-      final: where the step will stand.
-      attempt: which of all attempts it is: the same on every process.
+      final: the step's path once committed.
+      attempt: number of the attempt: the same on every process.
     """
     return final.with_name(f"{final.name}{names.TEMPORARY}-{attempt}")
 
 
 def write(step: Step, workers: Workers) -> Committed:
-    """Writes a step and commits it; the processes of a job all call it.
+    """Writes a step and commits it; all processes of a job call it.
 
     Args:
-      step: what is written.
-      workers: threads that force files.
+      step: the step to write.
+      workers: threads that fsync files.
 
     Raises:
-      StorageError: the store refused; nothing was committed, as with every other error.
-      ProcessMissing, ProcessFailed, Disagreement: as ``Rendezvous``.
+      StorageError: the store reported an error; nothing was committed, as with every other error.
+      ProcessMissing, ProcessFailed, Disagreement: as for ``Rendezvous``.
     """
     others, temporary = step.others, step.others.temporary
     try:
@@ -170,9 +170,9 @@ def _records(step: Step) -> dict[str, bytes]:
 
 
 def _tell_written(step: Step, batch: FileBatch) -> None:
-    """Forces what this process wrote, then leaves its digests, which say that it is done.
+    """Fsyncs what this process wrote, then writes its digests, which report that it is done.
 
-    These are forced before they have their name; process 0 forces that with all other names.
+    These are fsynced before they are renamed; process 0 fsyncs the renames with all others.
     """
     batch.force()
     path = step.others.temporary / names.step_digests_name(step.others.process)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a save takes from the training state: rows that are copied, or rows that are held.
+"""The rows that a save captures from the training state: copied, or held.
 
-Copied rows are on their way to memory of their own when the training thread goes on, and nothing
-refers to the training state once they are there. Held rows are views of it, or copies on their
-devices, until they are written. Both go through the same states: ``wait`` in the training thread,
-``land`` in the background, then ``pieces`` of each field, and ``release`` at last, whatever
-happened before.
+Copied rows are still being copied when the training thread continues; afterwards nothing refers to
+the training state. Held rows are views of it, or copies on their devices, until they are written.
+Call the methods of both kinds in this order: ``wait`` in the training thread, ``land`` in the
+background, then ``pieces`` for each field, and finally ``release``, even after an error.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from deltackpt.resources.staging import Staging
 from deltackpt.save import extract
 from deltackpt.save.extract import SegmentSource
 from deltackpt.save.pieces import DevicePiece, HostPiece, Piece, piece_rows
+from deltackpt.state import contexts
 from deltackpt.storage import arrays
 
 #: Rows of held state are encoded in pieces of about this size.
@@ -47,28 +47,28 @@ class TakenRows(Protocol):
 
     @property
     def segments(self) -> Sequence[SegmentSource]:
-        """What is taken."""
+        """Returns the captured segments."""
         ...
 
     def wait(self) -> None:
-        """Returns when training may go on, as far as copies are concerned."""
+        """Waits until the copies allow training to continue."""
         ...
 
     def land(self) -> None:
-        """Returns when ``pieces`` can be asked for; raises what went wrong on the way."""
+        """Waits until ``pieces`` can be called; raises errors of the copies."""
         ...
 
     def pieces(self, number: int, field: str, codec: Codec) -> Iterator[Piece]:
-        """Rows of a field of one segment in order, in pieces that suit a codec."""
+        """Yields the rows of one field of a segment in order, in pieces suitable for a codec."""
         ...
 
     def release(self) -> None:
-        """Ends the use of all memory; safe to call again."""
+        """Releases all memory. Idempotent."""
         ...
 
 
 class CopiedRows:
-    """Rows on their way to memory of their own; see ``TakenRows``."""
+    """Rows being copied to their own memory; see ``TakenRows``."""
 
     held = False
 
@@ -82,7 +82,7 @@ class CopiedRows:
 
         Args:
           segments: what to copy.
-          codecs_of: of a segment, field name to codec: lossy ones encode on accelerators.
+          codecs_of: returns a segment's codecs by field name; lossy ones encode on accelerators.
           staging: whose memory holds them, and whose threads copy.
         """
         self.released = threading.Event()
@@ -101,13 +101,13 @@ class CopiedRows:
         self.segments = [segment.detached() for segment in segments]
 
     def wait(self) -> None:
-        """Waits for what reads the training state."""
+        """Waits for the reads of the training state."""
         for rows in self._coming:
             rows.wait()
         self.released.set()
 
     def land(self) -> None:
-        """Waits for rows that are on their way."""
+        """Waits for the copies."""
         self.wait()
         while self._coming:
             self._landed.append(self._coming[0].landed(self._staging))
@@ -121,7 +121,7 @@ class CopiedRows:
         return landed.pieces(field, piece_rows(self.segments[number].fields[field].trailing))
 
     def release(self) -> None:
-        """Gives the staging memory back, once nothing writes there any more."""
+        """Releases the staging memory, once nothing writes to it."""
         self.wait()
         while self._landed:
             self._landed.pop().give_back(self._staging)
@@ -135,20 +135,20 @@ class HeldRows:
     held = True
 
     def __init__(self, segments: Sequence[SegmentSource]):
-        """Makes them outlive donation: a device copy off the CPU, where views do already."""
+        """Makes them outlive donation: a device copy off the CPU, where views already do."""
         self.released = threading.Event()
         self.segments = list(segments)
         for segment in segments:
             _hold(segment)
 
     def wait(self) -> None:
-        """Nothing to wait for: views stand, and device copies come before later steps."""
+        """Does nothing: views are valid, and device copies precede later steps."""
 
     def land(self) -> None:
-        """Nothing to wait for."""
+        """Does nothing."""
 
     def pieces(self, number: int, field: str, codec: Codec) -> Iterator[Piece]:
-        """See ``TakenRows``: contiguous raw rows are written from where they are."""
+        """See ``TakenRows``: contiguous raw rows are written without a copy."""
         rows, source = self.segments[number].rows, self.segments[number].fields[field]
         chunk_rows = max(1, _HELD_PIECE_BYTES // max(1, source.row_bytes))
         if not codec.lossless:
@@ -158,7 +158,7 @@ class HeldRows:
         return source.pieces(rows, max(1, len(rows)) if in_place else chunk_rows)
 
     def release(self) -> None:
-        """Lets go of the training state."""
+        """Drops the references to the training state."""
         self.segments = [segment.detached() for segment in self.segments]
         self.released.set()
 
@@ -176,7 +176,7 @@ class Landed:
     on_device: Mapping[str, Sequence[DevicePiece]]
 
     def pieces(self, field: str, limit_rows: int) -> Iterator[Piece]:
-        """Rows of a field in order, those in host memory at most ``limit_rows`` at a time."""
+        """Yields rows of a field in order; rows in host memory at most ``limit_rows`` at a time."""
         if field in self.on_device:
             yield from self.on_device[field]
             return
@@ -185,7 +185,7 @@ class Landed:
             yield HostPiece(rows[start : start + limit_rows])
 
     def give_back(self, staging: Staging) -> None:
-        """Ends the use of the staging memory."""
+        """Releases the staging memory."""
         for buffer in self.block.fields.values():
             staging.give_back(buffer)
 
@@ -198,17 +198,17 @@ class Copying:
     futures: list[concurrent.futures.Future[None]]
 
     def wait(self) -> None:
-        """Returns when the training state is not read any more."""
+        """Waits until the training state is no longer read."""
         concurrent.futures.wait(self.futures)
 
     def landed(self, staging: Staging) -> Landed:
-        """Waits for the copies; raises what went wrong in them."""
+        """Waits for the copies; raises their errors."""
         for future in self.futures:
             future.result()
         return Landed(self.block, {})
 
     def give_back(self, staging: Staging) -> None:
-        """Ends the use of the staging memory, once nothing writes there any more."""
+        """Releases the staging memory, once nothing writes to it."""
         self.wait()
         Landed(self.block, {}).give_back(staging)
 
@@ -228,10 +228,10 @@ class Dispatched:
     lossy: frozenset[str]
 
     def wait(self) -> None:
-        """Nothing to wait for: the gather was dispatched before later steps can be."""
+        """Does nothing: the gather was dispatched before later steps."""
 
     def give_back(self, staging: Staging) -> None:
-        """Nothing to give back: the rows are on the devices."""
+        """Does nothing: the rows are on the devices."""
 
     def landed(self, staging: Staging) -> Landed:
         """Waits for the transfers and puts lossless fields into staging memory."""
@@ -251,10 +251,10 @@ class Dispatched:
 
 
 def copying(segment: SegmentSource, staging: Staging) -> Copying:
-    """The rows on their way into staging memory, copied by its threads.
+    """Starts to copy rows into staging memory, on the pool's threads.
 
-    numpy copies without the interpreter's lock, so that the training thread goes on to
-    start Orbax's part of the save meanwhile.
+    numpy copies without the interpreter's lock, so that the training thread can start Orbax's part
+    of the save at the same time.
     """
     fields, futures = {}, []
     for name, source in segment.fields.items():
@@ -272,7 +272,7 @@ def copying(segment: SegmentSource, staging: Staging) -> Copying:
 
 
 def dispatched(segment: SegmentSource, codec_of: Mapping[str, Codec]) -> Dispatched:
-    """The rows on their way from the devices: independent of the training state.
+    """Starts to copy rows from the devices, independently of the training state.
 
     Args:
       segment: the rows.
@@ -298,5 +298,6 @@ def _hold(segment: SegmentSource) -> None:
                 if extract.on_host(shard.data):
                     shard.data = np.asarray(shard.data)
                 else:
-                    held = shard.data[shard.skip : shard.skip + shard.stop - shard.start]
-                    [shard.data], shard.skip = _device_copy([held]), 0
+                    with contexts.beside(shard.data):
+                        held = shard.data[shard.skip : shard.skip + shard.stop - shard.start]
+                        [shard.data], shard.skip = _device_copy([held]), 0

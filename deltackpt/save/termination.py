@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM as the announcement of an end: the next step that asks is saved before it."""
+"""Treats SIGTERM as a preemption notice: the step at the next query is saved."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 
 class Termination:
-    """Listens for SIGTERM once somebody asks for it; the handler that was there still runs.
+    """Listens for SIGTERM from the first query on; an existing handler still runs.
 
-    Python runs handlers in the main thread, between two of its instructions. Where jax, or another
-    library, has put a handler of its own outside of Python, it is left alone: jax's announces
-    preemptions to all processes of a job.
+    Python runs handlers in the main thread, between two of its instructions. Only for
+    single-process jobs: with several processes, JAX's own handler notifies all of them and must not
+    be replaced.
     """
 
     def __init__(self) -> None:
-        """Does not listen yet: whoever never asks wants a SIGTERM to end the process."""
+        """Does not listen yet: without a query, a SIGTERM ends the process."""
         self._pid = os.getpid()
         self._listening = False
         self._closed = False
@@ -28,7 +28,7 @@ class Termination:
         self._former: Any = None
 
     def announced(self, step: int) -> bool:
-        """Whether a SIGTERM has come, for the first step that is asked for after it; listens.
+        """Returns whether a SIGTERM arrived, for the first step queried after it; starts listening.
 
         Args:
           step: the training step.
@@ -48,7 +48,7 @@ class Termination:
             signal.signal(signal.SIGTERM, self._on_signal)
 
     def close(self) -> None:
-        """Puts back the handler that was there; from another thread, lets signals through to it."""
+        """Restores the previous handler; from another thread, forwards signals to it instead."""
         self._closed = True
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGTERM) == self._on_signal:
@@ -63,5 +63,5 @@ class Termination:
         if callable(self._former):
             self._former(number, frame)
         elif not mine and self._former == signal.SIG_DFL:
-            # A child that was forked, or nobody who would save: it ends as without us.
+            # In a forked child, or if nothing will save: end as without us.
             os.kill(os.getpid(), number)

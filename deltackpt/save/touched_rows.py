@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows were touched, by the stamps of the rows that this process holds."""
+"""Determines which rows were touched, from the stamps of the rows on this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from deltackpt.format.segments import GroupEntry
 from deltackpt.resources.staging import Staging
 from deltackpt.save import extract
 from deltackpt.save.division import Batch, Division, StampsByTable, stamp_shards_of
-from deltackpt.state import ownership
+from deltackpt.state import contexts, ownership
 
 #: Distinct shards of one array of stamps, by the rows that they hold.
 _Shards = Sequence[tuple[Span, Any]]
@@ -36,15 +36,15 @@ class _Look(NamedTuple):
 
 
 class Stamps:
-    """The stamps of the rows of this process, by group; threads look for the touched ones."""
+    """The stamps of this process's rows, by group; threads find the touched rows."""
 
     def __init__(self, division: Division, stamps: StampsByTable, staging: Staging):
-        """Takes the stamps; looks at none.
+        """Takes the stamps; reads none.
 
         Args:
           division: which rows this process reads.
-          stamps: of every table.
-          staging: whose threads look.
+          stamps: stamps of every table.
+          staging: whose threads read them.
         """
         self._division = division
         self._layout = division.layout
@@ -56,14 +56,14 @@ class Stamps:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Of the TouchStates."""
+        """Returns the paths of the TouchStates."""
         return tuple({place: None for held in self._stamps.values() for place in held})
 
     def look(self, since: Mapping[str, int]) -> None:
-        """Starts to look for the touched rows.
+        """Starts to find the touched rows.
 
         Args:
-          since: place of each TouchState to the clock after which its rows are touched.
+          since: TouchState path to the clock after which rows are touched.
         """
         self._rows = {}
         for group in self._layout.groups:
@@ -92,9 +92,9 @@ class Stamps:
         return self._staging.submit(_look_all, looks).result
 
     def touched(self, group: str, spans: tuple[Span, ...]) -> np.ndarray:
-        """The touched rows within some spans, virtual, int64 ascending; ``look`` comes first.
+        """Returns the touched rows within spans, virtual, int64 ascending; call ``look`` first.
 
-        A row is touched where any TouchState says so.
+        A row is touched if any TouchState marks it.
 
         Raises:
           TrackingError: stamps of the rows are on other processes.
@@ -109,34 +109,48 @@ class Stamps:
         return np.concatenate(parts) if parts else rows[:0]
 
     def at(self, group: GroupEntry, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Place of each TouchState to the stamps, int32, of a few virtual rows.
+        """Returns TouchState path to the stamps, int32, of a few virtual rows.
 
-        Stamps that a TouchState does not have, or not on this process, are -1.
+        A stamp is -1 if the TouchState lacks it, or if it is not on this process.
         """
-        members = self._division.members[group.name]
-        found = {place: np.full(len(rows), -1, np.int32) for place in self.places}
-        starts = self._division.offsets[group.name]
-        for number in blocks.distinct(np.searchsorted(starts, rows, "right") - 1).tolist():
+        return self.dispatch_at(group, rows)()
+
+    def dispatch_at(
+        self, group: GroupEntry, rows: np.ndarray
+    ) -> Callable[[], dict[str, np.ndarray]]:
+        """Starts to read ``at``; returns a function that waits for the result."""
+        members, starts = self._division.members[group.name], self._division.offsets[group.name]
+        numbers = np.searchsorted(starts, rows, "right") - 1
+        one = len(rows) > 0 and numbers[0] == numbers[-1]
+        parts = []
+        for number in numbers[:1] if one else blocks.distinct(numbers):
             table = members[number]
             for place in self._stamps.get(table.name, {}):
                 for (first, last), shard in self._shards_of(table.name, place):
                     part = blocks.row_slice(rows, table.offset + first, table.offset + last)
                     if part.start < part.stop:
                         local = rows[part] - (table.offset + first)
-                        extract.take_few(shard, local, found[place][part])
-        return found
+                        parts.append((place, part, extract.few(shard, local)))
+
+        def landed() -> dict[str, np.ndarray]:
+            found = {place: np.full(len(rows), -1, np.int32) for place in self.places}
+            for place, part, taken in parts:
+                found[place][part] = np.asarray(taken)[: part.stop - part.start]
+            return found
+
+        return landed
 
     def shared(self, since: Mapping[str, int]) -> dict[str, int]:
-        """CRC32C of what was touched of the stamps that other processes hold too.
+        """Returns the CRC32C of the touched rows, for stamps that other processes hold too.
 
-        Replicated stamps are updated by each process for itself: where they differ, each would
-        write its rows by other marks.
+        Each process updates replicated stamps on its own. If they differed, the processes would
+        write their rows by different stamps.
 
         Args:
-          since: place of each TouchState to the clock after which its rows are touched.
+          since: TouchState path to the clock after which rows are touched.
 
         Returns:
-          A key of table, rows and place, to a number that all holders must find alike.
+          (table, rows, path) to a checksum that must be equal on all processes.
         """
         found = {}
         for table in self._layout.tables:
@@ -173,16 +187,16 @@ def _look_through(stamps: Sequence[Any], since_clock: int, start: int) -> np.nda
 
 
 def touched_rows(stamps: Any, since_clock: int, offset: int, spans: Sequence[Span]) -> np.ndarray:
-    """Virtual indices, int64 ascending, of the rows stamped after ``since_clock``.
+    """Returns virtual indices, int64 ascending, of the rows stamped after ``since_clock``.
 
     Args:
-      stamps: of a table, (rows,).
+      stamps: the stamps of a table, (rows,).
       since_clock: the clock.
       offset: the virtual index of the table's first row.
-      spans: rows of the table to look at, ascending.
+      spans: rows of the table to read, ascending.
 
     Raises:
-      TrackingError: stamps of these rows are on other processes.
+      TrackingError: this process does not hold the stamps of these rows.
     """
     shards = [
         (span, ownership.shard_data(stamps, shard)) for span, shard in stamp_shards_of(stamps)
@@ -211,7 +225,7 @@ def _touched_rows(
         if start < stop:
             raise TrackingError(
                 f"stamps of shape {stamps.shape}: expected those of rows {start} to {stop} on this "
-                f"process, found the sharding {getattr(stamps, 'sharding', None)}; give the stamps "
+                f"process, found the sharding {getattr(stamps, 'sharding', None)}; pass the stamps "
                 "the sharding of their table's rows: touched.init(tables)"
             )
     return np.concatenate(found)
@@ -222,13 +236,14 @@ def _touched_in(stamps: Any, since_clock: int, start: int, stop: int) -> np.ndar
     if extract.on_host(stamps):
         found = (np.asarray(stamps)[start:stop] > since_clock).nonzero()[0]
         return found + start if start else found
-    count = int(_count_touched(stamps, since_clock))
-    rows = np.asarray(_touched(stamps, since_clock, size=extract.bucket(count)))[:count]
+    with contexts.neutral(), contexts.beside(stamps):
+        count = int(_count_touched(stamps, since_clock))
+        rows = np.asarray(_touched(stamps, since_clock, size=extract.bucket(count)))[:count]
     return rows[(rows >= start) & (rows < stop)].astype(np.int64)
 
 
 def _union(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Ascending rows of which each is in one of several ascending arrays."""
+    """Returns the ascending union of several ascending arrays."""
     return parts[0] if len(parts) == 1 else np.unique(np.concatenate(parts))
 
 
@@ -238,9 +253,9 @@ def _crc32c_of_touched(
     """A checksum of the rows of a span that were touched, and of when."""
     rows = _touched_rows(stamps, shards, since_clock, 0, [span])
     [(_, shard)] = shards
-    when = np.empty(len(rows), np.int32)
+    when = np.empty(0, np.int32)
     if len(rows):
-        extract.take_few(shard, rows - span[0], when)
+        when = np.asarray(extract.few(shard, rows - span[0]))[: len(rows)]
     crc = google_crc32c.value(rows.astype("<i8").tobytes())
     return google_crc32c.extend(crc, (when - np.int32(since_clock)).astype("<i4").tobytes())
 

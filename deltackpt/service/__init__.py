@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recovery in memory: a standing service on Ray that holds the newest state of a directory.
+"""Hot standby: Ray actors that hold a directory's newest state in memory, for fast restores.
 
-The names are imported when they are first used; they need the extra ``ray``.
+Names are imported on first use; they need the ``ray`` extra.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from deltackpt.errors import MissingExtra
 if TYPE_CHECKING:
     from deltackpt.service import jax_trainer
     from deltackpt.service.client import (
-        MemberStatus,
+        ReplicaStatus,
         RestoreService,
         ServiceStatus,
         connect,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from deltackpt.service.options import ServiceOptions
 
 _NAMES = {
-    "MemberStatus": "client",
+    "ReplicaStatus": "client",
     "RestoreService": "client",
     "ServiceOptions": "options",
     "ServiceStatus": "client",
@@ -35,7 +35,7 @@ _NAMES = {
 }
 
 __all__ = [
-    "MemberStatus",
+    "ReplicaStatus",
     "RestoreService",
     "ServiceOptions",
     "ServiceStatus",
@@ -51,18 +51,18 @@ def require_ray(what: str = "the restore service") -> None:
     """Checks that ray can be imported.
 
     Args:
-      what: needs it.
+      what: the feature that needs it, for the message.
 
     Raises:
-      MissingExtra: it cannot.
+      MissingExtra: ray cannot be imported.
     """
     try:
         importlib.import_module("ray")
     except ImportError as error:
         raise MissingExtra(
             f"{what}: expected the package ray, found that it cannot be imported ({error}); "
-            "install it: pip install 'deltackpt[ray]'. Saves, and restores from storage, do not "
-            "need it"
+            "install it: pip install 'deltackpt[ray]' (saves and restores from storage do not "
+            "need it)"
         ) from error
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RestoreActor: a Follower as a Ray actor.
+"""RestoreActor: a ``Follower`` as a Ray actor.
 
-It answers in threads of its own, so that a question about its state never waits for a read; its
-Follower advances in another, and keeps looking whatever is wrong with the directory.
+Calls run in threads of their own, so a status query never waits for a read. The Follower advances
+in another thread and keeps polling even if the directory has errors.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ import ray
 from deltackpt.errors import DeltackptError, ServiceUnavailable, without_frames
 from deltackpt.format.manifest import SaveId
 from deltackpt.service import names, protocol
-from deltackpt.service.names import Member
+from deltackpt.service.names import Replica
 from deltackpt.service.options import ServiceOptions
 from deltackpt.service.protocol import Description, Pinned
 from deltackpt.standby.follower import Follower
 
 _logger = logging.getLogger(__name__)
 
-#: Longest rest between two looks at a directory that cannot be used.
+#: Longest pause between two polls of an unusable directory.
 _REST_SECS = 5.0
 _STOP_SECS = 10.0
-#: Threads for calls that may wait, or copy; the others answer at once whatever these do.
+#: Threads for calls that may wait or copy; other calls are answered regardless of these.
 CONCURRENCY = {"pin": 16, "read": 4}
 
 
 class RestoreActor:
-    """Holds one shard of a directory's tables; see ``Follower`` and ``protocol``."""
+    """Holds one shard of a directory's tables in memory; see ``Follower`` and ``protocol``."""
 
-    def __init__(self, directory: str, member: Member, options: ServiceOptions):
-        """Begins to follow in the background.
+    def __init__(self, directory: str, replica: Replica, options: ServiceOptions):
+        """Starts following the directory in the background.
 
         Args:
-          directory: root of the steps.
-          member: which part of the service it is.
-          options: of the service.
+          directory: the checkpoint directory.
+          replica: its shard and index.
+          options: options of the service.
         """
         os.nice(options.nice)
-        self._directory, self._member, self._options = directory, member, options
+        self._directory, self._replica, self._options = directory, replica, options
         self._follower: Follower | None = None
         self._error: Exception | None = None
         self._stopping = threading.Event()
@@ -51,7 +51,7 @@ class RestoreActor:
         self._thread.start()
 
     def describe(self) -> bytes:
-        """A ``Description``."""
+        """Returns a packed ``Description``."""
         follower, error = self._follower, self._error
         holding = None if follower is None else follower.holding
         newest = None
@@ -84,10 +84,13 @@ class RestoreActor:
         timeout_secs: float,
         point: tuple[int, str, int, int] | None = None,
     ) -> bytes:
-        """Keeps a state for a reader: ``Pinned``; ``point`` as ``protocol.point_of`` takes it."""
+        """Pins a state for a reader.
+
+        Returns a packed ``Pinned``. ``point`` is as in ``protocol.point_of``.
+        """
         follower, wanted = self._follower, SaveId(run, step, attempt)
         if follower is None:
-            return protocol.packed(Pinned(refused=f"{self._member}: {self._health}"))
+            return protocol.packed(Pinned(refused=f"{self._replica}: {self._health}"))
         asked = None if point is None else protocol.point_of(point)
         try:
             pin, holding = follower.pin(wanted, timeout_secs, asked)
@@ -101,7 +104,7 @@ class RestoreActor:
             Pinned(
                 pin=pin,
                 held=wanted,
-                stretch=0 if above is None else above.stretch,
+                stretch=0 if above is None else above.epoch,
                 point=None if above is None else above.save_id,
                 place=follower.place,
                 sequence=holding.sequence,
@@ -112,19 +115,19 @@ class RestoreActor:
         )
 
     def renew(self, pin: int) -> bool:
-        """Keeps a pinned state longer; False where it is kept no more."""
+        """Extends a pin; returns False if it has expired."""
         return self._follower is not None and self._follower.renew(pin)
 
     def unpin(self, pin: int) -> None:
-        """Lets a pinned state go."""
+        """Releases a pin."""
         if self._follower is not None:
             self._follower.unpin(pin)
 
     @ray.method(concurrency_group="read")
     def read(self, pin: int, group: str, field: str, start: int, stop: int) -> np.ndarray | str:
-        """The bytes of virtual rows of a pinned state; words where they cannot be had."""
+        """Returns the bytes of virtual rows of a pinned state, or an error text."""
         if self._follower is None:
-            return f"{self._member}: {self._health}"
+            return f"{self._replica}: {self._health}"
         try:
             rows = self._follower.read(pin, group, field, start, stop)
         except ServiceUnavailable as error:
@@ -133,16 +136,16 @@ class RestoreActor:
 
     @ray.method(concurrency_group="read")
     def read_file(self, pin: int, name: str, start: int, stop: int) -> np.ndarray | str:
-        """Bytes of a file of a pinned state; words where they cannot be had."""
+        """Returns bytes of a file of a pinned state, or a string that explains why it cannot."""
         if self._follower is None:
-            return f"{self._member}: {self._health}"
+            return f"{self._replica}: {self._health}"
         try:
             return self._follower.read_file(pin, name, start, stop)
         except ServiceUnavailable as error:
             return str(error)
 
     def stop(self) -> None:
-        """Ends following; the actor is killed afterwards."""
+        """Stops following; the caller kills the actor afterwards."""
         self._stopping.set()
         self._thread.join(_STOP_SECS)
 
@@ -158,19 +161,19 @@ class RestoreActor:
                     self._follower = Follower(
                         self._directory,
                         item=self._options.item,
-                        shard=self._member.shard,
-                        shards=self._member.shards,
+                        shard=self._replica.shard,
+                        shards=self._replica.shards,
                         memory_bytes=self._options.memory_bytes,
                         endpoint=self._options.endpoint,
-                        # Restores want dense leaves, too.
+                        # Restores need dense leaves, too.
                         soft=False,
                     )
                 self._follower.advance()
                 self._error, rest = None, self._options.rest_secs(self._directory)
             except Exception as error:
-                # Whatever it is, a later look may find it mended; until then it is told.
+                # Keep polling after any error, since it may be fixed; report it in the status.
                 if str(error) != str(self._error):
-                    _logger.warning("%s of %s", self._member, self._directory, exc_info=True)
+                    _logger.warning("%s of %s", self._replica, self._directory, exc_info=True)
                 self._error, rest = (
                     without_frames(error),
                     min(_REST_SECS, 2 * rest + self._options.rest_secs(self._directory)),

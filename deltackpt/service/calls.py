@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of a service's members: bounded, and what goes wrong is a ServiceError."""
+"""Calls to a service's replicas, with timeouts; failures raise a ServiceError."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ import ray.exceptions
 
 from deltackpt.errors import ServiceUnavailable
 from deltackpt.service import names
-from deltackpt.service.names import Member
+from deltackpt.service.names import Replica
 
 
-def actor(member: Member) -> Any:
-    """The member's actor.
+def actor(replica: Replica) -> Any:
+    """Returns the actor of a replica.
 
     Raises:
-      ServiceUnavailable: it is gone.
+      ServiceUnavailable: the actor no longer exists.
     """
     try:
-        return ray.get_actor(member.name, namespace=names.NAMESPACE)
+        return ray.get_actor(replica.name, namespace=names.NAMESPACE)
     except ValueError as error:
         raise ServiceUnavailable(
-            f"{member}: expected its actor, found that it is gone; start the service again"
+            f"{replica}: expected a running actor, found none; start the service again"
         ) from error
 
 
-def answer(member: Member, call: Any, timeout_secs: float) -> Any:
-    """The answer of a member.
+def answer(replica: Replica, call: Any, timeout_secs: float) -> Any:
+    """Returns a replica's answer to a call.
 
     Raises:
-      ServiceUnavailable: there was none in time; it died, its node did, or Ray's store is full.
+      ServiceUnavailable: no answer in time: the actor or its node died, or Ray's object store is
+        full.
     """
     try:
         return ray.get(call, timeout=timeout_secs)
     except ray.exceptions.GetTimeoutError as error:
         raise ServiceUnavailable(
-            f"{member}: expected an answer within {timeout_secs:.1f} s, found none; look at its "
-            "node"
+            f"{replica}: expected an answer within {timeout_secs:.1f} s, found none; check its node"
         ) from error
     except ray.exceptions.RayError as error:
         raise ServiceUnavailable(
-            f"{member}: expected an answer, found {shown(error)}; Ray restarts it by itself"
+            f"{replica}: expected an answer, found {shown(error)}; Ray restarts it automatically"
         ) from error
 
 
 def shown(error: Exception) -> str:
-    """The first line of an error of Ray's, which has many."""
+    """Returns the first line of a Ray error's message."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RestoreService: a directory's service, as a trainer, a notebook or a command line uses it."""
+"""RestoreService: client of a directory's hot standby, for trainers, notebooks and the CLI."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from deltackpt.errors import (
     TooLittleMemory,
 )
 from deltackpt.format import names as file_names
+from deltackpt.layers.targets import Wanted
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.stretches import LogPoint
-from deltackpt.reading.targets import Wanted
+from deltackpt.reading.stretches import RecoveryPoint
 from deltackpt.service import calls, names, protocol
-from deltackpt.service.names import Member
+from deltackpt.service.names import Replica
 from deltackpt.service.protocol import Description
 from deltackpt.service.reading import reading
 from deltackpt.storage import buckets
@@ -34,60 +34,60 @@ _DESCRIBE_SECS = 5.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MemberStatus:
-    """One member, as it described itself.
+class ReplicaStatus:
+    """One replica's status, as it reported it.
 
     Attributes:
-      member: which part of the service it is.
-      found: what it says; None where it does not answer.
-      problem: why it does not.
+      replica: its shard, and its index among the copies of the shard.
+      found: its self-description; None if it does not answer.
+      problem: why it does not answer.
     """
 
-    member: Member
+    replica: Replica
     found: Description | None
     problem: str = ""
 
     @property
     def step(self) -> int | None:
-        """The step that it holds."""
+        """The step that the replica holds."""
         save_id = None if self.found is None else self.found.save_id
         return None if save_id is None else save_id.step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServiceStatus:
-    """A service at one moment.
+    """Status of a service at one moment.
 
     Attributes:
-      directory: root of the steps.
-      members: in the order of their shards and replicas.
-      compactor: what the actor that folds chains says; None where there is none.
+      directory: the checkpoint directory.
+      replicas: its replicas, ordered by shard and index.
+      compactor: status of the actor that compacts chains; None without compaction.
     """
 
     directory: str
-    members: tuple[MemberStatus, ...]
+    replicas: tuple[ReplicaStatus, ...]
     compactor: str | None
 
     @property
     def step(self) -> int | None:
-        """The oldest step that a shard's newest replica holds; None where one holds nothing."""
-        held: dict[int, list[int]] = {one.member.shard: [] for one in self.members}
-        for one in self.members:
+        """The oldest step among the newest that each shard holds; None if a shard holds none."""
+        held: dict[int, list[int]] = {one.replica.shard: [] for one in self.replicas}
+        for one in self.replicas:
             if one.step is not None:
-                held[one.member.shard].append(one.step)
+                held[one.replica.shard].append(one.step)
         return min(map(max, held.values()), default=None) if all(held.values()) else None
 
     @property
     def newest_step(self) -> int | None:
-        """The newest committed step that a member sees."""
-        seen = [one.found.newest_step for one in self.members if one.found is not None]
+        """The newest committed step that any replica sees."""
+        seen = [one.found.newest_step for one in self.replicas if one.found is not None]
         return max((step for step in seen if step is not None), default=None)
 
 
 class RestoreService:
-    """The service of one item of one directory; a ``RowSource``.
+    """Client of the hot standby of one item in one directory; a ``RowSource``.
 
-    It keeps no connection: every call finds the members anew, so that it survives their restarts.
+    It keeps no connections: every call looks up the replicas again, so it survives their restarts.
     """
 
     def __init__(self, directory: str | os.PathLike[str], item: str = file_names.EMBEDDINGS_ITEM):
@@ -107,95 +107,95 @@ class RestoreService:
         wanted: Wanted | None = None,
         *,
         timeout_secs: float = 10.0,
-        point: LogPoint | None = None,
+        point: RecoveryPoint | None = None,
     ) -> contextlib.AbstractContextManager[RestoredTables]:
-        """What is wanted of a step, from the members' memory; see ``RowSource`` and ``reading``.
+        """Reads the wanted parts of a step from the replicas' memory; see ``RowSource``.
 
         Raises:
-          ServiceUnavailable: no replica of a shard that is needed holds the save in time.
-          ServiceMismatch: the service is of another directory, run or version.
+          ServiceUnavailable: for some needed shard, no replica held the save in time.
+          ServiceMismatch: the service belongs to another directory, run or version.
         """
         place = _resolved(self.directory), self.item
         if place != (_resolved(str(save.step_dir.parent)), save.item):
             raise ServiceMismatch(
                 f"{self}: expected the service of {save.step_dir.parent}, item {save.item!r}, "
-                "found that of another directory; connect() to the directory of the manager"
+                "found that of another directory; call connect() with the manager's directory"
             )
-        replicas = self._replicas(min(_DESCRIBE_SECS, timeout_secs / 2))
+        replicas = self._by_shard(min(_DESCRIBE_SECS, timeout_secs / 2))
         return reading(save, replicas, wanted, timeout_secs=timeout_secs, point=point)
 
-    # Looking.
+    # Status.
 
     def status(self, timeout_secs: float = _DESCRIBE_SECS) -> ServiceStatus:
-        """What every member says, those that do not answer in time included.
+        """Returns the status of every replica, including those that do not answer in time.
 
         Raises:
-          ServiceUnavailable: there is no service, or this process is not connected to Ray.
+          ServiceUnavailable: no service is running, or this process is not connected to Ray.
         """
-        members = self.members()
+        replicas = self.replicas()
         asked = []
-        for member in members:
+        for replica in replicas:
             try:
-                asked.append((member, calls.actor(member).describe.remote()))
+                asked.append((replica, calls.actor(replica).describe.remote()))
             except (ServiceError, ray.exceptions.RayError) as error:
-                asked.append((member, error))
+                asked.append((replica, error))
         end = time.monotonic() + timeout_secs
         found = []
-        for member, answer in asked:
+        for replica, answer in asked:
             try:
                 if isinstance(answer, Exception):
                     raise answer
-                data = calls.answer(member, answer, max(0.0, end - time.monotonic()))
-                described = protocol.unpacked(data, Description, str(member))
-                found.append(MemberStatus(member=member, found=described))
+                data = calls.answer(replica, answer, max(0.0, end - time.monotonic()))
+                described = protocol.unpacked(data, Description, str(replica))
+                found.append(ReplicaStatus(replica=replica, found=described))
             except (ServiceError, ray.exceptions.RayError) as error:
-                found.append(MemberStatus(member=member, found=None, problem=calls.shown(error)))
+                found.append(ReplicaStatus(replica=replica, found=None, problem=calls.shown(error)))
         return ServiceStatus(
             directory=self.directory,
-            members=tuple(found),
+            replicas=tuple(found),
             compactor=_compactor_says(self._key, max(0.1, end - time.monotonic())),
         )
 
     def wait_ready(self, step: int | None = None, timeout_secs: float = 60.0) -> ServiceStatus:
-        """Waits until every member holds a step, or the newest one that is committed.
+        """Waits until every replica holds a given step, or the newest committed one.
 
         Args:
-          step: the step, or a later one; the newest that the members see by default.
-          timeout_secs: longest wait.
+          step: wait for this step or a later one; by default the newest that the replicas see.
+          timeout_secs: maximum wait in seconds.
 
         Raises:
-          TooLittleMemory: a member cannot hold its rows.
-          ServiceUnavailable: it took longer; the message says what each member does.
+          TooLittleMemory: a replica cannot hold its rows.
+          ServiceUnavailable: the timeout expired; the message lists each replica's status.
         """
         end = time.monotonic() + timeout_secs
         while True:
             found = self.status(max(_ASK_AGAIN_SECS, min(_DESCRIBE_SECS, end - time.monotonic())))
             wanted = found.newest_step if step is None else step
-            held = [one.step for one in found.members]
+            held = [one.step for one in found.replicas]
             if wanted is not None and all(one is not None and one >= wanted for one in held):
                 return found
-            for one in found.members:
+            for one in found.replicas:
                 if one.found is not None and one.found.code == TooLittleMemory.code:
                     raise TooLittleMemory(one.found.health)
             if time.monotonic() > end:
                 raise ServiceUnavailable(
-                    f"{self}: expected every member to hold step {wanted} within {timeout_secs} s, "
-                    f"found {_told(found)}; look at the nodes, or give it more time"
+                    f"{self}: expected every replica to hold step {wanted} within {timeout_secs} "
+                    f"s, found {_told(found)}; check the nodes, or allow more time"
                 )
             time.sleep(_ASK_AGAIN_SECS)
 
-    def members(self) -> list[Member]:
-        """The members that Ray knows.
+    def replicas(self) -> list[Replica]:
+        """Returns the replicas that Ray knows.
 
         Raises:
-          ServiceUnavailable: there are none, or this process is not connected to Ray.
+          ServiceUnavailable: no replica exists, or this process is not connected to Ray.
         """
         if not ray.is_initialized():
             raise ServiceUnavailable(
-                f"{self}: expected a process that is connected to Ray, found that ray.init() was "
-                "not called; connect to the cluster first"
+                f"{self}: expected a process connected to Ray, found that ray.init() was not "
+                "called; connect to the cluster first"
             )
-        found = names.members(self._key)
+        found = names.replicas(self._key)
         if not found:
             raise ServiceUnavailable(
                 f"{self}: expected a service in this Ray cluster, found none; start one with "
@@ -203,62 +203,62 @@ class RestoreService:
             )
         return found
 
-    def _replicas(self, timeout_secs: float) -> list[list[Member]]:
-        """The members of each shard, in the order in which to ask them."""
-        members = self.members()
-        count = members[0].shards
-        replicas: list[list[Member]] = [[] for _ in range(count)]
-        for member in members:
-            if member.shards == count:
-                replicas[member.shard].append(member)
-        for shard, found in enumerate(replicas):
+    def _by_shard(self, timeout_secs: float) -> list[list[Replica]]:
+        """The replicas of each shard, in the order in which to try them."""
+        replicas = self.replicas()
+        count = replicas[0].shards
+        by_shard: list[list[Replica]] = [[] for _ in range(count)]
+        for replica in replicas:
+            if replica.shards == count:
+                by_shard[replica.shard].append(replica)
+        for shard, found in enumerate(by_shard):
             if not found:
                 raise ServiceUnavailable(
-                    f"{self}: expected a member with shard {shard} of {count}, found none; start "
+                    f"{self}: expected a replica of shard {shard} of {count}, found none; start "
                     "the service again"
                 )
         here = names.node_id()
-        if any(len(found) > 1 for found in replicas):
-            told = self.status(timeout_secs).members
-            nodes = {one.member: one.found.node for one in told if one.found is not None}
-            for found in replicas:
-                # Those on this node first, those that do not answer last; else at random, so that
-                # many readers spread.
+        if any(len(found) > 1 for found in by_shard):
+            told = self.status(timeout_secs).replicas
+            nodes = {one.replica: one.found.node for one in told if one.found is not None}
+            for found in by_shard:
+                # Replicas on this node first, unresponsive ones last, otherwise random to spread
+                # many readers.
                 random.shuffle(found)
-                found.sort(key=lambda member: (nodes.get(member) != here, member not in nodes))
-        return replicas
+                found.sort(key=lambda replica: (nodes.get(replica) != here, replica not in nodes))
+        return by_shard
 
 
 def connect(
     directory: str | os.PathLike[str], item: str = file_names.EMBEDDINGS_ITEM
 ) -> RestoreService:
-    """The running service of a directory.
+    """Returns a client of a directory's running service.
 
     Args:
-      directory: root of the steps, as it was given to ``start``.
-      item: name of our item in a step.
+      directory: the checkpoint directory, as it was passed to ``start``.
+      item: name of the deltackpt item in a step.
 
     Raises:
-      ServiceUnavailable: there is none, or this process is not connected to Ray.
+      ServiceUnavailable: no service is running, or this process is not connected to Ray.
     """
     service = RestoreService(directory, item)
-    service.members()
+    service.replicas()
     return service
 
 
 def find(
     directory: str | os.PathLike[str], item: str = file_names.EMBEDDINGS_ITEM
 ) -> RestoreService | None:
-    """As ``connect``; None where there is none."""
-    if not ray.is_initialized() or not names.members(names.key(directory, item)):
+    """Like ``connect``, but returns None if no service is running."""
+    if not ray.is_initialized() or not names.replicas(names.key(directory, item)):
         return None
     return RestoreService(directory, item)
 
 
 def _told(found: ServiceStatus) -> str:
     return "; ".join(
-        f"{one.member}: {one.problem or (one.found.health if one.found else '')} (step {one.step})"
-        for one in found.members
+        f"{one.replica}: {one.problem or (one.found.health if one.found else '')} (step {one.step})"
+        for one in found.replicas
     )
 
 
@@ -273,5 +273,6 @@ def _compactor_says(key: str, timeout_secs: float) -> str | None:
 
 
 def _resolved(root: str) -> str:
-    """A root as every path to it is resolved; a URL is what it is."""
-    return root if buckets.is_url(root) else os.path.realpath(root)
+    """Resolves symbolic links in a local path; URLs are unchanged."""
+    path = buckets.file_path(root)
+    return root if path is None else os.path.realpath(path)

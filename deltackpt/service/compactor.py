@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compactor: folds long chains of a directory into new bases, in the background, over the nodes.
+"""Compactor: merges long chains of a directory into new bases, in the background, on all nodes.
 
-Each part of a new base is folded by a Ray task, wherever in the cluster there is room, at a lowered
-priority. A task that is lost is run again: folding a part twice does no harm.
+A Ray task merges each part of a new base, on any node with room, at lowered priority. A lost task
+is run again; merging a part is idempotent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from deltackpt.upkeep.compact import Compacted, Folded, Plan
 _logger = logging.getLogger(__name__)
 
 _STOP_SECS = 10.0
-#: Looks at the directory are that much rarer than those of the members.
+#: The compactor polls this many times less often than the replicas.
 _RARER = 5
 _MOST_REST_SECS = 300.0
 #: A part has some GiB.
@@ -41,12 +41,13 @@ class Compactor:
     """Keeps the chain of the newest step short; a Ray actor, one per service."""
 
     def __init__(self, directory: str, shards: int, options: ServiceOptions):
-        """Begins to look in the background.
+        """Starts polling in the background.
 
         Args:
-          directory: root of the steps.
-          shards: of the service: so many parts are folded at a time, where the memory suffices.
-          options: of the service.
+          directory: the checkpoint directory.
+          shards: the service's number of shards: as many parts are merged at a time, if memory
+            suffices.
+          options: options of the service.
         """
         assert options.compact_after is not None
         os.nice(options.nice)
@@ -60,11 +61,11 @@ class Compactor:
         self._thread.start()
 
     def describe(self) -> str:
-        """What it does, did last, or could not do, in words."""
+        """Describes the current, last or failed compaction."""
         return self._says
 
     def stop(self) -> None:
-        """Ends looking; the actor is killed afterwards, and what it was folding is given up."""
+        """Stops polling; the actor is killed afterwards and its current compaction is abandoned."""
         self._stopping.set()
         self._thread.join(_STOP_SECS)
 
@@ -81,11 +82,11 @@ class Compactor:
                 self._says = text
                 rest = min(_MOST_REST_SECS, 2 * rest)
                 if isinstance(error, (AlreadyCompacting, ServiceUnavailable)):
-                    # Nothing is wrong with the step: it is looked at again.
+                    # Not an error of the step: poll again.
                     self._looked = None
 
     def _look(self) -> None:
-        """Folds the newest step where its chain is long enough; looks at each step once."""
+        """Merges the newest step's chain if it is long enough; examines each step once."""
         if self._root is None:
             self._root = open_steps(
                 self._directory, item=self._options.item, endpoint=self._options.endpoint
@@ -104,7 +105,7 @@ class Compactor:
                 step=newest,
                 workers=self._shards,
                 memory_bytes=self._options.compact_memory_bytes,
-                # What is fetched from a bucket is on this node alone.
+                # Files fetched from a bucket are on this node only.
                 fold_all=None if buckets.is_url(self._directory) else _by_tasks,
                 endpoint=self._options.endpoint,
             )
@@ -115,7 +116,7 @@ def _told(done: Compacted | None) -> str:
     if done is None:
         return "looks"
     return (
-        f"folded step {done.step}: {done.deltas} deltas, {done.bytes_written:,} bytes in "
+        f"merged step {done.step}: {done.deltas} deltas, {done.bytes_written:,} bytes in "
         f"{done.seconds:.1f} s"
     )
 
@@ -123,8 +124,8 @@ def _told(done: Compacted | None) -> str:
 def _by_tasks(
     plan: Plan, workers: int, memory_bytes: int, progress: Progress | None
 ) -> list[Folded]:
-    """Folds the parts of a plan by Ray tasks; see ``compact.FoldAll``."""
-    del progress  # Nobody watches.
+    """Merges the parts of a plan in Ray tasks; see ``compact.FoldAll``."""
+    del progress  # No progress is reported.
     task: Any = ray.remote(_fold_quietly).options(
         num_cpus=0, scheduling_strategy="SPREAD", max_retries=3
     )
@@ -140,7 +141,7 @@ def _by_tasks(
             if not done:
                 raise ServiceUnavailable(
                     f"compaction of step {plan.step}: expected a part of it within {_PART_SECS:.0f}"
-                    " s, found none; look at the storage of the nodes"
+                    " s, found none; check the nodes' storage"
                 )
             for call in done:
                 found[running.pop(call)] = ray.get(call)
@@ -148,8 +149,8 @@ def _by_tasks(
         raise error.cause if isinstance(error.cause, Exception) else error from None
     except ray.exceptions.RayError as error:
         raise ServiceUnavailable(
-            f"compaction of step {plan.step}: expected its tasks to be run, found "
-            f"{type(error).__name__}: {error}; it is tried again at the next step"
+            f"compaction of step {plan.step}: expected its tasks to run, found "
+            f"{type(error).__name__}: {error}; the compactor retries at the next step"
         ) from error
     finally:
         for call in running:
@@ -158,7 +159,7 @@ def _by_tasks(
 
 
 def _fold_quietly(plan: Plan, number: int, memory_bytes: int) -> Folded:
-    """Folds a part in a thread that yields to others: Ray's process goes on to other tasks."""
+    """Merges a part in a low-priority thread, since the Ray process runs other tasks later."""
     with concurrent.futures.ThreadPoolExecutor(
         1, "deltackpt-fold", initializer=priority.lower
     ) as pool:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How others find what runs on Ray: a restore the service of its directory, a stage its keepers.
+"""Lookup of Ray services: a directory's hot standby for restores, peer agents for staging.
 
-``restore.sources`` and ``tiers.opening`` import it by its name.
+``restore.sources`` and ``tiers.opening`` import this module by name.
 """
 
 from __future__ import annotations
@@ -16,15 +16,29 @@ from deltackpt.tiers.keepers import Keepers
 
 
 def row_source(directory: str | os.PathLike[str], item: str) -> RowSource | None:
-    """The directory's service, None where this process is not connected to Ray or there is none.
+    """Returns the directory's service, or None; also None if this process is not connected to Ray.
 
-    A process that has not imported ray is not connected, and does not pay for the import.
+    A process that has not imported ray is not connected, and this does not import it.
     """
     if sys.modules.get("ray") is None:
         return None
     from deltackpt.service import client
 
     return client.find(directory, item)
+
+
+def require_nodes(root: str | os.PathLike[str], item: str, how: Copies | Erasure) -> None:
+    """Checks that enough nodes have peer agents of a directory; see ``service.keepers``.
+
+    Raises:
+      MissingExtra: ray is not installed.
+      ServiceUnavailable: this process is not connected to Ray, or the cluster has no node.
+      OptionError: there are too few nodes.
+    """
+    service.require_ray("Tiers.peers")
+    from deltackpt.service import keepers as found
+
+    found.require_nodes(root, item, how)
 
 
 def keepers(
@@ -35,13 +49,13 @@ def keepers(
     *,
     earlier: Keepers | None = None,
 ) -> Keepers:
-    """Keepers of a root on all nodes of the cluster; see ``service.keepers.keepers``.
+    """Returns a directory's peers on all nodes of the cluster; see ``service.keepers.keepers``.
 
     Raises:
       MissingExtra: ray is not installed.
       ServiceUnavailable: this process is not connected to Ray, or the cluster has no node.
     """
-    service.require_ray("Tiers.neighbours")
+    service.require_ray("Tiers.peers")
     from deltackpt.service import keepers as found
 
     return found.keepers(root, item, how, holder, earlier=earlier)

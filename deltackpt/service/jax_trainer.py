@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training under Ray's ``JaxTrainer``: a plain deltackpt loop that Ray restarts.
 
-Ray Train keeps no copy of the state: what it is told of a checkpoint is where the committed step
-lies, some hundred bytes. After the death of a worker, or a preemption, Ray starts all workers
-anew, and ``restore_latest()`` finds the newest intact step as after any other restart.
+Ray Train keeps no copy of the state: each reported checkpoint is only a reference of a few hundred
+bytes to the committed step. After a worker's death or a preemption, Ray restarts all workers, and
+``restore_latest()`` finds the newest intact step as after any other restart.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import ray.train
 from ray.train.v2.jax import JaxConfig, JaxTrainer
 
 from deltackpt.errors import OptionError, RestoreError
-from deltackpt.events import Event, FailureEvent
+from deltackpt.events import Event, RestoreEvent, SaveEvent
 
-#: The only file of a checkpoint that is reported to Ray.
+#: The only file in a checkpoint that is reported to Ray.
 _REFERENCE = "deltackpt.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Which committed step a Ray Train checkpoint stands for.
+    """The committed step that a Ray Train checkpoint refers to.
 
     Attributes:
-      directory: root of the steps, as the run named it.
+      directory: the checkpoint directory, as the run named it.
       step: the step.
     """
 
@@ -40,18 +40,18 @@ class Reference:
 
 
 class Session:
-    """What a worker of a ``JaxTrainer`` has to do with Ray; a sink of its ``CheckpointManager``.
+    """A ``JaxTrainer`` worker's link to Ray; also an event handler of its ``CheckpointManager``.
 
-    Every worker makes one, gives it to its manager, and calls ``report`` and ``preempted`` at the
-    same points of its program: Ray has the workers meet there.
+    Every worker creates one, passes it to its manager, and calls ``report`` and ``preempted`` at
+    the same points of its program, because Ray synchronizes the workers there.
 
-    Example:
-      A function for ``trainer()``; it goes on from the newest intact step however often it is
-      started::
+    Examples:
+      A function for ``trainer()``, which resumes from the newest intact step at every start::
 
         def train(config):
             session = jax_trainer.Session(config["directory"])
-            with deltackpt.CheckpointManager(config["directory"], sinks=(session,)) as manager:
+            directory = config["directory"]
+            with deltackpt.CheckpointManager(directory, event_handlers=(session,)) as manager:
                 found = manager.restore_latest(template)
                 state, first = (init(), 0) if found is None else (found.state, found.step)
                 for step in range(first + 1, config["steps"] + 1):
@@ -59,15 +59,15 @@ class Session:
                     if step % 100 == 0:
                         manager.save(step, state)
                         session.report({"loss": loss})
-                manager.wait()
+                manager.wait_until_finished()
                 session.report({"loss": loss})
     """
 
     def __init__(self, directory: str | os.PathLike[str]):
-        """Checks that the workers are the processes of one jax job.
+        """Checks that the workers are the processes of one JAX job.
 
         Args:
-          directory: root of the steps, the manager's.
+          directory: the manager's checkpoint directory.
 
         Raises:
           OptionError: each worker would train alone; see ``check_processes``.
@@ -81,23 +81,25 @@ class Session:
         self._reported = None if latest is None else reference(latest)
 
     def receive(self, event: Event) -> None:
-        """Takes note of a step that was committed or restored (``deltackpt.events.Sink``)."""
-        if not isinstance(event, FailureEvent):
+        """Records a step that was committed or restored."""
+        # Not that of a WAL record or an upload, whose step is not committed, or an older one.
+        if isinstance(event, (SaveEvent, RestoreEvent)):
             self._intact = Reference(directory=self._directory, step=event.step)
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Reports metrics to Ray Train, and the newest committed step once.
+        """Reports metrics to Ray Train, and each newly committed step once.
 
-        The first report after a commit bears a checkpoint that refers to the step, and
-        ``checkpoint_step`` among its metrics. A save commits in the background, and the manager
-        says so at its next ``save()``, ``wait()`` or ``close()``: so the step is that of an
-        earlier save, unless ``wait()`` came before.
+        The first report after a commit carries a checkpoint that refers to the step, and the metric
+        ``checkpoint_step``. A save commits in the background, and the manager emits its event in
+        the next ``save()``, ``wait_until_finished()`` or ``close()``. The step is therefore that of
+        an earlier save, unless you called ``wait_until_finished()`` first.
 
-        Ray keeps the metrics of worker 0, of the reports that bear a checkpoint; others go to its
-        callbacks. Scalar arrays become Python numbers: Ray stores metrics as JSON.
+        Ray keeps worker 0's metrics for the reports that carry a checkpoint; the others go to its
+        callbacks. Scalar arrays are converted to Python numbers, because Ray stores metrics as
+        JSON.
 
         Args:
-          metrics: names to numbers or other values that JSON knows.
+          metrics: a mapping from names to numbers or other JSON values.
         """
         found = {name: _plain(value) for name, value in metrics.items()}
         if not self._speaks or self._intact is None or self._intact == self._reported:
@@ -113,10 +115,11 @@ class Session:
         self._reported = self._intact
 
     def preempted(self) -> bool:
-        """Whether Ray announces that nodes of this job will be taken away.
+        """Returns whether Ray has announced that nodes of this job will be taken away.
 
-        True once for each announcement, on every worker alike: save, and ``wait()``. Training may
-        go on; Ray starts the workers anew when the nodes are gone.
+        Returns True once per announcement, on every worker: save then, and call
+        ``wait_until_finished()``. Training may continue; Ray restarts the workers when the nodes
+        are gone.
         """
         info = ray.train.get_preemption_info()
         known, self._announced = self._announced, info
@@ -124,28 +127,28 @@ class Session:
 
 
 def check_processes() -> None:
-    """Checks that jax counts the workers of this run as its processes.
+    """Checks that JAX counts the workers of this run as its processes.
 
     Raises:
-      OptionError: it does not, and each worker would train a copy of its own, in silence. That is
-        what a ``JaxTrainer`` does without accelerators, unless it is told otherwise.
+      OptionError: it does not, so each worker would silently train its own copy. By default a
+        ``JaxTrainer`` without accelerators does that.
     """
-    # Not at the top: jax would seize the TPU of the machine that submits a job.
+    # Imported here, because JAX would seize the TPU of the machine that submits a job.
     import jax
 
     expected, found = ray.train.get_context().get_world_size(), jax.process_count()
     if found != expected:
         raise OptionError(
             f"JaxTrainer of {expected} workers: expected jax to count {expected} processes, found "
-            f"{found}: each worker would train by itself and save over the others; make the "
-            "trainer by deltackpt.service.jax_trainer.trainer(), or give yours "
+            f"{found}: each worker would train alone and overwrite the others' saves; create the "
+            "trainer with deltackpt.service.jax_trainer.trainer(), or pass "
             "jax_config=JaxConfig(use_gpu=True) and, on CPUs, JAX_PLATFORMS=cpu in "
             "RunConfig.worker_runtime_env"
         )
 
 
 def reference(checkpoint: ray.train.Checkpoint) -> Reference:
-    """The step that a checkpoint of a Ray Train result stands for.
+    """Returns the step that a checkpoint of a Ray Train result refers to.
 
     Args:
       checkpoint: one that ``Session.report`` reported.
@@ -158,7 +161,7 @@ def reference(checkpoint: ray.train.Checkpoint) -> Reference:
         if not path.is_file():
             raise RestoreError(
                 f"Ray Train checkpoint {checkpoint.path}: expected {_REFERENCE} in it, found "
-                f"{sorted(entry.name for entry in Path(folder).iterdir())}; give it to the code "
+                f"{sorted(entry.name for entry in Path(folder).iterdir())}; pass it to the code "
                 "that reported it"
             )
         return Reference(**json.loads(path.read_text()))
@@ -171,29 +174,28 @@ def trainer(
     scaling: ray.train.ScalingConfig,
     run: ray.train.RunConfig,
 ) -> JaxTrainer:
-    """A ``JaxTrainer`` whose workers are the processes of one jax job, on any kind of device.
+    """Creates a ``JaxTrainer`` whose workers are the processes of one JAX job, on any device kind.
 
-    Of the two configurations everything is kept. Added are what makes Ray start
-    ``jax.distributed`` on CPUs too, and ``JAX_PLATFORMS`` in the workers' environment where it is
-    not there yet: the accelerator that ``scaling`` asks for, and the host beside it.
+    Both configurations are kept. Two settings are added: one makes Ray start ``jax.distributed`` on
+    CPUs as well; the other sets ``JAX_PLATFORMS`` in the workers' environment, unless it is set, to
+    the accelerator that ``scaling`` requests and the CPU.
 
     Args:
-      train: what each worker runs.
+      train: the function that each worker runs.
       config: its argument.
       scaling: workers and their resources. GPUs: ``use_gpu`` and one worker per node with all its
         GPUs, ``resources_per_worker={"GPU": 8}``, because Ray numbers each worker's GPUs from 0.
         TPUs: ``use_tpu``, ``topology`` and ``accelerator_type``, one worker per host.
-      run: name, a storage path that all nodes see, and how many failures Ray may answer with a
-        restart.
+      run: name, a storage path that all nodes see, and after how many failures Ray may restart.
 
     Raises:
       OptionError: Ray would not restart anything.
     """
     if run.failure_config is None or run.failure_config.max_failures == 0:
         raise OptionError(
-            "RunConfig.failure_config: expected max_failures other than 0, found 0, Ray's default: "
-            "the death of a worker would end the run; give "
-            "FailureConfig(max_failures=...), the restarts of the whole run"
+            "RunConfig.failure_config: expected max_failures other than 0, found 0 (Ray's "
+            "default), so a worker's death would end the run; set "
+            "FailureConfig(max_failures=...), the number of restarts of the whole run"
         )
     platforms = "tpu,cpu" if scaling.use_tpu else "cuda,cpu" if scaling.use_gpu else "cpu"
     environment = dict(run.worker_runtime_env or {})
@@ -201,7 +203,7 @@ def trainer(
     return JaxTrainer(
         train,
         train_loop_config=dict(config),
-        # With neither flag Ray leaves jax alone; on CPUs either of them means JAX_PLATFORMS.
+        # With neither flag Ray does not initialize JAX; on CPUs either one means JAX_PLATFORMS.
         jax_config=JaxConfig(use_tpu=scaling.use_tpu, use_gpu=not scaling.use_tpu),
         scaling_config=scaling,
         run_config=dataclasses.replace(run, worker_runtime_env=environment),
@@ -209,5 +211,5 @@ def trainer(
 
 
 def _plain(value: Any) -> Any:
-    """A number of any array library as Python's."""
+    """Converts a scalar of any array library to a Python number."""
     return value.item() if hasattr(value, "item") else value

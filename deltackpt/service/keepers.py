@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keepers: an actor on each node that holds packs of other nodes in memory.
+"""Peer agents: an actor on each node that holds bundles of other nodes in memory.
 
-Ray says who is there and hands over the token; the bytes go by sockets of the keepers' own, past
-Ray's object store. A keeper lets in who shows a token of the newest claim of its root: whoever
-trained before is shut out as soon as another trainer takes over. It is bound to its node; one that
-died comes back empty, at another address and with no token, until ``keepers`` hands it one.
+Ray provides discovery and hands over the token; data is sent over the agents' own sockets,
+bypassing Ray's object store. An agent admits only clients with a token of the newest lease claim of
+its checkpoint directory, so an earlier trainer is fenced as soon as another takes over. An agent is
+bound to its node. After a crash it restarts empty, at another address and without a token, until
+``keepers`` gives it one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import ray.exceptions
 import ray.util
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from deltackpt.errors import RestoreError
 from deltackpt.format import manifest
 from deltackpt.nodes.server import NodeServer
 from deltackpt.nodes.shelves import MemoryShelf
@@ -32,21 +34,21 @@ _MAGIC = "deltackpt.keeper"
 _START_SECS = 30.0
 _ANSWER_SECS = 5.0
 _NICE = 5
-#: Labels of Ray's nodes that say where they stand, the first that is known.
+#: Ray node labels that name the failure domain; the first that is present is used.
 _RACK_LABELS = ("deltackpt/rack", "ray.io/availability-zone")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeeperState:
-    """What a keeper says of itself.
+    """A peer agent's description of itself.
 
     Attributes:
       node: Ray's id of its node.
-      address: of its server.
-      pid: its process.
-      memory_bytes: the most that it holds.
-      free_bytes: what is left of it.
-      fragments: how many it holds.
+      address: address of its server.
+      pid: its process id.
+      memory_bytes: its capacity in bytes.
+      free_bytes: unused capacity in bytes.
+      fragments: number of fragments held.
       claimed: whether a trainer has given it a token.
     """
 
@@ -60,13 +62,13 @@ class KeeperState:
 
 
 class Keeper:
-    """Holds fragments of packs in memory, and a server that takes and gives them."""
+    """Holds fragments of bundles in memory, and serves them to clients."""
 
     def __init__(self, memory_bytes: int):
-        """Serves nobody yet: there is no token.
+        """Starts the server; it admits no client until it has a token.
 
         Args:
-          memory_bytes: the most that it holds.
+          memory_bytes: its capacity in bytes.
         """
         os.nice(_NICE)
         self._memory_bytes = memory_bytes
@@ -78,7 +80,7 @@ class Keeper:
         self._holder: str | None = None
 
     def describe(self) -> bytes:
-        """A ``KeeperState``."""
+        """Returns a packed ``KeeperState``."""
         count = len(self._shelf.keys("", after="", most=1 << 30))
         state = KeeperState(
             node=names.node_id(),
@@ -92,15 +94,16 @@ class Keeper:
         return manifest.to_bytes(state, _MAGIC)
 
     def admit(self, holder: str, token: str, claims: bool) -> str:
-        """Lets in who shows a token of a claim.
+        """Admits clients that show the token of a claim.
 
         Args:
-          holder: of the claim; that of a later one is greater.
-          token: further ones of the same claim are let in, too; those of others not any more.
-          claims: whether the root was just taken by it.
+          holder: the claim's holder number; later claims have greater ones.
+          token: admitted in addition to the same claim's other tokens; tokens of other claims are
+            revoked.
+          claims: whether this claim just took over the directory.
 
         Returns:
-          The address of the server; "" where another claim's tokens hold.
+          The server's address; "" if another claim's tokens are valid.
         """
         if self._holder == holder:
             self._tokens.admit(token)
@@ -112,7 +115,7 @@ class Keeper:
         return self._server.address
 
     def stop(self) -> None:
-        """Ends the server; what was held is gone."""
+        """Stops the server and drops everything it held."""
         self._server.close()
         self._shelf.close()
 
@@ -125,53 +128,81 @@ def keepers(
     *,
     earlier: Keepers | None = None,
 ) -> Keepers:
-    """Starts the keepers of a root that are missing, and is let in by all of them.
+    """Starts missing peer agents of a directory, and registers a token with all of them.
 
     Args:
-      root: a directory or a URL.
-      item: name of our item in its steps.
-      how: packs are held.
-      holder: of the claim under which it is asked for. The newest claim of a root shuts earlier
-        ones out.
-      earlier: what this gave before under the same claim: nodes that came, and keepers that were
-        started again, are let in on the same token.
+      root: the checkpoint directory or URL.
+      item: name of the deltackpt item in its steps.
+      how: how bundles are stored.
+      holder: holder number of the caller's claim. The newest claim fences earlier ones.
+      earlier: the previous result under the same claim; its token is reused for new nodes and
+        restarted agents.
 
     Returns:
-      Those that answered; ``Keepers.require_nodes`` says whether they are enough.
+      The agents that answered; ``Keepers.require_nodes`` checks whether they are enough.
 
     Raises:
       ServiceUnavailable: this process is not connected to Ray, or the cluster has no node.
     """
-    key = names.key(root, item)
     token = secrets.token_urlsafe(32) if earlier is None else earlier.token
-    alive = lifecycle.living_nodes()
+    asked = {
+        node: handle.admit.remote(holder, token, earlier is None)
+        for node, handle in _started(root, item, how).items()
+    }
+    answers = _answers(asked, _START_SECS if earlier is None else _ANSWER_SECS)
+    return _keepers(root, item, how, token, answers)
+
+
+def require_nodes(root: str | os.PathLike[str], item: str, how: Copies | Erasure) -> None:
+    """Checks that enough peer agents answer, without changing any agent's token.
+
+    Raises:
+      ServiceUnavailable: this process is not connected to Ray, or the cluster has no node.
+      OptionError: there are too few.
+    """
+    asked = {node: one.describe.remote() for node, one in _started(root, item, how).items()}
+    answers = _answers(asked, _START_SECS)
+    _keepers(root, item, how, "", dict.fromkeys(answers, "unused")).require_nodes()
+
+
+def _started(root: str | os.PathLike[str], item: str, how: Copies | Erasure) -> dict[str, Any]:
+    """The agents on all living nodes; missing ones are started."""
+    key = names.key(root, item)
     remote: Any = ray.remote
     actor = remote(Keeper)
-    asked = {}
-    for node in alive:
-        handle = actor.options(
+    return {
+        node: actor.options(
             name=keeper_name(key, node),
             namespace=names.NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
             max_restarts=-1,
             num_cpus=0,
-            # Ray 2.60 puts an actor that asks for nothing on any node, whatever its affinity.
+            # Ray 2.60 ignores the affinity of an actor that requests no resources.
             memory=how.memory_bytes,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             max_concurrency=2,
         ).remote(how.memory_bytes)
-        asked[node] = handle.admit.remote(holder, token, earlier is None)
-    answers = _answers(asked, _START_SECS if earlier is None else _ANSWER_SECS)
+        for node in lifecycle.living_nodes()
+    }
+
+
+def _keepers(
+    root: str | os.PathLike[str],
+    item: str,
+    how: Copies | Erasure,
+    token: str,
+    addresses: dict[str, str],
+) -> Keepers:
     racks = _racks()
     copies = how.copies if isinstance(how, Copies) else 0
     return Keepers(
-        root=key,
+        root=names.key(root, item),
         own=names.node_id(),
         token=token,
         nodes=tuple(
             KeeperNode(node=node, address=address, rack=racks.get(node, ""))
-            for node, address in answers.items()
+            for node, address in addresses.items()
             if address
         ),
         k=how.k if isinstance(how, Erasure) else 1,
@@ -180,7 +211,7 @@ def keepers(
 
 
 def states(root: str | os.PathLike[str], item: str) -> dict[str, KeeperState | None]:
-    """What keepers of a root say, by node; None of one that does not answer.
+    """Returns the states of a directory's peer agents by node; None for one without a valid answer.
 
     Raises:
       ServiceUnavailable: this process is not connected to Ray.
@@ -189,19 +220,22 @@ def states(root: str | os.PathLike[str], item: str) -> dict[str, KeeperState | N
     found = _found(names.key(root, item))
     asked = {node: handle.describe.remote() for node, handle in found.items()}
     answers = _answers(asked, _ANSWER_SECS)
-    return {
-        node: manifest.from_bytes(answers[node], KeeperState, name=f"keeper {node}", magic=_MAGIC)
-        if node in answers
-        else None
-        for node in sorted(found)
-    }
+    return {node: _state(node, answers.get(node)) for node in sorted(found)}
+
+
+def _state(node: str, answer: bytes | None) -> KeeperState | None:
+    """An agent's state; None if it did not answer or has another version."""
+    with contextlib.suppress(RestoreError):
+        if answer is not None:
+            return manifest.from_bytes(answer, KeeperState, name=f"peer agent {node}", magic=_MAGIC)
+    return None
 
 
 def stop(root: str | os.PathLike[str], item: str) -> int:
-    """Ends the keepers of a root; what they held is gone.
+    """Stops the peer agents of a directory; everything they held is lost.
 
     Returns:
-      How many were ended.
+      The number of agents stopped.
 
     Raises:
       ServiceUnavailable: this process is not connected to Ray.
@@ -215,23 +249,23 @@ def stop(root: str | os.PathLike[str], item: str) -> int:
 
 
 def keeper_name(key: str, node: str) -> str:
-    """Name of the actor that keeps for a root on a node."""
+    """Returns the name of the actor that serves a directory on a node."""
     return f"{key}-keeper-{node}"
 
 
 def _found(key: str) -> dict[str, Any]:
-    """Actors of a root that Ray knows, by node."""
+    """A directory's actors that Ray knows, by node."""
     found = {}
     prefix = keeper_name(key, "")
     for name in names.listed():
         if name.startswith(prefix):
-            with contextlib.suppress(ValueError):  # It has ended by itself.
+            with contextlib.suppress(ValueError):  # The actor has already exited.
                 found[name.removeprefix(prefix)] = ray.get_actor(name, namespace=names.NAMESPACE)
     return found
 
 
 def _answers(asked: dict[str, Any], secs: float) -> dict[str, Any]:
-    """What came in time, by node."""
+    """The answers that arrived in time, by node."""
     done, _ = (
         ray.wait([*asked.values()], num_returns=len(asked), timeout=secs) if asked else ([], 0)
     )
@@ -239,13 +273,13 @@ def _answers(asked: dict[str, Any], secs: float) -> dict[str, Any]:
     found = {}
     for node, reference in asked.items():
         if reference in answered:
-            with contextlib.suppress(ray.exceptions.RayError):  # It, or its node, died.
+            with contextlib.suppress(ray.exceptions.RayError):  # The actor or its node died.
                 found[node] = ray.get(reference)
     return found
 
 
 def _racks() -> dict[str, str]:
-    """Where nodes stand, of those whose labels say it."""
+    """Failure domains of the nodes that have such a label."""
     found = {}
     for node in ray.nodes():
         labels = node.get("Labels") or {}

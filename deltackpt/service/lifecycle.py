@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starting, finding and stopping the service of a directory."""
+"""Starts, finds and stops the hot standby of a directory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deltackpt.service import names
 from deltackpt.service.actor import CONCURRENCY, RestoreActor
 from deltackpt.service.client import RestoreService
 from deltackpt.service.compactor import Compactor
-from deltackpt.service.names import Member
+from deltackpt.service.names import Replica
 from deltackpt.service.options import ServiceOptions
 from deltackpt.storage import buckets
 
@@ -29,23 +29,23 @@ _STOP_SECS = 15.0
 def start(
     directory: str | os.PathLike[str], *, options: ServiceOptions | None = None
 ) -> RestoreService:
-    """Starts the service of a directory, or what is missing of it.
+    """Starts the service of a directory, or its missing replicas.
 
-    It returns when the members are there, which then load in the background, or after
-    half a minute where the cluster has no room for them yet.
+    Returns once the replicas exist, or after half a minute if the cluster has no room for them yet.
+    They load in the background.
 
-    The members are detached actors: they outlive the job that starts them, and Ray restarts those
-    that die, on another node where theirs is gone. Shard i prefers node i, as the shards of a mesh
-    over the nodes in that order do.
+    Replicas are detached actors: they outlive the job that starts them, and Ray restarts those that
+    die, on another node if theirs is lost. Shard i prefers node i, like the shards of a mesh over
+    the nodes in that order.
 
     Args:
-      directory: root of the steps, as every node sees it, made where it does not exist yet; or
-        the URL of a bucket.
-      options: how.
+      directory: the checkpoint directory as every node sees it, created if it does not exist; or a
+        bucket URL.
+      options: options of the service.
 
     Raises:
       ServiceUnavailable: this process is not connected to Ray, or the cluster has no node.
-      ServiceMismatch: a service of the directory runs with another number of shards.
+      ServiceMismatch: the directory's service is running with another number of shards.
       OptionError: more replicas than nodes.
       StorageError, ForeignDirectory, UnsupportedRoot: the directory cannot be used.
     """
@@ -53,19 +53,19 @@ def start(
     nodes = living_nodes()
     root = names.root_name(directory)
     if buckets.is_url(root):
-        # There may be nothing in it yet.
+        # The directory may still be empty.
         buckets.place(root, endpoint=options.endpoint).open()
     elif os.path.isdir(root):
         Root.open(root, item=options.item, read_only=True).close()
     else:
         os.makedirs(root)
     key = names.key(root, options.item)
-    running = {member.shards for member in names.members(key)}
+    running = {replica.shards for replica in names.replicas(key)}
     count = options.shards or (running.pop() if len(running) == 1 else len(nodes))
     if running - {count}:
         raise ServiceMismatch(
-            f"service of {root}: expected {count} shards, found members of {sorted(running)}; stop "
-            "it first: deltackpt.service.stop(directory)"
+            f"service of {root}: expected {count} shards, found replicas of {sorted(running)}; "
+            "stop it first: deltackpt.service.stop(directory)"
         )
     if options.replicas > len(nodes):
         raise OptionError(
@@ -76,14 +76,14 @@ def start(
     remote: Any = ray.remote
     actor = remote(concurrency_groups=CONCURRENCY)(RestoreActor)
     for shard in range(count):
-        for replica in range(options.replicas):
-            member = Member(key, shard, count, replica)
+        for index in range(options.replicas):
+            replica = Replica(key, shard, count, index)
             handle = actor.options(
                 **_standing(
-                    member.name, nodes[(shard + replica) % len(nodes)], options.memory_bytes
+                    replica.name, nodes[(shard + index) % len(nodes)], options.memory_bytes
                 ),
                 max_concurrency=4,
-            ).remote(root, member, options)
+            ).remote(root, replica, options)
             created.append(handle.describe.remote())
     if options.compact_after is not None:
         compactor: Any = ray.remote(Compactor)
@@ -91,27 +91,27 @@ def start(
             **_standing(names.compactor_name(key), nodes[-1]), max_concurrency=2
         ).remote(root, count, options)
         created.append(handle.describe.remote())
-    # A detached actor whose driver ends before it was created is forgotten.
+    # Ray drops a detached actor if its driver exits before the actor was created.
     ray.wait(created, num_returns=len(created), timeout=_START_SECS)
     return RestoreService(root, options.item)
 
 
 def stop(directory: str | os.PathLike[str], item: str = file_names.EMBEDDINGS_ITEM) -> int:
-    """Ends the service of a directory; steps and compacted bases stay.
+    """Stops the service of a directory; steps and compacted bases are kept.
 
     Returns:
-      How many actors were ended.
+      The number of actors stopped.
 
     Raises:
       ServiceUnavailable: this process is not connected to Ray.
     """
     living_nodes()
     key = names.key(directory, item)
-    wanted = [member.name for member in names.members(key)]
+    wanted = [replica.name for replica in names.replicas(key)]
     wanted += [name for name in names.listed() if name == names.compactor_name(key)]
     actors = []
     for name in wanted:
-        with contextlib.suppress(ValueError):  # It has ended by itself.
+        with contextlib.suppress(ValueError):  # The actor has already exited.
             actors.append(ray.get_actor(name, namespace=names.NAMESPACE))
     with contextlib.suppress(ray.exceptions.RayError):
         ray.wait(
@@ -123,25 +123,25 @@ def stop(directory: str | os.PathLike[str], item: str = file_names.EMBEDDINGS_IT
 
 
 def living_nodes() -> list[str]:
-    """Ray's ids of the nodes, in the order of their addresses; of those with CPUs where any have.
+    """Returns Ray's ids of the nodes by address; only nodes with CPUs, if there are any.
 
-    A head that was given none is not meant to work.
+    A head node without CPUs is not meant to run work.
     """
     if not ray.is_initialized():
         raise ServiceUnavailable(
-            "expected a process that is connected to Ray, found that ray.init() was not called; "
-            "connect to the cluster first"
+            "expected a process connected to Ray, found that ray.init() was not called; connect "
+            "to the cluster first"
         )
     alive = [node for node in ray.nodes() if node["Alive"]]
     alive = [node for node in alive if node["Resources"].get("CPU")] or alive
     alive.sort(key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
     if not alive:
-        raise ServiceUnavailable("expected a node that is alive in the Ray cluster, found none")
+        raise ServiceUnavailable("expected a living node in the Ray cluster, found none; start one")
     return [node["NodeID"] for node in alive]
 
 
 def _standing(name: str, node: str, memory_bytes: int | None = None) -> dict[str, Any]:
-    """Options of an actor that stays until it is stopped, on a node while there is that node."""
+    """Options of a detached actor that prefers a node."""
     return {
         "name": name,
         "namespace": names.NAMESPACE,
@@ -149,7 +149,7 @@ def _standing(name: str, node: str, memory_bytes: int | None = None) -> dict[str
         "get_if_exists": True,
         "max_restarts": -1,
         "num_cpus": 0,
-        # Ray 2.60 puts an actor that asks for nothing on any node, whatever its affinity.
+        # Ray 2.60 ignores the affinity of an actor that requests no resources.
         "memory": memory_bytes or 1,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True),
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of a restore service."""
+"""Options of the hot standby."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _DIRECTORY_SECS, _BUCKET_SECS = 0.1, 5.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServiceOptions:
-    """How a directory is kept in memory.
+    """How a directory's state is kept in memory.
 
     Attributes:
-      item: name of our item in a step.
-      shards: how many members share the rows of each table; the number of nodes by default.
-      replicas: how many members, on different nodes, hold the same rows.
-      memory_bytes: most memory of one member. Ray is told, and places members where so much is
-        free; by default a member takes what its node has.
-      poll_secs: how often a member looks for a new step: one listing of the root; by default 0.1
-        s for a directory, and 5 s for a bucket, whose listings are paid for.
-      compact_after: fold a chain of that many deltas into a new base, in the background; None
-        leaves chains as they are.
-      compact_memory_bytes: memory for that, of all shares together.
-      nice: how far the members yield the processors to others, 0 to 19.
-      endpoint: address of the server of a bucket, where it is not the service's own.
+      item: name of the deltackpt item in a step.
+      shards: into how many shards the rows of each table are split; default: the number of nodes.
+      replicas: how many replicas of each shard there are, on different nodes.
+      memory_bytes: maximum memory of one replica in bytes. Ray reserves it when it places the
+        replica; by default a replica may use all memory of its node.
+      poll_secs: seconds between two polls for a new step; each poll lists the checkpoint directory
+        once. Default: 0.1 for a directory, 5 for a bucket, where listings are billed.
+      compact_after: merge a chain of this many deltas into a new base, in the background; None
+        disables compaction.
+      compact_memory_bytes: memory for compaction in bytes, for all parts together.
+      nice: CPU niceness of the replicas, 0 to 19.
+      endpoint: address of the bucket's server, if it is not the cloud provider's default.
     """
 
     item: str = names.EMBEDDINGS_ITEM
@@ -61,8 +61,8 @@ class ServiceOptions:
                 f"{self.poll_secs!r}"
             )
 
-    def rest_secs(self, root: str) -> float:
-        """How long to rest between two looks at a root."""
+    def rest_secs(self, directory: str) -> float:
+        """Seconds to pause between two polls of a checkpoint directory."""
         if self.poll_secs is not None:
             return self.poll_secs
-        return _BUCKET_SECS if buckets.is_url(root) else _DIRECTORY_SECS
+        return _BUCKET_SECS if buckets.is_url(directory) else _DIRECTORY_SECS

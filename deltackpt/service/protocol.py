@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What members of a service answer: records that travel as checked bytes, whatever the versions.
+"""Messages between a service's replicas and clients: checksummed bytes, independent of versions.
 
-Ray pickles what it carries, and a pickle of another version's class is a riddle. A member's answer
-is the bytes of ``manifest.to_bytes`` instead.
+Ray would pickle the records, and a pickle of another version's class may not load. A replica
+therefore answers with the bytes of ``manifest.to_bytes``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from deltackpt.errors import RestoreError, ServiceMismatch
 from deltackpt.format import manifest
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
-from deltackpt.reading.stretches import LogPoint
+from deltackpt.reading.stretches import RecoveryPoint
 from deltackpt.standby.files import HeldFile
 from deltackpt.standby.memory import MemoryAddress
 
-#: Raised by one where a member's answers or arguments change their meaning.
+#: Incremented when a replica's answers or arguments change their meaning.
 PROTOCOL = 3
 _MAGIC = "deltackpt.service"
 _Record = TypeVar("_Record", "Description", "Pinned")
@@ -27,21 +27,21 @@ _Record = TypeVar("_Record", "Description", "Pinned")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Description:
-    """Who a member is, what it holds and how it is.
+    """A replica's description of itself: identity, contents and health.
 
     Attributes:
-      protocol: ``PROTOCOL`` of the member.
-      version: of its deltackpt.
-      directory: root of the steps.
+      protocol: the replica's ``PROTOCOL``.
+      version: its deltackpt version.
+      directory: the checkpoint directory.
       node: Ray's id of its node.
-      pid: its process.
-      health: what it does, or what is wrong, in words.
-      code: of the error that is wrong; empty where nothing is.
-      save_id: the save that it holds.
+      pid: its process id.
+      health: its current activity or problem, as text.
+      code: code of the current error, or empty.
+      save_id: id of the save that it holds.
       newest_step: the newest committed step that it sees.
-      point: the mark of the log above it that it holds; None where it holds the save itself.
-      lag_secs: how long after the commit of ``save_id``, or after ``point``, it held it.
-      nbytes: bytes of memory that hold the rows.
+      point: the recovery point above that save that it holds; None if it holds the save itself.
+      lag_secs: seconds from the commit of ``save_id``, or from ``point``, until it held that state.
+      nbytes: bytes of memory used for rows.
     """
 
     protocol: int = PROTOCOL
@@ -60,22 +60,22 @@ class Description:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pinned:
-    """A state that a member keeps for a reader.
+    """A state that a replica keeps for a reader.
 
     Attributes:
-      protocol: ``PROTOCOL`` of the member.
-      version: of its deltackpt.
-      pin: its number; 0 where the state is not kept.
-      refused: why it is not.
-      soon: whether the member follows, and may hold the state in a moment.
-      held: what it holds.
-      stretch: number of that of ``point``.
-      point: the mark of the log above ``held`` that it holds; None where it holds the save itself.
-      place: where processes of the same machine find its memory.
-      sequence: of the memory.
-      chain: the saves that the state was merged from, base first.
-      files: of the step, or of the point, beside its tables, where they are held.
-      files_place: where processes of the same machine find theirs.
+      protocol: the replica's ``PROTOCOL``.
+      version: its deltackpt version.
+      pin: number of the pin; 0 if the state is not pinned.
+      refused: why the state is not pinned.
+      soon: whether the replica is following and may hold the state soon.
+      held: the save that it holds.
+      stretch: number of the WAL epoch of ``point``.
+      point: the recovery point above ``held`` that it holds; None if it holds the save itself.
+      place: path of its memory for processes on the same machine.
+      sequence: sequence number of the memory.
+      chain: ids of the saves that the state was merged from, base first.
+      files: files of the step or recovery point other than its tables, if held.
+      files_place: path of those files for processes on the same machine.
     """
 
     protocol: int = PROTOCOL
@@ -93,37 +93,41 @@ class Pinned:
     files_place: MemoryAddress | None = None
 
 
-def plain_point(point: LogPoint | None) -> tuple[int, str, int, int] | None:
-    """A point as it is asked for: stretch, run, step and attempt."""
+def plain_point(point: RecoveryPoint | None) -> tuple[int, str, int, int] | None:
+    """Returns a recovery point as a request: WAL epoch, run, step and attempt."""
     if point is None:
         return None
-    return point.stretch, *dataclasses.astuple(point.save_id)
+    return point.epoch, *dataclasses.astuple(point.save_id)
 
 
-def point_of(plain: tuple[int, str, int, int]) -> LogPoint:
-    """The full point that ``plain_point`` was given; nobody asks when it was taken."""
-    return LogPoint(plain[0], SaveId(*plain[1:]), full=True, unix_secs=0.0)
+def point_of(plain: tuple[int, str, int, int]) -> RecoveryPoint:
+    """Returns the recovery point of a ``plain_point``.
+
+    Its time is not set, since no caller reads it.
+    """
+    return RecoveryPoint(plain[0], SaveId(*plain[1:]), full=True, unix_secs=0.0)
 
 
 def packed(record: Description | Pinned) -> bytes:
-    """The bytes of an answer."""
+    """Returns the bytes of an answer."""
     return manifest.to_bytes(record, _MAGIC)
 
 
-def unpacked(data: bytes, kind: type[_Record], member: str) -> _Record:
-    """An answer from its bytes.
+def unpacked(data: bytes, kind: type[_Record], replica: str) -> _Record:
+    """Decodes an answer.
 
     Raises:
-      ServiceMismatch: they are those of another version.
+      ServiceMismatch: another version encoded it.
     """
     try:
-        found = manifest.from_bytes(data, kind, name=member, magic=_MAGIC)
+        found = manifest.from_bytes(data, kind, name=replica, magic=_MAGIC)
         if found.protocol == PROTOCOL:
             return found
         problem = f"protocol {found.protocol} of version {found.version}"
     except (RestoreError, TypeError) as error:
         problem = str(error)
     raise ServiceMismatch(
-        f"{member}: expected an answer of protocol {PROTOCOL} (version {__version__}), found "
-        f"{problem}; run one version of deltackpt, stop the service and start it again"
+        f"{replica}: expected an answer of protocol {PROTOCOL} (version {__version__}), found "
+        f"{problem}; install one version of deltackpt everywhere, stop the service and start it "
+        "again"
     )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One restore from a service: keep a state on every member that is needed, take it, prove it whole.
+"""One restore from a hot standby: pin a state on every needed replica, read it, verify it.
 
-What a member on this machine holds in one place is mapped, copy-on-write, and is the reader's for
-good (``standby.memory``); the rest is copied. The others answer in parallel. A member that does not
-answer, or that went on to another state, is replaced by another replica.
+Contiguous memory of a replica on this machine is mapped copy-on-write and stays valid for the
+reader (``standby.memory``); the rest is copied. Replicas on other machines are read in parallel. If
+a replica does not answer, or has advanced to another state, another replica of the shard is used.
 """
 
 from __future__ import annotations
@@ -23,23 +23,22 @@ import ray.exceptions
 from deltackpt.errors import ServiceError, ServiceMismatch, ServiceUnavailable
 from deltackpt.format.blocks import Box
 from deltackpt.format.chain import SaveInfo
-from deltackpt.reading.merge import Target
+from deltackpt.layers.targets import Target, Targets, Wanted, empty_buffers
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.stretches import LogPoint
-from deltackpt.reading.targets import Targets, Wanted, empty_buffers
+from deltackpt.reading.stretches import RecoveryPoint
 from deltackpt.resources import pages
 from deltackpt.service import calls, protocol
-from deltackpt.service.names import Member
+from deltackpt.service.names import Replica
 from deltackpt.service.protocol import Pinned
 from deltackpt.standby import gate, shards
 from deltackpt.standby.files import HeldFile
 from deltackpt.standby.memory import MemoryReader
 from deltackpt.standby.shards import Region
 
-#: Bytes of one copy, and of one answer of another machine.
+#: Bytes per copy, and per answer from another machine.
 _PIECE_BYTES = 16 << 20
-#: Answers of one member on their way: they bound what Ray's object store has to hold.
+#: Answers of one replica in flight; they bound the use of Ray's object store.
 _ANSWERS_IN_FLIGHT = 4
 _MOST_COPIERS = 8
 _SHARDS_AT_ONCE = 16
@@ -47,7 +46,7 @@ _ASK_AGAIN_SECS = 0.02
 
 
 class _Copy(NamedTuple):
-    """Rows of a member's region that a target wants: virtual rows ``[start, stop)``."""
+    """Rows of a replica's region that a target wants: virtual rows ``[start, stop)``."""
 
     region: Region
     target: Target
@@ -62,30 +61,30 @@ class _Copy(NamedTuple):
 @contextlib.contextmanager
 def reading(
     save: StoredSave,
-    replicas: Sequence[Sequence[Member]],
+    replicas: Sequence[Sequence[Replica]],
     wanted: Wanted | None,
     *,
     timeout_secs: float,
-    point: LogPoint | None = None,
+    point: RecoveryPoint | None = None,
 ) -> Iterator[RestoredTables]:
-    """What is wanted of a save, and the files beside its tables.
+    """Reads the wanted parts of a save, and the files other than its tables.
 
     Args:
-      save: the step, as its manifest in storage says.
-      replicas: of each shard the members that hold it, in the order in which to ask them.
-      wanted: what to restore; by default every table and slot as a whole.
-      timeout_secs: longest wait for a state to be held, and for each answer.
-      point: of the log above the save, if one is restored; see ``RowSource``. Members may be at
-        different marks below it.
+      save: the step, from its manifest in storage.
+      replicas: for each shard, its replicas in the order in which to try them.
+      wanted: what to restore; by default every table and slot in full.
+      timeout_secs: maximum wait in seconds for a state to be held, and for each answer.
+      point: the recovery point to restore, if any; see ``RowSource``. Replicas may be at different
+        earlier WAL records.
 
     Raises:
-      ServiceUnavailable: no replica of a shard that is needed holds the save in time.
-      ServiceMismatch: a member is of another run or version.
+      ServiceUnavailable: for some needed shard, no replica held the save in time.
+      ServiceMismatch: a replica belongs to another run or version.
     """
     started = time.perf_counter()
     buffers, targets = empty_buffers(save.layout, wanted)
     work = [_copies(save, shard, len(replicas), targets) for shard in range(len(replicas))]
-    # Where nothing is wanted, one member still says what the save was merged from.
+    # Even if nothing is wanted, one replica reports which saves the state was merged from.
     needed = [shard for shard, copies in enumerate(work) if copies] or [0]
     copiers = min(_MOST_COPIERS, len(os.sched_getaffinity(0)))
     with contextlib.ExitStack() as stack:
@@ -116,27 +115,27 @@ def reading(
 
 
 class _Pin(NamedTuple):
-    """A state that a member keeps for us; ``memory`` is None where it is on another machine."""
+    """A state that a replica keeps for us; ``memory`` is None if it is on another machine."""
 
-    member: Member
+    replica: Replica
     pinned: Pinned
     memory: MemoryReader | None
 
     def check(self) -> None:
-        """Checks that the member's memory still holds the state.
+        """Checks that the replica's memory still holds the state.
 
         Raises:
-          ServiceUnavailable: it went on.
+          ServiceUnavailable: it has advanced.
         """
         if self.memory is not None and self.memory.sequence != self.pinned.sequence:
             raise ServiceUnavailable(
-                f"{self.member}: expected its state to stay while it was copied, found that it "
-                "went on; restore the newest step"
+                f"{self.replica}: expected its state not to change while it was copied, found that "
+                "it advanced; restore the newest step"
             )
 
 
 class _Pins:
-    """The states that members keep for one restore, renewed while it lasts."""
+    """The pins of one restore, renewed while it runs."""
 
     def __init__(self) -> None:
         self._pins: list[_Pin] = []
@@ -153,36 +152,36 @@ class _Pins:
             self.end(pin)
         self._thread.join()
 
-    def add(self, member: Member, pinned: Pinned) -> _Pin:
-        """A state that is kept from now on."""
+    def add(self, replica: Replica, pinned: Pinned) -> _Pin:
+        """Adds a pin to renew."""
         assert pinned.place is not None
         memory = None
-        with contextlib.suppress(OSError):  # It is on another machine.
+        with contextlib.suppress(OSError):  # The memory is on another machine.
             memory = MemoryReader(pinned.place)
-        pin = _Pin(member, pinned, memory)
+        pin = _Pin(replica, pinned, memory)
         self._pins.append(pin)
         return pin
 
     def end(self, pin: _Pin) -> None:
-        """Lets a state go; nobody waits for the answer, a pin ends by itself too."""
+        """Releases a pin without waiting; pins also expire."""
         self._pins.remove(pin)
         with contextlib.suppress(ServiceError, ray.exceptions.RayError):
-            calls.actor(pin.member).unpin.remote(pin.pinned.pin)
+            calls.actor(pin.replica).unpin.remote(pin.pinned.pin)
 
     def _renew(self) -> None:
         while not self._done.wait(gate.PIN_SECS / 3):
             for pin in [*self._pins]:
                 with contextlib.suppress(ServiceError, ray.exceptions.RayError):
-                    calls.actor(pin.member).renew.remote(pin.pinned.pin)
+                    calls.actor(pin.replica).renew.remote(pin.pinned.pin)
 
 
 class _Read:
-    """What all shards of one restore share."""
+    """State that all shards of one restore share."""
 
     def __init__(
         self,
         save: StoredSave,
-        point: LogPoint | None,
+        point: RecoveryPoint | None,
         timeout_secs: float,
         pins: _Pins,
         pool: concurrent.futures.Executor,
@@ -190,68 +189,67 @@ class _Read:
     ):
         self._save = save
         self._point = point
-        #: Whether all that was taken is of the point, and none below it.
+        #: Whether everything read so far is at the recovery point itself, not before it.
         self.at_point = True
         self._timeout_secs = timeout_secs
         self._end = time.monotonic() + timeout_secs
         self._pins = pins
         self._pool = pool
         self._buffers = buffers
-        #: The bytes of the files beside the tables, where the member that was asked has them.
+        #: Contents of the files other than the tables, if the asked replica has them.
         self.files: dict[str, np.ndarray] | None = None
 
     def shard(
-        self, members: Sequence[Member], copies: Sequence[_Copy], *, with_files: bool
+        self, replicas: Sequence[Replica], copies: Sequence[_Copy], *, with_files: bool
     ) -> tuple[SaveInfo, ...]:
-        """Takes the rows of one shard from the first replica that can give them."""
+        """Reads the rows of one shard from the first replica that can provide them."""
         refusal: ServiceError | None = None
         silence: ServiceError | None = None
         while True:
             soon = False
-            for number, member in enumerate(members):
+            for number, replica in enumerate(replicas):
                 try:
-                    pinned = self._pin(member, others=len(members) - number - 1)
+                    pinned = self._pin(replica, others=len(replicas) - number - 1)
                     if pinned.pin:
-                        self._take(self._pins.add(member, pinned), copies, with_files)
+                        self._take(self._pins.add(replica, pinned), copies, with_files)
                         if not self._is_at_point(pinned):
                             self.at_point = False
                         return pinned.chain
                     soon = soon or pinned.soon
-                    refusal = self._refusal(member, pinned)
+                    refusal = self._refusal(replica, pinned)
                 except ServiceError as error:
                     silence = error
             if not soon or time.monotonic() > self._end:
-                # What a member has said tells more than that another does not answer.
+                # A replica's explanation is more useful than another's missing answer.
                 problem = refusal or silence
                 assert problem is not None
                 raise problem
             time.sleep(_ASK_AGAIN_SECS)
 
-    def _pin(self, member: Member, *, others: int) -> Pinned:
-        """Asks a member to keep the state, and leaves some of the time to the others."""
+    def _pin(self, replica: Replica, *, others: int) -> Pinned:
+        """Asks a replica to pin the state; leaves some of the time to the others."""
         wanted = self._save.info.save_id
         left = max(_ASK_AGAIN_SECS, (self._end - time.monotonic()) / (1 + others))
-        call = calls.actor(member).pin.remote(
+        call = calls.actor(replica).pin.remote(
             wanted.run, wanted.step, wanted.attempt, left / 2, protocol.plain_point(self._point)
         )
-        return protocol.unpacked(calls.answer(member, call, left), Pinned, str(member))
+        return protocol.unpacked(calls.answer(replica, call, left), Pinned, str(replica))
 
     def _is_at_point(self, pinned: Pinned) -> bool:
         wanted = self._point
         return wanted is not None and (pinned.stretch, pinned.point) == wanted[:2]
 
-    def _refusal(self, member: Member, pinned: Pinned) -> ServiceError:
+    def _refusal(self, replica: Replica, pinned: Pinned) -> ServiceError:
         wanted, held = self._save.info.save_id, pinned.held
         if held is not None and held.run != wanted.run:
             return ServiceMismatch(
-                f"{member}: expected it to hold save id {wanted}, found {held} of another run "
-                f"within {self._timeout_secs} s: its node may see another directory under the "
-                "same path"
+                f"{replica}: expected save id {wanted} within {self._timeout_secs} s, found {held} "
+                "of another run; check that its node sees the same directory under this path"
             )
         return ServiceUnavailable(pinned.refused)
 
     def _take(self, pin: _Pin, copies: Sequence[_Copy], with_files: bool) -> None:
-        """Takes what is wanted of a state, and ends its pin."""
+        """Reads the wanted parts of a state, and releases its pin."""
         try:
             files = self._files_of(pin) if with_files and pin.pinned.files else None
             if pin.memory is None:
@@ -260,7 +258,7 @@ class _Read:
                 whole = [(copy, self._mappable(copy)) for copy in copies]
                 self._copy(pin.memory, [copy for copy, place in whole if place is None])
                 pin.check()
-                # Last: another replica would not take back what came from this one.
+                # Last: another replica would not undo what this one wrote.
                 for copy, place in whole:
                     if place is not None:
                         fields, box = place
@@ -284,18 +282,18 @@ class _Read:
 
     def _file(self, pin: _Pin, file: HeldFile) -> np.ndarray:
         found = np.empty(file.nbytes, np.uint8)
-        actor = calls.actor(pin.member)
+        actor = calls.actor(pin.replica)
         for start in range(0, file.nbytes, _PIECE_BYTES):
             stop = min(file.nbytes, start + _PIECE_BYTES)
             call = actor.read_file.remote(pin.pinned.pin, file.name, start, stop)
-            data = calls.answer(pin.member, call, self._timeout_secs)
+            data = calls.answer(pin.replica, call, self._timeout_secs)
             if isinstance(data, str):
                 raise ServiceUnavailable(data)
             found[start:stop] = data
         return found
 
     def _mappable(self, copy: _Copy) -> tuple[dict[Box, np.ndarray], Box] | None:
-        """The buffer that may be a member's memory itself, which holds it all in one place."""
+        """The buffer to map from a replica's memory, if that holds all of it contiguously."""
         if (copy.start, copy.stop) != copy.target.rows:
             return None
         if copy.target.columns != copy.region.columns:
@@ -318,8 +316,8 @@ class _Read:
             future.result()
 
     def _fetch(self, pin: _Pin, copies: Sequence[_Copy]) -> None:
-        """Asks for rows piece by piece."""
-        actor = calls.actor(pin.member)
+        """Requests rows piece by piece."""
+        actor = calls.actor(pin.replica)
         waiting: list[tuple[_Copy, Any]] = []
         pieces = _pieces(copies)
         while True:
@@ -334,7 +332,7 @@ class _Read:
             if not waiting:
                 return
             piece, call = waiting.pop(0)
-            found = calls.answer(pin.member, call, self._timeout_secs)
+            found = calls.answer(pin.replica, call, self._timeout_secs)
             if isinstance(found, str):
                 raise ServiceUnavailable(found)
             rows = found.view(piece.region.dtype)
@@ -342,7 +340,7 @@ class _Read:
 
 
 def _copies(save: StoredSave, shard: int, count: int, targets: Targets) -> list[_Copy]:
-    """What of a shard's rows is wanted where."""
+    """The copies that a shard's rows need."""
     found = []
     for region in shards.regions(save.layout, shard, count):
         for target in targets.over(
@@ -363,14 +361,14 @@ def _pieces(copies: Sequence[_Copy]) -> Iterator[_Copy]:
 
 
 def _rows(memory: MemoryReader, copy: _Copy) -> np.ndarray:
-    """Whole rows in the memory of a member."""
+    """Complete rows in a replica's memory."""
     region = copy.region
     offset = region.offset + (copy.start - region.rows[0]) * region.row_bytes
     return memory.array(offset, (copy.stop - copy.start, *region.trailing), region.dtype)
 
 
 def _put(piece: _Copy, rows: np.ndarray) -> None:
-    """Writes whole rows of a region to a target, which may want some columns of them."""
+    """Writes complete rows of a region to a target, which may want some of their columns."""
     target = piece.target
     out = target.buffer[piece.start - target.rows[0] : piece.stop - target.rows[0]]
     if target.columns is not None and target.columns != piece.region.columns:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that stay fresh: dense leaves of a run, followed by processes that roll out or serve.
+"""Streams fresh weights from a training run to serving and rollout processes.
 
-Neither jax nor Ray is imported. ``follow`` opens a root; a ``Live`` shows one whole ``Version`` of
-the leaves after the other.
+``follow`` opens a checkpoint directory and returns a ``Live``, which provides complete, immutable
+``Version``s of the dense leaves. Neither jax nor Ray is imported.
 """
 
 from __future__ import annotations

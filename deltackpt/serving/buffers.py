@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of values: written once, read for as long as anybody refers to it, then used again.
+"""Buffers that are written once, read while they are referenced, and then reused.
 
-A reader may keep an array, or have jax alias it, while newer versions come. So nobody waits and no
-lock is taken: what nobody refers to any more goes back to the spare buffers by itself.
+A reader may keep an array, or let jax alias it, while newer versions arrive. Buffers return to the
+pool when their last reference is dropped, without locks or waiting.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ _NUMBERS = itertools.count()
 
 
 class Buffer:
-    """The memory of one value; arrays made of it by ``array`` keep it.
+    """The memory of one value; arrays returned by ``array`` keep it alive.
 
     Attributes:
-      data: what may be written until the buffer is shown to others: (blocks, 256) numbers, or (n,)
-        bytes.
-      number: of this content; no two buffers have the same.
+      data: the memory: (blocks, 256) elements, or (n,) bytes. Writable until it is published.
+      number: unique number of the content.
     """
 
     def __init__(self, data: np.ndarray):
-        """Made by ``Buffers``."""
+        """Internal: call ``Buffers.new``."""
         self.data = data
         self.number = next(_NUMBERS)
 
@@ -41,23 +40,23 @@ class Buffer:
         return {"shape": flat.shape, "typestr": "|u1", "data": (address, True), "version": 3}
 
     def array(self) -> np.ndarray:
-        """All bytes, read-only; the buffer lasts for as long as the array and any view of it."""
+        """Returns all bytes, read-only; the array and its views keep the buffer alive."""
         return np.asarray(self)
 
 
 class Buffers:
-    """Makes buffers, of memory that was one before where there is some."""
+    """A pool of buffers."""
 
     def __init__(self) -> None:
-        """Has none."""
-        #: Appended to wherever the last reference goes: a deque needs no lock.
+        """Creates an empty pool."""
+        #: Appended to in whichever thread drops the last reference: a deque needs no lock.
         self._spare: dict[tuple[tuple[int, ...], np.dtype], collections.deque[np.ndarray]] = {}
 
     def new(self, shape: tuple[int, ...], dtype: np.dtype) -> Buffer:
-        """A buffer with any contents.
+        """Returns an uninitialized buffer.
 
         Raises:
-          RestoreError: there is not so much memory.
+          RestoreError: there is not enough memory.
         """
         spare = self._spare.setdefault((shape, dtype), collections.deque())
         try:
@@ -69,10 +68,10 @@ class Buffers:
         return found
 
     def trim(self, used: Iterable[Buffer]) -> None:
-        """Gives memory back that the next version has no use for.
+        """Frees spare memory that the next version cannot use.
 
         Args:
-          used: the buffers of the newest one, of which all may change.
+          used: the buffers of the newest version; all of them may change in the next.
         """
         wanted = collections.Counter((one.data.shape, one.data.dtype) for one in used)
         for kind, spare in [*self._spare.items()]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which values of the dense item make up a leaf, and how: what its description in Zarr says."""
+"""Maps a leaf to the values of the dense item, from its Zarr metadata."""
 
 from __future__ import annotations
 
@@ -16,43 +16,55 @@ import numpy as np
 from deltackpt.errors import Damaged, OptionError
 from deltackpt.format import dtypes, globs
 from deltackpt.format.dense_blocks import Key
-from deltackpt.format.manifest import DenseLeaf, path_name
+from deltackpt.format.manifest import DenseLeaf, Layout, path_name
 from deltackpt.serving.buffers import Buffer
 from deltackpt.storage.ocdbt import ZARRAY, chunk_key
 
 
-def chosen(leaves: Sequence[DenseLeaf], patterns: Sequence[str]) -> tuple[DenseLeaf, ...]:
-    """The leaves whose path one of some globs matches.
+def chosen(layout: Layout, patterns: Sequence[str]) -> tuple[DenseLeaf, ...]:
+    """Returns the dense leaves whose path matches one of the globs.
 
     Raises:
-      OptionError: two of them have one path, by which one could not be told from the other.
+      OptionError: no leaf matches, or two matching leaves have the same path.
     """
     found = tuple(
-        leaf for leaf in leaves if any(globs.matches(one, path_name(leaf.path)) for one in patterns)
+        leaf
+        for leaf in layout.dense
+        if any(globs.matches(one, path_name(leaf.path)) for one in patterns)
     )
+    if not found:
+        slots = (path_name(path) for table in layout.tables for path in table.leaves.values())
+        tables = [name for name in slots if any(globs.matches(one, name) for one in patterns)]
+        what = f"only tables and slots\n{globs.listed(tables)}" if tables else "none"
+        raise OptionError(
+            f"leaves: expected {list(patterns)} to match dense leaves, found {what}\n"
+            f"the dense leaves are\n{globs.listed(path_name(leaf.path) for leaf in layout.dense)}\n"
+            "tables and slots are not followed; read them with inspect.open(directory).at(step)"
+        )
     counts = collections.Counter(path_name(leaf.path) for leaf in found)
     if clashes := [name for name, count in counts.items() if count > 1]:
         raise OptionError(
-            f"leaves: expected one leaf of each path, found several of\n{globs.listed(clashes)}\n"
-            "a key that holds '/' reads like two; rename it, or choose other leaves"
+            f"leaves: expected a unique path for each leaf, found several with\n"
+            f"{globs.listed(clashes)}\n"
+            "a key that contains '/' looks like two keys; rename it, or choose other leaves"
         )
     return found
 
 
 def name_of(leaf: DenseLeaf) -> str:
-    """Name of a leaf in Orbax's database."""
+    """Returns the name of a leaf in Orbax's database."""
     return ".".join(leaf.key)
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafArray:
-    """How a leaf lies in values.
+    """The layout of a leaf's array.
 
     Attributes:
-      name: in Orbax's database.
-      shape: of the leaf.
-      dtype: likewise.
-      chunks: shape of a chunk: of each value, also of one at an edge.
+      name: name of the leaf in Orbax's database.
+      shape: shape of the leaf.
+      dtype: dtype of the leaf.
+      chunks: shape of each chunk, which is one value; chunks at the edges are padded to it.
     """
 
     name: str
@@ -62,16 +74,16 @@ class LeafArray:
 
     @property
     def keys(self) -> list[Key]:
-        """Its values."""
+        """Keys of its values."""
         return [(False, chunk_key(self.name, index)) for index in self._indices()]
 
     @property
     def chunk_count(self) -> int:
-        """Numbers of each value."""
+        """Number of elements of each value."""
         return math.prod(self.chunks)
 
     def of(self, values: Mapping[Key, Buffer]) -> np.ndarray:
-        """The leaf, read-only: memory of the value itself where it is one, else a copy."""
+        """Returns the leaf, read-only: a view if it is a single value, else a copy."""
         keys = self.keys
         if len(keys) == 1 and self.chunks == self.shape:
             return self._chunk(values[keys[0]])
@@ -94,15 +106,18 @@ class LeafArray:
 
 
 def described(name: str, text: bytes | memoryview | None, shown: str) -> LeafArray | None:
-    """The leaf that a description is of; None where its values are no plain numbers.
+    """Parses the Zarr metadata of a leaf.
 
     Args:
-      name: of the leaf in Orbax's database.
-      text: its ``.zarray``; None where there is none.
-      shown: how errors name the step.
+      name: name of the leaf in Orbax's database.
+      text: its ``.zarray``; None without one.
+      shown: name of the step in errors.
+
+    Returns:
+      The array; None if its values are compressed, filtered, or not in native C order.
 
     Raises:
-      Damaged: it is no description.
+      Damaged: the metadata is invalid.
     """
     if text is None:
         return None
@@ -118,6 +133,6 @@ def described(name: str, text: bytes | memoryview | None, shown: str) -> LeafArr
         dtype = dtypes.dtype_of(written) if written in dtypes.DTYPES else np.dtype(written)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged(
-            f"{shown}, {name}/{ZARRAY}", "what Zarr says of an array", str(error)
+            f"{shown}, {name}/{ZARRAY}", "Zarr metadata of an array", str(error)
         ) from error
     return LeafArray(name, shape, dtype, chunks) if dtype.isnative else None

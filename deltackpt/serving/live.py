@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Live: the newest intact version of the followed leaves, in the memory of this process."""
+"""The newest intact version of dense leaves, kept in the memory of this process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 from deltackpt.errors import (
     ClosedError,
-    DamagedLog,
+    DamagedWal,
     DeltackptError,
+    OptionError,
     RestoreError,
     ServiceUnavailable,
     WaitTimeout,
@@ -25,7 +26,7 @@ from deltackpt.format.manifest import path_name
 from deltackpt.ledger.opening import open_steps
 from deltackpt.reading import chains, removal, saves
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.stretches import LogPoint, Way
+from deltackpt.reading.stretches import RecoveryPoint, Way
 from deltackpt.serving.version import Held, Version
 from deltackpt.serving.weights import Weights
 from deltackpt.standby import work
@@ -36,17 +37,18 @@ from deltackpt.storage.store import Spot
 
 _logger = logging.getLogger(__name__)
 
-#: Longest rest between two looks at a root that cannot be used.
+#: Longest pause between attempts to read a checkpoint directory that fails.
 _REST_SECS = 5.0
 _STOP_SECS = 10.0
 
 
 class Staleness(NamedTuple):
-    """How far a version is behind.
+    """How far a version lags behind training.
 
     Attributes:
-      steps: training steps to the newest that was committed, as far as is known, intact or not.
-      secs: since the version's step was committed, or its point taken.
+      steps: number of training steps behind the newest committed step, intact or not, at the last
+        poll.
+      secs: seconds since the version's step was committed, or its recovery point appended.
     """
 
     steps: int
@@ -58,62 +60,62 @@ class DeviceWeights(NamedTuple):
 
     Attributes:
       step: the training step.
-      point: the point of the log; None where it is a step.
-      tree: ``jax.Array``s in nested dicts and lists, as they stand in the state.
+      point: the recovery point; None for a step.
+      tree: ``jax.Array``s in nested dicts and lists, with the structure of the state.
     """
 
     step: int
-    point: LogPoint | None
+    point: RecoveryPoint | None
     tree: Any
 
 
 def follow(
-    root: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
     leaves: str | Sequence[str] = "**",
     *,
-    log: bool = True,
+    wal: bool = True,
     poll_secs: float | None = 1.0,
     item: str | None = None,
     endpoint: str | None = None,
 ) -> Live:
-    """Keeps dense leaves of a run fresh in the memory of this process.
+    """Follows the newest dense leaves of a run.
 
     Args:
-      root: of the steps: a path, or the URL of a bucket. It is only read.
-      leaves: globs over the '/'-joined paths of the leaves (``*`` stays within one step of a path,
-        ``**`` crosses them). Tables, and leaves that are no arrays or have no elements, are left
-        out.
-      log: whether the marks of a log above the newest step are followed, too.
-      poll_secs: how often a thread looks for what is new; None: whoever calls ``advance`` does.
-      item: name of the tables' item in the steps; found in the newest step by default.
-      endpoint: address of the server of a bucket, where it is not the service's own.
+      directory: the checkpoint directory: a path, or a bucket URL. It is only read.
+      leaves: globs over the '/'-joined paths of the leaves, at least one of which must match.
+        ``*`` matches within a path component, ``**`` across components. Tables, leaves that are
+        not arrays, and arrays without elements are ignored.
+      wal: whether to also follow recovery points above the newest step.
+      poll_secs: seconds between polls by a background thread; None polls only in ``advance``.
+      item: name of deltackpt's item in the steps; detected in the newest step by default.
+      endpoint: address of a bucket's server, if it is not the provider's own.
 
     Returns:
-      What shows the leaves, empty at first; to be closed.
+      A ``Live``, initially without a version; close it after use.
 
     Raises:
-      StorageError, ForeignDirectory, UnsupportedRoot: the root cannot be used.
+      StorageError, ForeignDirectory, UnsupportedRoot: the directory cannot be used.
     """
-    opened = open_steps(root, item=item, endpoint=endpoint)
+    opened = open_steps(directory, item=item, endpoint=endpoint)
     patterns = (leaves,) if isinstance(leaves, str) else tuple(leaves)
-    marks = Marks(opened, opened.item, soft=False) if log else None
+    marks = Marks(opened, opened.item, soft=False) if wal else None
     holder = _Holder(opened.item, Weights(patterns))
     return Live(holder, Candidates(opened, marks), poll_secs)
 
 
 class Live:
-    """One whole version after the other; every method may be called from any thread.
+    """Provides the newest version of the followed leaves. Every method is thread-safe.
 
-    A version is never changed, so that a reader sees one only, and neither waits for the next nor
-    holds it up. That costs memory: leaves that change are there twice, and once more for each
-    further version that somebody still refers to; leaves that do not are there once.
+    Versions are immutable: a reader never sees a mix of two, never waits for the next, and never
+    delays it. This costs memory: leaves that change are in memory twice, and once more for each
+    older version that is still referenced. Leaves that do not change are in memory once.
 
     Attributes:
-      problem: why something newer than what is shown is not; None where nothing is wrong.
+      problem: why a version newer than the current one cannot be read, or None.
     """
 
     def __init__(self, holder: _Holder, candidates: Candidates, poll_secs: float | None):
-        """Made by ``follow``."""
+        """Internal: call ``follow``."""
         self.problem: DeltackptError | None = None
         self._holder, self._candidates = holder, candidates
         self._newest: int | None = None
@@ -136,23 +138,24 @@ class Live:
         self.close()
 
     def advance(self) -> bool:
-        """Looks at the root once, and shows what is new there.
+        """Polls the checkpoint directory once and reads new steps and recovery points.
 
-        What is not intact is passed over, with a warning in the log of the program: the newest that
-        is, is shown, and the next one taken when it comes.
+        Steps and recovery points that are not intact are skipped with a logged warning; the newest
+        intact one becomes the current version.
 
         Returns:
-          Whether another version is shown than before.
+          Whether the current version has changed.
 
         Raises:
-          RestoreError: no step is intact; what was shown still is.
-          OptionError: two of the leaves have one path, since a key holds a slash.
-          StorageError: the root cannot be read; likewise.
-          ClosedError: it was closed.
+          RestoreError: no step is intact; the current version stays.
+          OptionError: the patterns match no dense leaf with elements, or two matching leaves have
+            the same path because a key contains a slash.
+          StorageError: the directory cannot be read; the current version stays.
+          ClosedError: this object was closed.
         """
         with self._advancing:
             if self._closing.is_set():
-                raise ClosedError("serving: expected to be open, found it closed; follow() again")
+                raise ClosedError("serving: expected an open Live, found it closed; call follow()")
             try:
                 self._candidates.give(self._holder)
             except DeltackptError as error:
@@ -169,79 +172,87 @@ class Live:
             return True
 
     def wait_ready(self, timeout_secs: float, step: int = 0) -> None:
-        """Waits until a version is shown.
+        """Waits for a version.
 
         Args:
-          timeout_secs: longest wait.
-          step: of this training step at least.
+          timeout_secs: maximum time to wait, in seconds.
+          step: minimum training step of the version.
 
         Raises:
-          WaitTimeout: there was none in time.
-          ClosedError: it was closed meanwhile.
+          WaitTimeout: no such version appeared in time.
+          OptionError: the newest step does not have the requested leaves.
+          ClosedError: this object was closed while it waited.
         """
         end = time.monotonic() + timeout_secs
         with self._changed:
             while self._shown is None or self._shown.step < step:
                 if self._closing.is_set():
-                    raise ClosedError("serving: expected a version, found that it was closed")
+                    raise ClosedError("serving: expected a version, found the Live closed")
+                if isinstance(self.problem, OptionError):
+                    raise self.problem  # Polling again cannot change the leaves of a step.
                 if not self._changed.wait(max(0.0, end - time.monotonic())):
                     found = "none" if self._shown is None else f"step {self._shown.step}"
                     raise WaitTimeout(
-                        f"serving: expected a version of step {step} at least within "
+                        f"serving: expected a version of at least step {step} within "
                         f"{timeout_secs:g} s, found {found}; "
-                        f"{self.problem or 'wait for the next save, or look at the trainer'}"
+                        f"{self.problem or 'wait for the next save, or check the trainer'}"
                     )
 
     @contextlib.contextmanager
     def version(self) -> Iterator[Version]:
-        """The newest version; within, and for as long as it is referred to, it stays what it is.
+        """Yields the current version, which never changes.
 
         Raises:
-          ServiceUnavailable: there is none yet.
+          ServiceUnavailable: no version is available yet.
         """
         yield self._version()
 
     def staleness(self) -> Staleness:
-        """How far the newest version is behind, as of the last look at the root.
+        """Returns how far the current version lags behind training, as of the last poll.
 
         Raises:
-          ServiceUnavailable: there is none yet.
+          ServiceUnavailable: no version is available yet.
         """
         shown = self._version()
         newest = shown.step if self._newest is None else self._newest
         return Staleness(max(0, newest - shown.step), max(0.0, time.time() - shown.unix_secs))
 
     def on_device(self, shardings: Any | Mapping[str, Any] = None) -> DeviceWeights:
-        """The newest version as ``jax.Array``s; only leaves that changed are placed again.
+        """Returns the current version as ``jax.Array``s; transfers only leaves that changed.
 
-        The arrays of the last call are kept; they must not be donated.
+        Typed PRNG keys stay typed. The arrays are cached for the next call: do not donate
+        them.
 
         Args:
-          shardings: of all leaves, or by their paths; a device will do. The default device where
-            there is none.
+          shardings: a sharding or device for all leaves, or a mapping from leaf paths to these; by
+            default, the default device.
 
         Raises:
-          ServiceUnavailable: there is no version yet.
+          ServiceUnavailable: no version is available yet.
           MissingExtra: jax cannot be imported.
         """
-        # Whoever does not ask for it needs no jax.
+        # Imported here: other methods need no jax.
         jax = importlib.import_module("jax")
+        contexts = importlib.import_module("deltackpt.state.contexts")
         shown = self._version()
-        with self._placing:
+        with self._placing, contexts.neutral():
             placed: dict[str, tuple[Any, Any]] = {}
             for path in shown:
                 sharding = shardings.get(path) if isinstance(shardings, Mapping) else shardings
-                content = shown.content(path), sharding
+                content = shown.content(path), shown.prng_impls.get(path), sharding
                 known = self._on_device.get(path)
                 if known is None or known[0] != content:
-                    known = content, jax.device_put(shown[path], sharding)
+                    value = shown[path]
+                    if (impl := shown.prng_impls.get(path)) is not None:
+                        value = jax.random.wrap_key_data(value, impl=impl)
+                    known = content, jax.device_put(value, sharding)
                 placed[path] = known
             self._on_device = placed
         tree = nesting.nested_at((path, placed[path_name(path)][1]) for path in shown.paths)
         return DeviceWeights(shown.step, shown.point, tree)
 
     def close(self) -> None:
-        """Ends following; versions that somebody refers to stay. Safe to call again."""
+        """Stops following. Versions that are still referenced stay valid. Idempotent."""
         self._closing.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_STOP_SECS)
@@ -257,8 +268,10 @@ class Live:
 
     def _tell(self, problem: DeltackptError | None) -> None:
         if problem is not None and str(problem) != str(self.problem):
-            _logger.warning("something newer is not shown: %s", problem)
-        self.problem = problem
+            _logger.warning("a newer version cannot be read: %s", problem)
+        with self._changed:
+            self.problem = problem
+            self._changed.notify_all()
 
     def _follow(self, poll_secs: float) -> None:
         rest = 0.0
@@ -269,17 +282,22 @@ class Live:
             except ClosedError:
                 return
             except DeltackptError:
-                # It was told; a later look may find it mended.
+                # advance() has reported it; it may be fixed at a later poll.
                 rest = min(max(_REST_SECS, poll_secs), 2 * rest + poll_secs)
-            except Exception:
-                _logger.exception("the root could not be followed")
+            except Exception as error:
+                _logger.exception("cannot follow the checkpoint directory")
+                self.problem = ServiceUnavailable(
+                    "serving: expected to follow the checkpoint directory, found "
+                    f"{type(error).__name__}: {error}; retrying"
+                )
+                self.problem.__cause__ = without_frames(error)
                 rest = min(max(_REST_SECS, poll_secs), 2 * rest + poll_secs)
 
 
 class _Holder:
-    """What is shown next; see ``candidates.Holder``.
+    """The next version; see ``candidates.Holder``.
 
-    Beside a point the step that was held last is kept: the next step's deltas go on from it.
+    The last step is kept even if a recovery point is newer: the next step's deltas apply to it.
     """
 
     def __init__(self, item: str, weights: Weights):
@@ -312,7 +330,7 @@ class _Holder:
         return True
 
     def _after(self, newest: StoredSave) -> Held | None:
-        """A step by what is new since the one before; None where it cannot be had so."""
+        """Reads a step by applying deltas to the one before; None if that is not possible."""
         held = self._step
         if held is None:
             return None
@@ -321,14 +339,14 @@ class _Holder:
             return None
         try:
             return self._weights.after(held, further)
-        except DamagedLog:
+        except DamagedWal:
             raise
         except RestoreError as error:
             chains.raise_if_removed(further, error)
             base = chains.read_chain(newest.step_dir, self._item)[0]
             if base.info.save_id.step <= held.save.save_id.step:
                 raise
-            # A base was compacted meanwhile that stands for what is damaged.
+            # A newer compacted base replaces the damaged saves.
             return None
 
     def _whole(self, newest: StoredSave, held: Held | None) -> Held:

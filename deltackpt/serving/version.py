@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One version of the followed leaves: whole, of one step or point, and never changed."""
+"""An immutable version of the followed leaves, of one step or recovery point."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import math
 import threading
 from collections.abc import Iterator, Mapping
@@ -11,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from deltackpt.errors import Damaged
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.dense_blocks import Key
 from deltackpt.format.manifest import DenseLeaf, KeyPath, Layout, SaveId, path_name
-from deltackpt.reading.stretches import LogPoint
+from deltackpt.reading.orbax_values import key_impls
+from deltackpt.reading.stretches import RecoveryPoint
 from deltackpt.serving.buffers import Buffer
 from deltackpt.serving.leaves import LeafArray
 from deltackpt.state import nesting
@@ -22,51 +26,69 @@ from deltackpt.state import nesting
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Held:
-    """What a version is made of.
+    """The contents of a version.
 
     Attributes:
       save: the step.
-      layout: of its state.
-      point: of the log above the step, where it is one.
-      values: the values that the leaves are made of, and their descriptions.
-      leaves: the leaves, each with how it lies in the values.
+      layout: layout of its state.
+      point: the recovery point above the step; None for a step.
+      values: the values of the leaves, and their Zarr metadata.
+      leaves: the leaves and the layouts of their arrays.
+      about: keys of Orbax's files about the arrays, which are among the values.
       goes_on: whether a delta of the step can be applied to the values.
-      unix_secs: when the step was committed, or the point taken, in seconds since 1970.
+      unix_secs: time of the step's commit, or of the recovery point, in seconds since 1970.
       bytes_read: bytes of stored arrays, values and frames that were read for it.
     """
 
     save: SaveInfo
     layout: Layout
-    point: LogPoint | None
+    point: RecoveryPoint | None
     values: Mapping[Key, Buffer]
     leaves: Mapping[DenseLeaf, LeafArray]
+    about: tuple[Key, ...]
     goes_on: bool
     unix_secs: float
     bytes_read: int
 
-    def is_at(self, save_id: SaveId, point: LogPoint | None) -> bool:
-        """Whether it is a step, or a point above one, and no other."""
+    @property
+    def impls(self) -> dict[str, str]:
+        """Returns PRNG implementations of typed keys, by array name.
+
+        Raises:
+          Damaged: a file about the arrays is not one of Orbax's.
+        """
+        found: dict[str, str] = {}
+        for key in self.about:
+            try:
+                found |= key_impls(json.loads(self.values[key].data.tobytes()))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                shown = f"step {self.save.save_id.step}, {key[1]}"
+                raise Damaged(shown, "a file of Orbax's about arrays", str(error)) from error
+        return found
+
+    def is_at(self, save_id: SaveId, point: RecoveryPoint | None) -> bool:
+        """Returns whether the version is exactly this step, or this recovery point above it."""
         if self.save.save_id != save_id or (self.point is None) != (point is None):
             return False
         return self.point is None or self.point[:2] == (point and point[:2])
 
 
 class Version(Mapping[str, np.ndarray]):
-    """The followed leaves at one step, or point of the log, by their '/'-joined paths.
+    """The followed leaves at one step or recovery point, by '/'-joined path.
 
-    Arrays are read-only, and stay what they are for as long as anybody refers to them. A leaf that
-    is sharded in storage is put together when it is first asked for; others are not copied.
+    Arrays are read-only and never change. A leaf that is sharded in storage is assembled on first
+    access; others are not copied.
     """
 
     def __init__(self, held: Held):
-        """Made by ``Live``."""
+        """Internal: call ``Live.version``."""
         self._held = held
         self._leaves = {path_name(leaf.path): found for leaf, found in held.leaves.items()}
         self._arrays: dict[str, np.ndarray] = {}
         self._lock = threading.Lock()
 
     def is_of(self, held: Held) -> bool:
-        """Whether it is made of that."""
+        """Returns whether the version was read from these contents."""
         return self._held is held
 
     @property
@@ -76,22 +98,22 @@ class Version(Mapping[str, np.ndarray]):
 
     @property
     def save_id(self) -> SaveId:
-        """Id of the save, or of the mark of the log."""
+        """Id of the save, or of the recovery point's WAL record."""
         return self._held.save.save_id if self.point is None else self.point.save_id
 
     @property
-    def point(self) -> LogPoint | None:
-        """The point of the log; None where it is a step."""
+    def point(self) -> RecoveryPoint | None:
+        """The recovery point; None for a step."""
         return self._held.point
 
     @property
     def unix_secs(self) -> float:
-        """When the step was committed, or the point taken, in seconds since 1970."""
+        """Time of the step's commit, or of the recovery point, in seconds since 1970."""
         return self._held.unix_secs
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of stored arrays, values and frames that were read to come to it."""
+        """Bytes of stored arrays, values and frames that were read for this version."""
         return self._held.bytes_read
 
     @property
@@ -117,7 +139,7 @@ class Version(Mapping[str, np.ndarray]):
         return f"<Version of step {self.step}: {len(self)} leaves>"
 
     def tree(self) -> Any:
-        """The leaves in nested dicts and lists, as they stand in the state."""
+        """Returns the leaves in nested dicts and lists, with the structure of the state."""
         return nesting.nested_at((path, self[path_name(path)]) for path in self.paths)
 
     @property
@@ -125,7 +147,17 @@ class Version(Mapping[str, np.ndarray]):
         """Typed key paths of the leaves in the state."""
         return tuple(leaf.path for leaf in self._held.leaves)
 
+    @functools.cached_property
+    def prng_impls(self) -> Mapping[str, str]:
+        """Implementation of each typed PRNG key among the leaves, such as ``threefry2x32``.
+
+        The array of such a leaf is its key data; get the keys from
+        ``jax.random.wrap_key_data(version[path], impl=version.prng_impls[path])``.
+        """
+        impls = self._held.impls
+        return {path: impls[leaf.name] for path, leaf in self._leaves.items() if leaf.name in impls}
+
     def content(self, path: str) -> tuple[int, ...]:
-        """What is the same in two versions of one ``Live`` only where a leaf is."""
+        """Returns an id of a leaf's contents: equal in two versions only if the leaf is equal."""
         leaf = self._leaves[path]
         return tuple(self._held.values[key].number for key in leaf.keys)

@@ -1,30 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the followed leaves of a step, or of a point: whole, or what is new since the one before.
+"""Reads the followed leaves of a step or recovery point, in full or incrementally.
 
-Nothing that is shown to a reader is written: a value that changes is copied first, the others are
-shared between versions.
+Published memory is never written: a value that changes is copied first, the others are shared
+between versions.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from deltackpt.errors import Damaged, DamagedLog
-from deltackpt.format import dense_blocks, names
+from deltackpt.errors import Damaged, DamagedWal, OptionError
+from deltackpt.format import dense_blocks, globs, names
 from deltackpt.format.dense_blocks import BLOCK, BlockedValue, Key
 from deltackpt.format.dtypes import dtype_of
-from deltackpt.format.frames import Kind
-from deltackpt.format.manifest import DenseLeaf, path_name
+from deltackpt.format.manifest import DenseLeaf, Layout, path_name
 from deltackpt.inspect.dense import DenseItem
 from deltackpt.reading import dense_values, logged_dense, saves
-from deltackpt.reading.dense_values import shape_of
+from deltackpt.reading.dense_values import DenseValues, shape_of
 from deltackpt.reading.logged_dense import DenseKept
+from deltackpt.reading.orbax_values import ARRAY_METADATAS
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.stretches import LogPoint, Way
+from deltackpt.reading.stretches import RecoveryPoint, Way
 from deltackpt.serving import leaves as serving_leaves
 from deltackpt.serving.buffers import Buffer, Buffers
 from deltackpt.serving.leaves import LeafArray, name_of
@@ -32,19 +33,19 @@ from deltackpt.serving.version import Held
 from deltackpt.standby.publish import committed_secs
 from deltackpt.storage.ocdbt import ZARRAY
 
+_logger = logging.getLogger(__name__)
+
 #: Kinds of leaves that are arrays; see ``inspect.DenseLeaf``.
 _ARRAYS = ("array", "key", "scalar")
-#: Frames of dense leaves.
-_DENSE = (Kind.DENSE, Kind.BLOCKS)
-#: So many bytes are compared at a time.
+#: Bytes per comparison.
 _COMPARED_BYTES = 1 << 20
 
 
 class Weights:
-    """Reads one version after the other; used by one thread."""
+    """Reads successive versions; used by one thread."""
 
     def __init__(self, patterns: Sequence[str]):
-        """Reads nothing yet.
+        """Initializes the reader; reads nothing.
 
         Args:
           patterns: globs over the paths of the leaves.
@@ -52,38 +53,40 @@ class Weights:
         self._patterns = patterns
         self._buffers = Buffers()
         self._logged = DenseKept()
+        #: Patterns that were already reported to match nothing.
+        self._told: set[str] = set()
 
     def of_step(self, chain: Sequence[StoredSave], held: Held | None) -> Held:
         """Reads all leaves of a step.
 
         Args:
           chain: the saves that restoring it reads.
-          held: the version before; what is the same is shared with it.
+          held: the previous version; equal values are shared with it.
 
         Raises:
           Damaged: something is missing or altered.
-          StepGone: a step was removed meanwhile.
+          StepGone: a step was removed while it was read.
         """
         save, meter, made = chain[-1], _Bytes(), dict[Key, Buffer]()
-        wanted = self._chosen(save.layout.dense)
-        taken = {name_of(leaf) for leaf in wanted}
+        wanted = self._chosen(save.layout)
 
         def room(value: BlockedValue) -> np.ndarray:
             key = value.file, value.key
             made[key] = self._buffers.new(shape_of(value), dtype_of(value.dtype))
             return made[key].data
 
-        found = dense_values.of_step(
-            chain, lambda key: key.rpartition("/")[0] in taken, room=room, on_bytes=meter.add
-        )
-        return self._held(save, wanted, found.values, made, held, meter)
+        found = dense_values.of_step(chain, _asks_for(wanted), room=room, on_bytes=meter.add)
+        return self._held(save, wanted, found, made, held, meter)
 
     def after(self, held: Held, further: Sequence[StoredSave]) -> Held | None:
-        """Applies deltas to a version; None where they cannot be.
+        """Applies deltas to a version.
 
         Args:
           held: the version.
           further: the saves after it, oldest first.
+
+        Returns:
+          The new version; None if the deltas cannot be applied.
 
         Raises:
           Damaged: something is missing or altered.
@@ -100,11 +103,13 @@ class Weights:
             return fresh[key].data
 
         kinds = _kinds(held.leaves.values(), held.values)
+        kinds |= {key: ("uint8", held.values[key].data.size) for key in held.about}
         sources = [[*dense_values.sources(save, meter.add)] for save in further]
         for save, each in zip(further, sources, strict=True):
-            # Leaves that came, or became arrays, are to be shown as well.
-            wanted = kinds.keys() | _descriptions(self._chosen(save.layout.dense))
+            # Include leaves that were added, or that became arrays.
+            wanted = kinds.keys() | _descriptions(self._chosen(save.layout))
             records = [value for source in each for value in source.record.values]
+            wanted |= {_key(one) for one in records if one.file and _is_about(one.key)}
             found = {_key(one): _kind(one) for one in records if _key(one) in wanted}
             if found != kinds:
                 return None
@@ -129,56 +134,61 @@ class Weights:
         )
 
     def of_point(self, save: StoredSave, way: Way, held: Held | None) -> Held:
-        """Reads all leaves of a point of the log.
+        """Reads all leaves of a recovery point.
 
         Args:
           save: the step below it.
-          way: from the step to the point.
+          way: the WAL records from the step to the recovery point.
           held: as for ``of_step``.
 
         Raises:
-          DamagedLog: they are missing or altered.
+          DamagedWal: leaves are missing or altered.
         """
-        meter = _Bytes()
-        found = logged_dense.dense_of(way, self._logged)
-        for mark in way.last_marks.values():
-            meter.add(sum(one.body_bytes for one in mark.frames if one.kind in _DENSE))
-        wanted = self._chosen(save.layout.dense)
+        meter, wanted = _Bytes(), self._chosen(save.layout)
+        asked = _asks_for(wanted)
+        found = logged_dense.dense_of(way, self._logged, asked, on_bytes=meter.add)
         try:
-            return self._held(save, wanted, found.values, {}, held, meter, way.point)
+            return self._held(save, wanted, found, {}, held, meter, way.point)
         except Damaged as error:
-            raise DamagedLog.of(error, way.point.save_id) from error
+            raise DamagedWal.of(error, way.point.save_id) from error
 
-    def _chosen(self, dense: Sequence[DenseLeaf]) -> tuple[DenseLeaf, ...]:
-        return serving_leaves.chosen(dense, self._patterns)
+    def _chosen(self, layout: Layout) -> tuple[DenseLeaf, ...]:
+        found = serving_leaves.chosen(layout, self._patterns)
+        names = [path_name(leaf.path) for leaf in found]
+        for pattern in self._patterns:
+            if not any(globs.matches(pattern, name) for name in names):
+                if pattern not in self._told:
+                    _logger.warning("leaves: %r does not match any dense leaf yet", pattern)
+                self._told.add(pattern)
+        return found
 
     def _held(
         self,
         save: StoredSave,
         wanted: Sequence[DenseLeaf],
-        found: Mapping[str, memoryview],
+        found: DenseValues,
         made: Mapping[Key, Buffer],
         before: Held | None,
         meter: _Bytes,
-        point: LogPoint | None = None,
+        point: RecoveryPoint | None = None,
     ) -> Held:
-        """Values that were read, as a version; those in no buffer so far get one."""
+        """Makes a version from values; those that are not in a buffer yet are copied into one."""
         values: dict[Key, Buffer] = {}
         arrays: dict[DenseLeaf, LeafArray] = {}
         goes_on = point is None
 
         def hold(key: Key, dtype: np.dtype) -> None:
-            data = found.get(key[1])
+            data = (found.files if key[0] else found.values).get(key[1])
             if data is None:
                 raise Damaged(save.name, f"a value of {key[1]}", "none")
             buffer = made.get(key)
             if buffer is None or not _is_of(data, buffer):
-                buffer = self._filled(np.frombuffer(data, np.uint8), dtype)
+                buffer = self._filled(np.frombuffer(data, np.uint8), dtype, plain=key[0])
             values[key] = _shared(buffer, key, before)
 
         for leaf in wanted:
             name = name_of(leaf)
-            array = serving_leaves.described(name, found.get(f"{name}/{ZARRAY}"), save.name)
+            array = serving_leaves.described(name, found.values.get(f"{name}/{ZARRAY}"), save.name)
             if array is None:
                 if point is None:
                     array = self._by_orbax(save, leaf, values, before, meter)
@@ -189,9 +199,18 @@ class Weights:
             for key in array.keys:
                 hold(key, array.dtype)
                 if values[key].data.nbytes < array.chunk_count * array.dtype.itemsize:
-                    expected = f"{array.chunk_count} numbers of {key[1]}"
+                    expected = f"{array.chunk_count} elements of {key[1]}"
                     raise Damaged(save.name, expected, f"{values[key].data.nbytes} bytes")
             arrays[leaf] = array
+        if not arrays:
+            names = globs.listed(path_name(leaf.path) for leaf in wanted)
+            raise OptionError(
+                f"{save.name}, leaves: expected arrays with elements, found only other leaves that "
+                f"match\n{names}\nchoose other leaves"
+            )
+        about = tuple((True, file) for file in found.files if _is_about(file))
+        for key in about:
+            hold(key, np.dtype(np.uint8))
         self._buffers.trim(values.values())
         saves.check_stands(save)
         return Held(
@@ -200,15 +219,16 @@ class Weights:
             point=point,
             values=values,
             leaves=arrays,
+            about=about,
             goes_on=goes_on,
             unix_secs=committed_secs(save) if point is None else point.unix_secs,
             bytes_read=meter.count,
         )
 
-    def _filled(self, data: np.ndarray, dtype: np.dtype) -> Buffer:
-        """A buffer with the bytes of a value, as deltas go on from it."""
-        plain = dense_blocks.is_plain(len(data), dtype.name) or len(data) % dtype.itemsize
-        if plain:
+    def _filled(self, data: np.ndarray, dtype: np.dtype, *, plain: bool = False) -> Buffer:
+        """Copies the bytes of a value into a buffer to which deltas can be applied."""
+        plain = plain or dense_blocks.is_plain(len(data), dtype.name)
+        if plain or len(data) % dtype.itemsize:
             shape, dtype = (len(data),), np.dtype(np.uint8)
         else:
             shape = dense_blocks.blocks_of(len(data) // dtype.itemsize), BLOCK
@@ -225,7 +245,7 @@ class Weights:
         before: Held | None,
         meter: _Bytes,
     ) -> LeafArray | None:
-        """An array that Orbax's handler wrote in a way of its own; None where it has no numbers."""
+        """Reads an array in another format of Orbax's; None if it has no elements."""
         item_dir = save.step_dir / names.DENSE_ITEM
         if not item_dir.is_dir():
             return None
@@ -252,7 +272,7 @@ class Weights:
 
 
 class _Bytes:
-    """Counts what threads read."""
+    """Counts the bytes that threads read."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -261,6 +281,12 @@ class _Bytes:
     def add(self, nbytes: int) -> None:
         with self._lock:
             self.count += nbytes
+
+
+def _asks_for(leaves: Iterable[DenseLeaf]) -> Callable[[str], bool]:
+    """Returns a predicate: whether a key of Orbax's database belongs to one of the leaves."""
+    taken = {name_of(leaf) for leaf in leaves}
+    return lambda key: key.rpartition("/")[0] in taken
 
 
 #: Dtype and count of a value.
@@ -275,12 +301,17 @@ def _descriptions(leaves: Iterable[DenseLeaf]) -> set[Key]:
     return {(False, f"{name_of(leaf)}/{ZARRAY}") for leaf in leaves}
 
 
+def _is_about(file: str) -> bool:
+    """Whether a file of the item names the PRNG implementations of typed keys."""
+    return file.startswith(f"{ARRAY_METADATAS}/process_")
+
+
 def _kind(value: BlockedValue) -> _Kind:
     return value.dtype, value.count
 
 
 def _kinds(arrays: Iterable[LeafArray], values: Mapping[Key, Buffer]) -> dict[Key, _Kind]:
-    """What the values of a delta are if it goes on from some."""
+    """The kinds that the values of a delta must have to be applied."""
     found: dict[Key, _Kind] = {}
     for array in arrays:
         for key in (*array.keys, (False, f"{array.name}/{ZARRAY}")):
@@ -291,14 +322,14 @@ def _kinds(arrays: Iterable[LeafArray], values: Mapping[Key, Buffer]) -> dict[Ke
 
 
 def _is_of(data: memoryview, buffer: Buffer) -> bool:
-    """Whether the bytes of a value lie in a buffer."""
+    """Whether a value is a view of a buffer."""
     if not data.nbytes:
         return True
     return np.frombuffer(data, np.uint8).ctypes.data == buffer.data.ctypes.data
 
 
 def _shared(buffer: Buffer, key: Key, before: Held | None) -> Buffer:
-    """The buffer of the version before where it holds the same bits."""
+    """The previous version's buffer if it is bit-identical, else this one."""
     other = None if before is None else before.values.get(key)
     if other is None or other.data.dtype != buffer.data.dtype:
         return buffer

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The merge that is kept warm, without Ray."""
+"""The hot standby's merged state, without Ray."""

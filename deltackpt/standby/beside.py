@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a state has beside its tables, got before the memory changes: files of a step or a point."""
+"""Files of a step or recovery point other than its tables, read before the memory changes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from deltackpt.standby.holding import Goal
 
 
 class Beside:
-    """The files of a state; those of a point are whole when the rows of its marks are known."""
+    """The other files of a state.
+
+    The files of a recovery point are complete once its rows are known.
+    """
 
     def __init__(self, goal: Goal, found: HeldFiles | None, most_bytes: int, kept: DenseKept):
-        """Reads the dense leaves and items of a point that is not held.
+        """Reads the dense leaves and items of a recovery point that is not held.
 
         Args:
           goal: the state.
-          found: its files, where they are held; or those of its step.
-          most_bytes: longest that all of them may be.
+          found: its files, if held; or those of its step.
+          most_bytes: maximum total size.
           kept: dense leaves that were read before.
 
         Raises:
-          DamagedLog: those of a point are missing or altered.
+          DamagedWal: files of a recovery point are missing or altered.
         """
         self.files = found
         self._most_bytes = most_bytes
@@ -35,10 +38,10 @@ class Beside:
             self._logged = dense, replay.items_of(goal.full)
 
     def complete(self, rows: SeenRows, layout: Layout) -> None:
-        """Holds the files of a point.
+        """Stores the files of a recovery point.
 
         Args:
-          rows: of all marks from the step to the point.
+          rows: rows of all WAL records from the step to the point.
           layout: its tables.
         """
         if self._logged is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a follower may take next: the newest step, or point above one, that is intact.
+"""The next state for a follower: the newest intact step or recovery point.
 
-One that is not is passed over for a while, so that what stands before it is followed meanwhile: it
-may be in the middle of being copied, or go.
+A damaged one is skipped for a while, and the previous one is followed instead: it may still be
+being copied, or may be removed.
 """
 
 from __future__ import annotations
@@ -10,70 +10,70 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-from deltackpt.errors import DamagedLog, DeltackptError, RestoreError, StepGone, without_frames
+from deltackpt.errors import DamagedWal, DeltackptError, RestoreError, StepGone, without_frames
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import removal
 from deltackpt.reading.stretches import Way
 from deltackpt.standby.marks import Marks
 from deltackpt.storage.store import Spot, Stamp
 
-#: So long a step that is not intact is not read again: it may be in the middle of being copied.
+#: A damaged step is not read again for this long: it may still be being copied.
 _REFUSED_SECS = 30.0
 
-#: What tells a step's directory from another one that has the same name later.
+#: Distinguishes a step's directory from a later one with the same name.
 _Stamp = tuple[str, Stamp]
 
 
 class Holder(Protocol):
-    """Holds one step, or point, at a time."""
+    """Holds one step or recovery point at a time."""
 
     def is_at(self, way: Way | None) -> bool:
-        """Whether the point of a way is held, or, without one, a step and no point."""
+        """Returns whether a plan's recovery point is held; without a plan, whether the step is."""
         ...
 
     def take(self, step_dir: Spot, way: Way | None) -> bool:
-        """Makes a step, or a point above it, what is held.
+        """Loads a step, or a recovery point above it.
 
-        Where the step has to be had first, it may be all that is taken; it is called again.
+        If the step must be loaded first, the call may load only the step; then call it again.
 
         Returns:
-          Whether another state is held than before.
+          Whether the held state has changed.
 
         Raises:
-          RestoreError: it is not intact, or went meanwhile.
+          RestoreError: the step or recovery point is damaged, or was removed concurrently.
         """
         ...
 
 
 class Candidates:
-    """The steps and points of a root, looked at again and again; used by one thread."""
+    """The steps and recovery points of a directory, polled repeatedly; used by one thread."""
 
     def __init__(self, root: Steps, marks: Marks | None):
         """Reads nothing yet.
 
         Args:
-          root: of the steps.
-          marks: of its log; None where steps alone are followed.
+          root: directory of the steps.
+          marks: its WAL; None to follow only steps.
         """
         self._root, self._marks = root, marks
         self._seen: _Stamp | None = None
-        #: What was wrong with steps, and when they are looked at again, on the monotonic clock.
+        #: Errors of steps, and when to read them again, on the monotonic clock.
         self._refused: dict[_Stamp, tuple[float, RestoreError]] = {}
-        #: What is wrong with something newer than what was taken; None where nothing is.
+        #: The error of a newer state than the held one, or None.
         self.problem: DeltackptError | None = None
 
     def give(self, holder: Holder) -> bool | None:
-        """Has the newest intact state taken.
+        """Loads the newest intact state.
 
         Args:
-          holder: takes it.
+          holder: loads and holds the state.
 
         Returns:
-          Whether another one is held than before; None where there is no step at all.
+          Whether the held state has changed; None if no step was committed.
 
         Raises:
           RestoreError: no step is intact.
-          StorageError: the root cannot be read.
+          StorageError: the directory is not readable.
         """
         marks = self._marks
         if marks is not None:
@@ -106,7 +106,7 @@ class Candidates:
                 failure = failure or without_frames(error)
                 steps.remove(step)
                 continue
-            except DamagedLog as error:
+            except DamagedWal as error:
                 assert marks is not None and way is not None
                 marks.refuse(way, error)
                 continue
@@ -116,7 +116,7 @@ class Candidates:
                 steps.remove(step)
                 continue
             self._seen = stamp
-            if holder.is_at(way):  # Else the step had to be loaded first.
+            if holder.is_at(way):  # Otherwise the step had to be loaded first.
                 above = step if way is None else way.point.step
                 self.problem = failure or (None if marks is None else marks.problem(above))
                 return taken
@@ -126,6 +126,6 @@ class Candidates:
         return None
 
     def newest_step(self) -> int | None:
-        """Training step of the newest that was committed, intact or not; None where none was."""
+        """Returns the newest committed training step, intact or not, or None."""
         found = [self._root.newest_step(), None if self._marks is None else self._marks.newest_step]
         return max((step for step in found if step is not None), default=None)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense leaves of a delta that has them as blocks, held as files beside those of the step.
+"""Dense leaves of a delta that stores them as blocks, held as files next to the step's files.
 
-Those of the next delta are made of a copy of what is held, to which its blocks are applied: what
-has not changed is not read again. After anything else, as a base, they are read from storage.
+The blocks of the next delta are applied to a copy of the held leaves, so unchanged data is not read
+again. After any other save, such as a base, the leaves are read from storage.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from deltackpt.standby.files import HeldFiles, Room
 
 
 class BlockedDense:
-    """The dense leaves of a step, as blocks on their way into memory."""
+    """Dense leaves of a step, as blocks being loaded into memory."""
 
     def __init__(
         self, save: StoredSave, further: Sequence[StoredSave] = (), held: HeldFiles | None = None
     ):
-        """Reads the records alone.
+        """Reads only the records.
 
         Args:
           save: the step; its dense leaves are blocks.
-          further: the saves from what is held to the step, oldest first.
-          held: what the parent of the first of them has beside its tables.
+          further: the saves from the held state to the step, oldest first.
+          held: files of the parent of the first of them, other than tables.
 
         Raises:
           Damaged: a record is missing or altered.
@@ -59,8 +59,8 @@ class BlockedDense:
         """See ``files.Dense``.
 
         Raises:
-          Damaged: something is missing or altered.
-          StepGone: a step was removed meanwhile.
+          Damaged: a file is missing or altered.
+          StepGone: a step was removed concurrently.
         """
         places = {file.name: file.offset for file in held.index}
         data = {name: _data(held, places[name], value) for name, value in self._values.items()}
@@ -77,7 +77,7 @@ class BlockedDense:
                 dense_values.apply(source, {key: by_key[key] for key in own})
 
     def _read(self, data: Mapping[str, np.ndarray]) -> None:
-        """All of them, from the base on."""
+        """Reads all of them, from the base on."""
         chain = chains.read_chain(self._save.step_dir, self._save.item)
 
         def room(value: BlockedValue) -> np.ndarray:
@@ -89,12 +89,12 @@ class BlockedDense:
                 name = f"{point_files.STEP}{point_files.name_of(key, file=file)}"
                 out = data[name].reshape(-1).view(np.uint8)[: value.nbytes]
                 now = np.frombuffer(value, np.uint8)
-                # A base that was compacted meanwhile has them in memory of its own.
+                # A base that was compacted concurrently has its own copies.
                 if len(now) and now.ctypes.data != out.ctypes.data:
                     np.copyto(out, now)
 
     def _goes_on(self, held: HeldFiles, further: Sequence[StoredSave]) -> bool:
-        """Whether only what the saves hold has to be read, which are of the same values."""
+        """Whether only the new saves need to be read, because their values are the same ones."""
         same = _kinds(held.values) == _kinds(self._values)
         return same and bool(further) and all(map(self._is_alike, further))
 
@@ -105,13 +105,13 @@ class BlockedDense:
 
 
 def _values(save: StoredSave) -> dict[str, BlockedValue]:
-    """The values that all processes have of a step, by the names of their files."""
+    """The values that all processes have of a step, by file name."""
     found: dict[str, BlockedValue] = {}
     for source in dense_values.sources(save):
         for value in source.record.values:
             name = _name(value)
             if name in found:
-                raise Damaged(source.name, f"{value.key} of one process", "it twice")
+                raise Damaged(source.name, f"{value.key} of one process", "a duplicate")
             found[name] = value
     return found
 
@@ -125,6 +125,6 @@ def _kinds(values: Mapping[str, BlockedValue]) -> dict[str, tuple[str, str, int]
 
 
 def _data(held: HeldFiles, offset: int, value: BlockedValue) -> np.ndarray:
-    """A value as ``dense_values.apply`` takes it."""
+    """A value as ``dense_values.apply`` expects it."""
     shape = shape_of(value)
     return held.memory.array(offset, shape, dtype_of(value.dtype))

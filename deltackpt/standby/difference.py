@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of a save differ from those that are held, so that a new base changes only these."""
+"""Finds the rows of a save that differ from the held ones, so a new base changes only these."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 
 from deltackpt.format import blocks
 from deltackpt.format.blocks import RowBlock
-from deltackpt.reading.merge import Target
+from deltackpt.layers.targets import Target
 
-#: So many bytes are compared at a time.
+#: Bytes compared at a time.
 _COMPARED_BYTES = 1 << 20
 
 
 def changed_rows(block: RowBlock, targets: Sequence[Target]) -> list[RowBlock]:
-    """The rows of a block that differ from what is held, in bits."""
+    """Returns the rows of a block whose bits differ from the held ones."""
     found = []
     for target in targets:
         chosen = blocks.row_slice(block.rows, *target.rows)
@@ -48,7 +48,7 @@ def changed_rows(block: RowBlock, targets: Sequence[Target]) -> list[RowBlock]:
 
 
 def _differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Which rows of two arrays of the same shape differ in any bit."""
+    """The rows in which two arrays of the same shape differ in any bit."""
     flat = [
         np.ascontiguousarray(part).reshape(len(part), -1).view(np.uint8) for part in (one, other)
     ]

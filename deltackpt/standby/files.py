@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files beside the tables of a state, held in memory: dense leaves, further items, digests.
+"""Files of a state other than its tables, held in memory: dense leaves, items, digests.
 
-Those of a step are the bytes that storage has, checked against its digests when they are read, so
-that whoever gets them checks and decodes them as it would those of storage. What a point of the log
-has beside its tables is held as files, too. Each state's lie in memory of their own, which is never
-written again: a reader may keep a mapping for as long as it wants.
+A step's files are the bytes in storage, checked against its digests when they are read. Readers
+check and decode them like files from storage. The other contents of a recovery point are held as
+files too. Each state has its own memory, which is never written again, so a reader may keep a
+mapping indefinitely.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from deltackpt.standby.memory import SharedMemory
 from deltackpt.storage import digests
 
 _BYTES = np.dtype(np.uint8)
-#: Of the places of files, whose bytes may be looked at as numbers.
+#: Alignment of files, so that their bytes can be viewed as arrays.
 _ALIGNMENT = 64
 
 
 class Room(NamedTuple):
-    """How long a file is, and how many bytes it takes."""
+    """The length of a file, and the bytes it occupies."""
 
     nbytes: int
     taken: int
 
 
 class Dense(Protocol):
-    """Dense leaves that are no files of a step: see ``standby.dense``."""
+    """Dense leaves that are not stored as files of a step; see ``standby.dense``."""
 
     @property
     def values(self) -> Mapping[str, BlockedValue]:
-        """The values of the item, by the names of the files that they are held as."""
+        """Values of the item, by file name."""
         ...
 
     @property
     def rooms(self) -> Mapping[str, Room]:
-        """How long these files are."""
+        """Returns the length of each file."""
         ...
 
     def fill(self, held: HeldFiles) -> None:
-        """Reads and checks them; their memory may be written."""
+        """Reads and verifies the files into writable memory."""
         ...
 
 
@@ -57,9 +57,9 @@ class HeldFile:
     """A file in memory.
 
     Attributes:
-      name: its posix path below the step.
-      offset: where it begins, in bytes.
-      nbytes: how long it is.
+      name: its POSIX path below the step.
+      offset: its offset in bytes.
+      nbytes: its length in bytes.
     """
 
     name: str
@@ -69,12 +69,12 @@ class HeldFile:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HeldFiles:
-    """The files of one step, or point, in memory.
+    """The files of one step or recovery point, in memory.
 
     Attributes:
-      memory: that holds them.
-      index: where in it, by the order in which they lie.
-      values: which of them are values of the dense item that blocks make up, by their names.
+      memory: the memory that holds them.
+      index: their positions, in memory order.
+      values: the files that are values of the dense item in blocks, by name.
     """
 
     memory: SharedMemory
@@ -83,32 +83,32 @@ class HeldFiles:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Total size of all files in bytes."""
         return self.memory.nbytes
 
     def array(self, file: HeldFile) -> np.ndarray:
-        """The bytes of a file."""
+        """Returns the bytes of a file."""
         return self.memory.array(file.offset, (file.nbytes,), _BYTES)
 
     def close(self) -> None:
-        """Gives the memory back; see ``SharedMemory.close``."""
+        """Releases the memory; see ``SharedMemory.close``."""
         self.memory.close()
 
 
 def read(save: StoredSave, most_bytes: int, dense: Dense | None = None) -> HeldFiles | None:
-    """Reads and checks the files of a step that its own digests cover.
+    """Reads and verifies the files of a step that its own digests cover.
 
     Args:
       save: the step.
-      most_bytes: longest that all of them may be.
-      dense: its dense leaves, where they are blocks and no files of the step.
+      most_bytes: maximum total size.
+      dense: its dense leaves, if they are blocks instead of files.
 
     Returns:
-      The files; None where the step has no such digests, or they are longer.
+      The files; None if the step has no such digests, or the files exceed the maximum.
 
     Raises:
       Damaged: one is missing or altered.
-      StepGone: another step has taken the place of this one.
+      StepGone: another step has replaced this one.
     """
     if "step" not in save.head.digests:
         return None
@@ -148,14 +148,14 @@ def read(save: StoredSave, most_bytes: int, dense: Dense | None = None) -> HeldF
 
 
 def hold(contents: Mapping[str, bytes | memoryview], most_bytes: int) -> HeldFiles | None:
-    """Holds files that were read.
+    """Stores files that were read.
 
     Args:
-      contents: the bytes of each by its name.
-      most_bytes: longest that all of them may be.
+      contents: bytes of each file, by name.
+      most_bytes: maximum total size.
 
     Returns:
-      The files; None where they are longer.
+      The files; None if they exceed the maximum.
     """
     views = {name: memoryview(data) for name, data in contents.items()}
     held = _room({name: view.nbytes for name, view in views.items()}, most_bytes)
@@ -171,12 +171,12 @@ def hold(contents: Mapping[str, bytes | memoryview], most_bytes: int) -> HeldFil
 def _room(
     lengths: Mapping[str, int], most_bytes: int, rooms: Mapping[str, Room] = {}
 ) -> HeldFiles | None:
-    """Memory for files of some lengths; None where they are longer than they may be.
+    """Memory for files of given lengths; None if they exceed the maximum.
 
     Args:
-      lengths: of files by their names.
-      most_bytes: longest that all of them may be.
-      rooms: further ones that take more room than they are long.
+      lengths: length of each file, by name.
+      most_bytes: maximum total size.
+      rooms: reserved size of each file that occupies more than its length.
     """
     wanted = {**{name: Room(nbytes, nbytes) for name, nbytes in lengths.items()}, **rooms}
     taken = (-(-one.taken // _ALIGNMENT) * _ALIGNMENT for one in wanted.values())

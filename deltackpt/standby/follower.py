@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follower: the newest committed state of some rows, merged in memory; a warm standby. No ray.
+"""Follower: keeps some rows of the newest committed state merged in memory. No Ray.
 
-It starts cold from a base and its deltas, and applies each further delta as it is committed; where
-there is a log, the marks above the newest step, up to the newest point. What a save, or a mark,
-holds is read, verified and decoded first; only then does the memory change, for as long as
-copying the rows takes, so that a damaged save changes nothing. A new base of the same tables is
-compared with what is held, and changes only the rows that differ.
+It loads a base and its deltas, then applies each new delta as it commits. If there is a WAL, it
+also applies the records above the newest step, up to the newest recovery point. A save or record is
+read, verified and decoded before the memory changes, so a damaged save changes nothing. A new base
+of the same tables is compared with the held rows, and only different rows are changed.
 
-A reader on the same machine keeps what it has mapped (``standby.memory``). The next change then
-goes to a copy, once after each such restore, and the old memory is the reader's. With the rows it
-holds the step's other files (``standby.files``), so that the whole step can be had from memory.
+A reader on the same machine keeps its mapping (``standby.memory``); the next change is then made to
+a copy, once per such restore. The follower also holds the step's other files
+(``standby.files``), so a complete step can be restored from memory.
 
-Source of the standing service that is fed by deltas: "Continuous checkpointing of deep learning
+Source of the idea of a service that is fed by deltas: "Continuous checkpointing of deep learning
 recommendation models" (thesis), where a loading process applies streamed rows to a copy in memory.
 """
 
@@ -26,7 +25,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from deltackpt.errors import (
-    DamagedLog,
+    DamagedWal,
     RestoreError,
     ServiceUnavailable,
     TooLittleMemory,
@@ -34,14 +33,14 @@ from deltackpt.errors import (
 from deltackpt.format.blocks import RowBlock
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import Layout, SaveId
+from deltackpt.layers import merge
+from deltackpt.layers.targets import Target, Targets
 from deltackpt.ledger.opening import open_steps
-from deltackpt.reading import chains, merge, reader, removal, saves
+from deltackpt.reading import chains, reader, removal, saves
 from deltackpt.reading.logged_dense import DenseKept
-from deltackpt.reading.merge import Target
 from deltackpt.reading.replay import SeenRows
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.stretches import LogPoint, Way
-from deltackpt.reading.targets import Targets
+from deltackpt.reading.stretches import RecoveryPoint, Way
 from deltackpt.resources.memory import available_bytes
 from deltackpt.standby import files as held_files
 from deltackpt.standby import shards, work
@@ -57,7 +56,7 @@ from deltackpt.standby.publish import Publish
 from deltackpt.standby.work import Load
 from deltackpt.storage.store import Spot
 
-#: Rows of a save that wait for the memory to change, as a share of it; more change it in pieces.
+#: Maximum size of pending rows, as a fraction of the memory; more are applied in pieces.
 _STAGING_SHARE, _LEAST_STAGING_BYTES = 1 / 8, 64 << 20
 
 
@@ -75,9 +74,9 @@ class _Tables:
 
 
 class Follower:
-    """Holds one shard's rows of the newest intact step of a directory.
+    """Holds one shard's rows of a directory's newest intact step.
 
-    One thread calls ``advance``; the others may be called by any.
+    One thread calls ``advance``; any thread may call the other methods.
     """
 
     def __init__(
@@ -91,20 +90,20 @@ class Follower:
         endpoint: str | None = None,
         soft: bool = True,
     ):
-        """Opens a directory, read-only; nothing is loaded yet.
+        """Opens a directory read-only; loads nothing yet.
 
         Args:
-          directory: root of the steps: a path, or the URL of a bucket.
-          item: name of our item in a step.
-          shard: which part of the rows of each table to hold.
-          shards: of how many.
-          memory_bytes: most memory to take; what the machine has by default.
-          endpoint: address of the server of a bucket, where it is not the service's own.
-          soft: whether marks of the log without dense leaves are applied, too; a point that has
-            some is then soon gone.
+          directory: path or bucket URL of the checkpoint directory.
+          item: name of the deltackpt item in a step.
+          shard: which shard of the rows of each table to hold.
+          shards: number of shards.
+          memory_bytes: maximum memory in bytes (default: what the machine has).
+          endpoint: address of the bucket's server, if it is not the provider's default.
+          soft: whether to apply WAL records without dense leaves as well; a recovery point with
+            dense leaves is then soon superseded.
 
         Raises:
-          StorageError, ForeignDirectory, UnsupportedRoot: the directory cannot be used.
+          StorageError, ForeignDirectory, UnsupportedRoot: the directory is unusable.
         """
         self._root = open_steps(directory, item=item, endpoint=endpoint)
         self._item, self._shard, self._shards = item, shard, shards
@@ -118,65 +117,66 @@ class Follower:
 
     @property
     def holding(self) -> Holding | None:
-        """What it holds; None before the first load, and while one is under way."""
+        """The held state; None before the first load and during a load."""
         return self._holding
 
     @property
     def health(self) -> str:
-        """What it does, or what is wrong, in words."""
+        """Current activity or problem, as text."""
         return self._health
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory that holds the rows."""
+        """Bytes of memory used for rows."""
         tables = self._tables
         return 0 if tables is None else tables.memory.nbytes
 
     @property
     def place(self) -> MemoryAddress | None:
-        """Where processes of the same machine find the memory."""
+        """Address of the memory for processes on the same machine."""
         tables = self._tables
         return None if tables is None else tables.memory.place
 
     def advance(self) -> bool:
-        """Looks at the directory once, and takes what is new.
+        """Polls the directory once, and applies new saves and records.
 
         Returns:
-          Whether another state is held than before.
+          Whether the held state has changed.
 
         Raises:
           RestoreError: no step is intact.
           TooLittleMemory: the rows do not fit.
-          StorageError: the directory cannot be read.
+          StorageError: the directory is not readable.
         """
         taken = self._candidates.give(self)
         problem = self._candidates.problem
         if taken is None:
-            self._health = "waits for a first step"
+            self._health = "waiting for a first step"
         else:
             self._health = "follows" if problem is None else f"follows; {problem}"
         return bool(taken)
 
     def newest_step(self) -> int | None:
-        """Newest committed step on disk, None where there is none."""
+        """Newest committed step on disk, or None."""
         return self._root.newest_step()
 
     def pin(
-        self, save_id: SaveId, timeout_secs: float, point: LogPoint | None = None
+        self, save_id: SaveId, timeout_secs: float, point: RecoveryPoint | None = None
     ) -> tuple[int, Holding]:
         """Keeps a state for ``gate.PIN_SECS``, or until ``unpin``.
 
-        Memory that is mapped meanwhile by a reader on this machine is left to it.
+        Memory that a reader on this machine has mapped is not changed.
 
         Args:
-          save_id: of the step.
-          timeout_secs: longest wait.
-          point: above the step, if one is wanted: then one that all marks from the step to the
-            point can be replayed onto, ``Holding.point`` says which, may be kept in its place.
+          save_id: id of the step's save.
+          timeout_secs: maximum wait in seconds.
+          point: recovery point above the step, if one is wanted. An earlier state onto which all
+            records up to the point can be replayed may be kept instead; ``Holding.point``
+            identifies it.
 
         Raises:
-          ServiceUnavailable: it is not held, and was not within the timeout; ``found`` in the
-            message says what is.
+          ServiceUnavailable: the state was not held within the timeout; the message names the held
+            state.
         """
         pin = self._gate.pin(timeout_secs)
         holding = self._holding
@@ -197,18 +197,18 @@ class Follower:
         )
 
     def renew(self, pin: int) -> bool:
-        """Keeps a pinned state longer; False where it is kept no more."""
+        """Extends a pin; returns False if it has expired."""
         return self._gate.renew(pin)
 
     def unpin(self, pin: int) -> None:
-        """Lets a pinned state go."""
+        """Releases a pin."""
         self._gate.unpin(pin)
 
     def read(self, pin: int, group: str, field: str, start: int, stop: int) -> np.ndarray:
-        """A copy of some virtual rows of a pinned state.
+        """Returns a copy of some virtual rows of a pinned state.
 
         Raises:
-          ServiceUnavailable: the pin has ended, or the rows are another shard's.
+          ServiceUnavailable: the pin has expired, or the rows belong to another shard.
         """
         if self._gate.renew(pin):
             assert self._tables is not None
@@ -217,7 +217,7 @@ class Follower:
                 if (target.group, target.field) == (group, field) and first <= start:
                     if stop <= last:
                         rows = target.buffer[start - first : stop - first].copy()
-                        # This thread may have slept for longer than the pin lasts.
+                        # This thread may have been suspended for longer than the pin lasts.
                         if self._gate.renew(pin):
                             return rows
         raise ServiceUnavailable(
@@ -226,10 +226,10 @@ class Follower:
         )
 
     def read_file(self, pin: int, name: str, start: int, stop: int) -> np.ndarray:
-        """A copy of some bytes of a file of a pinned state.
+        """Returns a copy of some bytes of a file of a pinned state.
 
         Raises:
-          ServiceUnavailable: the pin has ended, or there is no such file.
+          ServiceUnavailable: the pin has expired, or the file does not exist.
         """
         holding = self._holding if self._gate.renew(pin) else None
         if holding is not None and holding.files is not None:
@@ -253,7 +253,7 @@ class Follower:
     def take(self, step_dir: Spot, way: Way | None) -> bool:
         """See ``candidates.Holder``.
 
-        Where the step has to be loaded into fresh memory, it is, and nothing else yet.
+        If the step must be loaded into new memory, the call does only that.
         """
         newest = saves.read_save(step_dir, self._item)
         if way is not None and way.step != newest.info.save_id:
@@ -268,27 +268,27 @@ class Follower:
             try:
                 if self._apply(further[0], held.chain, further[1], goal):
                     return True
-            except DamagedLog:
+            except DamagedWal:
                 raise
             except RestoreError as error:
                 chains.raise_if_removed(further[0], error)
                 base = chains.read_chain(step_dir, self._item)[0]
                 if self._holding is not None and base.info.save_id.step <= held.save.save_id.step:
                     raise
-                # A base was compacted meanwhile that stands for what is damaged, or nothing is
-                # held any more.
+                # A base that replaces the damaged part was compacted concurrently, or nothing is
+                # held.
         chain = chains.read_chain(step_dir, self._item)
         chains.read_whole(chain, lambda found: self._take_chain(found, goal))
         return True
 
     def _further(self, goal: Goal, held: Holding) -> tuple[list[StoredSave], Way | None] | None:
-        """The saves and marks to be added to what is held; None where it is not gone on from."""
+        """The saves and records to apply to the held state; None if it must be reloaded."""
         further = work.since(goal.save, held)
         if further is None or held.point is None:
             return None if further is None else (further, goal.way)
         rest = None if goal.way is None else goal.way.after(held.point)
         if rest is not None:
-            # Above another step all its marks are applied: it may have other bits of their rows.
+            # Above another step, all its records are applied: their rows may have other bits.
             return further, goal.way if further else rest
         if further and self._marks.leads_to(goal.save_id, held.point):
             return further, goal.way
@@ -302,11 +302,11 @@ class Follower:
             self._load(chain, goal.save)
 
     def _load(self, chain: Sequence[StoredSave], newest: StoredSave) -> None:
-        """Reads a whole chain into memory; what is held stays meanwhile where there is room.
+        """Loads a complete chain; the held state is kept until then if there is room.
 
         Args:
-          chain: the saves, base first; a compacted base may stand for the last.
-          newest: the step itself, which has the files beside the tables.
+          chain: the saves, base first; a compacted base may replace the last.
+          newest: the step itself, which has the other files.
         """
         goal = Goal(save=newest, way=None, full=None)
         self._health = f"loads step {goal.save_id.step}"
@@ -335,28 +335,28 @@ class Follower:
         marks: Way | None,
         goal: Goal,
     ) -> bool:
-        """Adds saves of the same tables and marks to what is held, and makes it what is wanted.
+        """Applies saves of the same tables, and records, to the held state.
 
         Args:
           further: the saves, oldest first.
-          before: what of the held chain they go on from; nothing where the first is a base.
-          marks: to be applied after the saves: all of the way, or what is left of it.
-          goal: what it then is.
+          before: the part of the held chain that they extend; empty if the first is a base.
+          marks: records to apply after the saves: the plan's, or its remaining ones.
+          goal: the resulting state.
 
         Returns:
-          Whether it is; False where rows of marks would stay, with other bits than the saves have,
-          and nothing has changed.
+          Whether it was applied. False, with nothing changed, if rows of records would remain with
+          other bits than in the saves.
         """
         tables, held = self._tables, self._holding
         assert tables is not None
         if not before:
-            work_of = [reader.pieces(save, tables.targets) for save in further]
-            reader.check_covered(further, tables.targets, work_of)
+            shards_of = reader.layers_of(further, tables.targets)
+            reader.check_covered(further, shards_of, tables.targets)
         seen, found_rows = SeenRows(tables.layout), SeenRows(tables.layout)
         lossless = work.are_lossless(further, marks) and (
             not before or (held is not None and held.lossless)
         )
-        # Callers name more rows to the log than were touched, whose bits a lossy codec changes.
+        # The WAL may contain rows that were not touched, whose bits a lossy codec changes.
         to_go = None if lossless or not (before and further) else held and held.replayed
 
         def loads(seen: SeenRows) -> Iterator[Load]:
@@ -375,8 +375,8 @@ class Follower:
                 if staged_bytes <= tables.staging_bytes:
                     continue
                 if publish is None:
-                    # The rest does not fit beside what is held: it is verified before that
-                    # begins to change, and read again.
+                    # The rest does not fit next to the held rows: it is verified first, and read
+                    # again.
                     unused = SeenRows(tables.layout)
                     for later in itertools.islice(loads(unused), number + 1, None):
                         found_rows.add_blocks(later())
@@ -399,11 +399,11 @@ class Follower:
 
     @contextlib.contextmanager
     def _beside(self, goal: Goal, further: Sequence[StoredSave] = ()) -> Iterator[Beside]:
-        """Files beside the tables; those that are held in the end are kept, others let go.
+        """Files other than tables; those held in the end are kept, the others released.
 
         Args:
-          goal: what is to be held.
-          further: the saves that lead from what is held to its step, if any do.
+          goal: the state to hold.
+          further: the saves that lead from the held state to its step, if any.
         """
         held, most_bytes = self._holding, self._bytes_beside(goal.save.layout)
         files = None
@@ -420,7 +420,7 @@ class Follower:
                 beside.files.close()
 
     def _dense_of(self, save: StoredSave, further: Sequence[StoredSave]) -> BlockedDense | None:
-        """The dense leaves of a step that are no files of it."""
+        """The dense leaves of a step that are not files of it."""
         if save.head.dense_blocks is None:
             return None
         held = self._holding
@@ -428,7 +428,7 @@ class Follower:
         return BlockedDense(save, further, held.files if held is not None and of_step else None)
 
     def _bytes_beside(self, layout: Layout) -> int:
-        """How much memory may be taken for what is no row."""
+        """Memory available for everything except rows."""
         regions = shards.regions(layout, self._shard, self._shards)
         if self._memory_bytes is None:
             wanted = 0 if self._tables is not None else _needed(shards.nbytes(regions))
@@ -437,15 +437,15 @@ class Follower:
 
     @contextlib.contextmanager
     def _changing(self, tables: _Tables, kept: HeldFiles | None = None) -> Iterator[Publish]:
-        """Within, the memory may change; what is published at the end is held afterwards.
+        """Context in which the memory may change; what it publishes at the end is held afterwards.
 
         Args:
-          tables: whose memory.
-          kept: files that are held now, and go on to be.
+          tables: the tables whose memory changes.
+          kept: currently held files to keep.
         """
         with self._gate.writing():
             if not tables.memory.begin_write():
-                # The old memory is its reader's now.
+                # The old memory belongs to its reader now.
                 copy = self._new_tables(tables.layout, previous=0)
                 copy.memory.copy_from(tables.memory)
                 tables = copy
@@ -468,11 +468,11 @@ class Follower:
         self._holding = None
 
     def _new_tables(self, layout: Layout, previous: int) -> _Tables:
-        """Memory for other tables; where it does not fit beside the old one, that goes first.
+        """Memory for other tables; if it does not fit next to the old one, that is released first.
 
         Args:
           layout: the tables.
-          previous: bytes of the old one that are ours.
+          previous: bytes of the old memory that this process owns.
         """
         regions = shards.regions(layout, self._shard, self._shards)
         wanted = shards.nbytes(regions)
@@ -484,7 +484,7 @@ class Follower:
         if needed > limit:
             raise TooLittleMemory(
                 f"shard {self._shard} of {self._shards}: expected {needed:,} bytes of memory for "
-                f"its rows and what is on the way to them, found {max(0, limit):,}; start the "
+                f"its rows and pending data, found {max(0, limit):,}; start the "
                 "service with more shards on more nodes, or with more memory"
             )
         memory = SharedMemory(wanted)
@@ -505,7 +505,7 @@ class Follower:
         return _Tables(layout, memory, Targets(targets, layout))
 
     def _let_go(self) -> None:
-        """Gives the memory back; nothing is held afterwards."""
+        """Releases the memory; nothing is held afterwards."""
         with self._gate.writing():
             self._end_holding()
             previous, self._tables = self._tables, None
@@ -514,7 +514,7 @@ class Follower:
 
 
 def _needed(wanted: int) -> int:
-    """Bytes for rows and for what is on the way to them."""
+    """Bytes for rows and pending data."""
     return wanted + max(_LEAST_STAGING_BYTES, int(wanted * _STAGING_SHARE))
 
 
@@ -524,5 +524,5 @@ def _merge(staged: Sequence[RowBlock], targets: Targets) -> None:
         rows = block.rows
         if not len(rows):
             continue
-        reach = reader.reach(rows)
+        reach = merge.reach(rows)
         merge.apply(block, targets.over(block.group, field, reach, block.columns))

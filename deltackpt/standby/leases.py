@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who else has a file open: the kernel's answer, exact whatever was killed when."""
+"""Detects whether another process has a file open, by asking the kernel."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import signal
 
 
 def is_open_elsewhere(descriptor: int) -> bool:
-    """Whether anybody but a descriptor's own opening has its file open, for reading or mapped so.
+    """Returns whether another process has a descriptor's file open or mapped for reading.
 
-    The kernel grants a lease on a file to its only reader: measured 8 us. Kernels before 6.3 that
-    were built without IMA count otherwise, and say that there is somebody.
+    The kernel grants a lease on a file to its only reader (measured: 8 us). Kernels before 6.3
+    built without IMA count differently, and always report another reader.
 
     Args:
-      descriptor: opened for reading; copies of it, and mappings made of it, are of one opening.
+      descriptor: opened for reading; its duplicates and mappings count as one opening.
     """
     try:
-        # Who opens it while the lease is held waits for a moment, and we are sent a signal: by
-        # default SIGIO, which would end the process. The end of a lease resets what is set.
+        # Opening the file while the lease is held blocks briefly and sends us a signal: by default
+        # SIGIO, which would end the process. Releasing the lease resets this setting.
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError:

@@ -1,49 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which marks of the log a follower applies above a step, looked at again and again.
+"""Chooses the WAL records that a follower applies above a step.
 
-The choice is that of a restore from storage: the newest point above all steps, by way of the newest
-step below it that is on its line of training. So what turns out dead is chosen no more: a restart
-has gone on from an earlier point, or marks were void because writing them had failed.
+The choice is the same as in a restore from storage: the newest recovery point above all steps,
+replayed onto the newest step below it in its lineage. Superseded records are not chosen: a restart
+resumed from an earlier point, or they are void because writing them failed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from deltackpt.errors import DamagedLog, DeltackptError, RestoreError, StorageError, without_frames
+from deltackpt.errors import DamagedWal, DeltackptError, RestoreError, StorageError, without_frames
 from deltackpt.format.manifest import SaveId
+from deltackpt.ledger.log_losses import in_both, losses_of
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import saves
-from deltackpt.reading.stretches import History, LogPoint, Logs, Way, newest_way
+from deltackpt.reading.stretches import History, Logs, Loss, RecoveryPoint, Way, newest_way
 from deltackpt.storage.store import Stamp
 
-#: So long a damaged mark is not read again.
+#: A damaged record is not read again for this long.
 _REFUSED_SECS = 30.0
 
 
 class Marks:
-    """The log of a root, as far as it was read; used by one thread."""
+    """The WAL of a directory, as far as it was read; used by one thread."""
 
     def __init__(self, root: Steps, item: str, *, soft: bool):
         """Reads nothing yet.
 
         Args:
-          root: of the steps.
-          item: name of our item in them.
-          soft: whether marks without dense leaves are applied, too.
+          root: directory of the steps.
+          item: name of the deltackpt item in them.
+          soft: whether to apply records without dense leaves as well.
         """
         self._logs = Logs(root.log_at)
         self._ids = _SaveIds(root, item)
+        self._root = root
         self._soft = soft
+        #: Parts of the log that two reads found missing.
+        self._lost: Sequence[Loss] = ()
         self._history = History(())
         self._unreadable: DeltackptError | None = None
-        #: What is wrong with marks, and when they are read again, on the monotonic clock.
+        #: Errors of records, and when to read them again, on the monotonic clock.
         self._refused: dict[SaveId, tuple[float, RestoreError]] = {}
 
     def look(self) -> None:
-        """Takes what was written since; of what cannot be read nothing counts, nor was applied."""
+        """Reads the newly written records; if that fails, all records are ignored."""
         now = time.monotonic()
         self._refused = {mark: told for mark, told in self._refused.items() if now < told[0]}
         try:
@@ -53,21 +57,21 @@ class Marks:
 
     @property
     def newest_step(self) -> int | None:
-        """Training step of the newest point with dense leaves; None where there is none."""
+        """Returns the training step of the newest full recovery point, or None."""
         return next((one.step for one in self._history.points() if one.full), None)
 
     def way(self, steps: Collection[int]) -> Way | None:
-        """From the step to hold to the point to hold; None where it is the newest step itself.
+        """Returns the replay plan to the recovery point to hold; None to hold the newest step.
 
         Args:
-          steps: those that are intact, as far as is known.
+          steps: the steps that are known to be intact.
         """
         if not self._history.eras:
             return None
         return newest_way(self._history, self._ids.of(steps), self._refused.keys(), soft=self._soft)
 
     def full(self, way: Way) -> Way | None:
-        """The way from the same step to the newest point on it that has dense leaves."""
+        """Returns the replay plan from the same step to the newest point with dense leaves."""
         if way.point.full:
             return way
         for point in self._history.points():
@@ -75,32 +79,36 @@ class Marks:
                 return self._history.way(point, way.step)
         return None
 
-    def leads_to(self, step: SaveId, point: LogPoint) -> bool:
-        """Whether a step was taken by a training that had gone through a point before.
+    def leads_to(self, step: SaveId, point: RecoveryPoint) -> bool:
+        """Returns whether a step descends from a recovery point.
 
-        Every row of the marks up to the point is then in the deltas up to the step.
+        Every row of the records up to the point is then in the deltas up to the step.
         """
         history = self._history
         return point.step <= step.step and history.counts(point) and history.has_step(step)
 
-    def refuse(self, way: Way, error: DamagedLog) -> None:
-        """Takes no way over a damaged mark for a while."""
+    def refuse(self, way: Way, error: DamagedWal) -> None:
+        """Excludes plans with a damaged record for a while."""
         told = time.monotonic() + _REFUSED_SECS, without_frames(error)
         self._refused[way.point.save_id] = told
-        if isinstance(error.mark, SaveId):
-            self._refused[error.mark] = told
+        if isinstance(error.record, SaveId):
+            self._refused[error.record] = told
 
     def problem(self, step: int) -> DeltackptError | None:
-        """What is wrong with the log above a training step."""
+        """Returns what is wrong with the WAL above a training step."""
         found = [told for mark, (_, told) in self._refused.items() if mark.step > step]
-        for era in self._history.eras[:1]:
-            for process in era.processes.values():
-                found += process.log.altered_above(step)
+        lost = losses_of(self._root, self._history, step, above=step)
+        if lost != in_both(self._lost, lost):
+            with contextlib.suppress(RestoreError, StorageError):
+                again = Logs(self._root.log_at).read()
+                lost = in_both(losses_of(self._root, again, step, above=step), lost)
+        self._lost = lost
+        found += [loss.error for loss in lost]
         return found[0] if found else self._unreadable
 
 
 class _SaveIds(Mapping[int, SaveId | None]):
-    """Which save a step is, asked only where the log has to know; None where nobody can say."""
+    """The save of a step, queried only when the log needs it; None if unknown."""
 
     def __init__(self, root: Steps, item: str):
         self._root, self._item = root, item

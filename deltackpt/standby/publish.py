@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a change of memory: the state that it holds from then on."""
+"""Publishes the new state after a change of memory."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import time
 from deltackpt.errors import RestoreError
 from deltackpt.format import names
 from deltackpt.format.chain import SaveInfo
+from deltackpt.layers.targets import Targets
 from deltackpt.reading.replay import SeenRows
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.targets import Targets
 from deltackpt.standby.beside import Beside
 from deltackpt.standby.holding import Goal, Holding
 from deltackpt.storage.store import FileStore
 
 
 class Publish:
-    """Called once with what some memory holds now, which may be a copy of what was held."""
+    """Called once with memory that has the new contents; it may be a copy of the held memory."""
 
     def __init__(self, targets: Targets):
         """Publishes nothing yet.
@@ -40,19 +40,19 @@ class Publish:
         *,
         lossless: bool,
     ) -> None:
-        """Says what it is.
+        """Records the new contents.
 
         Args:
           chain: the saves that it was merged from, base first.
-          goal: what was to be held.
+          goal: the state that was to be held.
           beside: its files.
-          replayed: rows of the marks that were applied.
+          replayed: rows of the applied records.
           lossless: see ``Holding``.
         """
         self._found = chain, goal, beside, replayed, lossless
 
     def holding(self, sequence: int) -> Holding:
-        """What is held from now on, by memory of that sequence number."""
+        """Returns the new state, in memory with the given sequence number."""
         assert self._found is not None
         chain, goal, beside, replayed, lossless = self._found
         made_secs = committed_secs(goal.save) if goal.point is None else goal.point.unix_secs
@@ -70,12 +70,15 @@ class Publish:
 
 
 def committed_secs(save: StoredSave) -> float:
-    """When a step was committed, in seconds since 1970; 0 where it was removed meanwhile."""
+    """Returns when a step was committed, in seconds since 1970.
+
+    0 if it was removed concurrently.
+    """
     with contextlib.suppress(OSError, RestoreError, ValueError):
         if isinstance(save.step_dir.store, FileStore):
             # The rename that committed the step.
             return os.stat(save.step_dir).st_ctime
-        # When it was made; it came to the bucket later.
+        # When it was made; it was uploaded later.
         told = json.loads((save.step_dir / names.STEP_METADATA).read())
         return told["commit_timestamp_nsecs"] / 1e9
     return 0.0

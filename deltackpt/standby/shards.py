@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows a member of the service holds, and where in its memory they lie.
+"""The rows that a replica of the hot standby holds, and their layout in its memory.
 
-Both sides compute it from a step's layout alone. Member ``shard`` of ``shards`` holds that part of
-the rows of each table, so that tables sharded by rows over as many nodes lie where they are needed.
+Replica and reader compute it from a step's layout alone. Shard ``shard`` of ``shards`` holds that
+part of the rows of each table, so for tables sharded by rows over as many nodes, rows are on the
+nodes that need them.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ _ALIGNMENT = 64
 
 
 class Region(NamedTuple):
-    """Rows of one field of one table in the memory of a member.
+    """Rows of one field of one table in a replica's memory.
 
     Attributes:
       table: the table.
       field: ``values`` or ``slot.<name>``.
       rows: virtual rows of the group.
       columns: all columns of a field as wide as its table, which may be wanted in part; else None.
-      offset: where the rows begin, in bytes.
+      offset: offset of the rows in bytes.
       trailing: shape of one row.
-      dtype: of the numbers.
+      dtype: dtype of the values.
     """
 
     table: TableEntry
@@ -47,17 +48,17 @@ class Region(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
+        """Size of one row in bytes."""
         return math.prod(self.trailing) * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its rows."""
+        """Size of all its rows in bytes."""
         return (self.rows[1] - self.rows[0]) * self.row_bytes
 
 
 def regions(target: Layout, shard: int, shards: int) -> tuple[Region, ...]:
-    """What a member holds, in the order of its memory; regions without rows are left out."""
+    """Returns the regions of a shard in memory order, without empty ones."""
     groups = target.group_by_name
     found: list[Region] = []
     offset = 0
@@ -80,5 +81,5 @@ def regions(target: Layout, shard: int, shards: int) -> tuple[Region, ...]:
 
 
 def nbytes(held: tuple[Region, ...]) -> int:
-    """Bytes of memory that regions take."""
+    """Returns the bytes of memory that regions occupy."""
     return held[-1].offset + held[-1].nbytes if held else 0

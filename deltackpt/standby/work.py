@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must be added to the rows that are held, so that they become those of another state."""
+"""The data to apply to the held rows to reach another state."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -12,12 +13,13 @@ from deltackpt.errors import RestoreError, StorageError
 from deltackpt.format.blocks import RowBlock
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import Layout
+from deltackpt.layers import merge
+from deltackpt.layers.merge import Piece
+from deltackpt.layers.targets import Targets
 from deltackpt.reading import reader, replay, saves
-from deltackpt.reading.reader import Read
 from deltackpt.reading.replay import SeenRows
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.stretches import Way
-from deltackpt.reading.targets import Targets
 from deltackpt.standby.difference import changed_rows
 
 #: Reads, verifies and decodes some rows, of one field each; later blocks replace earlier ones.
@@ -25,7 +27,7 @@ Load = Callable[[], list[RowBlock]]
 
 
 class HeldStep(Protocol):
-    """What is gone on from."""
+    """The step that is held before an update."""
 
     @property
     def save(self) -> SaveInfo:
@@ -39,12 +41,11 @@ class HeldStep(Protocol):
 
 
 def since(newest: StoredSave, held: HeldStep) -> list[StoredSave] | None:
-    """The saves after the one that is held, oldest first; None where it is none of their parents.
+    """Returns the saves after the held one, oldest first; None if they do not descend from it.
 
-    Only its children may be added to what is held. A delta against an earlier save has every row
-    that was touched since, but for a training that went back in memory: rows that are held may
-    then be of moments that were given up. Where parents do not fit together, reading the whole
-    chain will say so.
+    Only descendants of the held save can be applied. A delta against an earlier save contains every
+    row touched since, unless training rolled back in memory; held rows may then be from the
+    discarded steps. If parents do not match, reading the whole chain reports it.
     """
     if newest.info.save_id == held.save.save_id:
         return []
@@ -68,27 +69,29 @@ def since(newest: StoredSave, held: HeldStep) -> list[StoredSave] | None:
 def loads(
     chain: Sequence[StoredSave], marks: Way | None, targets: Targets, layout: Layout, seen: SeenRows
 ) -> Iterator[Load]:
-    """The pieces of saves, and of marks above them, in the order in which they are applied.
+    """Yields the pieces of saves, and of records above them, in the order to apply them.
 
-    The row numbers of one save are in memory at a time.
+    The row indices of one save at a time are in memory.
 
     Args:
       chain: the saves, oldest first.
-      marks: to be applied after them.
-      targets: what is held.
+      marks: records to apply after them.
+      targets: the held memory.
       layout: its tables.
-      seen: gets the rows of the marks as they are loaded.
+      seen: receives the rows of the records as they are loaded.
     """
     for save in chain:
-        for piece in reader.pieces(save, targets):
+        shards = reader.layers_of([save], targets)
+        for piece in itertools.chain.from_iterable(merge.plan(shards, targets)):
             yield functools.partial(_found, piece, compare=save.info.kind == "base")
     if marks is not None:
-        for logged in replay.pieces(marks, layout, seen):
-            yield functools.partial(logged.load, targets)
+        records = replay.layers_of(marks, layout)
+        for piece in itertools.chain.from_iterable(replay.plan(records, targets, seen)):
+            yield piece.load
 
 
 def are_lossless(chain: Sequence[StoredSave], marks: Way | None) -> bool:
-    """Whether saves and marks hold all their rows bit for bit."""
+    """Returns whether saves and records hold all their rows bit for bit."""
     planned = {spec.codec for save in chain for group in save.head.groups for spec in group.fields}
     used = {
         segment.spec(leg.head.group_by_name[segment.group], field).codec
@@ -99,8 +102,8 @@ def are_lossless(chain: Sequence[StoredSave], marks: Way | None) -> bool:
     return all(codecs.is_lossless(codecs.get(name)) for name in planned | used)
 
 
-def _found(piece: Read, *, compare: bool) -> list[RowBlock]:
-    """The rows of a piece, or those that differ from what is held."""
+def _found(piece: Piece, *, compare: bool) -> list[RowBlock]:
+    """The rows of a piece, or those that differ from the held ones."""
     first, *beside = piece.load()
-    # What is beside replaces rows of the first block, which may be among those that differ.
+    # Other blocks replace rows of the first one, which may be among the different ones.
     return [*(changed_rows(first, piece.targets) if compare else [first]), *beside]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which leaves of a state are tables, slots and dense, and which process owns which rows."""
+"""Classifies a state's leaves as tables, slots and dense leaves, and assigns rows to processes."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from deltackpt.errors import (
     OptionError,
 )
-from deltackpt.policy import CodecChoice
+from deltackpt.policies import CodecChoice
 from deltackpt.state import paths
 from deltackpt.state.groups import CodecOption
 from deltackpt.state.paths import Select
@@ -17,30 +17,33 @@ from deltackpt.state.paths import Select
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Tables:
-    """The user's choice of tables; make it once, since it remembers the layouts that it found.
+    """Selects the tables of a state. Create one and reuse it: it caches the layouts that it finds.
 
     Attributes:
-      select: paths of the tables in the state; optimizer states are never searched. ``*`` stays
-        within one step of a path, ``**`` crosses them.
-      slots: None finds slots by optax's tree mapping; an empty mapping declares that there are
-        none (optimizer states are then saved whole, and a warning says so where that is much).
-        Else table path pattern to slot name to the slot's path, in which ``{table}`` stands for the
-        table's path and ``{name}`` for its last step; the tables that no pattern matches keep the
+      select: paths of the tables in the state; optimizer states are never searched. ``*`` matches
+        within one path component, ``**`` across components. ``()`` declares a state without tables.
+        Every array that matches becomes a table whose first axis is the rows, even a bias, so
+        ``"**"`` selects the whole model. A scalar, a PRNG key or a Python number that matches
+        raises ``TableSelectionError``.
+      slots: None finds slots by optax's tree mapping. An empty mapping declares that there are
+        none: optimizer states are then saved whole, with a warning if they are large. Otherwise,
+        table path pattern to slot name to the slot's path, in which ``{table}`` is replaced by the
+        table's path and ``{name}`` by its last component; tables that no pattern matches keep the
         slots that are found.
-      always: names of slots whose rows all move at every step, written whole at each save;
-        a pattern matches the whole name or its last step. Adafactor's are known.
+      always: names of slots whose rows all move at every step; each save writes them whole. A
+        pattern matches the whole name or its last component. Adafactor's are known.
       codec: how the tables' values are stored: the name of a codec for the rows of deltas, a
-        ``BitWidthPolicy`` that chooses one, or a ``CodecChoice``; for all tables or by table
-        path pattern (the first that matches; ``raw`` where none does). Lossy codecs are taken
-        only where they are asked for.
-      slot_codec: likewise for the tables' slots.
+        ``BitWidthPolicy`` that chooses one, or a ``CodecChoice``; for all tables or by table path
+        pattern (the first match applies; ``raw`` without a match). A lossy codec is used only if
+        you name it.
+      slot_codec: the same for the tables' slots.
 
-    Example:
+    Examples:
       >>> import deltackpt
       >>> import jax.numpy as jnp
-      >>> from deltackpt import split
+      >>> from deltackpt.handlers import split
       >>> state = {"params": {"emb": jnp.ones((4, 2)), "w": jnp.ones(3)}}
-      >>> parts = deltackpt.split(state, Tables(select="params/emb"))
+      >>> parts = split(state, Tables(select="params/emb"))
       >>> [table.name for table in parts.layout.tables], list(parts.dense["params"])
       (['params/emb'], ['w'])
     """

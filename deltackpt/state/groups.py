@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tables group: those of equal fields, codecs and row sharding form one virtual table.
+"""Groups tables: tables with equal fields, codecs and row sharding form one virtual table.
 
-Names and offsets follow from the tables' names, so every process finds the same groups.
+Names and offsets are derived from the tables' names, so every process finds the same groups.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from deltackpt.errors import OptionError, TableSelectionError
 from deltackpt.format import blocks
 from deltackpt.format.manifest import TableEntry
 from deltackpt.format.segments import FieldSpec, GroupEntry
-from deltackpt.policy import BitWidthPolicy, CodecChoice
+from deltackpt.policies import BitWidthPolicy, CodecChoice
 from deltackpt.state import paths
 from deltackpt.state.paths import Flat
 
 #: How rows are stored: for all tables, or by table path pattern (the first that matches; ``raw``
-#: where none does). A codec's name and a policy stand for the deltas' rows.
+#: without a match). A codec's name or a policy applies to the rows of deltas.
 _OneOption = str | BitWidthPolicy | CodecChoice
 CodecOption = _OneOption | Mapping[str, _OneOption]
 
@@ -33,7 +33,7 @@ class TableFields:
     """A table's fields before its group is known.
 
     Attributes:
-      name: the table.
+      name: name of the table.
       fields: field name to the position of its leaf, and whether it is always written whole.
     """
 
@@ -52,17 +52,17 @@ class Grouped(NamedTuple):
 def group_tables(
     found: list[TableFields], flat: Flat, codec: CodecOption, slot_codec: CodecOption
 ) -> Grouped:
-    """Groups and table entries of tables that come sorted by name.
+    """Returns groups and table entries of tables sorted by name.
 
     Args:
       found: the tables.
       flat: the leaves of the state.
       codec: how values are stored, for all tables or by table path pattern.
-      slot_codec: likewise for slots.
+      slot_codec: the same, for slots.
 
     Raises:
       TableSelectionError: a codec's pattern matches no table, or a dtype cannot be stored.
-      OptionError: a codec cannot hold the rows of a table.
+      OptionError: a codec cannot store the rows of a table.
     """
     names = [table.name for table in found]
     values_of = _choices("codec", codec, names)
@@ -132,13 +132,13 @@ def _first_match(given: Mapping[str, _OneOption], name: str) -> _OneOption:
 def _check_dtype(what: str, dtype: np.dtype) -> None:
     if not codecs.can_store(dtype):
         raise TableSelectionError(
-            f"{what}: expected numbers that Zarr can hold, in this machine's order of bytes, found "
-            f"{dtype!r}; cast it, as by x.astype(x.dtype.newbyteorder('='))"
+            f"{what}: expected a dtype that Zarr supports, in this machine's byte order, found "
+            f"{dtype!r}; cast it, e.g. with x.astype(x.dtype.newbyteorder('='))"
         )
 
 
 def _check_array_names(table: str, specs: tuple[FieldSpec, ...]) -> None:
-    """A slot's stored array must not bear the name of one that a codec of another slot may add."""
+    """Checks that no slot has the name of an array that a codec of another slot may add."""
     taken = {
         codecs.array_name(spec.name, suffix): spec.name
         for spec in specs
@@ -147,10 +147,10 @@ def _check_array_names(table: str, specs: tuple[FieldSpec, ...]) -> None:
     for spec in specs:
         if spec.name in taken:
             raise TableSelectionError(
-                f"table {table}: expected slot names that stay apart from those of stored arrays, "
-                f"found {spec.name}, which is an array of {taken[spec.name]} too; rename the slot: "
-                f"none may end in one of {', '.join('.' + suffix for suffix in codecs.SUFFIXES)} "
-                "of another one"
+                f"table {table}: expected slot names that differ from those of stored arrays, "
+                f"found {spec.name}, which is also an array of {taken[spec.name]}; rename the "
+                "slot: its name cannot be that of another slot and one of "
+                f"{', '.join('.' + suffix for suffix in codecs.SUFFIXES)}"
             )
 
 
@@ -172,7 +172,7 @@ def _field_spec(field: str, leaf: Any, always: bool) -> FieldSpec:
 
 
 def _row_sharding(leaf: Any) -> str:
-    """A leaf's sharding as text; empty where every device holds all of it."""
+    """Returns a leaf's sharding as a string; empty if every device holds all of it."""
     sharding = getattr(leaf, "sharding", None)
     if sharding is None or sharding.is_fully_replicated:
         return ""

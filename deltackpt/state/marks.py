@@ -22,11 +22,11 @@ _matched: ByLayout[dict[str, str]] = ByLayout()
 def match_touched(touched: TouchState, layout: Layout) -> dict[str, str]:
     """Finds the stamps of each table: table name to key in ``touched.stamps``.
 
-    A key names the table whose path it is, else the one table whose path ends with it (``track``
-    sees paths within the params only).
+    A key names the table with the same path; otherwise the only table whose path ends with the key,
+    because ``track`` only sees paths within the params.
 
     Raises:
-      TrackingError: a table has no stamps, two tables share some, or the numbers of rows differ.
+      TrackingError: a table has no stamps, two tables share some, or the row counts differ.
     """
     found = matched(touched, layout)
     for table in layout.tables:
@@ -36,7 +36,7 @@ def match_touched(touched: TouchState, layout: Layout) -> dict[str, str]:
 
 
 def match_marks(marks: Sequence[Marks], layout: Layout) -> dict[str, dict[str, Any]]:
-    """The stamps of each table: table name to place to stamps, (rows,) int32.
+    """Returns the stamps of each table: table name to path to stamps, (rows,) int32.
 
     Args:
       marks: the TouchStates of a save; a table may have stamps in any of them.
@@ -57,16 +57,16 @@ def match_marks(marks: Sequence[Marks], layout: Layout) -> dict[str, dict[str, A
 
 def _without_stamps(table: str, known: Iterable[str]) -> TrackingError:
     return TrackingError(
-        f"table {table}: no stamps of it in the TouchState, which has\n{paths.listed(known)}\n"
-        "initialise it with every table"
+        f"table {table}: expected stamps of it in the TouchState, found only those of\n"
+        f"{paths.listed(known)}\ninitialize it with every table"
     )
 
 
 def matched(touched: TouchState, layout: Layout) -> dict[str, str]:
-    """Table name to the key of its stamps, of those tables that have some.
+    """Returns table name to the key of its stamps, for tables that have stamps.
 
     Raises:
-      TrackingError: two tables share stamps, or the numbers of rows differ.
+      TrackingError: two tables share stamps, or the row counts differ.
     """
     lengths = tuple([(name, stamps.shape[0]) for name, stamps in touched.stamps.items()])
     return _matched.get(layout, lengths, lambda: _find_matched(dict(lengths), layout))
@@ -85,7 +85,7 @@ def _find_matched(lengths: Mapping[str, int], layout: Layout) -> dict[str, str]:
         if rows != table.rows:
             raise TrackingError(
                 f"table {table.name}: expected {table.rows} stamps, found {rows} under {key!r}; "
-                "initialise the TouchState again with the tables as they are"
+                "initialize the TouchState again with the tables as they are"
             )
     for key, count in collections.Counter(found.values()).items():
         if count > 1:

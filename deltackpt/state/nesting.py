@@ -11,7 +11,7 @@ from deltackpt.format.manifest import KeyPath, Layout, path_name
 
 
 def nested(layout: Layout, by_name: Mapping[str, Any], dense: Mapping[str, Any]) -> Any:
-    """Nested dicts and lists of all leaves, by their typed key paths."""
+    """Returns nested dicts and lists of all leaves, by their typed key paths."""
     stored = (path for table in layout.tables for path in table.leaves.values())
     found: list[tuple[KeyPath, Any]] = [
         (path, by_name[path_name(path)]) for path in stored if path_name(path) in by_name
@@ -23,7 +23,7 @@ def nested(layout: Layout, by_name: Mapping[str, Any], dense: Mapping[str, Any])
 
 
 def nested_at(found: Iterable[tuple[KeyPath, Any]]) -> Any:
-    """Nested dicts and lists of some leaves, each at its typed key path."""
+    """Returns nested dicts and lists of some leaves, each at its typed key path."""
     root: dict[Any, Any] = {}
     for path, value in found:
         node = root
@@ -39,7 +39,7 @@ def _typed(node: Any) -> Any:
         return node
     items = {key[1]: _typed(child) for key, child in node.items()}
     if node and all(key[0] == "seq" for key in node):
-        # A hole is a part of the state that had no leaf, or was not asked for.
+        # A hole is a part of the state that had no leaf, or was not requested.
         return [items.get(i) for i in range(max(items) + 1)]
     return items
 
@@ -49,7 +49,7 @@ def _is_entry(key: Any) -> bool:
 
 
 def dense_at(dense: Mapping[str, Any], key: tuple[str, ...]) -> Any:
-    """The dense leaf at a key of nested dicts."""
+    """Returns the dense leaf at a key of nested dicts."""
     node: Any = dense
     for step in key:
         if not isinstance(node, Mapping):

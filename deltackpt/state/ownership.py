@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which process writes which rows: every row of every field exactly once.
+"""Assigns rows to processes: exactly one process writes each row of each field.
 
-A field's sharding cuts its table into boxes of rows and columns. A box that several devices hold is
-divided among them by rows. Every process computes the same division from the shardings alone, so
-that nothing is negotiated; it looks at its own shards only, so that the work per process does not
-grow with the number of processes (but for one map of devices for each sharding, which is kept).
+A field's sharding splits its table into boxes of rows and columns. If several devices hold a box,
+it is divided among them by rows. Every process computes the same division from the shardings alone,
+so they need not communicate. It looks only at its own shards, so the work per process does not grow
+with the number of processes (except for one cached map of devices per sharding).
 
-Which rows of a box are touched is known where the stamps are. A device writes rows only if its
-process holds their stamps too.
+Only processes that hold the stamps of a box can determine which of its rows are touched. A device
+writes rows only if its process also holds their stamps.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Share(NamedTuple):
     """Rows that this process writes.
 
     Attributes:
-      box: which of the table.
-      shard: which of the array's addressable shards holds them, or ``ITSELF``.
-      skip: how many rows of that lie before them.
+      box: box of the table that contains the rows.
+      shard: index of the array's addressable shard that holds them, or ``ITSELF``.
+      skip: number of rows of the shard before these rows.
     """
 
     box: Box
@@ -52,7 +52,7 @@ class Share(NamedTuple):
 
 
 class _Owned(NamedTuple):
-    """A box, the device that writes it, and how many rows of its shard lie before it."""
+    """A box, the device that writes it, and how many rows of its shard precede it."""
 
     box: Box
     device: Any
@@ -60,16 +60,16 @@ class _Owned(NamedTuple):
 
 
 def shares(leaf: Any, stamps: Any = None, *, turn: int = 0) -> Iterator[Share]:
-    """What this process writes of one field of one table; the same for every array of its kind.
+    """Returns the rows of one field of a table that this process writes; equal for equal arrays.
 
     Args:
-      leaf: (rows, *trailing), a jax.Array of any sharding. A numpy array is taken to be the same
-        on every process.
-      stamps: the table's stamps, (rows,); None where no row needs to be known as touched.
-      turn: number of the table: small tables are spread over the devices by it.
+      leaf: (rows, *trailing), a ``jax.Array`` with any sharding. A numpy array is assumed to be
+        equal on every process.
+      stamps: the table's stamps, (rows,); None if touched rows are not needed.
+      turn: index of the table, used to spread small tables over the devices.
 
     Raises:
-      TrackingError: rows whose stamps are on none of the processes that hold them.
+      TrackingError: no process holds both some rows and their stamps.
     """
     row_bytes = math.prod(leaf.shape[1:]) * np.dtype(leaf.dtype).itemsize
     if not isinstance(leaf, jax.Array):
@@ -88,7 +88,7 @@ def shares(leaf: Any, stamps: Any = None, *, turn: int = 0) -> Iterator[Share]:
 
 
 def shard_boxes(array: jax.Array) -> dict[Box, int]:
-    """The distinct boxes of this process, each with the number of a shard that holds it."""
+    """Returns the distinct boxes of this process, each with the index of a shard that holds it."""
     shard_of = _shard_numbers(array)
     return {box: shard_of[device] for device, box in boxes(array.sharding, array.shape).items()}
 
@@ -100,16 +100,16 @@ def _shard_numbers(array: jax.Array) -> dict[Any, int]:
 
 
 def shard_data(array: Any, shard: int) -> Any:
-    """One shard of an array: see ``Share.shard``."""
+    """Returns one shard of an array: see ``Share.shard``."""
     return array if shard == ITSELF else array.addressable_shards[shard].data
 
 
 def boxes(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
-    """The box of each device of this process.
+    """Returns the box of each device of this process.
 
     Args:
-      sharding: of the field.
-      shape: of the field, (rows, *trailing).
+      sharding: the field's sharding.
+      shape: the field's shape, (rows, *trailing).
     """
     return {
         device: _box(index, shape)
@@ -119,10 +119,10 @@ def boxes(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
 
 
 def shared_rows(stamps: Any) -> frozenset[Span]:
-    """Rows of the stamps that this process holds, by shard, and other processes hold too.
+    """Returns rows of the stamps that this and other processes hold, by shard.
 
     Args:
-      stamps: (rows,); a numpy array is taken to be the same on every process.
+      stamps: (rows,); a numpy array is assumed to be the same on every process.
     """
     if not isinstance(stamps, jax.Array):
         return frozenset({(0, stamps.shape[0])} if processes.count() > 1 else ())
@@ -141,7 +141,7 @@ def _shared_rows(sharding: Any, shape: tuple[int, ...], here: int) -> frozenset[
 
 
 def whole(shape: tuple[int, ...]) -> Box:
-    """All of a field of some shape, (rows, *trailing)."""
+    """Returns the box of a whole field of some shape, (rows, *trailing)."""
     return Box((0, shape[0]), (0, _width(shape)))
 
 
@@ -160,7 +160,7 @@ def _width(shape: tuple[int, ...]) -> int:
 def _owned(
     sharding: Any, stamps: Any, shape: tuple[int, ...], row_bytes: int, turn: int, here: int
 ) -> tuple[_Owned, ...]:
-    """What process ``here``, this one, writes of a field."""
+    """Returns what process ``here``, this one, writes of a field."""
     parts = _parts(sharding, shape)
     grid = _grid(sharding, parts)
     local = {}
@@ -190,7 +190,7 @@ def _owned(
 
 
 def _append(found: list[_Owned], more: _Owned) -> None:
-    """Appends, or lengthens the last one where ``more`` goes on from it."""
+    """Appends, or extends the last one if ``more`` continues it."""
     if found:
         last = found[-1]
         together = (last.device, last.box.columns) == (more.device, more.box.columns)
@@ -202,10 +202,10 @@ def _append(found: list[_Owned], more: _Owned) -> None:
 
 
 def _known(stamps: Any, rows: int, span: Span) -> Iterator[tuple[Span, frozenset[int] | None]]:
-    """Cuts a span of rows at the boundaries of the stamps' shards.
+    """Splits a span of rows at the boundaries of the stamps' shards.
 
     Yields:
-      Each piece, and the processes that hold its stamps; None where that does not matter.
+      Each piece, and the processes that hold its stamps; None if that does not matter.
     """
     if stamps is None:
         yield span, None
@@ -220,7 +220,7 @@ def _known(stamps: Any, rows: int, span: Span) -> Iterator[tuple[Span, frozenset
 
 
 def _owners(holders: tuple[Any, ...], nbytes: int, turn: int) -> tuple[Any, ...]:
-    """Those of the holders that write a part each, spread evenly over them."""
+    """Returns the holders that write a part each, spread evenly over them."""
     count = min(len(holders), max(1, nbytes // _LEAST_BYTES))
     first = turn % len(holders)
     turned = holders[first:] + holders[:first]
@@ -228,17 +228,17 @@ def _owners(holders: tuple[Any, ...], nbytes: int, turn: int) -> tuple[Any, ...]
 
 
 def _part(span: Span, number: int, count: int) -> Span:
-    """One of ``count`` nearly equal parts of a span."""
+    """Returns one of ``count`` nearly equal parts of a span."""
     length = span[1] - span[0]
     return span[0] + length * number // count, span[0] + length * (number + 1) // count
 
 
 def _parts(sharding: Any, shape: tuple[int, ...]) -> _Cell:
-    """Into how many parts a sharding cuts rows and columns."""
+    """Returns into how many parts a sharding splits rows and columns."""
     shard = sharding.shard_shape(shape)
     if shard[2:] != shape[2:]:
         raise TrackingError(
-            f"an array of shape {shape}: expected a sharding of its first two axes, found "
+            f"array of shape {shape}: expected a sharding of its first two axes, found "
             f"{sharding}; shard tables and slots by rows and columns only"
         )
     counts = [max(1, -(-size // max(1, part))) for size, part in zip(shape[:2], shard[:2])]
@@ -256,7 +256,7 @@ class _Grid(NamedTuple):
 def _grid(sharding: Any, parts: _Cell) -> _Grid:
     holders: dict[_Cell, list[Any]] = {}
     cell_of = {}
-    # The parts themselves as an array of one number each: the same cells whatever the rows.
+    # The parts as an array with one element each, so that cells do not depend on the rows.
     for device, index in _indices(sharding, parts).items():
         box = _box(index, parts)
         cell_of[device] = cell = (box.rows[0], box.columns[0])
@@ -265,7 +265,7 @@ def _grid(sharding: Any, parts: _Cell) -> _Grid:
 
 
 def _ordered(devices: list[Any]) -> tuple[Any, ...]:
-    """By process and number; of CPU devices, which share their memory, one for each process."""
+    """Orders by process and index; one CPU device per process, as they share memory."""
     found = sorted(devices, key=lambda device: (processes.of(device), device.id))
     if any(device.platform != "cpu" for device in found):
         return tuple(found)

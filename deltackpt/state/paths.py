@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Canonical key paths of a state's leaves, and their choice by pattern.
+"""Canonical key paths of a state's leaves, and their selection by pattern.
 
-The same leaf has one path whatever wraps it: the ``value`` step of an nnx ``Variable`` is
-dropped. ``None`` and empty containers count as leaves, so that a split loses none of them.
+A leaf has the same path with or without wrappers: the ``value`` component of an nnx ``Variable`` is
+dropped. ``None`` and empty containers are treated as leaves, so that a split does not lose them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
+from jax.core import Tracer
 
-from deltackpt.errors import OptionError, TableSelectionError
+from deltackpt.errors import OptionError, TableSelectionError, TemplateMismatch
 from deltackpt.format.globs import listed, matches
 from deltackpt.format.manifest import KeyEntry, KeyPath, path_name
 
 #: A glob over '/'-joined paths ("*" stays within one step, "**" crosses them), a compiled
 #: pattern that must match a whole path, several of either, or a predicate of (path, leaf).
 Select = str | re.Pattern[str] | Sequence[str | re.Pattern[str]] | Callable[[KeyPath, Any], bool]
+
+#: Tables of a manager without handlers: leaves that match and have this many rows, if any do.
+DEFAULT_SELECT = ("**/embedding", "**/embeddings")
+DEFAULT_MIN_ROWS = 4096
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,17 +42,17 @@ class Flat:
 
 
 def is_empty(node: Any) -> bool:
-    """Whether a node is None or an empty container (``MaskedNode`` and ``EmptyState`` too)."""
+    """Returns whether a node is None or an empty container, including ``MaskedNode``."""
     return node is None or (isinstance(node, (tuple, list, dict)) and not node)
 
 
 def printable(text: str) -> str:
-    """A text with its halves of surrogate pairs escaped; as it is where it is Unicode."""
+    """Returns a string with lone surrogates escaped, or unchanged if it has none."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def flatten(tree: Any, stop: Callable[[Any], bool]) -> tuple[list[Any], Any]:
-    """Leaves and treedef; ``stop`` names nodes that count as leaves. The quick way."""
+    """Returns leaves and treedef, fast; ``stop`` selects nodes that are treated as leaves."""
     # Asked of every node: a call within the call would double what it costs.
     return tree_util.tree_flatten(
         tree,
@@ -58,7 +63,7 @@ def flatten(tree: Any, stop: Callable[[Any], bool]) -> tuple[list[Any], Any]:
 
 
 def flatten_with_paths(tree: Any, stop: Callable[[Any], bool]) -> Flat:
-    """Leaves in ``flatten``'s order with their canonical paths."""
+    """Returns leaves in ``flatten``'s order with their canonical paths."""
     pairs, _ = tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: is_empty(node) or stop(node)
     )
@@ -78,13 +83,13 @@ def flatten_with_paths(tree: Any, stop: Callable[[Any], bool]) -> Flat:
 
 
 def nodes(tree: Any, wanted: Callable[[Any], bool]) -> list[KeyPath]:
-    """Canonical paths of the outermost nodes for which ``wanted`` holds."""
+    """Returns canonical paths of the outermost nodes for which ``wanted`` is true."""
     flat = flatten_with_paths(tree, wanted)
     return [path for path, leaf in zip(flat.paths, flat.leaves, strict=True) if wanted(leaf)]
 
 
 def _variable_paths(tree: Any, stop: Callable[[Any], bool]) -> set[tuple[Any, ...]]:
-    """Raw paths of the nnx Variables in a tree."""
+    """Returns raw paths of the nnx Variables in a tree."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:  # no Variable can exist where flax.nnx was never imported
         return set()
@@ -117,22 +122,22 @@ def check_select(select: Any) -> None:
     """Checks that ``select`` has one of the forms of ``Select``.
 
     Raises:
-      OptionError: it has none of them, or is empty.
+      OptionError: it has another form, or is empty.
     """
     if isinstance(select, (str, re.Pattern)) or callable(select):
         if select != "":
             return
-    elif isinstance(select, Sequence) and select:
+    elif isinstance(select, Sequence) and (select or select == ()):
         if all(isinstance(pattern, (str, re.Pattern)) for pattern in select):
             return
     raise OptionError(
-        f"select: expected a path pattern, a compiled pattern, a sequence of them or a "
-        f"predicate of (path, leaf), found {select!r}"
+        "select: expected a path pattern, a compiled pattern, a sequence of them, a predicate of "
+        f"(path, leaf), or () for a state without tables, found {select!r}"
     )
 
 
 def choose(select: Select, paths: Sequence[KeyPath], leaves: Sequence[Any]) -> list[int]:
-    """Positions of the leaves that ``select`` chooses, ascending.
+    """Returns positions of the leaves that ``select`` selects, ascending.
 
     Raises:
       TableSelectionError: a pattern matches nothing; the message lists the paths.
@@ -142,49 +147,79 @@ def choose(select: Select, paths: Sequence[KeyPath], leaves: Sequence[Any]) -> l
         found = {i for i, path in enumerate(paths) if select(path, leaves[i])}
         if not found:
             raise TableSelectionError(
-                f"select: the predicate chose none of these leaves:\n{listed(names)}"
+                f"select: expected a predicate that selects leaves, found that it selects none of\n"
+                f"{listed(names)}\nselect some, or pass select=() for a state without tables"
             )
         return sorted(found)
     found = set()
     patterns = [select] if isinstance(select, (str, re.Pattern)) else select
     for pattern in patterns:
         matched = {i for i, name in enumerate(names) if matches(pattern, name)}
-        if not matched:
+        if select is DEFAULT_SELECT:
+            matched = {i for i in matched if _has_rows(leaves[i], DEFAULT_MIN_ROWS)}
+        elif not matched:
             shown = pattern if isinstance(pattern, str) else pattern.pattern
             raise TableSelectionError(
                 f"select: pattern {shown!r} matches nothing; the leaves are\n{listed(names)}\n"
-                "choose by one of these paths ('*' stays within one step, '**' crosses them)"
+                "select one of these paths ('*' matches within one path component, '**' across "
+                "components), or pass select=() for a state without tables"
             )
         found |= matched
     return sorted(found)
 
 
+def _has_rows(leaf: Any, least: int) -> bool:
+    shape = getattr(leaf, "shape", ())
+    return len(shape) > 1 and shape[0] >= least
+
+
 def table_fault(leaf: Any) -> str | None:
-    """Why a leaf cannot be a table, None where it can: shape (rows, ...), a plain dtype."""
+    """Returns why a leaf cannot be a table: shape (rows, ...), a plain dtype; None if it can."""
     if leaf is ...:
-        return "is a placeholder; to read some tables alone call read(step, tables)"
+        return "is a placeholder; to read only some tables call read(step, tables)"
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if shape is None or dtype is None:
         return f"is a {type(leaf).__name__}, not an array"
     if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return f"has dtype {dtype}, which is no plain number type"
+        return f"has dtype {dtype}, which is not a plain numeric type"
     if np.dtype(dtype).kind in "OSUMm":
-        return f"has dtype {dtype}, which is no number type"
+        return f"has dtype {dtype}, which is not numeric"
     if not shape:
         return "is a scalar"
     if 0 in shape:
-        return f"has shape {tuple(shape)}, without any element"
+        return f"has shape {tuple(shape)}, without elements"
+    if isinstance(leaf, np.ma.MaskedArray):
+        return "is a masked array, whose mask would be lost"
     return None
 
 
+def check_template(template: Any) -> None:
+    """Checks that a template was not created inside a jitted function, which cannot place arrays.
+
+    Raises:
+      TemplateMismatch: a leaf is a tracer.
+    """
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(template)):
+        flat = flatten_with_paths(template, lambda node: False)
+        traced = (
+            path_name(path) or "(the state itself)"
+            for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+            if isinstance(leaf, Tracer)
+        )
+        raise TemplateMismatch(
+            f"template: expected arrays, abstract or not, found tracers\n{listed(traced)}\n"
+            "restore outside of jit, grad and scan; jax.eval_shape creates an abstract template"
+        )
+
+
 def narrowed(leaf: Any) -> str | None:
-    """What is wrong with a template's leaf whose 64-bit numbers jax would cut to 32 bits.
+    """Describes a template's leaf whose 64-bit values jax would truncate to 32 bits.
 
     Args:
       leaf: an array or a ``jax.ShapeDtypeStruct``.
 
     Returns:
-      The problem and its cures; None where jax keeps them, or the leaf is a numpy array.
+      The problem and how to fix it; None if jax keeps the values, or if the leaf is a numpy array.
     """
     if isinstance(leaf, np.ndarray) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return None
@@ -192,7 +227,7 @@ def narrowed(leaf: Any) -> str | None:
     if kept == leaf.dtype:
         return None
     return (
-        f"expected a template whose {leaf.dtype.name} jax can hold, found that it would be cut to "
-        f'{kept.name}, since jax_enable_x64 is off; call jax.config.update("jax_enable_x64", True) '
-        "first, or make this leaf of the template a numpy array"
+        f"expected a template whose {leaf.dtype.name} jax supports, found that it would truncate "
+        f'to {kept.name}, since jax_enable_x64 is off; call jax.config.update("jax_enable_x64", '
+        "True) first, or make this leaf of the template a numpy array"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows from a layout alone, computed once: saves of one layout all ask for the same."""
+"""Caches results that depend only on a layout, because all saves with that layout share them."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ _T = TypeVar("_T")
 
 
 class ByLayout(Generic[_T]):
-    """Results by layout and by what else decides them; the oldest make room. Thread-safe.
+    """Caches results by layout and other inputs; evicts the oldest. Thread-safe.
 
-    A layout is known by its identity: ``tables.split`` gives the same object for states of equal
+    A layout is compared by identity: ``tables.split`` returns the same object for states of equal
     structure, shapes, dtypes and shardings, and comparing two of a thousand tables would cost more
-    than what is kept here. No arrays may be kept.
+    than this cache saves. It must not contain arrays.
     """
 
     def __init__(self) -> None:
-        """Nothing is known."""
+        """Creates an empty cache."""
         self._lock = threading.Lock()
         # With the layout, whose identity no other has while it is kept.
         self._known: dict[Any, tuple[Layout, _T]] = {}
 
     def get(self, layout: Layout, rest: Hashable, make: Callable[[], _T]) -> _T:
-        """The result for a layout, made where it is not known.
+        """Returns the result for a layout, computing it if it is not cached.
 
         Args:
-          layout: of the state.
-          rest: all else that the result depends on.
-          make: makes it; what it raises is not kept.
+          layout: the state's layout.
+          rest: all other inputs of the result.
+          make: computes it; errors are not cached.
         """
         key = id(layout), rest
         with self._lock:
@@ -49,6 +49,6 @@ class ByLayout(Generic[_T]):
         return made
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Empties the cache."""
         with self._lock:
             self._known.clear()

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which leaves of an optimizer state are slots of which table.
+"""Finds the slots of each table in an optimizer state.
 
-This is optax's own tree mapping (``optax.tree_utils.tree_map_params``) without the optimizer at
-hand, since a checkpoint sees only its state: a part of the optimizer state that has the structure
-of a params tree, ``MaskedNode`` standing for what a mask took out, holds one leaf per parameter.
-Whole structures are compared, never the ends of paths: table ``emb`` does not get the slots
-of ``tower/emb``.
+This works like optax's own tree mapping (``optax.tree_utils.tree_map_params``), but needs only the
+optimizer state. A part of it with the structure of a params tree has one leaf per parameter, and
+``MaskedNode`` in place of masked parameters. Whole structures are compared, never the ends of
+paths: table ``emb`` does not get the slots of ``tower/emb``.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ class Slot:
 
 
 def optimizer_leaves(tree: Any, flat: Flat) -> list[bool | None]:
-    """For each leaf: None outside of optimizer states, else whether the state has its types.
+    """Returns for each leaf: None outside optimizer states, else whether the state is still typed.
 
-    An optimizer state is what stands under the key ``opt_state``, an optax state, or a tuple
-    of such states as ``optax.chain`` makes them. It lacks its types in an nnx ``State`` and where
-    it was restored as plain dicts and lists.
+    An optimizer state is a node with the key ``opt_state``, an optax state, or a tuple of such
+    states as ``optax.chain`` makes them. It lacks its types in an nnx ``State`` and if it was
+    restored as plain dicts and lists.
     """
     typed = {path for path in paths.nodes(tree, _is_optax_state) if path}
     roots = {path[:depth] for path in typed for depth in range(1, len(path) + 1)}
@@ -65,9 +64,9 @@ def optimizer_leaves(tree: Any, flat: Flat) -> list[bool | None]:
 
 
 def is_always(slot: Slot, always: str | Sequence[str]) -> bool:
-    """Whether a slot is written whole: a factored statistic, or named by a pattern.
+    """Returns whether a slot is written whole: a factored statistic, or named by a pattern.
 
-    A pattern matches a slot's whole name, or its last step: ``v_row`` matches
+    A pattern matches a slot's whole name, or its last component: ``v_row`` matches
     ``opt_state/0/v_row``.
     """
     patterns = [always] if isinstance(always, str) else always
@@ -82,7 +81,7 @@ def _is_named_tuple(node: Any) -> bool:
 
 
 def _is_optax_state(node: Any) -> bool:
-    if _is_named_tuple(node):  # an empty one tells nothing: plain dicts may hold a MaskedNode
+    if _is_named_tuple(node):  # an empty one is not a hint: plain dicts may contain a MaskedNode
         return bool(node) and type(node).__module__.split(".")[0] in ("optax", "deltackpt")
     if type(node) is not tuple or not node:
         return False
@@ -93,11 +92,11 @@ def _is_optax_state(node: Any) -> bool:
 
 
 def find_slots(flat: Flat, tables: Sequence[int], optimizer: Sequence[bool | None]) -> list[Slot]:
-    """Slots of the tables at the positions ``tables``; ``optimizer`` as by optimizer_leaves.
+    """Returns slots of the tables at the positions ``tables``; ``optimizer`` is optimizer_leaves.
 
     Raises:
-      TableSelectionError: a params-like part of the optimizer state fits several params
-        trees equally well; the message lists them.
+      TableSelectionError: a params-like part of the optimizer state fits several params trees
+        equally well; the message lists them.
     """
     outside = [i for i, typed in enumerate(optimizer) if typed is None]
     inside = [i for i, typed in enumerate(optimizer) if typed is not None]
@@ -122,8 +121,8 @@ def _trie(flat: Flat, positions: Sequence[int]) -> Node:
             child = node.setdefault(step, {})
             if isinstance(child, int):
                 raise TableSelectionError(
-                    f"{path_name(flat.paths[i])}: another leaf stands on the way to it, "
-                    f"at {path_name(flat.paths[child])}; rename one of the two keys"
+                    f"{path_name(flat.paths[i])}: expected a container at "
+                    f"{path_name(flat.paths[child])}, found a leaf; rename one of the two keys"
                 )
             node = child
         node[last] = i
@@ -145,7 +144,7 @@ def _mirrors(
     tables: set[int],
     exact: Sequence[bool],
 ) -> Iterator[tuple[tuple[str, ...], list[tuple[int, int]]]]:
-    """Outermost params-like parts at or below ``node``, with their (parameter, leaf) pairs."""
+    """Yields outermost params-like parts at or below ``node``, with (parameter, leaf) pairs."""
     fits = []
     for where, tree in params:
         pairs = _pairs(tree, node, flat, exact)
@@ -165,7 +164,7 @@ def _preferred(
     prefix: tuple[str, ...],
     tables: set[int],
 ) -> list[tuple[tuple[str, ...], list[tuple[int, int]]]]:
-    """The one params tree among those that fit; none where no table is concerned."""
+    """Returns the one params tree among those that fit; none if no table is concerned."""
     if not any(param in tables for _, pairs in fits for param, _ in pairs):
         return []
     if len(fits) > 1:
@@ -175,7 +174,7 @@ def _preferred(
         raise TableSelectionError(
             f"slots: {'/'.join(prefix)} has the structure of more than one params tree:\n"
             f"{paths.listed('/'.join(where) or '(the state itself)' for where, _ in fits)}\n"
-            "say which leaves are slots with Tables(slots={table pattern: {slot name: path}}), "
+            "declare the slots with Tables(slots={table pattern: {slot name: path}}), "
             "or slots={} to save them whole"
         )
     return fits
@@ -184,10 +183,10 @@ def _preferred(
 def _pairs(
     tree: Node | int, node: Node | int, flat: Flat, exact: Sequence[bool]
 ) -> list[tuple[int, int]] | None:
-    """(parameter, leaf) positions where ``node`` has the structure of ``tree``, else None.
+    """Returns (parameter, leaf) positions if ``node`` has the structure of ``tree``, else None.
 
-    Where types are lost there is no ``MaskedNode``: what a mask took out, or what the optimizer
-    was not given (nnx batch statistics), is missing, so there ``node`` may lack some of ``tree``.
+    An untyped state has no ``MaskedNode``: masked parameters, and those not given to the
+    optimizer (nnx batch statistics), are missing. So ``node`` may then lack some of ``tree``.
     """
     if isinstance(node, int):
         leaf = flat.leaves[node]
@@ -216,7 +215,7 @@ def _is_masked(leaf: Any) -> bool:
 
 
 def _fits(param: Any, leaf: Any) -> bool:
-    """Whether a leaf can be an optimizer's statistic of a parameter, by shape."""
+    """Returns whether a leaf can be an optimizer's statistic of a parameter, by shape."""
     shape, own = getattr(leaf, "shape", None), getattr(param, "shape", None)
     if shape is None or own is None:
         return shape is own

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which leaves of a state are tables, which are their slots, and how tables group.
+"""Splits a state into tables, slots and dense leaves, and groups tables.
 
-``split`` takes a state apart into tables with slots, dense leaves and the TouchState; ``join``
-puts it together. What it finds is cached by the structure of the state, since the training thread
-splits at every save.
+``split`` splits a state into tables with slots, dense leaves and the TouchState; ``join`` puts them
+together. Its results are cached by the structure of the state, since the training thread splits at
+every save.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import logging
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax import tree_util
+from jax.core import Tracer
 
 from deltackpt import events
 from deltackpt.errors import (
@@ -27,13 +30,16 @@ from deltackpt.errors import (
 )
 from deltackpt.format import blocks
 from deltackpt.format.manifest import DenseLeaf, KeyPath, Layout, path_name
-from deltackpt.policy import CodecChoice
-from deltackpt.state import paths, slots, touch_state
+from deltackpt.policies import CodecChoice
+from deltackpt.state import averages, paths, slots, touch_state
+from deltackpt.state.averages import Average
 from deltackpt.state.choice import Tables
 from deltackpt.state.groups import TableFields, group_tables
 from deltackpt.state.nesting import dense_at, nested
 from deltackpt.state.paths import Flat, Select
 from deltackpt.state.touch_state import Marks, TouchSite, TouchState
+
+_logger = logging.getLogger(__name__)
 
 #: Why a dense leaf cannot be stored under its key, None where it can.
 DenseFault = Callable[[Any, Sequence[str]], str | None]
@@ -45,16 +51,16 @@ _DENSE_SLOT_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Split:
-    """A state taken apart.
+    """A split state.
 
     Attributes:
-      layout: what is where.
+      layout: describes the parts.
       fields: table name to field name to leaf, (rows, *trailing).
       dense: nested dicts with string keys of the dense leaves.
       marks: the TouchStates of the state.
-      codecs: group name to field name to how its rows are to be stored.
-      windows: of each gradient accumulator (``optax.MultiSteps``) how many updates it has made and
-        how many steps it has gathered for the next: scalars of the state.
+      codecs: group name to field name to codec choice.
+      windows: for each gradient accumulator (``optax.MultiSteps``), scalars of the state: the
+        number of updates that it has made, and the number of steps gathered for the next one.
     """
 
     layout: Layout
@@ -66,7 +72,7 @@ class Split:
 
     @property
     def touched(self) -> TouchState | None:
-        """The state's TouchStates as one, None where it has none; see ``touch_state.combine``."""
+        """Returns the state's TouchStates as one, or None; see ``touch_state.combine``."""
         return touch_state.combine(marks.state for marks in self.marks)
 
 
@@ -77,6 +83,7 @@ class _Plan:
     layout: Layout
     #: Of dense leaves that are slots of tables by their structure.
     dense_slots: tuple[int, ...]
+    averages: tuple[Average, ...]
     codecs: dict[str, dict[str, CodecChoice]]
     fields: dict[str, dict[str, int]]
     dense: tuple[tuple[tuple[str, ...], int], ...]
@@ -90,33 +97,38 @@ _plans: weakref.WeakKeyDictionary[Tables, dict[Any, _Plan]] = weakref.WeakKeyDic
 _newest: weakref.WeakKeyDictionary[Tables, tuple[Any, _Plan]] = weakref.WeakKeyDictionary()
 #: Those whose dense leaves can be stored, with the numbers of those whose value decides.
 _storable: weakref.WeakKeyDictionary[_Plan, list[int]] = weakref.WeakKeyDictionary()
-#: Those whose user was told of slots that are saved whole each time.
+#: Choices of tables with a warning about slots that each save stores whole.
 _warned: weakref.WeakSet[Tables] = weakref.WeakSet()
+_told_averages: weakref.WeakSet[Tables] = weakref.WeakSet()
 
 
 def split(state: Any, tables: Tables, *, dense_fault: DenseFault | None = None) -> Split:
-    """Takes a state apart into tables with slots, dense leaves and the TouchState.
+    """Splits a state into tables with slots, dense leaves and the TouchState.
 
     Args:
       state: any pytree: nested dicts, a flax ``TrainState``, an nnx state or module, tuples of
         them. Leaves may be ``jax.Array``, ``np.ndarray`` or abstract.
       tables: which leaves are tables.
-      dense_fault: of a state that is to be saved: why a leaf cannot be stored as a dense one under
-        its key. It is asked once for each structure, and each time about leaves without a dtype.
+      dense_fault: for a state to save: returns why a dense leaf cannot be stored under its key, or
+        None. Called once per structure, and every time for leaves without a dtype.
 
     Returns:
-      The parts; leaves are those of the state, not copies.
+      The parts; their leaves are the state's own, not copies.
 
     Raises:
-      TableSelectionError: a pattern matches nothing, a chosen leaf cannot be a table, a path
+      TableSelectionError: a pattern matches nothing, a selected leaf cannot be a table, a path
         names two leaves, or slots are ambiguous; the message lists the paths.
-      UnsupportedLeaf: a dense leaf cannot be stored.
+      UnsupportedLeaf: a dense leaf cannot be stored; a leaf is a tracer, or was deleted.
     """
     leaves, treedef = paths.flatten(state, touch_state.is_touch_state)
+    if dense_fault is not None:
+        _check_readable(state, leaves)
     plan = _plan_of(state, tables, leaves, treedef)
     if dense_fault is not None:
         _check_storable(plan, leaves, dense_fault)
         _tell_dense_slots(plan, leaves, tables)
+        _tell_averages(plan, leaves, tables)
+        _report_default(plan, tables)
     fields = {
         name: {field: leaves[i] for field, i in positions.items()}
         for name, positions in plan.fields.items()
@@ -142,18 +154,17 @@ def join(
     """Puts the parts of a state together.
 
     Args:
-      template: a state of the wanted structure, abstract or not; None makes nested dicts and
-        lists.
-      layout: where tables and dense leaves stand.
+      template: a state of the target structure, abstract or not; None makes nested dicts and lists.
+      layout: paths of tables and dense leaves.
       fields: table name to field name to leaf.
       dense: nested dicts of the dense leaves, as by ``split``.
-      touched: what to put in place of the template's TouchStates; None puts fresh ones.
+      touched: replaces the template's TouchStates; None puts fresh ones.
 
     Returns:
-      The state; without a template no TouchState is in it, and tuples are lists, named ones dicts.
+      The state. Without a template it has no TouchState; tuples become lists, named ones dicts.
 
     Raises:
-      TemplateMismatch: the template asks for a leaf that the parts do not hold.
+      TemplateMismatch: the template has a leaf that the parts lack.
       TrackingError: ``touched`` lacks a table of the template's TouchState.
     """
     by_name = {
@@ -186,7 +197,7 @@ def join(
             missing.append(name)
     if missing:
         raise TemplateMismatch(
-            f"the template asks for leaves that the step does not hold:\n{paths.listed(missing)}\n"
+            f"template: expected leaves that the step has, found more:\n{paths.listed(missing)}\n"
             "restore with a template of the saved structure, or without one"
         )
     return tree_util.tree_unflatten(treedef, leaves)
@@ -222,6 +233,53 @@ def _signature(leaf: Any) -> Any:
         return type(leaf), getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
 
 
+def check_touched(touched: TouchState | None) -> None:
+    """Checks a TouchState that is passed in addition to those of a state.
+
+    Raises:
+      UnsupportedLeaf: one of its arrays has no values.
+    """
+    _check_readable({"touched": touched}, jax.tree.leaves(touched))
+
+
+def _check_readable(state: Any, leaves: list[Any]) -> None:
+    """Checks, before a save begins, that its state has values."""
+    if not any(_any_unreadable(kind, leaves) for kind in {*map(type, leaves)}):
+        return
+    flat = paths.flatten_with_paths(state, touch_state.is_touch_state)
+    named = (
+        f"{path_name(path) or '(the state itself)'} {fault}"
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        if (fault := _unreadable(leaf))
+    )
+    raise UnsupportedLeaf(
+        f"save: expected leaves with values, found\n{paths.listed(named)}\n"
+        "call save() and append() outside of jit, grad and scan, and pass the state that the "
+        "training step returned: with donate_argnums a step deletes its argument"
+    )
+
+
+def _any_unreadable(kind: type, leaves: list[Any]) -> bool:
+    """Returns whether a leaf of a type has no values; checking each leaf takes 5 % of a save."""
+    if issubclass(kind, (Tracer, TouchState)):
+        check: Callable[[Any], Any] = _unreadable
+    elif (found := getattr(kind, "is_deleted", None)) is not None:
+        check = found
+    else:
+        return False
+    return any(map(check, [leaf for leaf in leaves if type(leaf) is kind]))
+
+
+def _unreadable(leaf: Any) -> str | None:
+    """Returns why a leaf has no values; None if it has."""
+    if isinstance(leaf, TouchState):
+        return next(filter(None, map(_unreadable, jax.tree.leaves(leaf))), None)
+    if isinstance(leaf, Tracer):
+        return "is a tracer, without values"
+    is_deleted = getattr(leaf, "is_deleted", None)
+    return "was deleted" if is_deleted is not None and is_deleted() else None
+
+
 def _check_storable(plan: _Plan, leaves: list[Any], dense_fault: DenseFault) -> None:
     numbers = _storable.get(plan)
     faults = []
@@ -233,9 +291,9 @@ def _check_storable(plan: _Plan, leaves: list[Any], dense_fault: DenseFault) -> 
     if faults:
         raise UnsupportedLeaf(
             f"save: expected leaves that can be stored, found\n{paths.listed(faults)}\n"
-            "make each an array of plain numbers (np.frombuffer(it, np.uint8) of bytes, "
-            "it.view(np.int64) of dates, it.astype(np.uint8) of uint4, np.complex128(it)), or take "
-            "it out of the state and give it to save(items=...), as JSON for instance"
+            "convert each to an array of plain numbers (np.frombuffer(it, np.uint8) for bytes, "
+            "it.view(np.int64) for dates, it.astype(np.uint8) for uint4, np.complex128(it)), or "
+            "take it out of the state and pass it to save(items=...), e.g. as JSON"
         )
     if numbers is None:
         values = enumerate(leaves[i] for _, i in plan.dense)
@@ -243,7 +301,7 @@ def _check_storable(plan: _Plan, leaves: list[Any], dense_fault: DenseFault) -> 
 
 
 def _tell_dense_slots(plan: _Plan, leaves: list[Any], tables: Tables) -> None:
-    """Warns, once for a choice of tables, of slots that each save holds whole."""
+    """Warns, once for each choice of tables, of slots that each save stores whole."""
     nbytes = sum(math.prod(leaves[i].shape) * leaves[i].dtype.itemsize for i in plan.dense_slots)
     if nbytes < _DENSE_SLOT_BYTES or tables in _warned:
         return
@@ -251,9 +309,35 @@ def _tell_dense_slots(plan: _Plan, leaves: list[Any], tables: Tables) -> None:
     paths_of = {i: entry.path for entry, (_, i) in zip(plan.layout.dense, plan.dense, strict=True)}
     names = paths.listed(path_name(paths_of[i]) for i in plan.dense_slots)
     events.warn(
-        f"{nbytes / 1e6:.1f} MB of slots go whole into each save, since Tables(slots=...) names "
-        f"other slots of their tables, or none:\n{names}\nleave slots out, so that they are "
-        "found, or name each of them"
+        f"each save stores {nbytes / 1e6:.1f} MB of slots whole, since Tables(slots=...) names "
+        f"other slots of their tables, or none:\n{names}\nomit slots=, so that they are found, or "
+        "name each of them"
+    )
+
+
+def _tell_averages(plan: _Plan, leaves: list[Any], tables: Tables) -> None:
+    """Warns about averages of tables, once for each choice of tables."""
+    nbytes = sum(averages.bytes_of(leaves[one.leaf]) for one in plan.averages)
+    if nbytes >= _DENSE_SLOT_BYTES and tables not in _told_averages:
+        _told_averages.add(tables)
+        events.warn(averages.warning(plan.averages, leaves))
+
+
+def _report_default(plan: _Plan, tables: Tables) -> None:
+    """Logs the tables that the default pattern selects, once; warns if it selects none."""
+    if tables.select is not paths.DEFAULT_SELECT or tables in _warned:
+        return
+    _warned.add(tables)
+    pattern = " or ".join(map(repr, paths.DEFAULT_SELECT))
+    advice = 'CheckpointManager(handlers={"embeddings": Tables(select=...)})'
+    if plan.layout.tables:
+        found = ", ".join(f"{table.name} ({table.rows:,} rows)" for table in plan.layout.tables)
+        _logger.info("tables: %s, selected by %s; to select others: %s", found, pattern, advice)
+        return
+    events.warn(
+        f"no leaf matches {pattern} and has at least {paths.DEFAULT_MIN_ROWS:,} rows, so the state "
+        f"has no table and all leaves are saved whole; select tables: {advice}, or declare that "
+        "there are none: select=()"
     )
 
 
@@ -273,16 +357,19 @@ def _find_plan(state: Any, tables: Tables) -> _Plan:
         tuple(place.path for place in places),
     )
     fields = {table.name: {field: i for field, (i, _) in table.fields.items()} for table in found}
-    # A plan outlives the state: it keeps where the TouchState stands, not its arrays.
+    # A plan outlives the state: it keeps the position of the TouchState, not its arrays.
     kept = tuple(place._replace(touched=TouchState(None, {}, None)) for place in places)  # pyright: ignore[reportArgumentType]
     keys = tuple((_dense_key(flat.paths[i]), i) for i in dense)
     dense_slots = _dense_slots(flat, tables, found, taken, optimizer)
     windows = _windows(flat)
-    return _Plan(layout, dense_slots, grouped.choices, fields, keys, kept, windows)
+    chosen = {table.fields[blocks.VALUES][0] for table in found}
+    outside = [i for i in dense if optimizer[i] is None]
+    likely = averages.averages_of(flat.paths, flat.leaves, chosen, outside)
+    return _Plan(layout, dense_slots, likely, grouped.choices, fields, keys, kept, windows)
 
 
 def _windows(flat: Flat) -> tuple[tuple[int, int], ...]:
-    """Positions of the counters of each ``optax.MultiSteps``: updates made, steps gathered."""
+    """Returns positions of the counters of each ``optax.MultiSteps``: updates, steps."""
     at = {path: i for i, path in enumerate(flat.paths)}
     names: dict[KeyPath, dict[Any, int]] = {}
     for path, i in at.items():
@@ -303,11 +390,11 @@ def _dense_slots(
     taken: set[int],
     optimizer: list[bool | None],
 ) -> tuple[int, ...]:
-    """Positions of leaves that are slots of tables by their structure, and were not declared."""
+    """Returns positions of leaves that are slots of tables by structure, and were not declared."""
     if tables.slots is None:
         return ()
     chosen = [table.fields[blocks.VALUES][0] for table in found]
-    with contextlib.suppress(TableSelectionError):  # It cannot be said whose they are.
+    with contextlib.suppress(TableSelectionError):  # It is ambiguous whose they are.
         all_slots = slots.find_slots(flat, chosen, optimizer)
         return tuple(sorted({slot.leaf for slot in all_slots} - taken))
     return ()
@@ -316,7 +403,7 @@ def _dense_slots(
 def _choose(
     flat: Flat, tables: Tables, tracked: set[int], optimizer: list[bool | None]
 ) -> list[TableFields]:
-    """The tables with their slots, in the order of their names."""
+    """Returns the tables with their slots, in the order of their names."""
     names = [path_name(path) for path in flat.paths]
     usable = [
         i for i in range(len(names)) if i not in tracked and not paths.is_empty(flat.leaves[i])
@@ -336,7 +423,7 @@ def _choose(
     if faults:
         raise TableSelectionError(
             f"select: these leaves cannot be tables:\n{paths.listed(faults)}\n"
-            "a table is an array of numbers whose first axis are the rows"
+            "a table is a numeric array whose first axis is the rows"
         )
     found = {i: TableFields(names[i], {blocks.VALUES: (i, False)}) for i in chosen}
     explicit = _explicit_slots(tables, found, flat, names, usable)
@@ -353,18 +440,18 @@ def _choose(
 
 
 def _check_names(taken: list[str], names: list[str]) -> None:
-    """Checks the paths of tables and slots: a template's leaves are found by them at a restore."""
+    """Checks the paths of tables and slots, by which a restore finds a template's leaves."""
     counts = collections.Counter(names)
     clashes = {name for name in taken if counts[name] > 1}
     if clashes:
         raise TableSelectionError(
             f"select: each of these paths names more than one leaf:\n{paths.listed(clashes)}\n"
-            "a key that holds '/' reads like two; rename it"
+            "a key that contains '/' looks like two; rename it"
         )
     halves = [shown for name in taken if (shown := paths.printable(name)) != name]
     if halves:
         raise TableSelectionError(
-            f"select: these paths have half a character, and are no Unicode:\n"
+            f"select: these paths have lone surrogates, and are not valid Unicode:\n"
             f"{paths.listed(halves)}\nrename them"
         )
 
@@ -372,7 +459,7 @@ def _check_names(taken: list[str], names: list[str]) -> None:
 def _explicit_slots(
     tables: Tables, found: dict[int, TableFields], flat: Flat, names: list[str], usable: list[int]
 ) -> set[int]:
-    """Gives tables the slots that the user declared; positions of the tables concerned."""
+    """Gives tables the slots that the user declared; returns positions of these tables."""
     concerned = set()
     for pattern, declared in (tables.slots or {}).items():
         matched = [i for i, table in found.items() if paths.matches(pattern, table.name)]
@@ -401,7 +488,7 @@ def _explicit_slots(
 def _declared_leaf(
     table: str, slot: str, select: Select, flat: Flat, names: list[str], usable: list[int]
 ) -> int:
-    """Position of the one leaf that a declared slot names."""
+    """Returns the position of the one leaf that a declared slot names."""
     if isinstance(select, str):
         select = select.replace("{table}", table).replace("{name}", table.rpartition("/")[2])
     matched = paths.choose(
@@ -411,7 +498,8 @@ def _declared_leaf(
         raise TableSelectionError(
             f"slots: slot {slot!r} of table {table}: expected one leaf, found\n"
             f"{paths.listed(names[usable[i]] for i in matched)}\n"
-            "'{table}' and '{name}' in a path stand for the table's path and its last step"
+            "'{table}' and '{name}' in a path are replaced by the table's path and its last "
+            "component"
         )
     return usable[matched[0]]
 
@@ -443,19 +531,19 @@ def _check_taken_once(found: dict[int, TableFields], names: list[str]) -> None:
     if shared:
         raise TableSelectionError(
             f"these leaves are claimed more than once:\n{paths.listed(shared)}\n"
-            "say which leaves are slots with Tables(slots={table pattern: {slot name: path}})"
+            "declare the slots with Tables(slots={table pattern: {slot name: path}})"
         )
 
 
 def _dense_key(path: KeyPath) -> tuple[str, ...]:
-    """Key of a dense leaf. Orbax joins keys with '.', so a '.' in a step is escaped."""
+    """Returns the key of a dense leaf. Orbax joins keys with '.', so a '.' is escaped."""
     return tuple(str(step).replace("%", "%25").replace(".", "%2E") or "%" for _, step in path) or (
         "%",
     )
 
 
 def _plain_empty(leaf: Any) -> Any:
-    """None, or an empty container of a plain type for one that Orbax would not know."""
+    """Replaces an empty container that Orbax would not know by one of a plain type, or None."""
     if not paths.is_empty(leaf) or leaf is None:
         return leaf
     if isinstance(leaf, dict):
@@ -474,7 +562,7 @@ def _put_touched(site: TouchSite, leaves: list[Any], touched: TouchState | None)
     given = touched if touched is not None else touch_state.fresh(site.touched)
     if absent := wanted.keys() - given.stamps.keys():
         raise TrackingError(
-            f"{path_name(site.path)}: the TouchState given lacks tables\n{paths.listed(absent)}"
+            f"{path_name(site.path)}: the given TouchState lacks tables\n{paths.listed(absent)}"
         )
     content = given._replace(stamps={name: given.stamps[name] for name in wanted})
     if site.names:

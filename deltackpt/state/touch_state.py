@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The TouchState: one int32 stamp per row, one clock, an identity; and where it stands in a state.
+"""The TouchState (one int32 stamp per row, a clock and an identity), and how to find it in a state.
 
-``mark`` advances the clock and stamps rows with it; a save records the clock that it saw, and the
-rows touched since are those with a greater stamp. Nothing is ever cleared, so a failed save loses
-no row. A clock alone does not say whose it is: one that was made anew passes the clock of the last
-save soon. The identity says it, and what it cannot tell (a copy of an older moment) the sampled
-proof finds (``save.proof``).
+``mark`` advances the clock and stamps rows with it. A save records the clock that it saw; the rows
+touched since then are those with a greater stamp. Nothing is ever cleared, so a failed save loses
+no row. A clock does not identify its TouchState: the clock of a re-created one soon passes the
+clock of the last save. The identity distinguishes them. The tracking audit (``save.proof``) detects
+other cases, such as a reverted copy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax.core import Tracer
 from deltackpt.errors import TrackingError
 from deltackpt.format.manifest import KeyPath
 from deltackpt.resources import memory, pages
-from deltackpt.state import paths
+from deltackpt.state import contexts, paths, placement
 from deltackpt.state.paths import Flat
 
 #: The clock stops here; a save that sees it takes a base.
@@ -32,14 +32,14 @@ UNKNOWN = 0
 
 
 class TouchState(NamedTuple):
-    """When each row was last touched; a pytree that lives inside jit.
+    """When each row was last touched; a pytree for use inside jit.
 
     Attributes:
       clock: int32 scalar, advanced by each ``mark``.
-      stamps: table name to the clock at which each row was last touched, (rows,) int32, 0 at
-        first; sharded like the table's first axis.
-      identity: int32 scalar, whose clock this is: drawn by ``init`` and at every restore, the same
-        in all processes; ``UNKNOWN`` where ``init`` ran under a trace.
+      stamps: table name to the clock at which each row was last touched, (rows,) int32, initially
+        0; sharded like the table's first axis.
+      identity: int32 scalar that identifies the clock. It is drawn at random by ``init`` and at
+        every restore, equal in all processes; ``UNKNOWN`` if ``init`` was traced.
     """
 
     clock: jax.Array
@@ -48,11 +48,11 @@ class TouchState(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """One of the TouchStates that a save looks at.
+    """A TouchState of a save, and its location.
 
     Attributes:
-      place: its path in the state; "" where it was given beside the state.
-      state: what it says.
+      place: its path in the state; "" if it was passed separately.
+      state: the TouchState.
     """
 
     place: str
@@ -60,13 +60,13 @@ class Marks(NamedTuple):
 
 
 class TouchSite(NamedTuple):
-    """Where a TouchState stands among the leaves of a state.
+    """The position of a TouchState among the leaves of a state.
 
     Attributes:
       path: its key path.
-      positions: its leaves: one position where its type is intact, else the clock's, those of the
-        stamps in the order of ``names``, and the identity's.
-      names: the tables of the stamps, () where the type is intact.
+      positions: positions of its leaves: a single one if its type is intact; otherwise the clock,
+        the stamps in the order of ``names``, and the identity.
+      names: the tables of the stamps; () if the type is intact.
       touched: its content.
     """
 
@@ -77,70 +77,77 @@ class TouchSite(NamedTuple):
 
 
 def new_identity() -> int:
-    """An identity that no other TouchState bears, but for one in 2**31."""
+    """Returns an identity that no other TouchState has, except with probability 2**-31."""
     return 1 + secrets.randbelow(CLOCK_MAX)
 
 
 def identity_of(run: str) -> int:
-    """The identity that goes with a run id, which all processes have agreed on."""
+    """Returns the identity that belongs to a run id, which all processes have agreed on."""
     return 1 + int(run, 16) % CLOCK_MAX
 
 
-def clock_exhausted(clock: int | jax.Array) -> bool:
-    """Whether the clock has stopped, so that stamps no longer tell rows apart.
+def next_identity(identity: int) -> int:
+    """Returns a new identity, equal in all processes."""
+    return 1 + identity % CLOCK_MAX
 
-    After 2**31 - 1 marks a row touched now bears the same stamp as one touched at the save
-    before. A save that sees such a clock must take a base, as must every later one of the run; the
-    fresh TouchState of a restore starts again at clock 0.
+
+@contexts.neutral()
+def clock_exhausted(clock: int | jax.Array) -> bool:
+    """Returns whether the clock has stopped, so that stamps no longer distinguish rows.
+
+    After 2**31 - 1 marks, a row touched now has the same stamp as one touched at the previous save.
+    Every save from then on must be a base. The fresh TouchState of a restore starts at clock 0.
     """
     return int(clock) >= CLOCK_MAX
 
 
+@contexts.neutral()
 def fresh(state: TouchState, identity: int = UNKNOWN, *, traced: bool | None = None) -> TouchState:
-    """A TouchState like ``state`` (abstract or not) in which no row was touched yet.
+    """Returns a TouchState like ``state`` (abstract or not) in which no row is touched.
 
     Args:
-      state: what it is to be like.
-      identity: whose clock the new one is.
-      traced: whether this is called inside jit, where that is known: to find it out compiles.
+      state: the TouchState to imitate.
+      identity: identity of the new one.
+      traced: whether this is called inside jit, if known; detecting it triggers a compilation.
     """
     if traced is None:
         traced = isinstance(jnp.zeros((), jnp.int32), Tracer)
 
     def new(leaf: Any, value: int) -> jax.Array:
-        return filled(leaf.shape, getattr(leaf, "sharding", None), value, traced=traced)
+        return filled(leaf.shape, leaf, value, traced=traced)
 
     values = TouchState(0, dict.fromkeys(state.stamps, 0), identity)  # pyright: ignore[reportArgumentType]
     return jax.tree.map(new, state, values)
 
 
+@contexts.neutral()
 def find(state: Any) -> TouchState | None:
-    """The TouchState anywhere inside a train state, optimizer state, nnx state or module.
+    """Finds the TouchState anywhere inside a train state, optimizer state, nnx state or module.
 
     Args:
       state: any pytree.
 
     Returns:
-      The TouchState; several of one clock and of different tables are joined under the identity of
-      the first; None without any. A save looks at each by itself.
+      The TouchState, or None. Several with equal clocks and different tables are joined under the
+      identity of the first. (Saves use each one separately.)
 
     Raises:
-      TrackingError: several disagree in their clocks, or in the stamps of one table.
+      TrackingError: several have different clocks, or different stamps of the same table.
     """
     flat = paths.flatten_with_paths(state, is_touch_state)
     return combine([site.touched for site in sites(flat)])
 
 
 def is_touch_state(node: Any) -> bool:
-    """Whether a node is a TouchState."""
+    """Returns whether a node is a TouchState."""
     return isinstance(node, TouchState)
 
 
 def sites(flat: Flat) -> list[TouchSite]:
-    """Every TouchState of a state flattened with ``is_touch_state`` as stop.
+    """Returns every TouchState of a state flattened with ``is_touch_state`` as stop.
 
-    An nnx ``State`` keeps no NamedTuple types: there it is what stands under ``touched`` with the
-    fields, shapes and dtypes of a TouchState.
+    An nnx ``State`` does not preserve NamedTuple types. There, a TouchState is a node ``touched``
+    with the right fields, shapes and dtypes.
     """
     found = []
     untyped: dict[KeyPath, dict[tuple[str, ...], int]] = {}
@@ -168,18 +175,18 @@ def sites(flat: Flat) -> list[TouchSite]:
 
 
 def of_leaves(leaves: Sequence[Any], names: Iterable[str]) -> TouchState:
-    """A TouchState of its leaves, in the order of ``jax.tree.leaves`` for sorted names."""
+    """Returns a TouchState of its leaves, in the order of ``jax.tree.leaves`` for sorted names."""
     clock, *stamps, identity = leaves
     return TouchState(clock, dict(zip(names, stamps, strict=True)), identity)
 
 
 def plain(state: TouchState) -> TouchState:
-    """A TouchState without the nnx Variables that may wrap its leaves."""
+    """Returns a TouchState without the nnx Variables that may wrap its leaves."""
     return of_leaves(jax.tree.leaves(state), sorted(state.stamps))
 
 
 def combine(states: Iterable[TouchState]) -> TouchState | None:
-    """One TouchState of several; see ``find``."""
+    """Combines several TouchStates; see ``find``."""
     states = list(states)
     if not states:
         return None
@@ -188,14 +195,14 @@ def combine(states: Iterable[TouchState]) -> TouchState | None:
         for name, array in other.stamps.items():
             if name in stamps and stamps[name] is not array:
                 raise TrackingError(
-                    f"find: two TouchStates hold different stamps of table {name!r}; look at each "
-                    "by itself, as a save does"
+                    f"find: two TouchStates hold different stamps of table {name!r}; use each "
+                    "one separately, as a save does"
                 )
             stamps[name] = array
         if other.clock is not first.clock and not _same_clock(first.clock, other.clock):
             raise TrackingError(
                 f"find: two TouchStates disagree, with clocks {first.clock} and {other.clock}; "
-                "look at each by itself, as a save does"
+                "use each one separately, as a save does"
             )
     return TouchState(first.clock, stamps, first.identity)
 
@@ -206,20 +213,17 @@ def _same_clock(one: Any, other: Any) -> bool:
     return int(one) == int(other)
 
 
-def filled(
-    shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, value: int, *, traced: bool
-) -> jax.Array:
-    """An int32 array; outside jit nothing is compiled (40 ms for each shape of a new process)."""
+def filled(shape: tuple[int, ...], leaf: Any, value: int, *, traced: bool) -> jax.Array:
+    """Returns an int32 array with a leaf's placement; outside jit it compiles nothing."""
+    sharding = placement.sharding_of(leaf)
     if traced:
         return jnp.full(shape, value, jnp.int32, device=sharding)
     if sharding is None or len(sharding.device_set) == 1:
-        # The CPU backend may keep it without a copy, for one device: see ``restore.placing``.
+        # The CPU backend may keep it without a copy, for one device: see ``state.placement``.
         array = memory.empty_buffer(shape, np.dtype(np.int32))
         pages.populate(array)
         array.fill(value)
-        return jax.device_put(array, sharding, may_alias=True)
-    if sharding.is_fully_addressable:
-        return jax.device_put(np.full(shape, value, np.int32), sharding)
-    # Of an array of several processes each makes its own shards only.
+        return placement.put(array, leaf, may_alias=True)
+    # Each process creates only its own shards.
     shard = np.full(sharding.shard_shape(shape), value, np.int32)
     return jax.make_array_from_callback(shape, sharding, lambda index: shard, dtype=np.int32)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes in and out: stores, Zarr arrays through TensorStore, files, durability, digests."""
+"""Storage access: stores, Zarr arrays through TensorStore, files, durability, digests."""

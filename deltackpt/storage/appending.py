@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Appends to new files: a few bytes through the page cache, long runs past it.
+"""Appends to new files: small writes through the page cache, long ones with direct I/O.
 
-Of 32 MB that are appended each time, those that go through the page cache cost 40 ms of processor
-where the cache has to be made room in, and 8 past it, which is what a training on two cores feels.
-A few bytes are better left to the cache: several such writes go to disk together then.
+Appending 32 MB costs 40 ms of CPU time through a full page cache and 8 ms with direct I/O, which
+matters to training on two cores. Small writes are better left to the cache, which flushes several
+of them together.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ import numpy as np
 from deltackpt.resources.memory import ALIGNMENT, aligned_buffer
 from deltackpt.storage import aligned
 
-#: Fewer bytes go through the page cache.
+#: Smaller writes use the page cache.
 DIRECT_BYTES = 8 << 20
-#: So many are gathered for a direct write.
+#: Bytes gathered for a direct write.
 _PIECE_BYTES = 4 << 20
-#: Most buffers of one call, on Linux.
+#: Maximum number of buffers per call on Linux.
 _BUFFERS = 1024
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
 
 
 class Appender:
-    """Appends to one new file after the other; used by one thread, which alone writes to them."""
+    """Appends to one new file after another; used by one thread, the only writer of the files."""
 
     def __init__(self) -> None:
-        """There is no file yet."""
-        #: Of the file; None before ``begin`` and after ``end``.
+        """Starts without a file."""
+        #: Descriptor of the file; None before ``begin`` and after ``end``.
         self.descriptor: int | None = None
-        #: Likewise, for writes past the page cache; None where the file system takes none.
+        #: The same, for direct writes; None if the file system does not support them.
         self._direct: int | None = None
         self._piece: np.ndarray | None = None
 
     def begin(self, path: Path) -> None:
-        """Makes a file, and appends to that from now on.
+        """Creates a file, to which later calls append.
 
         Raises:
-          OSError: it is there already, or cannot be made.
+          OSError: the file exists, or cannot be created.
         """
         self.descriptor = os.open(path, _NEW, 0o666)
         try:
@@ -53,13 +53,13 @@ class Appender:
             self._end_direct()
 
     def append(self, buffers: Sequence[memoryview]) -> None:
-        """Appends bytes; a reader finds a part of them at any time, from the first on.
+        """Appends bytes; a reader may see any prefix of them at any time.
 
         Args:
-          buffers: the bytes, end to end.
+          buffers: consecutive buffers of bytes.
 
         Raises:
-          OSError: the store refused; some of them may be in the file.
+          OSError: writing failed; the file may contain some of the bytes.
         """
         left = [buffer for buffer in buffers if buffer.nbytes]
         if self._direct is not None and _nbytes(left) >= DIRECT_BYTES:
@@ -67,10 +67,10 @@ class Appender:
         self._append_cached(left)
 
     def end(self) -> None:
-        """Ends the file, if there is one; forces nothing.
+        """Closes the file, if there is one; does not fsync.
 
         Raises:
-          OSError: the store says only now that a write was lost.
+          OSError: an earlier write was lost.
         """
         descriptor, self.descriptor = self.descriptor, None
         try:
@@ -91,10 +91,10 @@ class Appender:
             left = _cut(left, count)[1]
 
     def _append_directly(self, left: list[memoryview]) -> list[memoryview]:
-        """Appends whole blocks past the page cache; returns what is left to append.
+        """Appends whole blocks with direct I/O; returns what is left to append.
 
-        The block in which the file ends, and that in which it will, have other bytes, too: they go
-        through the cache.
+        The blocks at the file's current and future end also hold other bytes, so they use the
+        cache.
         """
         assert self.descriptor is not None and self._direct is not None
         at = os.fstat(self.descriptor).st_size
@@ -112,7 +112,7 @@ class Appender:
             except OSError as error:
                 if error.errno not in aligned.REFUSED or os.fstat(self.descriptor).st_size > at:
                     raise
-                # Some file systems open the file before they refuse.
+                # Some file systems open the file before they report the error.
                 self._end_direct()
                 return left
             left = rest
@@ -125,7 +125,7 @@ def _nbytes(buffers: Sequence[memoryview]) -> int:
 
 
 def _cut(buffers: list[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
-    """The first so many bytes of some buffers, and the others."""
+    """Splits buffers after some number of bytes."""
     for number, buffer in enumerate(buffers):
         if nbytes < buffer.nbytes:
             parts = ([buffer[:nbytes]] if nbytes else []), [buffer[nbytes:]]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Zarr v3 arrays: what they are, and how they are read straight into the caller's memory.
+"""Zarr v3 arrays: their descriptions, and reads directly into the caller's memory.
 
-Every chunk ends in its own CRC32C. The shapes are those of the ``ArrayEntry`` in the manifest,
-since ``zarr.json`` has no checksum. An uncompressed chunk goes from the store into its final
-place, of a local file by ``preadv`` from the page cache; anything else goes through TensorStore.
+Every chunk ends with its own CRC32C. Shapes are taken from the ``ArrayEntry`` in the manifest,
+since ``zarr.json`` has no checksum. Uncompressed chunks are read from the store directly into their
+destination, by ``preadv`` for local files; everything else is read through TensorStore.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from deltackpt.storage.crc import BLOCK_BYTES, CRC_BYTES, ChunkSums, crc32c
 from deltackpt.storage.kv_store import reachable
 from deltackpt.storage.store import Missing, Spot, spot
 
-#: Uncompressed bytes of a chunk: ten times faster than one giant value, few enough files.
+#: Uncompressed bytes per chunk: ten times faster than one giant value, and few enough files.
 CHUNK_BYTES = 16 << 20
-#: What an operating system says of a name behind which no chunk can be, or none that can be had:
-#: an older step may do. A want of descriptors or of memory is none of it.
+#: System errors that mean a missing or inaccessible chunk, so that an older step may work. Running
+#: out of descriptors or memory is not one of them.
 _UNOPENED = (
     *(errno.EACCES, errno.ELOOP, errno.ENXIO, errno.EPERM, errno.ENAMETOOLONG),
     *(errno.EIO, errno.ESTALE, errno.EROFS),
@@ -37,7 +37,7 @@ _UNOPENED = (
 _ZSTD_LEVEL = 3
 #: Higher levels gain nothing on byte planes of floats.
 _PLANES_ZSTD_LEVEL = 1
-#: By kind of dtype, in the JSON of Zarr v3.
+#: By dtype kind, in Zarr v3 JSON.
 _FILL_VALUES: dict[str, Any] = {"b": False, "c": [0.0, 0.0], "f": 0.0}
 
 
@@ -56,16 +56,16 @@ def array_entry(
       name: name of the array in its segment.
       shape: its shape; only the first axis is split.
       dtype: a core dtype of Zarr v3.
-      zstd: whether chunks are compressed.
-      byte_planes: whether chunks are compressed with their last axis first.
-      chunk_rows: rows of a chunk, where it is not for this function to choose.
+      zstd: whether to compress chunks.
+      byte_planes: whether to compress chunks with their last axis first.
+      chunk_rows: rows per chunk; chosen automatically by default.
     """
     if chunk_rows is None:
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        # Equal chunks: a last one that is cut short would still be stored at full length.
+        # Equal chunks: a shorter last one would still be stored at full length.
         chunk_rows = max(1, -(-shape[0] // max(1, -(-nbytes // CHUNK_BYTES))))
         if chunk_rows < shape[0]:
-            # Chunks of rows that lie one after the other are written from where they are.
+            # Contiguous rows are written without a copy.
             even_rows = ALIGNMENT // math.gcd(ALIGNMENT, nbytes // shape[0])
             if even_rows <= chunk_rows // 16:
                 chunk_rows = -(-chunk_rows // even_rows) * even_rows
@@ -80,12 +80,12 @@ def array_entry(
 
 
 def zstd_level(entry: ArrayEntry) -> int:
-    """At which level chunks of a compressed array are."""
+    """Returns the compression level of a compressed array."""
     return _PLANES_ZSTD_LEVEL if entry.byte_planes else _ZSTD_LEVEL
 
 
 def chunk_bytes(entry: ArrayEntry) -> int:
-    """Bytes of a file of an uncompressed chunk, its CRC32C included."""
+    """Returns the file size of an uncompressed chunk, including its CRC32C."""
     row_bytes = int(np.prod(entry.shape[1:], dtype=np.int64)) * np.dtype(entry.dtype).itemsize
     return entry.chunk_rows * row_bytes + CRC_BYTES
 
@@ -101,21 +101,21 @@ def read_array(
 ) -> None:
     """Reads rows ``[start, stop)`` into ``out``, checksums verified.
 
-    Of a chunk of which only some rows are wanted only the blocks around them are read, where their
-    checksums are known.
+    If only some rows of a chunk are wanted and block checksums are known, only the blocks around
+    them are read.
 
     Args:
       directory: the array's directory.
-      entry: what the array is.
+      entry: description of the array.
       start: first row.
       stop: last row + 1.
       out: (stop - start, *trailing) array of the stored dtype, contiguous.
-      checksums: chunk path below ``directory`` to its checksums: an intact chunk of another
-        array, or of another save, is none of ours.
+      checksums: checksums of each chunk, by path below ``directory``; they reject intact chunks of
+        other arrays or saves.
 
     Raises:
-      Damaged: a chunk is missing, truncated, altered or another one; it is named.
-      StorageError: the store cannot be read.
+      Damaged: the named chunk is missing, truncated, altered or another one.
+      StorageError: reading failed.
     """
     directory = spot(directory)
     while start < stop:
@@ -145,18 +145,23 @@ def read_array(
 
 
 def chunk_name(entry: ArrayEntry, chunk: int) -> str:
-    """Where a chunk is below the array's directory."""
+    """Returns the path of a chunk below the array's directory."""
     return "/".join(("c", str(chunk), *("0" for _ in entry.shape[1:])))
+
+
+def _shown(at: Spot) -> str:
+    """Returns the name of a chunk, from its step on."""
+    return at.shown(7 + at.key.rpartition("/c/")[2].count("/"))
 
 
 def _known_sums(at: Spot, sums: ChunkSums | None) -> ChunkSums:
     if sums is None:
-        raise Damaged(at.shown(7), "a chunk that the digests name", "a chunk that they do not")
+        raise Damaged(_shown(at), "a chunk listed in the digests", "an unlisted chunk")
     return sums
 
 
 def _check_place(at: Spot, expected: int) -> None:
-    """Checks that a chunk is the one that was written there."""
+    """Checks that a chunk is the one that was written at this position."""
     tail = bytearray(CRC_BYTES)
     with _chunk(at):
         at.store.read_into(at.key, -CRC_BYTES, [memoryview(tail)])
@@ -167,7 +172,7 @@ def _check_tail(at: Spot, tail: bytes | bytearray, expected: int) -> None:
     found = int.from_bytes(tail, "little")
     if found != expected:
         raise Damaged(
-            at.shown(7),
+            _shown(at),
             f"the chunk with crc32c {expected:08x}",
             f"the chunk with crc32c {found:08x}",
         )
@@ -175,18 +180,18 @@ def _check_tail(at: Spot, tail: bytes | bytearray, expected: int) -> None:
 
 @contextlib.contextmanager
 def _chunk(at: Spot) -> Iterator[None]:
-    """Says of a chunk what is wrong with it; one that nobody may open is damaged as well."""
+    """Describes an error of a chunk; an inaccessible one counts as damaged as well."""
     try:
         yield
     except Missing as error:
-        raise Damaged(at.shown(7), "a chunk", error.found) from error
+        raise Damaged(_shown(at), "a chunk", error.found) from error
     except Damaged as error:
-        raise Damaged(at.shown(7), error.expected, error.found) from error
+        raise Damaged(_shown(at), error.expected, error.found) from error
     except StorageError as error:
         cause = error.__cause__
         if isinstance(cause, OSError) and cause.errno in _UNOPENED:
             text = f"{cause.strerror}"
-            raise Damaged(at.shown(7), "a chunk that can be read", text) from error
+            raise Damaged(_shown(at), "a chunk that can be read", text) from error
         raise
 
 
@@ -203,13 +208,13 @@ def _read_chunk(at: Spot, out: np.ndarray, sums: ChunkSums | None, *, padding_ro
     expected = int.from_bytes(tail.tobytes(), "little")
     found = crc32c(padding, crc32c(data))
     if found != expected:
-        raise Damaged(at.shown(7), f"crc32c {expected:08x}", f"crc32c {found:08x}")
+        raise Damaged(_shown(at), f"crc32c {expected:08x}", f"crc32c {found:08x}")
 
 
 def _read_blocks(
     at: Spot, entry: ArrayEntry, out: np.ndarray, first_row: int, sums: ChunkSums
 ) -> None:
-    """Reads some rows of a chunk: the blocks that they lie in, those at the ends by a detour."""
+    """Reads some rows of a chunk by blocks; the blocks at both ends through a buffer."""
     wanted = out.reshape(-1).view(np.uint8)
     total = chunk_bytes(entry) - CRC_BYTES
     row_bytes = total // entry.chunk_rows
@@ -217,7 +222,7 @@ def _read_blocks(
     stop = start + wanted.nbytes
     first = start // BLOCK_BYTES * BLOCK_BYTES
     last = min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, total)
-    # Blocks from `inner` to `end` lie in the wanted rows as a whole.
+    # Blocks from `inner` to `end` are completely within the wanted rows.
     inner = min(-(-start // BLOCK_BYTES) * BLOCK_BYTES, last)
     end = max(inner, last if last == stop else stop // BLOCK_BYTES * BLOCK_BYTES)
     parts = [
@@ -230,13 +235,13 @@ def _read_blocks(
     crcs = np.frombuffer(sums.blocks, "<u4")
     if len(crcs) != -(-total // BLOCK_BYTES):
         count = -(-total // BLOCK_BYTES)
-        raise Damaged(at.shown(7), f"checksums of {count} blocks", f"{len(crcs)}")
+        raise Damaged(_shown(at), f"checksums of {count} blocks", f"{len(crcs)}")
     number = first // BLOCK_BYTES
     for part in parts:
         for begin in range(0, part.nbytes, BLOCK_BYTES):
             found, expected = crc32c(part[begin : begin + BLOCK_BYTES]), int(crcs[number])
             if found != expected:
-                name = f"{at.shown(7)}, block {number}"
+                name = f"{_shown(at)}, block {number}"
                 raise Damaged(name, f"crc32c {expected:08x}", f"crc32c {found:08x}")
             number += 1
     for part, begin in ((parts[0], first), (parts[2], end)):
@@ -252,24 +257,24 @@ def _read_through_tensorstore(
         found = reachable(directory, [at.below(directory)])
     spec = spec_of(found.spec, entry)
     try:
-        # The manifest is the truth: zarr.json is not read.
+        # The manifest is authoritative: zarr.json is not read.
         store = ts.open(spec, open=True, assume_metadata=True, context=found.context).result()
         ts.array(out).write(store[start:stop]).result()
     except (ValueError, OSError) as error:
         if not at.is_file():
-            raise Damaged(at.shown(7), "a chunk", "no such file") from error
+            raise Damaged(_shown(at), "a chunk", "no such file") from error
         found = str(error).splitlines()[0]
-        raise Damaged(at.shown(7), "a chunk with its checksum", found) from error
+        raise Damaged(_shown(at), "a chunk with its checksum", found) from error
 
 
 @functools.cache
 def unsynced() -> Any:
-    """TensorStore's context in which nothing is forced to disk."""
+    """Returns a TensorStore context that does not fsync."""
     return ts.Context({"file_io_sync": False})
 
 
 def spec_of(kvstore: Mapping[str, Any], entry: ArrayEntry) -> dict[str, Any]:
-    """An array as TensorStore's Zarr v3 driver opens it in a kvstore."""
+    """Returns the spec of an array for TensorStore's Zarr v3 driver."""
     return {
         "driver": "zarr3",
         "kvstore": dict(kvstore),
@@ -280,7 +285,7 @@ def spec_of(kvstore: Mapping[str, Any], entry: ArrayEntry) -> dict[str, Any]:
 
 
 def metadata_of(entry: ArrayEntry) -> dict[str, Any]:
-    """An array as Zarr v3 describes it, but for what is the same for all."""
+    """Returns the Zarr v3 metadata of an array, without the constant parts."""
     codecs: list[dict[str, Any]] = [{"name": "bytes"}]
     if np.dtype(entry.dtype).itemsize > 1:
         codecs[0]["configuration"] = {"endian": "little"}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A container of Azure Blob Storage as a Store, by obstore: the extra ``deltackpt[azure]``.
+"""An Azure Blob Storage container as a Store, through obstore: the extra ``deltackpt[azure]``.
 
-TensorStore has no driver for it. Credentials are found by obstore in the variables of Azure's own
-tools (``AZURE_STORAGE_ACCOUNT_NAME`` and a key, a token, or an identity of the machine). A signed
-URL would show its signature: of what obstore says of a failure errors hold the codes, and no more.
+TensorStore has no Azure driver. obstore finds credentials in the variables of Azure's own tools
+(``AZURE_STORAGE_ACCOUNT_NAME`` and a key, a token, or a machine identity). Errors contain only the
+codes of an obstore failure, because its message could expose the signature of a signed URL.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from deltackpt.storage.store import (
     untrusted,
 )
 
-#: Of a server that takes no connection.
+#: Timeout for connecting to the server.
 _CONNECT_SECS = 10.0
 _MOST_RETRIES = 4
-#: Codes of HTTP after which the same request may succeed.
+#: HTTP statuses after which the same request may succeed.
 _BUSY = {408, 429, *range(500, 600)}
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
-#: What obstore's client says of a server that it does not trust.
+#: obstore's error for an untrusted server certificate.
 _UNTRUSTED = "InvalidCertificate"
-#: Of Azure, of a blob that is not there; of a container that is not there it has another one.
+#: Azure's code for a missing container; a missing blob has another one.
 _NO_CONTAINER = "ContainerNotFound"
 
 
@@ -54,19 +54,19 @@ class AzureStore:
         deadline_secs: float = DEADLINE_SECS,
         retries: int = _MOST_RETRIES,
     ):
-        """Opens one; nothing is asked yet.
+        """Opens a container; sends no request yet.
 
         Args:
           container: its name.
-          folder: what all keys are below; "" for all of the container.
-          url: how errors name it.
-          endpoint: address of the server with the account, where it is not Azure's own.
-          deadline_secs: of each call.
-          retries: how often a request is sent again that the service refuses for the moment.
+          folder: common prefix of all keys; "" for the whole container.
+          url: its name in errors.
+          endpoint: address of the server with the account, if it is not Azure's default.
+          deadline_secs: timeout of each request in seconds.
+          retries: how often to retry a request after a transient error.
 
         Raises:
           MissingExtra: obstore is not installed.
-          StorageError: no account is named, or the address is none.
+          StorageError: no account is configured, or the address is invalid.
         """
         try:
             import obstore
@@ -74,7 +74,8 @@ class AzureStore:
             import obstore.store
         except ImportError as error:
             raise MissingExtra(
-                f"{url}: expected obstore, which speaks to Azure, found none; install it: "
+                f"{url}: expected the package obstore, found that it cannot be imported; install "
+                "it: "
                 "pip install 'deltackpt[azure]'"
             ) from error
         self._url = url
@@ -105,12 +106,12 @@ class AzureStore:
             )
         except ValueError as error:
             raise Refused(
-                f"{url}: expected a container and a path that Azure's client takes, found: "
+                f"{url}: expected a container and a path that Azure's client accepts, found: "
                 f"{_told(error)}; leave empty parts, dots and control characters out of it"
             ) from OSError(_told(error))
         except obstore.exceptions.BaseError as error:
             raise Refused(
-                f"{url}: expected an account of Azure and its credentials in the environment, "
+                f"{url}: expected an Azure account and its credentials in the environment, "
                 f"found: {_told(error)}; set AZURE_STORAGE_ACCOUNT_NAME, and "
                 "AZURE_STORAGE_ACCOUNT_KEY or another credential that obstore knows"
             ) from OSError(_told(error))
@@ -131,7 +132,7 @@ class AzureStore:
         """See ``Store``."""
         wanted = sum(part.nbytes for part in parts)
         if whole or start < 0 or not wanted:
-            # Neither ranges that count from the end nor empty ones are asked of Azure.
+            # Suffix ranges and empty ranges are not sent to Azure.
             length = self.length(key)
             first = start + length if start < 0 else start
             if first < 0 or first + wanted > length or (whole and first + wanted != length):
@@ -146,7 +147,7 @@ class AzureStore:
                     self._api.get_range(self._store, key, start=start, length=wanted)
                 ).cast("B")
         except StorageError:
-            # One that ends before the range begins is refused.
+            # A read from beyond the object's end is rejected.
             self._check_length(key, start + wanted)
             raise
         if len(data) != wanted:
@@ -169,7 +170,8 @@ class AzureStore:
         """See ``Store``."""
         mode = "create" if absent else "overwrite"
         with self._refusals(f"write {key}"):
-            # Of several blocks the last one would be the condition's, with more requests.
+            # With several blocks, the condition would apply to the last one, and there would be
+            # more requests.
             self._api.put(self._store, key, bytes(data), mode=mode, use_multipart=False)
 
     def keys(self, folder: str, *, after: str = "") -> list[str]:
@@ -200,7 +202,7 @@ class AzureStore:
         return stamp_of_objects(self, folder)
 
     def kvstore(self, folder: str) -> dict[str, Any] | None:
-        """See ``Store``: there is no driver for it."""
+        """See ``Store``: TensorStore has no driver for it."""
         return None
 
     def _head(self, key: str) -> Any:
@@ -214,13 +216,14 @@ class AzureStore:
 
     @contextlib.contextmanager
     def _refusals(self, action: str, *, missing: str | None = None) -> Iterator[None]:
-        """Says what went wrong; of what is missing that this key is."""
+        """Converts errors; a missing object is reported for this key."""
         try:
             yield
         except self._api.exceptions.AlreadyExistsError as error:
             key = action.partition(" ")[2]
             raise Exists(
-                f"{self._url}/{key}: expected nothing there, found an object; read who put it there"
+                f"{self._url}/{key}: expected nothing there, found an object; check which program "
+                "wrote it"
             ) from OSError(_told(error))
         except FileNotFoundError as error:
             if missing is not None:
@@ -243,12 +246,12 @@ def _kind(error: Exception) -> type[StorageError]:
     status = _STATUS.search(str(error))
     if status is not None:
         return Unanswered if int(status[1]) in _BUSY else Refused
-    # Refused without an answer: what obstore was asked, or a credential that cannot be had.
+    # obstore rejected its arguments, or found no credentials.
     return Unanswered if type(error).__name__ == "GenericError" else Refused
 
 
 def _told(error: Exception) -> str:
-    """The kind of a failure, with the codes of the answer: the rest may hold what is secret."""
+    """The kind of a failure with the response's codes: the rest may contain secrets."""
     status, code = _STATUS.search(str(error)), _CODE.search(str(error))
     found = "NotFoundError" if isinstance(error, FileNotFoundError) else type(error).__name__
     found += "" if status is None else f", status code: {status[1]}"

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of one save on their way to the disk: digested from memory, forced together at the end.
+"""The files of one save being written: digested from memory, and fsynced together at the end.
 
-Forcing 22 files one after the other takes 108 to 295 ms, by eight threads at the end 14. Chunks go
-past the page cache: beside a training loop on two cores 60 MB written by O_DIRECT cost 2.6 ms of
-training, buffered 15 to 54. Descriptors stay open until their files are forced, so that no write
-error is lost.
+Fsyncing 22 files one by one takes 108 to 295 ms; with eight threads at the end it takes 14. Chunks
+are written with O_DIRECT: next to a training loop on two cores, 60 MB cost 2.6 ms of training time,
+and buffered 15 to 54. Descriptors stay open until their files are fsynced, so no write error is
+lost.
 
-What is written directly lies in aligned memory that forked children share: ``aligned_buffer``.
+Direct writes use aligned memory that forked children share: ``aligned_buffer``.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ from deltackpt.storage import aligned, digests, files
 from deltackpt.storage.crc import BLOCK_BYTES, CRC_BYTES, ChunkSums, crc32c, joined
 from deltackpt.storage.digests import Digest
 
-#: What is written at once; a multiple of blocks and of every alignment that is used.
+#: Bytes per write; a multiple of the block size and of every alignment in use.
 _PIECE_BYTES = 4 << 20
-#: Files of fewer bytes go through the page cache.
+#: Smaller files use the page cache.
 _DIRECT_BYTES = 128 << 10
-#: A new file, which nobody else has made.
+#: Files of at least this size have block checksums, so that a part of one can be verified.
+_BLOCKS_BYTES = 1 << 20
+#: Flags of a new file that must not exist yet.
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _T = TypeVar("_T")
 _own = threading.local()
 
 
 class FileBatch:
-    """New files below one directory; thread-safe but for ``force`` and ``close``."""
+    """New files below one directory; thread-safe except for ``force`` and ``close``."""
 
     def __init__(
         self,
@@ -54,26 +56,26 @@ class FileBatch:
         descriptors: int | None = None,
         pace: Pace | None = None,
     ):
-        """Begins an empty one.
+        """Creates an empty batch.
 
         Args:
           top: existing directory; digests name files below it.
-          fsync: whether ``force`` forces anything.
-          pool: threads that force files; the calling one by default.
-          descriptors: most files that stay open; a quarter of the process's limit by default.
-          pace: of what is written; as fast as the disk takes it by default.
+          fsync: whether ``force`` fsyncs files.
+          pool: threads that fsync files; by default the calling one.
+          descriptors: maximum number of open files (default: a quarter of the process's limit).
+          pace: limits the write rate; unlimited by default.
         """
         self.top = top
-        #: Of what is written; whoever writes files to be adopted takes from it too.
+        #: Limits the write rate, including that of writers whose files will be adopted.
         self.pace = pace or Pace()
-        #: Path below ``top`` to the digest of each file that was written so far.
+        #: Path below ``top`` to the digest of each file written so far.
         self.digests: dict[str, Digest] = {}
         self._fsync = fsync
         self._pool = pool
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._budget = descriptors or max(1, limit // 4)
         self._lock = threading.Lock()
-        #: Files that are open until they are forced, in the order in which they were written.
+        #: Files that are open until they are fsynced, in the order they were written.
         self._open: dict[Path, int] = {}
         #: Files that others wrote and closed.
         self._closed: dict[Path, None] = {}
@@ -81,10 +83,10 @@ class FileBatch:
         self._direct = True
 
     def make(self, directory: Path) -> None:
-        """Makes a directory, and what is missing between it and ``top``.
+        """Creates a directory and its missing parents below ``top``.
 
         Raises:
-          StorageError: the store refused.
+          StorageError: the file system reported an error.
         """
         missing = []
         with self._lock, files.typed_errors(directory, "make a directory"):
@@ -96,16 +98,16 @@ class FileBatch:
                 self._directories[folder] = None
 
     def write(self, path: Path, data: bytes, *, whole: bool = False) -> None:
-        """Writes a file; its directory was made.
+        """Writes a file in an existing directory.
 
         Args:
           path: the file.
           data: its contents.
-          whole: whether other processes, who look for it, must not see it before it is whole and
-            forced; its name is forced later.
+          whole: whether other processes must not see it before it is complete and fsynced; its name
+            is fsynced later.
 
         Raises:
-          StorageError: the store refused, or something has that name.
+          StorageError: writing failed, or the name exists.
         """
         contents = np.frombuffer(data, np.uint8)
         with files.typed_errors(path, "write"):
@@ -117,10 +119,10 @@ class FileBatch:
                     aligned.write_all(descriptor, contents, 0)
             else:
                 self._write_pieces(path, _Pieces(contents))
-        self._note(path, digests.digest_bytes(data))
+        self._note(path, digests.digest_bytes(data, blocks=len(data) >= _BLOCKS_BYTES))
 
     def below(self, directory: Path, *, relative_to: Path) -> dict[str, Digest]:
-        """Digests of what was written below a directory, by posix path below another."""
+        """Returns digests of files written below a directory, by POSIX path below another."""
         prefix, cut = f"{self._name(directory)}/", len(self._name(relative_to))
         return {
             name[cut:].lstrip("/"): digest
@@ -134,20 +136,20 @@ class FileBatch:
         """Writes an uncompressed chunk of a Zarr v3 array: its rows, zeros and the CRC32C of both.
 
         Args:
-          path: the file; its directory was made.
-          rows: contiguous; written from where they are if they are aligned.
-          padding: bytes of zeros after them.
-          held: whether others might change them meanwhile, which is found.
+          path: the file; its directory must exist.
+          rows: contiguous; written without a copy if aligned.
+          padding: number of zero bytes after the rows.
+          held: whether they might be changed concurrently, which is detected.
 
         Raises:
-          StorageError: the store refused, something has that name, or the rows changed.
+          StorageError: writing failed, the name exists, or the rows changed.
         """
         chunk = _Chunk(rows.reshape(-1).view(np.uint8), padding)
         with files.typed_errors(path, "write"):
             self._write_pieces(path, chunk)
         if held and chunk.crc_again() != chunk.crc:
             raise StorageError(
-                f"{path}: expected the rows that were there when its checksum was taken, found "
+                f"{path}: expected the rows to match their checksum, found "
                 "others: the arrays changed while they were written; do not write into numpy "
                 'leaves, nor donate with base_snapshot="hold", before the save has released them. '
                 "Nothing was committed"
@@ -157,17 +159,17 @@ class FileBatch:
         return sums
 
     def adopt(self, directory: Path, *, but: Collection[Path] = ()) -> int:
-        """Takes over the files below a directory that others wrote and closed, and reads them.
+        """Adopts files below a directory that others wrote and closed, and reads them.
 
         Args:
-          directory: where; what this batch wrote itself is left as it is.
-          but: directories below it that are left out.
+          directory: the directory; files that this batch wrote are skipped.
+          but: subdirectories to skip.
 
         Returns:
-          The bytes of the files that were taken over.
+          The total size of the adopted files.
 
         Raises:
-          StorageError: one cannot be read.
+          StorageError: reading a file failed.
         """
         nbytes = 0
         for top, folders, names in os.walk(directory):
@@ -180,7 +182,7 @@ class FileBatch:
         return nbytes
 
     def adopt_file(self, path: Path) -> int:
-        """As ``adopt``, of one file."""
+        """Like ``adopt``, for one file."""
         digest = digests.digest_file(path)
         with self._lock:
             self.digests[self._name(path)] = digest
@@ -188,10 +190,10 @@ class FileBatch:
         return digest.length
 
     def remove(self, directory: Path) -> None:
-        """Removes a directory again, with all that was written below it.
+        """Removes a directory with everything that was written below it.
 
         Raises:
-          StorageError: the store refused.
+          StorageError: removing it failed.
         """
         prefix = f"{self._name(directory)}/"
         with self._lock:
@@ -203,13 +205,14 @@ class FileBatch:
             for name in [name for name in self.digests if name.startswith(prefix)]:
                 del self.digests[name]
         with files.typed_errors(directory, "be removed"):
-            shutil.rmtree(directory)
+            with files.opened_below(directory.parent, self.top) as folder:
+                shutil.rmtree(directory.name, dir_fd=folder)
 
     def force(self) -> None:
-        """Forces all files, then all directories and ``top``; afterwards the batch is empty.
+        """Fsyncs all files, then all directories and ``top``; afterwards the batch is empty.
 
         Raises:
-          StorageError: one of them, which is named, could not be forced.
+          StorageError: the named file or directory could not be fsynced.
         """
         opened, self._open = self._open, {}
         closed, self._closed = self._closed, {}
@@ -224,12 +227,12 @@ class FileBatch:
         _close_all(opened)
 
     def close(self) -> None:
-        """Gives up what was not forced."""
+        """Abandons the files that were not fsynced."""
         while self._open:
             _close_quietly([self._open.popitem()[1]])
 
     def _name(self, path: Path) -> str:
-        """Posix path below the top, "" of that itself."""
+        """POSIX path below the top; "" for the top itself."""
         return str(path)[len(str(self.top)) + 1 :]
 
     def _note(self, path: Path, digest: Digest) -> None:
@@ -237,7 +240,7 @@ class FileBatch:
 
     @contextlib.contextmanager
     def _new(self, path: Path, flags: int = 0) -> Iterator[int]:
-        """A new file, to be forced later; it is removed again where the context fails."""
+        """A new file, to be fsynced later; it is removed if the context fails."""
         descriptor = self._made(path, flags)
         try:
             yield descriptor
@@ -266,14 +269,14 @@ class FileBatch:
     def _made(self, path: Path, flags: int = 0) -> int:
         descriptor = os.open(path, _NEW | flags, 0o666)
         with self._lock:
-            # Once more, where it was forced before there was this name in it.
+            # Again, if it was fsynced before it contained this name.
             if path.parent != self.top:
                 self._directories[path.parent] = None
         return descriptor
 
     def _write_whole(self, path: Path, data: np.ndarray) -> None:
-        """A file that has its name only once its contents are on disk, for who finds it there."""
-        aside = path.with_name(f".{path.name}.tmp")
+        """Writes a file that gets its name only once its contents are durable."""
+        aside = files.temporary_beside(path)
         descriptor = self._made(aside)
         try:
             try:
@@ -291,7 +294,7 @@ class FileBatch:
             raise
 
     def _write_pieces(self, path: Path, pieces: _Pieces) -> None:
-        """Past the page cache, if the file system allows it."""
+        """Writes with direct I/O if the file system supports it."""
         if not (self._direct and self._write_directly(path, pieces)):
             self._direct = False
             with self._new(path) as descriptor:
@@ -300,7 +303,7 @@ class FileBatch:
                     aligned.write_all(descriptor, piece, start)
 
     def _write_directly(self, path: Path, pieces: _Pieces) -> bool:
-        """Whether the file system took it; it refuses before it takes anything."""
+        """Whether the file system accepted direct I/O; it fails before anything is written."""
         try:
             with self._new(path, os.O_DIRECT) as descriptor:
                 aligned.check_alignment(descriptor)
@@ -311,7 +314,7 @@ class FileBatch:
         except OSError as error:
             if error.errno not in aligned.REFUSED:
                 raise
-            # Some file systems make the file before they refuse.
+            # Some file systems create the file before they report the error.
             path.unlink(missing_ok=True)
             return False
         return True
@@ -322,8 +325,8 @@ class FileBatch:
                 action(item)
             return
         left = collections.deque(items)
-        # A hand-over costs more than many a file. All are waited for before the first error is
-        # raised, so that descriptors may be closed.
+        # Submitting to the pool costs more than fsyncing many files. All are waited for before the
+        # first error is raised, so that descriptors can be closed.
         count = min(len(items), FORCERS)
         pending = [self._pool.submit(drain, left, action) for _ in range(count)]
         concurrent.futures.wait(pending)
@@ -332,17 +335,17 @@ class FileBatch:
 
 
 class _Pieces:
-    """The bytes of a file, in pieces to be written."""
+    """The bytes of a file, in pieces to write."""
 
     def __init__(self, data: np.ndarray):
         self._data = data
-        #: Of the file.
+        #: Length of the file.
         self.nbytes = data.nbytes
 
     def pieces(self, *, direct: bool) -> Iterator[tuple[int, np.ndarray]]:
-        """Where each begins, and its bytes, valid until the next: aligned ones for direct writes.
+        """Yields offset and bytes of each piece, valid until the next; aligned for direct writes.
 
-        The last direct one is longer than the file: a multiple of the alignment.
+        The last direct piece is padded to a multiple of the alignment.
         """
         data = self._data
         in_place = not direct or is_aligned(data)
@@ -361,11 +364,11 @@ class _Pieces:
             yield start, piece if direct else piece[:length]
 
     def _passed(self, start: int, piece: np.ndarray) -> None:
-        """Told of each piece before it is written, in order; may change what is behind the data."""
+        """Called for each piece before it is written, in order; may change bytes after the data."""
 
 
 class _Chunk(_Pieces):
-    """A chunk's file: data, zeros and the CRC32C of both, which is taken on the way."""
+    """The file of a chunk: data, zeros and their CRC32C, which is computed while writing."""
 
     def __init__(self, data: np.ndarray, padding: int):
         super().__init__(data)
@@ -380,7 +383,7 @@ class _Chunk(_Pieces):
         total = self.nbytes - CRC_BYTES
         self._sum(piece[: max(0, total - start)])
         if (stop := start + len(piece)) > total:
-            # The checksum, which may begin in the piece before.
+            # The checksum, which may begin in the previous piece.
             crc = np.frombuffer(self.crc.to_bytes(CRC_BYTES, "little"), np.uint8)
             first = max(0, total - start)
             piece[first:] = crc[start + first - total : stop - total]
@@ -399,7 +402,7 @@ class _Chunk(_Pieces):
         return ChunkSums(self.crc, np.array(self._blocks, "<u4").tobytes())
 
     def crc_again(self) -> int:
-        """The CRC32C of what the memory holds now."""
+        """The CRC32C of the memory's current contents."""
         crc = crc32c(self._data)
         for start in range(0, self._padding, BLOCK_BYTES):
             crc = crc32c(np.zeros(min(BLOCK_BYTES, self._padding - start), np.uint8), crc)
@@ -410,16 +413,16 @@ def _bounce() -> np.ndarray:
     """Aligned memory of this thread for one piece."""
     found: tuple[int, np.ndarray] | None = getattr(_own, "bounce", None)
     if found is None or found[0] != os.getpid():
-        # A forked child shares that of the thread that forked.
+        # A forked child shares the memory of the thread that forked.
         found = _own.bounce = os.getpid(), aligned_buffer(_PIECE_BYTES)
     return found[1]
 
 
 def _close_all(opened: Mapping[Path, int]) -> None:
-    """Closes files; some file systems say only then that a write was lost.
+    """Closes files; some file systems report a lost write only then.
 
     Raises:
-      StorageError: one of them, which is named, could not be closed; all of them are.
+      StorageError: closing the named file reported an error; all files are closed.
     """
     left = dict(opened)
     try:
@@ -432,7 +435,7 @@ def _close_all(opened: Mapping[Path, int]) -> None:
 
 
 def _close_quietly(descriptors: Iterable[int]) -> None:
-    """Closes what was given up: another error is on its way, or nobody needs the file."""
+    """Closes abandoned files: another error is being raised, or the file is not needed."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)

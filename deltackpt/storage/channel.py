@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request to a node and its answer, on a connection that is kept.
+"""One HTTP request to a node and its answer, on a persistent connection.
 
-A piece of a body is one system call with a bound of its own, which the kernel fills or empties
-whole: 60 MB cost 30 ms of CPU, of which most is the kernel's copying.
+A piece of a body is transferred completely by one system call with its own timeout: 60 MB cost 30
+ms of CPU time, mostly for the kernel's copying.
 """
 
 from __future__ import annotations
@@ -18,25 +18,28 @@ from collections.abc import Sequence
 
 from deltackpt.storage import wire
 
-#: Sent only once the server has said that there is room: less fits into its buffers anyhow.
+#: Larger bodies wait until the server signals that there is room; smaller ones fit its buffers
+#: anyway.
 ASKED_FIRST_BYTES = 1 << 16
 _PIECE_BYTES = 1 << 20
-#: Buffers of one system call.
+#: Limit for an unwanted body, which is received only so that the connection can be reused.
+_MOST_IGNORED_BYTES = 1 << 16
+#: Maximum number of buffers per system call.
 _MOST_PARTS = 512
 
 
 class Dropped(OSError):
-    """The connection ended before anything was answered."""
+    """The connection closed before any answer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What part of an object goes where.
+    """The wanted range of an object, and its destination.
 
     Attributes:
       start: first byte.
-      parts: what they fill.
-      whole: the object must end where they do.
+      parts: the destination buffers.
+      whole: whether the object must end with them.
     """
 
     start: int
@@ -45,18 +48,18 @@ class Wanted:
 
     @property
     def nbytes(self) -> int:
-        """Of all parts."""
+        """Total size of the parts."""
         return sum(part.nbytes for part in self.parts)
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What was answered.
+    """An answer.
 
     Attributes:
-      head: without the body.
-      body: where it did not go into parts.
-      total: bytes of the whole object, where a part was asked for.
+      head: its header.
+      body: its body, unless it was received into parts.
+      total: size of the whole object, if a range was requested.
     """
 
     head: wire.Head
@@ -78,14 +81,26 @@ class Channel:
         self.is_clean = False
 
     def asked(
-        self, method: str, head: bytes, body: Sequence[memoryview], wanted: Wanted | None
+        self,
+        method: str,
+        head: bytes,
+        body: Sequence[memoryview],
+        wanted: Wanted | None,
+        most_bytes: int | None = None,
     ) -> Answer:
-        """Sends a request, and takes its answer.
+        """Sends a request, and receives its answer.
+
+        Args:
+          method: method of the request.
+          head: the request without its body.
+          body: body of the request.
+          wanted: destination of the answer's body.
+          most_bytes: limit for the answer's body if it has no destination.
 
         Raises:
-          Dropped: the connection ended before an answer.
-          TimeoutError, OSError: it ended, or took too long.
-          wire.Malformed: what came is no answer.
+          Dropped: the connection closed before an answer.
+          TimeoutError, OSError: the connection failed, or timed out.
+          wire.Malformed: the received bytes are not an answer.
         """
         nbytes = sum(part.nbytes for part in body)
         refused = None
@@ -100,19 +115,21 @@ class Channel:
             else:
                 self._send([memoryview(head), *body])
         except (BrokenPipeError, ConnectionResetError) as error:
-            # It may have been refused before it was read to its end.
+            # It may have been rejected before the server had read it completely.
             with contextlib.suppress(OSError):
                 refused = self._head()
             if refused is None:
                 raise Dropped(error.errno, error.strerror) from error
         found = refused or self._head()
-        answer = self._taken(method, found, wanted)
-        closes = found.fields.get("connection", "").lower() == "close"
-        self.is_clean = self.is_clean and refused is None and not closes and not self._begun
+        answer = self._taken(method, found, wanted, most_bytes)
+        closes = refused is not None or wire.closes(found.fields)
+        self.is_clean = self.is_clean and not closes and not self._begun
         return answer
 
-    def _taken(self, method: str, found: wire.Head, wanted: Wanted | None) -> Answer:
-        """The answer with its body; one that is not what was asked for is left where it is."""
+    def _taken(
+        self, method: str, found: wire.Head, wanted: Wanted | None, most_bytes: int | None
+    ) -> Answer:
+        """Receives the answer with its body; an unexpected body is not received."""
         nbytes = found.nbytes
         if nbytes is None:
             raise wire.Malformed("no length")
@@ -120,18 +137,21 @@ class Channel:
         if method == "HEAD":
             self.is_clean = True
             return Answer(found)
+        if wanted is None and (method, status) != ("GET", "200") and nbytes > _MOST_IGNORED_BYTES:
+            return Answer(found)
         if wanted is None:
-            body = bytearray(nbytes)
-            self._fill([memoryview(body)])
+            if most_bytes is not None and nbytes > most_bytes:
+                raise wire.Malformed(f"{nbytes} bytes, above the limit of {most_bytes}")
+            body = self._body(nbytes)
             self.is_clean = True
-            return Answer(found, bytes(body))
+            return Answer(found, body)
         total = None
         if status == "416":
             total = _total_outside(found.fields.get("content-range", ""))
         elif status == "206":
             first, stop, total = wire.content_range(found.fields.get("content-range", ""))
             if first != wanted.start or stop - first != nbytes or nbytes > wanted.nbytes:
-                raise wire.Malformed("another range than was asked for")
+                raise wire.Malformed("another range than requested")
         elif status == "200":
             raise wire.Malformed("no range")
         if status == "206" and nbytes == wanted.nbytes:
@@ -140,6 +160,16 @@ class Channel:
         else:
             self.is_clean = nbytes == 0
         return Answer(found, total=total)
+
+    def _body(self, nbytes: int) -> bytes:
+        """Reads a body into memory that grows with the data: an answer may claim any length."""
+        found = bytearray()
+        while len(found) < nbytes:
+            begun = len(found)
+            found += bytes(min(nbytes - begun, max(_PIECE_BYTES, begun)))
+            with memoryview(found) as memory:
+                self._fill([memory[begun:]])
+        return bytes(found)
 
     def _head(self) -> wire.Head:
         found = self._begun
@@ -196,7 +226,7 @@ class Channel:
                 left = left[count:]
 
     def _bound(self, way: int) -> None:
-        """Bounds the next call by what is left of the time."""
+        """Limits the next call to the remaining time."""
         left = self._ends_at - time.monotonic()
         if left <= 0:
             raise TimeoutError

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import google_crc32c
 import numpy as np
 
-#: A read of some rows of a chunk verifies the blocks that it touches: 32 bytes of digests per MiB.
+#: Reading some rows of a chunk verifies the blocks that it touches: 32 bytes of digests per MiB.
 BLOCK_BYTES = 128 << 10
-#: Of a checksum behind the bytes that it is of.
+#: The checksum that follows a chunk's bytes.
 CRC_BYTES = 4
 _PIECE_BYTES = 4 << 20
-#: Bit-reversed, as the sums are.
+#: Bit-reversed, like the checksums.
 _POLYNOMIAL = 0x82F63B78
 _BITS = 32
 
@@ -23,8 +23,8 @@ class ChunkSums(NamedTuple):
     """Checksums of a chunk.
 
     Attributes:
-      crc32c: of all its bytes; they stand behind them.
-      blocks: those of each ``BLOCK_BYTES`` of it, uint32 little endian; empty where not known.
+      crc32c: CRC32C of all its bytes, stored after them.
+      blocks: CRC32C of each ``BLOCK_BYTES`` of it, uint32 little-endian; empty if unknown.
     """
 
     crc32c: int
@@ -32,9 +32,9 @@ class ChunkSums(NamedTuple):
 
 
 def crc32c(data: np.ndarray, crc: int = 0) -> int:
-    """CRC32C of a contiguous array's bytes after ``crc``, without a copy (measured 31 GB/s).
+    """Returns the CRC32C of an array's bytes, continuing ``crc``, without a copy (31 GB/s).
 
-    The interpreter's lock is held meanwhile, so long arrays are taken in pieces.
+    It holds the GIL, so long arrays are processed in pieces.
     """
     view = data.reshape(-1).view(np.uint8)
     view.flags.writeable = False
@@ -45,15 +45,15 @@ def crc32c(data: np.ndarray, crc: int = 0) -> int:
 
 
 def joined(first: int, second: int, nbytes: int) -> int:
-    """CRC32C of two runs of bytes one after the other, from those of each: none of them is read.
+    """Returns the CRC32C of two consecutive runs of bytes from their CRC32Cs, without reading them.
 
-    The sum of the first is carried over as many zeros as the others are long, which is a linear
-    map over GF(2) (M. Adler's ``crc32_combine``). Measured 15 us, and 0.3 for a block.
+    The first CRC is advanced over as many zero bytes as the second run has, which is a linear map
+    over GF(2) (M. Adler's ``crc32_combine``). Measured: 15 us, and 0.3 us for a block.
 
     Args:
-      first: of the bytes before.
-      second: of the bytes behind.
-      nbytes: how many those behind are.
+      first: CRC32C of the first run.
+      second: CRC32C of the second run.
+      nbytes: length of the second run.
     """
     if nbytes == BLOCK_BYTES:
         low, lower, upper, high = _over_a_block()
@@ -63,7 +63,7 @@ def joined(first: int, second: int, nbytes: int) -> int:
 
 
 def _carried(crc: int, nbytes: int) -> int:
-    """What a sum becomes over so many bytes that are zero."""
+    """Advances a CRC over a number of zero bytes."""
     for power, is_set in enumerate(reversed(f"{nbytes:b}")):
         if is_set == "1":
             crc = _applied(_over_zeros(power), crc)
@@ -72,7 +72,7 @@ def _carried(crc: int, nbytes: int) -> int:
 
 @functools.cache
 def _over_a_block() -> tuple[list[int], ...]:
-    """The same for the bytes of a block, for each value of each byte of a sum."""
+    """Tables that advance a CRC over a block, for each value of each of its bytes."""
     return tuple(
         [_carried(value << 8 * byte, BLOCK_BYTES) for value in range(256)] for byte in range(4)
     )
@@ -80,7 +80,7 @@ def _over_a_block() -> tuple[list[int], ...]:
 
 @functools.cache
 def _over_zeros(power: int) -> tuple[int, ...]:
-    """What becomes of each bit of a sum over ``2 ** power`` bytes that are zero."""
+    """How each bit of a CRC advances over ``2 ** power`` zero bytes."""
     if power == 0:
         one_bit = (_POLYNOMIAL, *(1 << bit for bit in range(_BITS - 1)))
         two_bits = _twice(one_bit)

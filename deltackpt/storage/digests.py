@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Digests of files.
 
-Array chunks and manifests carry their own checksums; the digests cover what does not, Orbax's
-dense files above all (its data carries no checksum: a flipped bit restores silently), say which
-files there must be, and tie every chunk to its place.
+Array chunks and manifests have their own checksums. Digests cover files that do not, mainly Orbax's
+dense files, whose flipped bits would otherwise restore silently. They also list the files that must
+exist, and bind every chunk to its position.
 
-The CRC32C of bytes that end in their own CRC32C is a constant, whatever the bytes are: over whole
-chunk files it would say nothing. A digest therefore holds the CRC32C of all bytes but the last
-four, and the last four as they are.
+The CRC32C of bytes that end with their own CRC32C is a constant, so a CRC32C over complete chunk
+files would detect nothing. A digest therefore holds the CRC32C of all bytes except the last four,
+and the last four as they are.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ import numpy as np
 from deltackpt.errors import Damaged, StorageError
 from deltackpt.format import manifest, names, records
 from deltackpt.format.manifest import Manifest
+from deltackpt.format.soundness import MOST
 from deltackpt.storage import files
-from deltackpt.storage.crc import BLOCK_BYTES, crc32c
+from deltackpt.storage.crc import BLOCK_BYTES, crc32c, joined
 from deltackpt.storage.store import Spot, spot
 
 _MAGIC = "deltackpt.digests"
-#: Paths whose components are names, as ``soundness.is_name`` has it.
+#: Paths whose components are names according to ``soundness.is_name``.
 _INSIDE = re.compile(r"(?!/)(?:(?:^|/)(?!\.{1,2}(?:/|\Z))[^/\0]{1,255})+")
 _READ_BYTES = 4 << 20
 TAIL_BYTES = 4
-#: Of the path of a file below its directory, as an operating system has it.
+#: Maximum length of a file's path below its directory, an operating system limit.
 _PATH_CHARACTERS = 4096
+#: Maximum number of folders above a file: creating and removing them recurses.
+_MOST_FOLDERS = 100
 _READERS = 2
 
 
@@ -48,7 +51,8 @@ class Digest(NamedTuple):
       crc32c: CRC32C of all bytes but the last four.
       tail: the last four bytes (fewer in a shorter file) as a little-endian number; of a chunk
         this is the chunk's own CRC32C.
-      blocks: CRC32Cs of the blocks of a chunk; see ``crc.ChunkSums``.
+      blocks: CRC32Cs of the blocks of all bytes but the last four; see ``crc.ChunkSums``. Empty
+        except for uncompressed chunks, and for long files that a save wrote itself.
     """
 
     length: int
@@ -63,8 +67,8 @@ class Digests:
 
     Attributes:
       files: path to length, CRC32C and tail, as in ``Digest``.
-      blocks: path to ``Digest.blocks``, of chunks that are not compressed.
-      block_bytes: how many bytes of a chunk make a block.
+      blocks: path to ``Digest.blocks``, if the file has them.
+      block_bytes: how many bytes of a file make a block.
     """
 
     files: dict[str, tuple[int, int, int]]
@@ -73,14 +77,14 @@ class Digests:
 
     @classmethod
     def of(cls, digests: Mapping[str, Digest]) -> Digests:
-        """The digests of files by their path."""
+        """Returns the digests of files, by path."""
         return cls(
             {name: (found.length, found.crc32c, found.tail) for name, found in digests.items()},
             {name: found.blocks for name, found in digests.items() if found.blocks},
         )
 
     def digest(self, name: str) -> Digest:
-        """Digest of a file; without its blocks where they have another length than ours."""
+        """Returns the digest of a file; without its blocks if they have another block size."""
         known = self.block_bytes == BLOCK_BYTES
         return Digest(*self.files[name], self.blocks.get(name, b"") if known else b"")
 
@@ -91,15 +95,15 @@ def digest_tree(
     below: Path | None = None,
     skip: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, Digest]:
-    """Digests of all files below a directory, read back, mostly from the page cache.
+    """Returns digests of all files below a directory, read back mostly from the page cache.
 
     Args:
-      directory: what their paths are relative to.
-      below: where to look; the whole directory where it is None.
-      skip: whether a file or a folder, by its posix path below ``directory``, is left out.
+      directory: the base of their paths.
+      below: the subdirectory to scan; None for all.
+      skip: returns whether to skip a file or folder, by POSIX path below ``directory``.
 
     Raises:
-      StorageError: a file cannot be read.
+      StorageError: reading a file failed.
     """
     wanted = []
     for folder, folders, found in os.walk(below or directory):
@@ -114,32 +118,54 @@ def digest_tree(
 
 
 def digests_bytes(digests: Digests) -> bytes:
-    """Digests as a record."""
+    """Serializes digests.
+
+    Raises:
+      Damaged: readers would reject such a path.
+    """
+    check_digests(digests.files, "digests")
     return manifest.to_bytes(digests, _MAGIC)
 
 
 def digests_from(data: bytes, *, name: str) -> Digests:
-    """Digests from a record.
+    """Parses digests.
 
     Args:
-      data: of ``digests_bytes``.
-      name: how errors name it.
+      data: the result of ``digests_bytes``.
+      name: its name in errors.
 
     Raises:
-      Damaged: it is altered, none of digests, or names files outside of what it stands for.
+      Damaged: the record is altered, is not one of digests, or names files outside its directory.
     """
     found: Digests = manifest.from_bytes(data, Digests, name=name, magic=_MAGIC)
-    for path in found.files:
-        # A record may come from a store that others write to: no name leads out of the save.
-        if len(path) > _PATH_CHARACTERS or _INSIDE.fullmatch(path) is None:
-            raise Damaged(name, "paths of files below it", records.shown(path))
+    check_digests(found.files, name)
     for path, sums in found.blocks.items():
         if path not in found.files or found.block_bytes < 1:
-            raise Damaged(name, "blocks of files that it knows", records.shown(path))
+            raise Damaged(name, "blocks of files that are listed in it", records.shown(path))
         nbytes = max(0, found.files[path][0] - TAIL_BYTES)
         if len(sums) != (count := -(-nbytes // found.block_bytes)) * TAIL_BYTES:
             raise Damaged(name, f"checksums of {count} blocks of {path}", f"{len(sums)} bytes")
     return found
+
+
+def check_digests(found: Mapping[str, tuple[int, int, int]], name: str) -> None:
+    """Checks the digests of a record from a store that others may write to.
+
+    Args:
+      found: length, CRC32C and tail of each file, by its path.
+      name: the record's name in errors.
+
+    Raises:
+      Damaged: a path leads out of the save or is too deep, or no file can have such a digest.
+    """
+    for path, (length, crc, tail) in found.items():
+        is_inside = len(path) <= _PATH_CHARACTERS and path.count("/") <= _MOST_FOLDERS
+        if not is_inside or _INSIDE.fullmatch(path) is None:
+            expected = f"paths of files below it, at most {_MOST_FOLDERS} folders deep"
+            raise Damaged(name, expected, records.shown(path))
+        if length > MOST or crc >> 32 or tail >> 8 * min(length, TAIL_BYTES):
+            digest = records.shown((length, crc, tail))
+            raise Damaged(name, f"a possible digest of {records.shown(path)}", digest)
 
 
 def write_digests(path: Path, digests: Digests, *, fsync: bool) -> int:
@@ -154,7 +180,7 @@ def read_digests(path: Spot | Path, *, crc32c: int | None = None) -> Digests:
 
     Args:
       path: the file.
-      crc32c: what the CRC32C of its bytes must be, where that is known.
+      crc32c: expected CRC32C of its bytes, if known.
 
     Raises:
       Damaged: the file is missing, altered, or that of another save.
@@ -168,7 +194,7 @@ def read_digests(path: Spot | Path, *, crc32c: int | None = None) -> Digests:
 
 
 def read_item_digests(item_dir: Spot | Path, record: Manifest) -> Digests:
-    """Digests of a process's part, as its manifest promises them."""
+    """Reads the digests of a process's part, verified by its manifest."""
     path = item_dir / names.digests_name(record.process)
     return read_digests(path, crc32c=record.item_digests_crc32c)
 
@@ -176,12 +202,12 @@ def read_item_digests(item_dir: Spot | Path, record: Manifest) -> Digests:
 def check(
     directory: Spot | Path, digests: Digests, *, share: tuple[int, int] = (0, 1)
 ) -> list[Damaged]:
-    """What is missing, truncated or altered among the files of a directory.
+    """Yields what is missing, truncated or altered among the files of a directory.
 
     Args:
-      directory: what the paths of the digests are relative to.
-      digests: what the files should be.
-      share: ``(i, n)`` checks the i-th of n parts of the files, nearly equal in bytes.
+      directory: the base of the digests' paths.
+      digests: the expected digests.
+      share: ``(i, n)`` checks the i-th of n parts of the files, of nearly equal size.
     """
     number, count = share
     by_size = sorted(digests.files, key=lambda name: (-digests.files[name][0], name))
@@ -196,17 +222,17 @@ def check_files(
     unreadable: bool = False,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> list[Damaged]:
-    """What is missing, truncated or altered among some files, in the order in which they come.
+    """Yields what is missing, truncated or altered among some files, in completion order.
 
     Args:
-      directory: what the paths are relative to.
-      expected: posix path to what the file should be.
-      shown: what errors call the directory; its name by default.
-      unreadable: whether a file that cannot be read is damage; it is raised otherwise.
+      directory: the base of the paths.
+      expected: expected digest of each file, by POSIX path.
+      shown: the directory's name in errors; by default its name.
+      unreadable: whether an unreadable file counts as damage; otherwise its error is raised.
       on_bytes: called with bytes read, from several threads.
 
     Raises:
-      StorageError: a file is there and cannot be read.
+      StorageError: a file exists but reading it failed.
     """
     folder = spot(directory)
     prefix = folder.name if shown is None else shown
@@ -229,12 +255,12 @@ def check_step_files(
     *,
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> list[Damaged]:
-    """What is wrong with the files of a step that its own digests cover, dense ones included.
+    """Yields errors of the files that a step's own digests cover, including dense ones.
 
     Args:
       step_dir: the step.
-      share: as for ``check``.
-      wanted: whether a file, by its posix path below the step, is to be checked.
+      share: same as for ``check``.
+      wanted: returns whether to check a file, by POSIX path below the step.
     """
     number, count = share
 
@@ -257,14 +283,14 @@ def check_step_files(
 
 
 def of_step(read: Callable[[str], bytes], shown: str) -> dict[str, Digest]:
-    """Digests of the files of a step that its own digests cover, further digests among them.
+    """Returns digests of the files that a step's own digests cover, including digest files.
 
     Args:
-      read: gives the bytes of a file by its path below the step.
-      shown: how errors name the step.
+      read: returns the bytes of a file by path below the step.
+      shown: the step's name in errors.
 
     Raises:
-      Damaged: they are altered.
+      Damaged: the digests are altered.
     """
 
     def digests_of(name: str, wanted: Digest | None = None) -> dict[str, Digest]:
@@ -284,16 +310,16 @@ def of_step(read: Callable[[str], bytes], shown: str) -> dict[str, Digest]:
 def digest_file(
     path: Spot | Path, *, blocks: bool = False, on_bytes: Callable[[int], None] = lambda count: None
 ) -> Digest:
-    """Digest of a file.
+    """Returns the digest of a file.
 
     Args:
       path: the file.
-      blocks: whether those of its blocks are wanted, as of an uncompressed chunk.
+      blocks: whether to compute block checksums, as for an uncompressed chunk.
       on_bytes: called with bytes read.
 
     Raises:
-      Damaged: it was cut short meanwhile.
-      StorageError: it cannot be read, or is ``store.Missing``.
+      Damaged: it was truncated concurrently.
+      StorageError: reading failed; ``store.Missing`` if it does not exist.
     """
     at = spot(path)
     length = at.store.length(at.key)
@@ -317,10 +343,23 @@ def digest_file(
     return Digest(length, crc, int.from_bytes(tail, "little"), np.array(found, "<u4").tobytes())
 
 
-def digest_bytes(data: Any) -> Digest:
-    """Digest of a file with such contents, a buffer of bytes."""
-    body = np.frombuffer(data, np.uint8)[:-TAIL_BYTES]
-    return Digest(len(data), crc32c(body), int.from_bytes(data[-TAIL_BYTES:], "little"))
+def digest_bytes(data: Any, *, blocks: bool = False) -> Digest:
+    """Returns the digest of a file with the given contents.
+
+    Args:
+      data: the contents, a buffer of bytes.
+      blocks: whether to compute the checksums of its blocks.
+    """
+    body, tail = np.frombuffer(data, np.uint8)[:-TAIL_BYTES], data[-TAIL_BYTES:]
+    size = BLOCK_BYTES if blocks else max(1, len(body))
+    crc, found = 0, []
+    for start in range(0, len(body), size):
+        block = body[start : start + size]
+        own = crc32c(block)
+        crc = joined(crc, own, len(block)) if start else own
+        found.append(own)
+    sums = np.array(found if blocks else [], "<u4").tobytes()
+    return Digest(len(data), crc, int.from_bytes(tail, "little"), sums)
 
 
 def check_bytes(data: Any, wanted: Digest, shown: str) -> None:
@@ -328,11 +367,11 @@ def check_bytes(data: Any, wanted: Digest, shown: str) -> None:
 
     Args:
       data: a buffer of bytes.
-      wanted: what they should be.
-      shown: how errors name the file.
+      wanted: the expected digest.
+      shown: the file's name in errors.
 
     Raises:
-      Damaged: they are others.
+      Damaged: the bytes do not match.
     """
     found = digest_bytes(data)
     if found[:3] != wanted[:3]:
@@ -344,28 +383,29 @@ def _described(digest: Digest) -> str:
 
 
 class Streamed:
-    """The bytes of a file as they come, piece by piece, to be compared with its digest."""
+    """Compares the bytes of a file with its digest as they arrive."""
 
     def __init__(self) -> None:
-        """None came yet."""
+        """Starts empty."""
         self._length = 0
         self._crc = 0
         self._last = b""
 
     def add(self, data: bytes | bytearray | memoryview) -> None:
-        """Takes the next bytes."""
+        """Adds the next bytes."""
         self._length += len(data)
         self._crc = crc32c(np.frombuffer(data, np.uint8), self._crc)
         self._last = (self._last + bytes(data[-TAIL_BYTES:]))[-TAIL_BYTES:]
 
     def check(self, shown: str, expected: Digest) -> None:
-        """Checks that all of them came.
+        """Checks that all bytes arrived.
 
         Raises:
-          Damaged: they are not those of the digest; the file is called ``shown``.
+          Damaged: they do not match the digest; the error names ``shown``.
         """
         tail = int.from_bytes(self._last, "little")
-        # The digest is of all bytes but the last four, with which it gives that of all of them.
+        # The digest covers all bytes but the last four; combining it with these gives the whole
+        # CRC.
         ending = expected.tail.to_bytes(len(self._last), "little")
         wanted = crc32c(np.frombuffer(ending, np.uint8), expected.crc32c)
         if (self._length, tail, self._crc) != (expected.length, expected.tail, wanted):
@@ -380,7 +420,7 @@ def _problem(
     at: Spot, shown: str, wanted: Digest, on_bytes: Callable[[int], None]
 ) -> Damaged | None:
     try:
-        # The longest of files is no reason to read it where it should be shorter.
+        # A file that is too long need not be read.
         if (length := at.length(shown)) != wanted.length:
             return Damaged(shown, f"{wanted.length} bytes", f"{length} bytes")
         found = digest_file(at, blocks=bool(wanted.blocks), on_bytes=on_bytes)

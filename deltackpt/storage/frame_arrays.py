@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays in the body of a frame: as they are, or in chunks by zstd.
+"""Arrays in the body of a WAL frame: raw, or in zstd chunks.
 
-A chunk has the rows that it would have in a step. It is one frame of zstd that states its length;
-or, where that gains nothing, its bytes as they are: the sizes in the head of the frame tell which.
+A chunk has the same rows as in a step. It is one zstd frame that states its length, or raw bytes if
+compression gains nothing; the sizes in the frame's head distinguish them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from deltackpt.storage import arrays
 
 
 class Body(NamedTuple):
-    """What a frame is to hold.
+    """The body of a new frame.
 
     Attributes:
-      arrays: the bytes of each, in pieces.
-      sizes: see ``frames.Sizes``; none where no array is compressed.
+      arrays: bytes of each array, in pieces.
+      sizes: see ``frames.Sizes``; empty if no array is compressed.
     """
 
     arrays: list[Sequence[Buffer]]
@@ -36,10 +36,10 @@ class Body(NamedTuple):
 def body_of(
     held: Iterable[tuple[ArrayEntry, Sequence[np.ndarray]]], pool: concurrent.futures.Executor
 ) -> Body:
-    """Arrays as a frame holds them.
+    """Encodes arrays for a frame.
 
     Args:
-      held: each array, and its pieces in order.
+      held: each array with its pieces in order.
       pool: compresses chunks.
     """
     waiting: list[tuple[Sequence[Buffer], list[concurrent.futures.Future[Buffer]]]] = []
@@ -63,29 +63,29 @@ def body_of(
 def arrays_of(
     entries: Sequence[ArrayEntry], sizes: Sizes, body: memoryview, name: str
 ) -> dict[str, np.ndarray]:
-    """Whole arrays by name; those that are as they are, as views of the body.
+    """Decodes whole arrays by name; raw ones as views of the body.
 
     Args:
-      entries: of all arrays of the body.
-      sizes: of its head.
-      body: it.
-      name: how errors name the frame.
+      entries: descriptions of all arrays of the body.
+      sizes: sizes from the frame's head.
+      body: the body.
+      name: the frame's name in errors.
 
     Raises:
-      Damaged: the body holds something else.
+      Damaged: the body does not match.
     """
     stored = stored_of(entries, sizes, body, name)
     return {one.entry.name: one.rows(0, one.entry.shape[0]) for one in stored}
 
 
 class StoredArray(NamedTuple):
-    """An array as a body has it.
+    """An array in a body.
 
     Attributes:
-      entry: what it is.
-      sizes: of its chunks; none where it is as it is.
+      entry: its description.
+      sizes: sizes of its chunks; empty if it is raw.
       data: its bytes.
-      name: how errors name the frame.
+      name: name of the frame in errors.
     """
 
     entry: ArrayEntry
@@ -94,10 +94,10 @@ class StoredArray(NamedTuple):
     name: str
 
     def rows(self, start: int, stop: int) -> np.ndarray:
-        """Rows ``[start, stop)``: a view where they are as they are, or of one chunk.
+        """Returns rows ``[start, stop)``: a view if they are raw, or in one chunk.
 
         Raises:
-          Damaged: the bytes are none of such an array.
+          Damaged: the bytes do not encode such an array.
         """
         entry, dtype = self.entry, np.dtype(self.entry.dtype)
         if not self.sizes:
@@ -118,7 +118,7 @@ class StoredArray(NamedTuple):
         nbytes = frames.chunk_bytes(entry, number)
         if data.nbytes == nbytes:
             return np.frombuffer(data, dtype).reshape(shape)
-        plain = _decompressed(data, nbytes, self.name)
+        plain = decompressed(data, nbytes, self.name)
         if not entry.byte_planes:
             return np.frombuffer(plain, dtype).reshape(shape)
         planes = np.frombuffer(plain, dtype).reshape(shape[-1], *shape[:-1])
@@ -128,7 +128,7 @@ class StoredArray(NamedTuple):
 def stored_of(
     entries: Sequence[ArrayEntry], sizes: Sizes, body: memoryview, name: str
 ) -> list[StoredArray]:
-    """Where each array is in a body.
+    """Locates the arrays of a body.
 
     Raises:
       Damaged: the body has another length.
@@ -149,7 +149,7 @@ def _compressed(entry: ArrayEntry, rows: np.ndarray) -> Buffer:
     plain = np.ascontiguousarray(stored).reshape(-1).view(np.uint8)
     level = arrays.zstd_level(entry)
     found = zstandard.ZstdCompressor(level=level).compress(plain.data)
-    # As they are: not as byte planes.
+    # Raw: not as byte planes.
     return found if len(found) < plain.nbytes else np.ascontiguousarray(rows)
 
 
@@ -157,9 +157,14 @@ def _nbytes(chunk: Buffer) -> int:
     return len(chunk) if isinstance(chunk, bytes) else chunk.nbytes
 
 
-def _decompressed(data: memoryview, nbytes: int, name: str) -> bytes:
+def decompressed(data: memoryview, nbytes: int, name: str) -> bytes:
+    """Returns the bytes of a zstd frame that must have a given length.
+
+    Raises:
+      Damaged: it is not one.
+    """
     try:
-        # It takes memory for as many bytes as the data say that there are.
+        # Decoding allocates as many bytes as the data claim.
         if (claimed := zstandard.frame_content_size(data)) != nbytes:
             raise Damaged(name, f"a chunk of {nbytes} bytes", f"{claimed} bytes")
         return zstandard.ZstdDecompressor().decompress(data)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kvstore of TensorStore as a Store, S3 and Google Cloud Storage first; and the other way round.
+"""A TensorStore kvstore as a Store, mainly for S3 and Google Cloud Storage; and the reverse.
 
-TensorStore has no deadlines: of a server that takes a connection and says nothing it was still
-waiting after 100 s. So every call here has one, after which it is given up; what it was to write
-may still arrive. Nor does it raise on a refused conditional write: it returns an empty generation.
-Where it lost an answer it tries again by itself, and finds its own write there. It does not say how
-long an object is: ``length`` reads it whole.
+TensorStore has no deadlines: it was still waiting after 100 s for a server that accepted a
+connection but did not answer. Every call here therefore has a deadline, after which it is
+abandoned; its write may still take effect. TensorStore does not raise on a rejected conditional
+write, but returns an empty generation. After a lost answer it retries by itself, and finds its own
+write. It does not report an object's length, so ``length`` reads the whole object.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from deltackpt.storage.store import (
     untrusted,
 )
 
-#: The generation of what is not there, to be written only then.
+#: The generation of a missing object, for a write only if absent.
 _ABSENT = b"\x02"
-#: Of an answer of GCS that broke off in its head: TensorStore takes it for an empty object, while
-#: it asks again by itself after any other broken one.
+#: Generation of GCS answers that broke off in their head: TensorStore takes them for empty
+#: objects, although it retries after any other broken answer.
 _BROKEN_OFF = bytes(9)
 _READ_TRIES = 4
-#: Deletions on their way at a time; no service that we speak to deletes several at once.
+#: Concurrent deletions; no supported service deletes several at once here.
 _DELETIONS = 16
 _CODE = re.compile(r"([A-Z_]+): ")
-#: What is said of an answer that broke off in its head: what was asked may be done.
+#: Error of a response that ended within its headers: the request may have been executed.
 _CUT_HEADS = ("not found in response headers", "Malformed List response", "Failed to parse ")
-#: What libcurl says of a server that it does not trust.
+#: libcurl's error for an untrusted server certificate.
 _UNTRUSTED = "peer certificate"
 
 
 class Reachable(NamedTuple):
-    """A folder as TensorStore opens it.
+    """A folder that TensorStore can open.
 
     Attributes:
-      spec: of a kvstore; its path is empty, or ends in "/".
-      context: to open it in.
+      spec: spec of a kvstore; its path is empty, or ends in "/".
+      context: context to open it in.
     """
 
     spec: dict[str, Any]
@@ -66,14 +66,14 @@ def _context() -> Any:
 
 
 def reachable(at: Spot, names: Iterable[str] | None = None) -> Reachable:
-    """A folder where TensorStore reads it: in its place, or else as a copy in memory.
+    """Yields a folder that TensorStore can read: in place, or as a copy in memory.
 
     Args:
       at: the folder.
-      names: what a copy needs to hold; all that is in it by default.
+      names: the names that a copy must contain (default: all).
 
     Raises:
-      Missing, StorageError: as ``Store.get``.
+      Missing, StorageError: same as for ``Store.get``.
     """
     spec = at.kvstore()
     if spec is not None:
@@ -86,10 +86,10 @@ def reachable(at: Spot, names: Iterable[str] | None = None) -> Reachable:
 
 
 class _OutOfRange(StorageError):
-    """The object ends before the range that was asked for."""
+    """The object ends before the requested range."""
 
 
-#: By what an error begins with; the cause of any other may go away by itself.
+#: By the beginning of an error message; any other error may be transient.
 _KINDS: dict[str, type[StorageError]] = {
     "PERMISSION_DENIED": Refused,
     "UNAUTHENTICATED": Refused,
@@ -103,18 +103,21 @@ _KINDS: dict[str, type[StorageError]] = {
 class KvStore:
     """Bytes under keys of a kvstore."""
 
+    #: The length of an object is known only after reading it.
+    reads_to_measure = True
+
     def __init__(
         self, spec: str | Mapping[str, Any], url: str, *, deadline_secs: float = DEADLINE_SECS
     ):
-        """Opens one.
+        """Opens a kvstore.
 
         Args:
-          spec: of TensorStore; its path ends in "/" where it is a folder.
-          url: how errors name it.
-          deadline_secs: of each call.
+          spec: TensorStore spec; its path ends in "/" for a folder.
+          url: its name in errors.
+          deadline_secs: timeout of each call in seconds.
 
         Raises:
-          StorageError: it cannot be opened.
+          StorageError: opening failed.
         """
         self._url = url
         self._deadline_secs = deadline_secs
@@ -168,16 +171,17 @@ class KvStore:
             stamp = self._done(self._store.write(key, bytes(data), **condition))
         if not stamp.generation:
             raise Exists(
-                f"{self._url}/{key}: expected nothing there, found an object; read who put it there"
+                f"{self._url}/{key}: expected nothing there, found an object; check which program "
+                "wrote it"
             )
 
     def keys(self, folder: str, *, after: str = "") -> list[str]:
         """See ``Store``."""
         first = f"{folder}/" if folder else ""
-        stop = f"{folder}0" if folder else ""  # "0" comes after "/".
+        stop = f"{folder}0" if folder else ""  # "0" sorts right after "/".
         start = max(first, after)
         if stop and start >= stop:
-            return []  # TensorStore's process dies of such a range.
+            return []  # Such a range crashes TensorStore's process.
         with self._refusals(f"list {first}"):
             found = self._done(self._store.list(ts.KvStore.KeyRange(start, stop)))
         return sorted(key for key in (each.decode() for each in found) if key > after)
@@ -214,7 +218,7 @@ class KvStore:
                 if not self._is_gcs or found.stamp.generation != _BROKEN_OFF:
                     break
             else:
-                raise OSError(f"ABORTED: {_READ_TRIES} answers broke off in their heads")
+                raise OSError(f"ABORTED: {_READ_TRIES} responses ended within their headers")
         if found.state != "value":
             raise Missing(f"{self._url}/{key}", "no such file")
         return found
@@ -241,7 +245,7 @@ class KvStore:
         except (ValueError, OSError, NotImplementedError, RuntimeError, LookupError) as error:
             if isinstance(error, StorageError):
                 raise
-            # What comes in brackets is the service's answer, which may hold names of keys.
+            # The text in brackets is the service's answer, which may contain key names.
             found = str(error).partition(" [")[0].splitlines()
             code = _CODE.match(found[0]) if found else None
             kind = _KINDS.get(code[1], Unanswered) if code is not None else Refused

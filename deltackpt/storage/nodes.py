@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other side of a node's server: its client, and a Store over several nodes.
+"""Client of a node's server, and a Store over several nodes.
 
-Bytes go from the caller's buffers into the socket and from the socket into the caller's buffers,
-whole pieces a system call. Connections are kept, and every call has a deadline: a node that is gone
-is named, and nobody waits for it.
+Data is transferred between the caller's buffers and the socket, one piece per system call.
+Connections are reused, and every call has a deadline: errors name an unreachable node, and no call
+waits for it indefinitely.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from deltackpt.errors import Damaged, OptionError
-from deltackpt.storage import wire
+from deltackpt.storage import redaction, wire
 from deltackpt.storage.channel import ASKED_FIRST_BYTES, Answer, Channel, Dropped, Wanted
 from deltackpt.storage.placement import ranked
 from deltackpt.storage.store import (
@@ -33,53 +33,56 @@ from deltackpt.storage.store import (
     unanswered,
 )
 
-#: Kept without a request; the server keeps them for longer.
+#: Idle time of a connection before it is dropped; the server keeps it for longer.
 _MOST_KEPT = 8
 _KEPT_SECS = 60.0
 _CONNECT_SECS = 10.0
-#: How often a request is sent again that was dropped without an answer, as where others crowd in.
+#: Retries of a request that was dropped without an answer, for example under load.
 _TRIES = 5
 _PAUSE_SECS = 0.02
 _ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9_.-]+)):([0-9]{1,5})")
+#: Limit for one listing, which is kept in memory.
+_MOST_KEYS = 10_000_000
 #: Statuses after which the same request may succeed.
 _BUSY = frozenset({"408", "429", "500", "503", "504"})
 
 
 class Node:
-    """A server of a node, as a client sees it; thread-safe."""
+    """Client of a node's server; thread-safe."""
 
     def __init__(self, address: str, token: str, *, deadline_secs: float = DEADLINE_SECS):
-        """Asks nothing yet.
+        """Sends no request yet.
 
         Args:
           address: "host:port".
-          token: what the server lets in.
-          deadline_secs: of each call.
+          token: the token that the server accepts.
+          deadline_secs: timeout of each request in seconds.
 
         Raises:
-          OptionError: the address is none.
+          OptionError: the address is not valid, or the token cannot be sent.
         """
+        redaction.check_token(token)
         self.address = address
         self._at = _checked(address)
         self._token = token
         self._deadline_secs = deadline_secs
         self._kept: list[tuple[float, socket.socket]] = []
-        # A store is closed by nobody.
+        # Stores are not closed explicitly.
         weakref.finalize(self, _close, self._kept)
         self._lock = threading.Lock()
         self._is_closed = False
 
     def put(self, key: str, parts: Sequence[Any], *, absent: bool = False) -> None:
-        """Puts the bytes of some buffers under a key: all of them or nothing.
+        """Writes buffers under a key atomically.
 
         Args:
-          key: where to; what was there is replaced.
-          parts: buffers, which are sent one after the other.
-          absent: only where nothing is there.
+          key: the key; an existing object is replaced.
+          parts: buffers to send, in order.
+          absent: fail if the key exists.
 
         Raises:
-          Exists: something is; it may be these bytes, where an answer was lost.
-          Refused: the token does not hold, or the node is full.
+          Exists: the key exists, possibly with these bytes after a lost answer.
+          Refused: the token is invalid, or the node is full.
           Unanswered: no answer came in time.
         """
         body = [memoryview(part).cast("B") for part in parts]
@@ -89,12 +92,12 @@ class Node:
     def read_into(
         self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
     ) -> None:
-        """Fills parts, one after the other; see ``Store.read_into``.
+        """Fills parts in order; see ``Store.read_into``.
 
         Raises:
-          Missing: there is no such object.
-          Damaged: it is shorter; or longer, where it must not be.
-          Refused: the token does not hold.
+          Missing: the object does not exist.
+          Damaged: it is shorter, or longer although ``whole`` is set.
+          Refused: the token is invalid.
           Unanswered: no answer came in time.
         """
         wanted = sum(part.nbytes for part in parts)
@@ -109,68 +112,71 @@ class Node:
             self._ask("GET", self._target(key), f"read {key}", fields=span, wanted=asked)
 
     def get(self, key: str) -> bytes:
-        """All that is under a key.
+        """Returns the bytes under a key.
 
         Raises:
-          Missing, Refused, Unanswered: as ``read_into``.
+          Missing, Refused, Unanswered: same as for ``read_into``.
         """
         return self._ask("GET", self._target(key), f"read {key}").body
 
     def length(self, key: str) -> int:
-        """Bytes under a key.
+        """Returns the length of the object under a key.
 
         Raises:
-          Missing, Refused, Unanswered: as ``read_into``.
+          Missing, Refused, Unanswered: same as for ``read_into``.
         """
         return self.length_and_version(key)[0]
 
     def version(self, key: str) -> str:
-        """What changes with what is under a key.
+        """Returns a value that changes with the object under a key.
 
         Raises:
-          Missing, Refused, Unanswered: as ``read_into``.
+          Missing, Refused, Unanswered: same as for ``read_into``.
         """
         return self.length_and_version(key)[1]
 
     def length_and_version(self, key: str) -> tuple[int, str]:
-        """Both of the same object.
+        """Returns length and version of the same object.
 
         Raises:
-          Missing, Refused, Unanswered: as ``read_into``.
+          Missing, Refused, Unanswered: same as for ``read_into``.
         """
         head = self._ask("HEAD", self._target(key), f"read {key}").head
         return head.nbytes or 0, head.fields.get("etag", "").strip('"')
 
     def keys(self, folder: str, *, after: str = "") -> list[str]:
-        """All keys of the node below a folder, ascending; those that come after ``after``.
+        """Returns all keys of the node below a folder that sort after ``after``, ascending.
 
         Raises:
-          Refused, Unanswered: as ``read_into``.
+          Refused, Unanswered: same as for ``read_into``.
         """
         found: list[str] = []
-        target = wire.target_of(folder)
-        while True:
-            query = urllib.parse.urlencode({"list": "", "after": found[-1] if found else after})
-            page = self._ask("GET", f"{target}?{query}", f"list {folder}/").body.decode().split()
+        target, action = wire.target_of(folder), f"list {folder}/"
+        while len(found) <= _MOST_KEYS:
+            after = found[-1] if found else after
+            query = urllib.parse.urlencode({"list": "", "after": after})
+            answer = self._ask("GET", f"{target}?{query}", action, most_bytes=wire.MOST_PAGE_BYTES)
             try:
-                found += map(wire.key_of, page)
+                page = wire.page(answer.body, folder, after)
             except wire.Malformed as error:
-                raise self._odd(f"list {folder}/", error) from error
+                raise self._odd(action, error) from error
+            found += page
             if len(page) < wire.PAGE:
                 return found
+        raise self._odd(action, wire.Malformed(f"more than {_MOST_KEYS:,} keys"))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Removes what is under keys; nothing is wrong where there is nothing.
+        """Deletes objects; missing ones are ignored.
 
         Raises:
-          Refused, Unanswered: as ``read_into``.
+          Refused, Unanswered: same as for ``read_into``.
         """
         for key in keys:
             with contextlib.suppress(Missing):
                 self._ask("DELETE", self._target(key), f"delete {key}")
 
     def close(self) -> None:
-        """Closes the connections that are kept."""
+        """Closes the idle connections."""
         with self._lock:
             self._is_closed = True
             _close(self._kept)
@@ -184,7 +190,7 @@ class Node:
         return wire.target_of(key)
 
     def _check(self, key: str, start: int, wanted: int, total: int, *, whole: bool) -> None:
-        """Checks that a range is in an object, and ends with it where it must."""
+        """Checks that a range is in an object, and reaches its end if required."""
         stop = start + wanted
         if start < 0 or stop > total or (whole and stop != total):
             expected = wanted if whole or start < 0 else stop
@@ -199,11 +205,12 @@ class Node:
         fields: Sequence[tuple[str, object]] = (),
         body: Sequence[memoryview] = (),
         wanted: Wanted | None = None,
+        most_bytes: int | None = None,
     ) -> Answer:
-        """Sends a request; returns what was answered.
+        """Sends a request; returns the answer, with a body of limited size.
 
         Raises:
-          Exists, Missing, Damaged, Refused, Unanswered: it was refused, or not answered in time.
+          Exists, Missing, Damaged, Refused, Unanswered: it was rejected, or not answered in time.
         """
         ends_at = time.monotonic() + self._deadline_secs
         key = action.partition(" ")[2]
@@ -218,10 +225,10 @@ class Node:
         for left in reversed(range(_TRIES)):
             try:
                 with self._connection(ends_at) as channel:
-                    answer = channel.asked(method, head, body, wanted)
+                    answer = channel.asked(method, head, body, wanted, most_bytes)
                 break
             except Dropped as error:
-                with self._lock:  # Those of a server that was started again are of no use.
+                with self._lock:  # Connections to a restarted server are useless.
                     _close(self._kept)
                 pause = _PAUSE_SECS * 2 ** (_TRIES - left)
                 if not left or time.monotonic() + pause > ends_at:
@@ -246,33 +253,33 @@ class Node:
             raise Missing(f"{self.address}/{key}")
         if status == "412":
             raise Exists(
-                f"{self.address}/{key}: expected nothing there, found an object; read who put it "
-                "there"
+                f"{self.address}/{key}: expected nothing there, found an object; check which "
+                "program wrote it"
             )
         if status == "416" and wanted is not None and answer.total is not None:
             self._check(key, wanted.start, wanted.nbytes, answer.total, whole=wanted.whole)
         told = {
-            "401": "a token that does not hold; give that of the run, or of the node store",
-            "507": "no room; give the node more, or remove what it holds",
-        }.get(status, f"the answer {status}; look at the node, then try again")
+            "401": "an invalid token; use the token of the run, or of the node store",
+            "507": "no room; give the node more, or remove objects from it",
+        }.get(status, f"status {status}; check the node, then try again")
         kind = Unanswered if status in _BUSY else Refused
         raise kind(f"{self.address}: expected to {action}, found {told}")
 
     def _gone(self, action: str, error: OSError) -> Unanswered:
         return Unanswered(
-            f"{self.address}: expected to {action}, found no node that answers "
-            f"({error.strerror or error}); start it again, or go on without it"
+            f"{self.address}: expected to {action}, found no answer ({error.strerror or error}); "
+            "restart the node, or continue without it"
         )
 
     def _odd(self, action: str, error: wire.Malformed) -> Refused:
         return Refused(
-            f"{self.address}: expected to {action}, found an answer that is none of a node "
+            f"{self.address}: expected to {action}, found an answer that is not from a node server "
             f"({error}); check the address"
         )
 
     @contextlib.contextmanager
     def _connection(self, ends_at: float) -> Iterator[Channel]:
-        """A connection, which is kept where it may be used again."""
+        """A connection, which is kept if it can be reused."""
         connection = self._take()
         if connection is None:
             within = min(_CONNECT_SECS, ends_at - time.monotonic())
@@ -291,7 +298,7 @@ class Node:
                 connection.close()
 
     def _take(self) -> socket.socket | None:
-        """The connection that was used last, where it is still of use."""
+        """The last used connection, if it is still usable."""
         while True:
             with self._lock:
                 if not self._kept:
@@ -308,7 +315,7 @@ def _close(kept: list[tuple[float, socket.socket]]) -> None:
 
 
 class NodesStore:
-    """Bytes under keys over several nodes; each key is on one of them."""
+    """Objects spread over several nodes; each key is on one of them."""
 
     def __init__(
         self,
@@ -318,16 +325,16 @@ class NodesStore:
         *,
         deadline_secs: float = DEADLINE_SECS,
     ):
-        """Asks nothing yet.
+        """Sends no request yet.
 
         Args:
-          addresses: of the nodes, "host:port" each; all of them, whoever opens the store.
-          folder: what all keys are below; "" for all that the nodes hold.
-          token: what the nodes let in.
-          deadline_secs: of each call.
+          addresses: "host:port" of all nodes; every process must pass the same ones.
+          folder: common prefix of all keys; "" for everything on the nodes.
+          token: the token that the nodes accept.
+          deadline_secs: timeout of each request in seconds.
 
         Raises:
-          OptionError: an address is none.
+          OptionError: an address is not valid, or the token cannot be sent.
         """
         self._url = f"nodes://{','.join(addresses)}/{folder}".rstrip("/")
         self._inside = f"{folder}/" if folder else ""
@@ -347,7 +354,7 @@ class NodesStore:
     def read_into(
         self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
     ) -> None:
-        """See ``Store``; from the socket straight into the parts."""
+        """See ``Store``; from the socket directly into the parts."""
         self._of(key).read_into(self._inside + key, start, parts, whole=whole)
 
     def length(self, key: str) -> int:
@@ -386,36 +393,42 @@ class NodesStore:
         return stamp_of_objects(self, folder)
 
     def kvstore(self, folder: str) -> dict[str, Any] | None:
-        """See ``Store``: none that lists, and none of several nodes."""
+        """See ``Store``: TensorStore cannot list nodes, or combine several."""
         return None
 
     def _of(self, key: str) -> Node:
-        """The node that has a key, or would."""
+        """The node that a key belongs to."""
         return self._nodes[ranked(self._inside + key, [*self._nodes])[0]]
 
 
-def addresses_of(text: str) -> list[str]:
-    """The nodes that a URL names, "host:port,host:port", each once and in one order.
+def addresses_of(text: str, *, shown: str | None = None) -> list[str]:
+    """Returns the sorted, distinct nodes that a URL names: "host:port,host:port".
+
+    Args:
+      text: that part of the URL.
+      shown: the URL for errors.
 
     Raises:
-      OptionError: there are none, or one is no address.
+      OptionError: the URL names no node, or an invalid address.
     """
     found = text.split(",")
     for address in found:
-        _checked(address)
+        _checked(address, shown=shown)
     if len({*found}) != len(found):
-        raise OptionError(f"nodes://{text}: expected each node once, found one twice; leave it out")
+        shown = shown or f"nodes://{text}"
+        raise OptionError(
+            f"{shown}: expected each node once, found one twice; remove the duplicate"
+        )
     return sorted(found)
 
 
-def _checked(address: str) -> tuple[str, int]:
+def _checked(address: str, *, shown: str | None = None) -> tuple[str, int]:
     """Host and port of an address."""
     found = _ADDRESS.fullmatch(address)
     if found is None or not 0 < int(found[3]) < 1 << 16:
-        # What stands before an "@" may be a secret.
-        shown = "..." if "@" in address else address
+        shown = shown or redaction.shown(f"nodes://{address}")
         raise OptionError(
-            f"nodes://{shown}: expected the address of a node as host:port, found another thing; "
-            "write that, several of them with commas"
+            f"{shown}: expected node addresses as host:port, separated by commas, found something "
+            "else; correct them"
         )
     return found[1] or found[2], int(found[3])

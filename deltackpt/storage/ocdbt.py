@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Databases of TensorStore's OCDBT format as Orbax lays them out, written by one transaction each.
+"""OCDBT databases in Orbax's layout, each written by one transaction.
 
-One process writes the item's database. Of several, each writes ``ocdbt.process_K`` below the item;
-process 0 then copies references to all values into the item's own, atomically. One transaction
-makes few files and starts no thread, where Orbax's handler commits once for each array. TensorStore
-merges without a word what is incomplete, so that the keys are compared with what the arrays'
-descriptions imply before the merge is committed.
+A single process writes the item's database. With several, each writes ``ocdbt.process_K`` below the
+item, and process 0 then copies references to all values into the item's own database, atomically.
+One transaction creates few files and no threads; Orbax's handler commits once per array.
+TensorStore silently merges incomplete databases, so the keys are compared with those that the
+arrays' descriptions imply before the merge is committed.
 
-TensorStore makes a database in memory, where large values are references to the leaves' copies, and
-the batch of the step writes its files: through TensorStore 5 MB cost 14 ms of CPU, most of it for
-fresh pages of the page cache, and 5 ms so.
+TensorStore builds the database in memory, with large values as references to the copied leaves. The
+batch of the step then writes its files: 5 MB cost 5 ms of CPU in this way, and 14 ms if TensorStore
+writes them, most of it for fresh pages of the page cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Collection, Iterable, Iterator
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,8 @@ ZARRAY = ".zarray"
 #: instead of 2.2, 16 MiB 5 instead of 26.
 REFERENCED_BYTES = 1 << 20
 _TARGET_DATA_FILE_BYTES = 64 << 20
+#: More than any array has: there is one for each shard.
+_MOST_CHUNKS = 1 << 20
 _MANIFEST = b"manifest.ocdbt"
 _CONFIG = {
     "max_inline_value_bytes": 1024,
@@ -55,12 +58,12 @@ class Value(NamedTuple):
 
 
 def process_directory(item: Path, process: int) -> Path:
-    """Where a process writes its values."""
+    """Returns the directory in which a process writes its values."""
     return item / f"ocdbt.process_{process}"
 
 
 def zarray(shape: tuple[int, ...], chunks: tuple[int, ...], dtype: str) -> dict[str, Any]:
-    """The description of an uncompressed array, as TensorStore orders and words it."""
+    """Returns the metadata of an uncompressed array, byte for byte as TensorStore writes it."""
     return {
         "chunks": list(chunks),
         "compressor": None,
@@ -75,19 +78,38 @@ def zarray(shape: tuple[int, ...], chunks: tuple[int, ...], dtype: str) -> dict[
 
 
 def chunk_key(name: str, index: Iterable[int]) -> str:
-    """The key of a chunk; an array without axes has one, of index 0."""
+    """Returns the key of a chunk; an array without axes has a single chunk, with index 0."""
     return f"{name}/{'.'.join(map(str, index)) or '0'}"
 
 
-def implied(described: dict[str, bytes]) -> set[str]:
-    """All keys that arrays have, their descriptions' too.
+def check_chunks(described: Mapping[str, Any]) -> None:
+    """Checks the shapes in an array's description before its chunks are counted.
+
+    Raises:
+      ValueError: they are not valid shapes, or give more chunks than any array has.
+    """
+    shape, chunks = described["shape"], described["chunks"]
+    for size, part in zip(shape, chunks, strict=True):
+        if type(size) is not int or type(part) is not int or size < 0 or part < 1:
+            raise ValueError(f"shape {shape} in chunks {chunks}")
+    count = math.prod(-(-size // part) for size, part in zip(shape, chunks, strict=True))
+    if count > _MOST_CHUNKS:
+        raise ValueError(f"shape {shape} in {count} chunks")
+
+
+def implied(described: Mapping[str, bytes]) -> set[str]:
+    """Returns all keys of arrays, including the keys of their metadata.
 
     Args:
       described: the descriptions by array name.
+
+    Raises:
+      ValueError, LookupError, TypeError: one is not a valid description.
     """
     keys = set()
     for name, text in described.items():
         array = json.loads(text)
+        check_chunks(array)
         counts = [-(-n // c) for n, c in zip(array["shape"], array["chunks"], strict=True)]
         keys.add(f"{name}/{ZARRAY}")
         keys.update(chunk_key(name, index) for index in itertools.product(*map(range, counts)))
@@ -100,13 +122,14 @@ def write(
     """Writes the values of this process in one transaction.
 
     Args:
-      directory: the item's, or of one of several processes ``process_directory``.
-      values: what it writes; without any, no file is made.
-      batch: what the files are written with.
-      nodes_apart: whether no file holds nodes beside values, so that nodes alone can be merged.
+      directory: directory of the item; with several processes, ``process_directory``.
+      values: the values to write; if there are none, no file is created.
+      batch: writes the files.
+      nodes_apart: whether to store nodes and values in separate files, so that nodes can be merged
+        alone.
 
     Raises:
-      StorageError: the store refused.
+      StorageError: the store reported an error.
     """
     context = ts.Context()
     with _refusals(directory):
@@ -135,19 +158,21 @@ def write(
         batch.write(file, data)
 
 
-def merge(item: Path, processes: Iterable[int], names: Collection[str]) -> None:
-    """Makes the item's database of those of the processes, all of which have reported.
+def merge(item: Path, processes: Iterable[int], described: Mapping[str, bytes]) -> None:
+    """Merges the databases of all processes, which have all reported, into the item's database.
 
-    Its files, and their directories, are left to the caller to force.
+    Reads no values: to read one, TensorStore reads and decodes the whole node that leads to it, so
+    that the time would grow with the square of the number of arrays. The caller must fsync the
+    item's files and their directories.
 
     Args:
       item: the item's directory.
       processes: the processes that may have written.
-      names: all arrays of the item.
+      described: the ``.zarray`` keys and values of all arrays of the item.
 
     Raises:
       Disagreement: a value is missing, written twice or not expected; nothing was committed.
-      StorageError: the store refused.
+      StorageError: the store reported an error.
     """
     context = _context()
     with _refusals(item):
@@ -157,21 +182,17 @@ def merge(item: Path, processes: Iterable[int], names: Collection[str]) -> None:
             if (process_directory(item, process) / _MANIFEST.decode()).exists()
         }
         writers: dict[str, int] = {}
-        described: dict[str, bytes] = {}
         for process, child in children.items():
             for raw in child.list().result():
                 key = raw.decode()
                 if key in writers:
                     raise Disagreement(
                         f"{item}: expected {key} from one process, found it written by processes "
-                        f"{writers[key]} and {process}; save again, and restart the job if the "
-                        "processes keep to disagree"
+                        f"{writers[key]} and {process}; save again, and restart the job if it "
+                        "happens again"
                     )
                 writers[key] = process
-                if key.endswith(f"/{ZARRAY}"):
-                    text = child.read(key).result().value
-                    described[key.removesuffix(f"/{ZARRAY}")] = bytes(text)
-        expected = implied(described) | {f"{name}/{ZARRAY}" for name in names}
+        expected = implied({key.removesuffix(f"/{ZARRAY}"): described[key] for key in described})
         _check(item, expected, writers.keys())
         parent = _open(_files(item), context)
         transaction = ts.Transaction(atomic=True)
@@ -187,7 +208,7 @@ def merge(item: Path, processes: Iterable[int], names: Collection[str]) -> None:
 
 
 def read(item: Path) -> dict[str, bytes]:
-    """All keys and values of a database; for tests and for looking."""
+    """Returns all keys and values of a database; for tests and debugging."""
     store = _open(_files(item), _context())
     return {key.decode(): bytes(store.read(key).result().value) for key in store.list().result()}
 

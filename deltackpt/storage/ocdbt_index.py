@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the values of a database stand, so that they can be read past TensorStore.
+"""Locates the values of an OCDBT database, so that they can be read without TensorStore.
 
-TensorStore hands a value over as a copy of a copy. Its OCDBT format keeps what is longer than 1 KiB
-as it is, somewhere in a file: a reader that knows where has the bytes in their final place after
-one read, and can compare the file with a digest on the way.
+TensorStore returns values with two copies. OCDBT stores values longer than 1 KiB uncompressed in a
+file. A reader that knows the location reads the bytes directly into their destination, and can
+compare the file with a digest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Extent(NamedTuple):
     Attributes:
       file: path below the database's folder.
       start: first byte in the file.
-      nbytes: how many there are.
+      nbytes: length in bytes.
     """
 
     file: str
@@ -37,30 +37,31 @@ class Index(NamedTuple):
     """The last version of a database.
 
     Attributes:
-      values: key to where the value stands, or to the value itself: short ones are kept in nodes.
-      nodes: the files that say so.
+      values: location of each value by key, or the value itself: short ones are stored in nodes.
+      nodes: extents of the tree's nodes, by file; empty for the manifest, which is needed whole.
     """
 
     values: Mapping[str, Extent | memoryview]
-    nodes: frozenset[str]
+    nodes: Mapping[str, tuple[Extent, ...]]
 
 
 def index(folder: Reachable) -> Index:
     """Reads the nodes of a database.
 
     Args:
-      folder: of the database.
+      folder: folder of the database.
 
     Raises:
-      ValueError, OSError: it is none, it is damaged, or it cannot be read.
+      ValueError, OSError: it is not a database, is damaged, or is not readable.
     """
     base: Any = ts.KvStore.open(folder.spec, context=folder.context).result()
     root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]
     values: dict[str, Extent | memoryview] = {}
-    nodes = {_MANIFEST}
+    nodes: dict[str, tuple[Extent, ...]] = {_MANIFEST: ()}
     level: list[tuple[bytes, str]] = [(b"", root["location"])] if "location" in root else []
     while level:
-        nodes.update(_extent(location).file for _, location in level)
+        for at in (_extent(location) for _, location in level):
+            nodes[at.file] = (*nodes.get(at.file, ()), at)
         asked = [(prefix, ts.ocdbt.dump(base, location)) for prefix, location in level]
         level = []
         for prefix, answer in asked:
@@ -75,7 +76,7 @@ def index(folder: Reachable) -> Index:
                     values[key] = memoryview(short)
                 else:
                     values[key] = _extent(entry["indirect_value"])
-    return Index(values, frozenset(nodes))
+    return Index(values, nodes)
 
 
 def _extent(location: str) -> Extent:

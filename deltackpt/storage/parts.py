@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes one part of a save: arrays, then their digests, then the manifest, last.
 
-A trainer and a compactor write the same: the arrays of each segment under its name, digests of all
-files of the part, and a manifest that vouches for these. What is not there yet when a process is
-killed is not named by any manifest. Several processes write a part each; process 0's manifest
-speaks for all of them, so those of the others leave out what it says.
+Trainers and compactors write the same layout: the arrays of each segment under its name, digests of
+all files of the part, and a manifest that covers them. After a kill, no manifest names a missing
+file. Several processes write a part each; process 0's manifest describes all of them, so the others
+omit what it contains.
 """
 
 from __future__ import annotations
@@ -25,59 +25,59 @@ from deltackpt.storage import arrays, digests, writer
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import Digest, Digests
 
-#: Fewer gaps between rows are not worth a compressor's threads.
+#: With fewer gaps between rows, a compressor's threads do not pay off.
 _COMPRESSED_BYTES = 256 << 10
 
 
 class RowsWriter(Protocol):
-    """Takes the rows of one array, piece by piece; see ``ArrayWriter``."""
+    """Writes the rows of one array, piece by piece; see ``ArrayWriter``."""
 
     def write(self, rows: np.ndarray) -> None:
-        """Takes the next rows."""
+        """Writes the next rows."""
         ...
 
     def finish(self) -> int:
-        """Ends the array; returns its bytes."""
+        """Completes the array; returns its bytes."""
         ...
 
     def remove(self) -> None:
-        """Gives the array up."""
+        """Abandons the array."""
         ...
 
 
 class Place(Protocol):
-    """Where the arrays of one segment go: to files, or to a log."""
+    """The destination of one segment's arrays: files, or a WAL frame."""
 
     @property
     def segment(self) -> str:
-        """Its name."""
+        """Name of the segment."""
         ...
 
     def writer(self, entry: ArrayEntry) -> RowsWriter:
-        """What takes one of its arrays."""
+        """Returns a writer for one of its arrays."""
         ...
 
     def write_array(
         self, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, held: bool = False
     ) -> int:
-        """Takes one of its arrays from its pieces, in order; returns its bytes.
+        """Writes an array from its pieces, in order; returns its size in bytes.
 
         Args:
           entry: the array.
-          pieces: all of its rows.
-          held: whether others might change the pieces meanwhile.
+          pieces: all rows of the array.
+          held: whether the pieces might be changed concurrently.
         """
         ...
 
 
 class ArrayPlace(NamedTuple):
-    """Where the arrays of one segment go in a step.
+    """The destination of one segment's arrays in a step.
 
     Attributes:
-      item_dir: of the item, in a temporary directory.
-      process: which writes them.
-      segment: its name.
-      batch: what forces their files, and keeps their digests.
+      item_dir: directory of the item, in a temporary directory.
+      process: index of the writing process.
+      segment: name of the segment.
+      batch: fsyncs their files, and keeps their digests.
     """
 
     item_dir: Path
@@ -96,7 +96,7 @@ class ArrayPlace(NamedTuple):
         return writer.write_array(self.directory(entry.name), entry, pieces, self.batch, held=held)
 
     def directory(self, array: str) -> Path:
-        """Directory of one array."""
+        """Returns the directory of one array."""
         return names.array_dir(self.item_dir, self.process, self.segment, array)
 
 
@@ -123,11 +123,11 @@ class StoredField(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Share:
-    """What one of several processes says of its part.
+    """One process's shard of a save, as described to the others.
 
     Attributes:
       owned_cells: group to the cells that it writes in a base.
-      covers: where the rows of the part lie.
+      covers: regions that contain the part's rows.
       shared_stamps: checksums of stamps that other processes hold too.
     """
 
@@ -137,12 +137,12 @@ class Share:
 
 
 class WrittenPart(NamedTuple):
-    """A part whose manifest stands.
+    """A part whose manifest was written.
 
     Attributes:
-      record: what that says.
-      nbytes: bytes of all files of the part.
-      crc32c: of the bytes of the manifest.
+      record: its manifest.
+      nbytes: total size of the part's files.
+      crc32c: CRC32C of the manifest's bytes.
     """
 
     record: Manifest
@@ -158,7 +158,7 @@ def write_array(
 
 
 def write_rows(place: Place, rows: blocks.Rows) -> StoredArrays:
-    """Writes which rows a segment holds, where ranges do not say it."""
+    """Writes the row indices of a segment, if ranges do not describe them."""
     if not isinstance(rows, np.ndarray):
         return StoredArrays((), 0)
     encoded = gaps.encode_gaps(rows)
@@ -177,16 +177,16 @@ def stored_field(
     squared_error: np.ndarray | None = None,
     squared_norm: np.ndarray | None = None,
 ) -> StoredField:
-    """A field that was written, with its figures by table.
+    """Returns the record of a written field, with its figures by table.
 
     Args:
-      name: of the field.
-      stored: all its arrays.
-      codec: what encoded it.
-      reason: why that one.
+      name: name of the field.
+      stored: all arrays of the field.
+      codec: codec of the field.
+      reason: why that codec was chosen.
       bounds: (tables + 1,): positions in the segment at which each table's rows begin and end.
-      squared_error: (tables,): what the codec changed; nothing by default.
-      squared_norm: (tables,): of the rows that it encoded; nothing by default.
+      squared_error: (tables,): sum of squares of the decoding error; 0 by default.
+      squared_norm: (tables,): sum of squares of the encoded rows; 0 by default.
     """
     nothing = np.zeros(len(bounds) - 1)
     error = nothing if squared_error is None else squared_error
@@ -211,15 +211,15 @@ def stored_segment(
     row_numbers: StoredArrays,
     fields: Sequence[StoredField],
 ) -> Segment:
-    """A segment whose arrays were written.
+    """Returns the record of a segment whose arrays were written.
 
     Args:
-      place: where.
-      group: of its rows.
+      place: where the arrays were written.
+      group: group of the segment's rows.
       columns: see ``Segment``.
-      rows: virtual.
-      row_numbers: of ``write_rows``.
-      fields: in their order.
+      rows: virtual row indices.
+      row_numbers: the result of ``write_rows``.
+      fields: records of the fields, in order.
     """
     found = StoredArrays.joined([row_numbers, *(field.arrays for field in fields)])
     return Segment(
@@ -235,7 +235,7 @@ def stored_segment(
 
 
 def table_bounds(group: GroupEntry, layout: manifest.Layout, rows: blocks.Rows) -> np.ndarray:
-    """Positions in some virtual rows at which those of each table of a group begin, and the end."""
+    """Returns the position in some virtual rows at which each table's rows begin, and the end."""
     tables = manifest.members(group, layout.tables)
     if isinstance(rows, np.ndarray):
         starts = np.searchsorted(rows, [table.offset for table in tables]).tolist()
@@ -254,20 +254,20 @@ def finish(
     index: Callable[[Manifest], tuple[Part, ...]] | None = None,
     beside: Mapping[str, Digest] | None = None,
 ) -> WrittenPart:
-    """Digests of all files of a part, then its manifest; ``batch`` is to be forced afterwards.
+    """Writes the digests of a part, then its manifest; the caller then fsyncs ``batch``.
 
     Args:
-      item_dir: of the item, in a temporary directory.
-      head: the manifest as far as it is known before anything is written.
-      segments: all of the part, written.
-      batch: what they were written with.
-      share: what it says for the others; None where one process writes the whole save.
-      index: waits for the parts of the others and gives the index of all, for process 0; where it
-        is None the index is written later.
-      beside: digests of further files in the item's directory, which the part's are to cover.
+      item_dir: directory of the item, in a temporary directory.
+      head: the manifest, as far as it is known before anything is written.
+      segments: all written segments of the part.
+      batch: the batch that wrote them.
+      share: this process's shard; None if one process writes the whole save.
+      index: for process 0: waits for the parts of the other processes and returns the index of
+        all parts. If it is None, the index is written later.
+      beside: digests of other files in the item's directory, which the part's digests include.
 
     Raises:
-      StorageError: the store refused.
+      StorageError: the store reported an error.
     """
     process = head.process
     digests_path = item_dir / names.digests_name(process)
@@ -277,7 +277,7 @@ def finish(
     batch.write(digests_path, data)
     record = complete(head, segments, google_crc32c.value(data), share)
     if process > 0:
-        # Process 0 speaks for all; what it says is checked by its digest.
+        # Process 0 describes all; its digest verifies that.
         record = dataclasses.replace(record, groups=(), tables=(), dense=(), tracking_paths=())
     elif index is not None:
         batch.force()  # While the others write.
@@ -293,7 +293,7 @@ def finish(
 def complete(
     head: Manifest, segments: Sequence[Segment], digests_crc32c: int, share: Share | None
 ) -> Manifest:
-    """A head with all that is known once the arrays and the digests of a part stand."""
+    """Completes a manifest after the arrays and digests of a part were written."""
     record = dataclasses.replace(
         head,
         segments=tuple(segments),
@@ -313,7 +313,7 @@ def complete(
 
 
 def _features(head: Manifest, segments: Iterable[Segment]) -> tuple[str, ...]:
-    """What a reader must know: it must not take planned codecs for those that were used."""
+    """Features that a reader must support, such as codecs other than the planned ones."""
     planned = {spec.codec for group in head.groups for spec in group.fields}
     used = {encoding.codec for segment in segments for encoding in segment.encodings}
     coded = () if planned | used == {"raw"} else (manifest.ENCODINGS,)
@@ -325,10 +325,10 @@ def _features(head: Manifest, segments: Iterable[Segment]) -> tuple[str, ...]:
 
 
 def part_of(record: Manifest, crc32c: int) -> Part:
-    """The entry of a part in the index.
+    """Returns the index entry of a part.
 
     Args:
       record: its manifest.
-      crc32c: of the bytes of that; 0 for process 0's own.
+      crc32c: CRC32C of the manifest's bytes; 0 for process 0's own.
     """
     return Part(process=record.process, crc32c=crc32c, nbytes=record.nbytes, covers=record.covers)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which nodes hold a key, without anybody who knows: rendezvous hashing.
+"""Rendezvous hashing: which nodes hold a key, without a coordinator.
 
-Each node draws a number from the key and its own name, and the greatest are the holders. Where a
-node comes or goes, only its own keys move.
+Each node's score is a hash of the key and its name; the nodes with the greatest scores hold the
+key. When a node joins or leaves, only its own keys move.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 
 
 def ranked(key: str, nodes: Sequence[str], *, racks: Mapping[str, str] | None = None) -> list[str]:
-    """All nodes, those first that are to hold a key; whoever asks gets the same order.
+    """Returns all nodes in order of preference for a key; the same for every caller.
 
     Args:
-      key: what is held.
+      key: the key.
       nodes: their names, in any order.
-      racks: where nodes stand, of those of which it is known: no rack has a second node in the
-        order before every rack has had one.
+      racks: failure domains of nodes, if known: each domain appears once in the order before any
+        appears twice.
     """
     drawn = sorted(nodes, key=lambda node: _drawn(key, node), reverse=True)
     before: dict[str, int] = {}

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds bytes under keys: all that reading needs of a file system, or of a bucket.
+"""Key-value stores: everything that readers need from a file system or a bucket.
 
-Readers speak to a ``Spot``, which is what a path is to a file system: a store, and a key in it. So
-another kind of store needs no change of theirs. Promised are the few things that every kind can
-keep: a ``put`` is whole or not at all, of several that want a key to be absent one succeeds at
-most, and what was put is seen from then on. There is no rename, no link, no lock and no append.
+Readers use a ``Spot``, the equivalent of a path: a store and a key in it. They therefore work with
+any kind of store. Guarantees are those that every kind provides: a ``put`` is atomic, at most one
+of several concurrent write-if-absent requests succeeds, and a written object is visible at once.
+Stores cannot rename, link, lock or append.
 
-Keys are names joined with "/", those of folders have none at their end; the store itself is "".
+Keys are names joined with "/", without a trailing "/" for folders; the store itself is "".
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from deltackpt.errors import Damaged, StorageError
 from deltackpt.format.records import MOST_BYTES
 from deltackpt.storage import files
 
-#: Of one call of a bucket, unless it is opened with another: 64 MiB take a second.
+#: Timeout of a bucket request, unless another is set: 64 MiB take a second.
 DEADLINE_SECS = 60.0
-#: How often a file is put anew where its folder goes while that is done.
+#: Retries if a file's folder is removed while the file is written.
 _PUT_TRIES = 100
 
 
 class Missing(StorageError):
-    """There is nothing under a key; readers say what it was to be."""
+    """No object exists under a key; readers describe what they expected."""
 
     def __init__(self, where: str, found: str = "no such file"):
         self.found = found
@@ -40,26 +40,26 @@ class Missing(StorageError):
 
 
 class Exists(StorageError):
-    """There is something under a key that was to be absent.
+    """A key was expected to be absent, but an object exists.
 
-    It may be what was put: of a network an answer can be lost, and what is tried again finds it.
+    It may be the caller's own: after a lost answer, the retry finds the first write.
     """
 
 
 class Unanswered(StorageError):
-    """No answer came in time, or one that says to try again: what was asked may be done, or not."""
+    """No answer in time, or a transient error: the request may or may not have been executed."""
 
 
 class Refused(StorageError):
-    """The store will not do it: credentials, policies, or a bucket that is not there."""
+    """The store rejected the request: credentials, policies, or a missing bucket."""
 
 
 class Stamp(NamedTuple):
-    """What tells a folder from another one that takes its place.
+    """Identity of a folder, to distinguish it from a replacement.
 
     Attributes:
-      identity: of the folder, whatever happens in it; one that is removed may leave it to another.
-      version: changes with what the folder itself holds.
+      identity: stays the same while its contents change; may be reused after the folder is removed.
+      version: changes with the folder's own entries.
     """
 
     identity: Hashable
@@ -67,105 +67,105 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, found: os.stat_result) -> Stamp:
-        """That of a directory."""
+        """Returns the identity of a local directory."""
         return cls((found.st_dev, found.st_ino), found.st_ctime_ns)
 
     def same(self, other: Stamp | None) -> bool:
-        """Whether another one is of the same folder."""
+        """Returns whether another one belongs to the same folder."""
         return other is not None and self.identity == other.identity
 
 
 class Store(Protocol):
-    """Bytes under keys; every method may be called from several threads.
+    """Objects by key; thread-safe.
 
-    What is there and cannot be read or written is a ``StorageError`` with the refusal as its cause.
+    An object that exists but cannot be read or written raises a ``StorageError`` with its cause.
     """
 
     @property
     def url(self) -> str:
-        """Where it is, for errors, and to open it again in another process."""
+        """Location of the store, for errors and to open it in another process."""
         ...
 
     def get(self, key: str) -> bytes:
-        """All that is under a key.
+        """Returns the bytes under a key.
 
         Raises:
-          Missing: nothing is.
+          Missing: no such object.
         """
         ...
 
     def read_into(
         self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
     ) -> None:
-        """Fills parts, one after the other, with the bytes from ``start`` on.
+        """Fills parts in order with bytes, beginning at ``start``.
 
         Args:
           key: what to read.
-          start: first byte; below 0 it counts from the end.
+          start: first byte; negative values count from the end.
           parts: writable bytes.
-          whole: the object must end where they do.
+          whole: whether the object must end with them.
 
         Raises:
-          Missing: there is no such object.
-          Damaged: it is shorter; or longer, where it must not be.
+          Missing: no such object.
+          Damaged: it is shorter, or longer although ``whole`` is set.
         """
         ...
 
     def length(self, key: str) -> int:
-        """Bytes under a key.
+        """Returns the length of an object in bytes.
 
         Raises:
-          Missing: there are none.
+          Missing: no such object.
         """
         ...
 
     def version(self, key: str) -> Hashable:
-        """What changes with what is under a key.
+        """Returns a value that changes with the object.
 
         Raises:
-          Missing: nothing is.
+          Missing: no such object.
         """
         ...
 
     def put(self, key: str, data: bytes | memoryview, *, absent: bool = False) -> None:
-        """Puts bytes under a key: all of them or nothing, durable when it returns.
+        """Writes an object atomically and durably.
 
         Args:
-          key: where to; what was there is replaced.
-          data: what.
-          absent: only where nothing is there.
+          key: the key; an existing object is replaced.
+          data: the contents.
+          absent: fail if the key exists.
 
         Raises:
-          Exists: something is.
+          Exists: the key exists.
         """
         ...
 
     def keys(self, folder: str, *, after: str = "") -> list[str]:
-        """All keys below a folder, however deep, ascending; those that come after ``after``."""
+        """Returns all keys below a folder, recursively, that sort after ``after``, ascending."""
         ...
 
     def folders(self, folder: str) -> list[str]:
-        """Names of the folders one level below a folder, ascending; of one that is not there none.
+        """Returns the names of the folders one level below, ascending; empty for a missing folder.
 
-        An empty folder is one where the store has such.
+        Empty folders are included if the store has them.
         """
         ...
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Removes what is under keys; nothing is wrong where there is nothing."""
+        """Deletes objects; missing ones are ignored."""
         ...
 
     def stamp(self, folder: str) -> Stamp | None:
-        """What tells a folder from another one in its place; None where there is none."""
+        """Returns the identity of a folder; None if it does not exist."""
         ...
 
     def kvstore(self, folder: str) -> dict[str, Any] | None:
-        """The same place as a kvstore of TensorStore; None where TensorStore cannot read it."""
+        """Returns a folder as a TensorStore kvstore; None if TensorStore cannot read it."""
         ...
 
 
 class Spot(NamedTuple):
-    """A place in a store: an object, or a folder of them."""
+    """A location in a store: an object or a folder."""
 
     store: Store
     key: str
@@ -177,70 +177,73 @@ class Spot(NamedTuple):
         return f"{self.store.url}/{self.key}" if self.key else self.store.url
 
     def __fspath__(self) -> str:
-        """Its path, for what works on files alone."""
+        """Returns its local path, for code that needs files."""
         if not isinstance(self.store, FileStore):
             raise TypeError(f"{self}: expected a file, found an object of another store")
         return str(self)
 
     @property
     def name(self) -> str:
-        """The last name in its key; that of the store where it is all of it."""
+        """The last component of its key, or of the store's location."""
         return posixpath.basename(self.key or self.store.url)
 
     @property
     def parent(self) -> Spot:
-        """The folder that it is in; of a store itself that of a file system."""
+        """The folder that contains it; for a file system's store, its parent directory."""
         if self.key:
             return Spot(self.store, posixpath.dirname(self.key))
         return spot(Path(self).parent)
 
     def below(self, folder: Spot) -> str:
-        """Its key as seen from a folder above it."""
+        """Returns the spot's key relative to a folder above it."""
         return str(self).removeprefix(f"{folder}/")
 
     def shown(self, components: int = 3) -> str:
-        """The last components of where it is: enough to find it in a checkpoint directory."""
+        """Returns the last components of its location, which suffice to find it."""
         return files.object_name(str(self), components)
 
     def read(self, shown: str | None = None, *, most_bytes: int | None = MOST_BYTES) -> bytes:
         """Reads a whole object.
 
         Args:
-          shown: how errors name it; its last three components by default.
-          most_bytes: how long it may be; its length costs whoever made it nothing.
+          shown: its name in errors; by default its last three components.
+          most_bytes: maximum length, since a hostile object may claim any length.
 
         Raises:
-          Damaged: there is no such object, or it is longer.
-          StorageError: it cannot be read.
+          Damaged: it does not exist, or is longer.
+          StorageError: reading failed.
         """
         shown = shown or self.shown()
         with self.missing_is_damage(shown):
-            nbytes = self.store.length(self.key)
+            # A store that reads an object to learn its length is asked only once.
+            at_once = getattr(self.store, "reads_to_measure", False)
+            data = self.store.get(self.key) if at_once else None
+            nbytes = self.store.length(self.key) if data is None else len(data)
             if most_bytes is not None and nbytes > most_bytes:
                 raise Damaged(shown, f"at most {most_bytes} bytes", f"{nbytes} bytes")
-            return self.store.get(self.key)
+            return self.store.get(self.key) if data is None else data
 
     def length(self, shown: str | None = None) -> int:
-        """Bytes of the object.
+        """Returns the length of the object in bytes.
 
         Raises:
-          Damaged, StorageError: as ``read``.
+          Damaged, StorageError: same as for ``read``.
         """
         with self.missing_is_damage(shown or self.shown()):
             return self.store.length(self.key)
 
     @contextlib.contextmanager
     def missing_is_damage(self, shown: str, expected: str = "a file") -> Iterator[None]:
-        """Raises Damaged, of an object of that name, where it is missing."""
+        """Raises ``Damaged`` for a missing object, with the given name."""
         try:
             yield
         except Missing as error:
             raise Damaged(shown, expected, error.found) from error
 
     def is_file(self) -> bool:
-        """Whether there is an object here."""
+        """Returns whether an object exists at this location."""
         try:
-            self.store.length(self.key)
+            self.store.version(self.key)
         except Missing:
             return False
         except StorageError as error:
@@ -250,52 +253,55 @@ class Spot(NamedTuple):
         return True
 
     def stamp(self) -> Stamp | None:
-        """What tells the folder here from another one; None where there is none."""
+        """Returns the identity of the folder; None if it does not exist."""
         return self.store.stamp(self.key)
 
     def is_dir(self) -> bool:
-        """Whether there is a folder here."""
+        """Returns whether a folder exists at this location."""
         return self.stamp() is not None
 
     def exists(self) -> bool:
-        """Whether there is anything here."""
+        """Returns whether an object or a folder exists at this location."""
         return self.is_dir() or self.is_file()
 
     def folders(self) -> list[str]:
-        """Names of the folders one level below."""
+        """Returns the names of the folders one level below."""
         return self.store.folders(self.key)
 
     def names(self) -> list[str]:
-        """Names of the folders and objects one level below, ascending."""
+        """Returns the names of the folders and objects one level below, ascending."""
         return sorted({key.partition("/")[0] for key in self.keys()} | {*self.folders()})
 
     def keys(self) -> list[str]:
-        """Where all objects below are, as seen from here, ascending."""
+        """Returns the relative keys of all objects below, ascending."""
         return [Spot(self.store, key).below(self) for key in self.store.keys(self.key)]
 
     def tree_bytes(self) -> int:
-        """Bytes of all objects below, of which others may remove some meanwhile."""
-        total = 0
-        for name in self.keys():
-            with contextlib.suppress(StorageError):  # It went; or nobody can read it.
+        """Returns the total size of all objects below; tolerates concurrent removals."""
+        total, names = 0, list[str]()
+        # The list of objects itself; verification reports its errors.
+        with contextlib.suppress(Damaged):
+            names = self.keys()
+        for name in names:
+            with contextlib.suppress(StorageError, Damaged):  # Removed, or unreadable.
                 total += self.store.length((self / name).key)
         return total
 
     def versions(self) -> dict[str, Hashable]:
-        """What changes with each object below, by where it is as seen from here.
+        """Returns a value per object below, by relative key, that changes with the object.
 
         Raises:
-          Missing: one of them was removed meanwhile.
+          Missing: one of them was removed concurrently.
         """
         return {name: self.store.version((self / name).key) for name in self.keys()}
 
     def kvstore(self) -> dict[str, Any] | None:
-        """The folder as a kvstore of TensorStore; None where that cannot read it."""
+        """Returns the folder as a TensorStore kvstore; None if TensorStore cannot read it."""
         return self.store.kvstore(self.key)
 
 
 def stamp_of_objects(store: Store, folder: str) -> Stamp | None:
-    """The stamp of a folder that is its objects: of the same bytes it is the same."""
+    """Returns an identity derived from a folder's objects: equal for equal bytes."""
     found = store.keys(folder)
     if not found:
         return None
@@ -305,7 +311,7 @@ def stamp_of_objects(store: Store, folder: str) -> Stamp | None:
 
 
 def unanswered(url: str, action: str, deadline_secs: float) -> Unanswered:
-    """What is said of a service that did not answer in time."""
+    """Returns the error for a service that did not answer in time."""
     return Unanswered(
         f"{url}: expected to {action}, found no answer within {deadline_secs:g} s; check that the "
         "service is up, then try again"
@@ -313,7 +319,7 @@ def unanswered(url: str, action: str, deadline_secs: float) -> Unanswered:
 
 
 def refusal(kind: type[StorageError], url: str, action: str, told: str) -> StorageError:
-    """What is said of a service that answered otherwise than it should."""
+    """Returns the error for an unexpected answer of a service."""
     return kind(
         f"{url}: expected to {action}, found: {told}; check the URL, the endpoint and the "
         "credentials, then try again"
@@ -321,11 +327,10 @@ def refusal(kind: type[StorageError], url: str, action: str, told: str) -> Stora
 
 
 def untrusted(url: str, action: str) -> Refused:
-    """What is said of a server whose certificate is not one to be trusted."""
+    """Returns the error for a server with an untrusted certificate."""
     return Refused(
-        f"{url}: expected to {action}, found a server with a certificate of an authority that is "
-        "not trusted here; check the endpoint, or name a file with the authority's certificate in "
-        "SSL_CERT_FILE"
+        f"{url}: expected to {action}, found a server certificate from an untrusted authority; "
+        "check the endpoint, or set SSL_CERT_FILE to a file with the authority's certificate"
     )
 
 
@@ -337,7 +342,7 @@ class FileStore:
 
     @property
     def url(self) -> str:
-        """See ``Store``: a path as it is, so that errors name what users know."""
+        """See ``Store``: a plain path, so that errors show what users know."""
         return str(self.path)
 
     def get(self, key: str) -> bytes:
@@ -350,7 +355,7 @@ class FileStore:
     def read_into(
         self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
     ) -> None:
-        """See ``Store``; from the page cache straight into the parts."""
+        """See ``Store``; from the page cache directly into the parts."""
         wanted = sum(part.nbytes for part in parts)
         with self._refusals(key):
             descriptor = _without_waiting(self._name(key), os.O_RDONLY)
@@ -394,27 +399,28 @@ class FileStore:
         return found
 
     def _no_file(self, key: str) -> Missing:
-        return Missing(self._name(key), "no such file but something else of that name")
+        return Missing(self._name(key), "something other than a file")
 
     def _name(self, key: str) -> str:
         return f"{self.path}/{key}" if key else str(self.path)
 
     def put(self, key: str, data: bytes | memoryview, *, absent: bool = False) -> None:
-        """See ``Store``: a temporary file, forced to disk, then renamed, or linked."""
+        """See ``Store``: a temporary file, fsynced, then renamed or linked."""
         path = self.path / key
         for left in reversed(range(_PUT_TRIES)):
             try:
-                files.make_durable(path.parent)
+                files.make_below(self.path, path.parent, fsync=True)
                 try:
                     return files.write_atomic(path, data, fsync=True, absent=absent)
                 except StorageError as error:
                     if isinstance(error.__cause__, FileExistsError):
                         raise Exists(
-                            f"{path}: expected nothing there, found a file; read who put it there"
+                            f"{path}: expected nothing there, found a file; check which program "
+                            "wrote it"
                         ) from error
                     raise
             except StorageError as error:
-                # Whoever deleted the last file of the folder removed it.
+                # A concurrent deletion of the folder's last file removed the folder.
                 if not left or not isinstance(error.__cause__, FileNotFoundError):
                     raise
 
@@ -435,19 +441,16 @@ class FileStore:
             return []
 
     def delete(self, keys: Iterable[str]) -> None:
-        """See ``Store``; folders that are empty then go as well."""
+        """See ``Store``; also removes folders that become empty."""
         for key in keys:
             with contextlib.suppress(Missing), self._refusals(key, "removed"):
-                os.unlink(self.path / key)
-            with contextlib.suppress(OSError):  # Something else is in it.
-                for parent in (self.path / key).relative_to(self.path).parents[:-1]:
-                    os.rmdir(self.path / parent)
+                files.remove_file(self.path / key, self.path)
 
     def stamp(self, folder: str) -> Stamp | None:
         """See ``Store``."""
         try:
             found = os.stat(self._name(folder))
-        except OSError:  # Reading it says what is wrong.
+        except OSError:  # Reading it reports the error.
             return None
         return Stamp.of(found) if stat.S_ISDIR(found.st_mode) else None
 
@@ -470,12 +473,12 @@ class FileStore:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Opens a file; a pipe in its place would wait for somebody to write."""
+    """Opens a file without blocking if it is a pipe."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def spot(where: Spot | str | os.PathLike[str]) -> Spot:
-    """The spot that is meant: a path is a name in the store of its directory."""
+    """Returns the spot for a path: a name in the store of its directory."""
     if isinstance(where, Spot):
         return where
     path = Path(where)

@@ -1,45 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP/1.1 that nodes speak to each other: a subset, read strictly.
+"""The strict subset of HTTP/1.1 that nodes use.
 
-What two readers could take for two things is refused: a field that comes twice, a line that does
-not end in CR LF, a key that has another spelling. Lengths are bounded before anything is kept.
+Anything ambiguous is rejected: repeated fields, lines without CR LF, keys with another spelling.
+Lengths are limited before data is stored.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import urllib.parse
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-#: Of a request or an answer, without its body.
+#: Maximum size of a request's or an answer's head.
 MOST_HEAD_BYTES = 8192
 _MOST_FIELDS = 32
-#: Of a key, in UTF-8; a file system takes names of 255.
+#: Maximum length of a key in UTF-8; file systems limit names to 255.
 MOST_KEY_BYTES = 1024
-#: Keys of one answer to a listing.
+#: Maximum number of keys in one answer to a listing.
 PAGE = 1000
-#: Of who asks a node for what it holds itself: it asks no other one.
+#: Maximum size of such an answer: a byte of a key is at most three bytes of its target.
+MOST_PAGE_BYTES = PAGE * (3 * MOST_KEY_BYTES + 2)
+#: Header of a request for the node's own objects only: the node queries no other one.
 DIRECT = "Deltackpt-Direct"
 HEAD_END = b"\r\n\r\n"
 _REQUEST = re.compile(rb"([A-Z]{3,6}) (/[!-~]{0,6000}) HTTP/1\.1")
 _ANSWER = re.compile(rb"HTTP/1\.1 ([1-5][0-9]{2})(?: [ -~]*)?")
 _FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([ -~\t]*?)[ \t]*")
+_SENDABLE = re.compile(r"[ -~]*")
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 
 
 class Malformed(ValueError):
-    """What came is none of these messages; whoever sent it is not listened to any longer."""
+    """The received bytes are not a valid message; the connection is closed."""
 
 
 class Head(NamedTuple):
-    """A request or an answer without its body.
+    """The head of a request or an answer.
 
     Attributes:
-      first: method and target, or the status alone.
-      fields: values by their names in lower case.
+      first: method and target, or the status.
+      fields: values by lower-case name.
     """
 
     first: tuple[str, ...]
@@ -47,10 +51,10 @@ class Head(NamedTuple):
 
     @property
     def nbytes(self) -> int | None:
-        """Bytes of the body, where it is said.
+        """Length of the body, if given.
 
         Raises:
-          Malformed: it is no number; or the body is to come in chunks.
+          Malformed: it is not a number, or the body is chunked.
         """
         if "transfer-encoding" in self.fields:
             raise Malformed("Transfer-Encoding")
@@ -63,19 +67,19 @@ class Head(NamedTuple):
 
 
 def request(head: bytes) -> Head:
-    """A request, up to its empty line.
+    """Parses the head of a request, up to its empty line.
 
     Raises:
-      Malformed: it is none.
+      Malformed: it is not a request.
     """
     return _parsed(head, _REQUEST)
 
 
 def answer(head: bytes) -> Head:
-    """An answer, up to its empty line.
+    """Parses the head of an answer, up to its empty line.
 
     Raises:
-      Malformed: it is none.
+      Malformed: it is not an answer.
     """
     return _parsed(head, _ANSWER)
 
@@ -98,21 +102,59 @@ def _parsed(head: bytes, pattern: re.Pattern[bytes]) -> Head:
 
 
 def head(first: str, fields: Iterable[tuple[str, object]]) -> bytes:
-    """A request or an answer as bytes, without its body."""
+    """Encodes the head of a request or an answer.
+
+    Raises:
+      Malformed: a field has a line break or is not ASCII; the error does not show it.
+    """
+    fields = [*fields]
+    if not all(_SENDABLE.fullmatch(str(value)) for _, value in fields):
+        raise Malformed("a field that cannot be sent")
     lines = "".join(f"{name}: {value}\r\n" for name, value in fields)
     return f"{first}\r\n{lines}\r\n".encode("ascii")
 
 
+def closes(fields: Mapping[str, str]) -> bool:
+    """Returns whether the sender of these fields closes the connection after the answer."""
+    return "close" in re.split(r"[ \t]*,[ \t]*", fields.get("connection", "").lower())
+
+
+def page(body: bytes, folder: str, after: str) -> list[str]:
+    """Parses the keys in one answer to a listing.
+
+    Args:
+      body: the body of the answer.
+      folder: the listed folder.
+      after: a key that all keys must sort after.
+
+    Raises:
+      Malformed: it holds other data, or keys that are not in order.
+    """
+    try:
+        targets = body.decode("ascii").split("\n")
+    except UnicodeDecodeError:
+        targets = ["?"]
+    if targets.pop():
+        raise Malformed("a listing")
+    inside = f"{folder}/" if folder else ""
+    keys = [key_of(target) for target in targets]
+    if not all(key.startswith(inside) for key in keys) or len(keys) > PAGE:
+        raise Malformed("other keys than requested")
+    if any(second <= first for first, second in itertools.pairwise([after, *keys])):
+        raise Malformed("keys that are not in order")
+    return keys
+
+
 def target_of(key: str) -> str:
-    """The target of a key."""
+    """Returns the target of a key."""
     return "/" + urllib.parse.quote(key, safe="/")
 
 
 def key_of(path: str) -> str:
-    """The key of a target, without its query; "" of the node itself.
+    """Returns the key of a target, without its query; "" for the node itself.
 
     Raises:
-      Malformed: no store has such a key, or it would lead out of where keys are.
+      Malformed: the key is invalid, or would leave the store.
     """
     if path == "/":
         return ""
@@ -134,7 +176,7 @@ def _name_of(quoted: str) -> str:
 
 
 def is_key(key: str) -> bool:
-    """Whether a node takes a key."""
+    """Returns whether a node accepts a key."""
     try:
         return bool(key) and key_of(target_of(key)) == key
     except (Malformed, UnicodeEncodeError):
@@ -142,14 +184,14 @@ def is_key(key: str) -> bool:
 
 
 def span_of(text: str | None, nbytes: int) -> tuple[int, int] | None:
-    """First byte and end of a range of an object; None of one that lies behind its end.
+    """Returns start and end of a byte range of an object; None if it starts after the end.
 
     Args:
-      text: the field Range; all of the object where there is none.
-      nbytes: of the object.
+      text: the Range field; None for the whole object.
+      nbytes: length of the object.
 
     Raises:
-      Malformed: it is none, or several.
+      Malformed: it is not a single range.
     """
     if text is None:
         return 0, nbytes
@@ -165,10 +207,10 @@ def span_of(text: str | None, nbytes: int) -> tuple[int, int] | None:
 
 
 def content_range(text: str) -> tuple[int, int, int]:
-    """First byte, end, and bytes of the whole object, of an answer with a part of it.
+    """Parses Content-Range: start, end, and length of the whole object.
 
     Raises:
-      Malformed: they are none.
+      Malformed: the field is invalid.
     """
     found = _CONTENT_RANGE.fullmatch(text)
     if found is None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes Zarr v3 arrays: chunks of rows as they are by a batch, compressed ones by TensorStore.
+"""Writes Zarr v3 arrays: raw chunks through the batch, compressed ones through TensorStore.
 
-The bytes are TensorStore's in both ways, those of ``zarr.json`` too.
+In both cases the bytes equal those that TensorStore would write, ``zarr.json`` included.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ArrayWriter:
           held: whether others might change the pieces while they are written, which is found.
 
         Raises:
-          StorageError: the store refused.
+          StorageError: the store reported an error.
         """
         self._directory = directory
         self._entry = entry
@@ -75,7 +75,7 @@ class ArrayWriter:
         """Appends rows, (n, *trailing); their memory may be reused when this returns.
 
         Raises:
-          StorageError: the store refused, or the memory changed while it was written.
+          StorageError: the store reported an error, or the memory changed while it was written.
         """
         chunk_rows = self._entry.chunk_rows
         while len(rows):
@@ -99,7 +99,7 @@ class ArrayWriter:
         """Waits until everything is written; returns the bytes of all files of the array.
 
         Raises:
-          StorageError: the store refused.
+          StorageError: the store reported an error.
         """
         if self._done != self._entry.shape[0]:
             raise ValueError(
@@ -108,10 +108,10 @@ class ArrayWriter:
         return self._chunks.finish()
 
     def remove(self) -> None:
-        """Gives the array up: waits for what is under way and removes what was written.
+        """Abandons the array: waits for pending writes and removes what was written.
 
         Raises:
-          StorageError: the store refused.
+          StorageError: the store reported an error.
         """
         self._chunks.finish()
         self._batch.remove(self._directory)

@@ -1,2 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole saves in other places than the root."""
+"""Replication of checkpoints to other storage: extents, peers' memory, and buckets."""
+
+from deltackpt.options import Copies, Erasure, Extents
+
+__all__ = ["Copies", "Erasure", "Extents"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves of a stage that arrive at its root, or cannot: what must be so, and what is told of it."""
+"""Upload completion: preconditions, commit, and progress reporting."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _logger = logging.getLogger(__name__)
 
 
 class Arrivals:
-    """What a promoter tells its trainer of one stage; used by one thread.
+    """Reports an uploader's progress on one staging directory to its trainer; used by one thread.
 
     Attributes:
-      progress: as it was told last.
-      runs: of the saves in the stage, as found last.
+      progress: as it was last reported.
+      runs: runs of the saves in the staging directory, as last found.
     """
 
     def __init__(self, stage: Stage, progress: Progress):
-        """Tells nothing yet."""
+        """Reports nothing yet."""
         self.progress = progress
         self.runs: Collection[str] = ()
         self._stage = stage
 
     def is_waiting(self, step: int, save_id: SaveId) -> bool:
-        """Whether a save may come to the root and has not, as far as was told."""
+        """Returns whether a save may still be uploaded, according to the last report."""
         if key_of(step, save_id) in self.progress.damaged:
             return False
         return not self.progress.is_at_root(save_id)
@@ -52,15 +52,15 @@ class Arrivals:
         made_secs: float,
         seconds: float,
     ) -> None:
-        """Tells of a save that was committed at the root.
+        """Reports a save that was committed in the remote checkpoint directory.
 
         Args:
           step: its step.
-          info: what chains know of it.
-          journal: of the root.
-          put: what was put of it.
-          made_secs: when it was made in the stage, in seconds since 1970.
-          seconds: how long its upload took.
+          info: its entry in the chain.
+          journal: journal of the remote directory.
+          put: what was uploaded of it.
+          made_secs: when it was staged, in seconds since 1970.
+          seconds: duration of its upload.
         """
         now = time.time()
         recent = self.progress.recent
@@ -74,32 +74,34 @@ class Arrivals:
             committed_unix_secs=now,
         )
         self.tell_state(journal, recent=(*recent, promoted)[-MOST_RECENT:])
-        _logger.info("step %d is at the root: %d bytes in %.2f s", step, put.nbytes, seconds)
+        _logger.info("uploaded step %d: %d bytes in %.2f s", step, put.nbytes, seconds)
 
     def cannot_come(self, step: int, info: SaveInfo, item: str, problem: str) -> None:
-        """Tells why a save cannot come to the root, if it is still in the stage."""
+        """Reports why a save cannot be uploaded, if it is still staged."""
         if stands(spot(self._stage.steps) / str(step), info, item):
-            _logger.error("step %d cannot come to the root: %s", step, problem)
+            _logger.error("step %d cannot be uploaded: %s", step, problem)
             self.tell(damaged={**self.progress.damaged, key_of(step, info.save_id): problem})
 
     def tell_state(self, journal: Journal, **changes: Any) -> None:
-        """Tells what the root holds, as far as its journal is known, and further changes."""
+        """Reports the remote contents according to the journal, and other changes."""
         promoted = journal.known.entry.promoted
         held = {run: attempt for run, attempt in promoted.items() if run in self.runs}
         holder, entry = journal.claimed.lease.holder, journal.known.entry
         if entry.number != self.progress.entry:
-            self._stage.report_entry(entry)  # First: who reads of its number finds it.
+            self._stage.report_entry(
+                entry
+            )  # Publish the entry before its number, so a reader that sees the number can load it.
         self.tell(entry=entry.number, held=held, holder=holder, **changes)
 
     def tell(self, **changes: Any) -> None:
-        """Tells changes of the progress, where there are any."""
+        """Reports changes of the progress, if any."""
         progress = dataclasses.replace(self.progress, **changes)
         if progress != self.progress:
             self._stage.report(progress)
             self.progress = progress
 
     def fail(self, error: DeltackptError, **changes: Any) -> None:
-        """Tells what stands in the way; the first of the same kind says since when."""
+        """Reports what blocks the upload; the first report of a kind sets the time."""
         if self.progress.problem is None:
             _logger.warning("%s", error)
         since = self.progress.problem_unix_secs or time.time()
@@ -107,16 +109,16 @@ class Arrivals:
         try:
             self.tell(**told, **changes)
         except StorageError as refused:
-            # The stage may be full, and work goes on all the same.
+            # The staging directory may be full; the upload continues regardless.
             _logger.warning("%s", refused)
 
 
 def require_parent(info: SaveInfo, journal: Journal) -> None:
-    """Checks that the parent of a save is at the root; the journal is read where it is not known.
+    """Checks that a save's parent was uploaded; reads the journal if that is not known.
 
     Raises:
-      BrokenChain: it is not.
-      StorageError: the journal cannot be read.
+      BrokenChain: the parent was not uploaded.
+      StorageError: the journal is not readable.
     """
     parent = info.parent
     if parent is None or journal.known.stands(parent.save_id):
@@ -124,15 +126,16 @@ def require_parent(info: SaveInfo, journal: Journal) -> None:
     if not journal.state().stands(parent.save_id):
         raise BrokenChain(
             f"step {info.step_dir}: expected its parent {parent.step_dir} (save id "
-            f"{parent.save_id}) at the root, found that it is not; the next base is"
+            f"{parent.save_id}) to be uploaded, found that it is not; the next base will be "
+            "uploaded"
         )
 
 
 def commit(step: int, info: SaveInfo, journal: Journal, prefix: str, put: Uploaded) -> None:
-    """Makes a save visible, all of whose files are at the root.
+    """Commits a save whose files are all uploaded.
 
     Raises:
-      BrokenChain, TargetDiffers, FencedError, StorageError: as ``Journal.commit``.
+      BrokenChain, TargetDiffers, FencedError, StorageError: as for ``Journal.commit``.
     """
     journal.commit(
         Standing.of(info, Unit(step), prefix, stored_bytes=put.nbytes, crc32c=put.crc32c)
@@ -140,7 +143,7 @@ def commit(step: int, info: SaveInfo, journal: Journal, prefix: str, put: Upload
 
 
 def stands(source: Spot, info: SaveInfo, item: str) -> bool:
-    """Whether a save is still where it was found in a stage."""
+    """Returns whether a save is still where it was found in a staging directory."""
     try:
         return saves.read_info(source, item).save_id == info.save_id
     except Damaged:
@@ -148,8 +151,8 @@ def stands(source: Spot, info: SaveInfo, item: str) -> bool:
 
 
 def made_secs(source: Spot) -> float:
-    """When a save in a stage was made, in seconds since 1970."""
+    """Returns when a staged save was made, in seconds since 1970."""
     try:
         return os.stat(source).st_mtime
-    except OSError:  # It was removed meanwhile.
+    except OSError:  # The save was removed concurrently.
         return time.time()

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bucket as a place of copies: read as what it holds, written through its journal."""
+"""A bucket as a copy source or target, written through its journal."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from deltackpt.errors import (
-    RestoreError,
-    StorageError,
-)
+from deltackpt.errors import Damaged, RestoreError, StorageError
 from deltackpt.format.chain import SaveInfo
 from deltackpt.ledger import lease
 from deltackpt.ledger.committed import Committed, Copied, Journaled
@@ -21,47 +18,49 @@ from deltackpt.reading import saves
 from deltackpt.storage import buckets
 from deltackpt.storage.digests import Digest
 from deltackpt.storage.store import Missing, Spot
-from deltackpt.tiers.places import differs, gone
+from deltackpt.tiers.places import differs, gone, pieces_of
 
 
 class Bucket:
-    """Units in a bucket; what is copied there is committed by one entry of its journal each.
+    """Steps and bases in a bucket; each copied one is committed by one journal entry.
 
-    Copies of earlier versions, which have markers instead of a journal, can be read.
+    Copies made by earlier versions, which have markers instead of a journal, are readable.
     """
 
     def __init__(self, where: str | os.PathLike[str], endpoint: str | None, item: str):
-        """Opens a bucket; nothing is made."""
+        """Opens a bucket; writes nothing."""
         place = buckets.place(where, endpoint=endpoint)
         self.name = place.url
         self.item = item
         self._root = place.open()
         self._journal = Journal(self._root)
         self._store: Committed | None = None
-        #: Whether it was claimed, to be written.
+        #: Whether this copy has claimed it for writing.
         self._is_claimed = False
         self._prefixes: dict[Unit, str] = {}
         self._uploaded: dict[Unit, tuple[Uploaded, SaveInfo]] = {}
 
     def __enter__(self) -> Bucket:
-        """Nothing is held: whoever else copies here claims it, and commits alone from then on."""
+        """Takes no lock: any other copy that claims the bucket fences this one."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Nothing was held."""
+        """Releases nothing; copies the journal entry that names all copied steps."""
+        if self._is_claimed and error[0] is None:
+            self._journal.copy_newest()
 
     def steps(self) -> list[int]:
         """See ``Place``."""
         return [unit.step for unit in self._units() if unit.item is None]
 
     def in_use(self) -> str | None:
-        """See ``Place``; who claimed it, and trained, is not known to have ended."""
-        claim = self._journal.state().claim
-        if claim is None or not claim.began or self._is_claimed:
+        """See ``Place``; a claim by a trainer counts, since its end is not known."""
+        claim = self._journal.state().trainer
+        if claim is None or self._is_claimed:
             return None
         held = claim.lease
         return (
-            f"that a trainer holds it: epoch {held.epoch}, process {held.pid} on {held.host}, "
+            f"a trainer that holds it: epoch {held.epoch}, process {held.pid} on {held.host}, "
             f"since {lease.utc(held.since_secs)}"
         )
 
@@ -83,7 +82,7 @@ class Bucket:
                 return saves.read_save(at, self.item).info
             return saves.read_base(at, unit.item).info
         except RestoreError:
-            if not folder.is_dir():  # It was removed meanwhile.
+            if not folder.is_dir():  # The unit was removed concurrently.
                 return None
             raise
 
@@ -94,30 +93,28 @@ class Bucket:
         except Missing as error:
             raise gone(self, unit) from error
 
-    def read(self, unit: Unit, name: str) -> bytes:
-        """See ``Place``."""
-        at = self.spot(unit) / name
-        with at.missing_is_damage(str(at)):
-            return at.store.get(at.key)
-
     def holds(self, unit: Unit, expected: Mapping[str, Digest], *, recheck: bool) -> bool:
         """See ``Place``."""
         if unit not in self._units():
             return False
-        known = self.digests(unit)
+        try:
+            known = self.digests(unit)
+        except Damaged:
+            return False  # The caller copies it again over the damaged one.
         if _figures(known) != _figures(expected):
             raise differs(f"{self.name}/{unit.name}", "another save")
-        return not recheck or all(self._is(unit, name) for name in expected)
+        return not recheck or all(self._is(unit, *one) for one in expected.items())
 
-    def _is(self, unit: Unit, name: str) -> bool:
+    def _is(self, unit: Unit, name: str, expected: Digest) -> bool:
         try:
-            self.read(unit, name)
+            for _ in pieces_of(self.spot(unit) / name, expected):
+                pass
         except RestoreError:
             return False
         return True
 
     def begin(self, unit: Unit, expected: Mapping[str, Digest]) -> None:
-        """See ``Place``; the bucket is claimed where it is not."""
+        """See ``Place``; claims the bucket if necessary."""
         if not self._is_claimed:
             if not self._journal.state().entry.number:
                 refuse_foreign(self._root)
@@ -143,19 +140,19 @@ class Bucket:
         workers: int,
         on_bytes: Callable[[int], None],
     ) -> None:
-        """Puts the files of a unit that was begun.
+        """Uploads the files of a unit after ``begin``.
 
         Args:
-          unit: which.
-          info: what chains need to know of it.
-          source: the folder of its files.
+          unit: the unit.
+          info: its entry in the chain.
+          source: the folder with its files.
           expected: their digests.
-          workers: objects on their way at a time.
-          on_bytes: called with bytes put, from several threads.
+          workers: number of concurrent uploads.
+          on_bytes: called with bytes uploaded, from several threads.
 
         Raises:
-          Damaged: a file is missing or altered at the source.
-          StorageError: the source or the bucket refused.
+          Damaged: a source file is missing or altered.
+          StorageError: the source or the bucket reported an error.
         """
         target = self._root / self._prefixes[unit]
         put = upload(source, expected, target, workers=workers, on_bytes=on_bytes)
@@ -166,22 +163,24 @@ class Bucket:
         put, info = self._uploaded.pop(unit)
         prefix = self._prefixes.pop(unit)
         standing = Standing.of(info, unit, prefix, stored_bytes=put.nbytes, crc32c=put.crc32c)
-        # A base may stand where its step is not copied, and a unit that is damaged is replaced.
+        # A base can exist without its step being copied; a damaged unit is replaced.
         self._journal.commit(standing, alone=True, anew=True)
 
     def written(self, unit: Unit, name: str, expected: Digest) -> bool:
-        """See ``Place``: what a cut copy has put is under another prefix, and is swept."""
+        """See ``Place``: an interrupted copy used another prefix, which is swept later."""
         return False
 
-    def write(self, unit: Unit, name: str, data: bytes) -> None:
-        """Never called: ``take`` puts all files of a unit."""
-        raise StorageError(f"{self.name}/{unit.name}/{name}: expected whole units")
+    def write(self, unit: Unit, name: str, pieces: Iterable[bytes | bytearray]) -> None:
+        """Never called: ``take`` uploads all files of a unit."""
+        raise StorageError(
+            f"{self.name}/{unit.name}/{name}: expected complete units, found a single file"
+        )
 
     def _units(self) -> Mapping[Unit, str]:
         return self._committed().units()
 
     def _committed(self) -> Committed:
-        """What is committed, by a journal where there is one by now."""
+        """The committed units, by journal if there is one by now."""
         if self._store is None or self._journal.known.entry.number == 0:
             is_journal = self._journal.state().entry.number > 0
             self._store = Committed(Journaled(self._journal) if is_journal else Copied(self._root))
@@ -189,5 +188,5 @@ class Bucket:
 
 
 def _figures(digests: Mapping[str, Digest]) -> dict[str, tuple[int, int, int]]:
-    """What tells files from others."""
+    """Values that identify a file's version."""
     return {name: digest[:3] for name, digest in digests.items()}

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of whole chains: to another directory, to an object store, and back.
+"""Copies chains to another directory, to an object store, and back.
 
-A *unit* is what becomes visible at once: a step, or a compacted base. Units are copied one after
-the other, what others need first, so that at every moment each step at the target can be restored.
-Every byte is checked against its digest when it is read, and again by reading it back. A copy that
-is cut anywhere goes on where it was: what is there already and matches is not written again.
+A *unit*, the smallest thing that becomes visible atomically, is a step or a compacted base. Units
+are copied one after the other, dependencies first, so every step at the target is restorable at any
+moment. Every byte is checked against its digest when it is read, and again by reading it back. An
+interrupted copy can be restarted: what exists at the target and matches is not written again.
 
-A name at the target belongs to one save. What stands there and is not that save, or cannot be told
-to be it, is never touched; what is that save and damaged is replaced.
+A name at the target belongs to one save. An entry that is another save, or cannot be identified, is
+never touched; a damaged copy of the same save is replaced.
 
-In a directory a unit is put together in ``.copying/`` and appears by one rename. A bucket is
-claimed, as by a trainer, and a unit appears by an entry of its journal: a copy is a promotion from
-one ledger to another.
+In a directory, a unit is assembled in ``.copying/`` and published by one rename. A bucket is
+claimed, as by a trainer, and a unit is published by a journal entry.
 """
 
 from __future__ import annotations
@@ -46,30 +45,31 @@ from deltackpt.storage.digests import Digest
 from deltackpt.tiers.bucket import Bucket
 from deltackpt.tiers.directory import Directory
 from deltackpt.tiers.places import (
+    PIECE_BYTES,
     Place,
-    check_bytes,
     digests_bytes,
     gone,
+    pieces_of,
 )
 
-#: Files on their way at a time: enough to hide the latency of a bucket.
+#: Concurrent files: enough to hide the latency of a bucket.
 WORKERS = 8
-#: Most bytes on their way at a time; a larger file goes alone.
+#: Maximum bytes in flight; a larger file is copied alone.
 _MEMORY_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Copied:
-    """What a copy did.
+    """Result of a copy.
 
     Attributes:
-      steps: the steps that can now be restored at the target, as far as they were asked for.
-      copied: names of the units that were copied, in order.
-      found: names of those that were there already.
-      file_count: files that were written.
-      bytes_written: bytes of these.
-      bytes_found: bytes that were there already.
-      seconds: wall time.
+      steps: the requested steps that are now restorable at the target.
+      copied: names of the copied units, in order.
+      found: names of the units that the target already held.
+      file_count: number of files written.
+      bytes_written: total size of those files.
+      bytes_found: bytes that the target already held.
+      seconds: wall-clock time.
     """
 
     steps: tuple[int, ...]
@@ -94,31 +94,32 @@ def copy(
     workers: int = WORKERS,
     progress: Progress | None = None,
 ) -> Copied:
-    """Copies steps with all that restoring them needs; the copy restores from its new place.
+    """Copies steps with everything that restoring them needs; the copy is restorable on its own.
 
     Args:
-      source: a directory, a URL (``s3://``, ``nodes://``, ...), or a kvstore
-        spec of TensorStore as JSON.
-      target: likewise.
-      item: name of our item in the steps.
-      steps: the steps to copy; by default the newest.
+      source: a directory, a URL (``s3://``, ``nodes://``, ...), or a kvstore spec of TensorStore as
+        JSON.
+      target: same as for ``source``.
+      item: name of the deltackpt item in the steps.
+      steps: the steps to copy (default: the newest).
       all_steps: whether to copy all of them.
-      recheck: whether what is whole at the target is read again, and copied again where it is
-        damaged; by default its records are compared, and that no file is missing.
-      offline: the caller's word that no trainer is at work at the target.
-      endpoint: address of the server of a bucket, where it is not the service's own.
-      workers: files on their way at a time.
-      progress: called with bytes done and bytes in all, from any thread.
+      recheck: whether to read existing units at the target in full, and replace damaged ones. By
+        default only their records are compared, and that no file is missing.
+      offline: the caller asserts that no trainer is using the target.
+      endpoint: address of the bucket's server, if it is not the provider's default.
+      workers: number of concurrent file copies.
+      progress: called with the bytes done and the total, from any thread.
 
     Raises:
-      StepNotFound: there is no such step.
-      StepGone: a step was removed or replaced while it was copied; nothing of it is visible.
-      Damaged, BrokenChain: something at the source is not intact; it is named.
-      TargetDiffers: the target holds something else under the name of a save that is copied; or,
-        where no steps are named, later steps that the source has not.
-      InUse: a trainer may be at work at the target, another process copies to it or collects it.
-      ForeignDirectory: the target holds other things than checkpoints.
-      OutOfSpace, StorageError: the source or the target refused.
+      StepNotFound: a requested step does not exist.
+      StepGone: a step was removed or replaced during the copy; no part of it is visible.
+      Damaged, BrokenChain: the named part of the source is not intact.
+      TargetDiffers: the target holds something else under the name of a copied save; or, if no
+        steps were given, later steps that the source lacks.
+      InUse: a trainer may be using the target, or another process is copying to it or running
+        ``gc`` on it.
+      ForeignDirectory: the target holds files that are not checkpoints.
+      OutOfSpace, StorageError: the source or the target reported an error.
     """
     started = time.perf_counter()
     here, there = _place(source, endpoint, item), _place(target, endpoint, item)
@@ -126,8 +127,8 @@ def copy(
     with there:
         if not offline and (reason := there.in_use()) is not None:
             raise InUse(
-                f"{there.name}: expected that no trainer is at work, found {reason}; copy to "
-                "another place. Where you know that it has ended, copy with --offline"
+                f"{there.name}: expected no running trainer, found {reason}; copy to another "
+                "target. If you know that it has ended, use --offline"
             )
         if not steps:
             _require_not_ahead(here, there)
@@ -145,22 +146,23 @@ def copy(
 
 
 def _require_not_ahead(source: Place, target: Place) -> None:
-    """Checks that the newest step of the source will be that of the target, as of any copy of it.
+    """Checks that the source's newest step will also be the target's newest, as in any copy.
 
-    After a rollback of the source the target has steps that a restart would go on from.
+    After a rollback at the source, the target may hold later steps from which a restart would
+    resume.
     """
     standing = source.steps()
     later = [step for step in sorted(target.steps()) if step > max(standing)]
     if later:
         raise TargetDiffers(
             f"{target.name}: expected no step after {max(standing)}, the newest of {source.name}, "
-            f"found {later[-5:]}; where they were rolled back at the source move them away, or "
-            "copy to an empty place; to mend single steps there name them"
+            f"found {later[-5:]}; if they were rolled back at the source, move them away or copy "
+            "to an empty target; to repair single steps, name them"
         )
 
 
 def _copy_chains(run: _Run, source: Place, target: Place, steps: Sequence[int]) -> None:
-    """Copies steps with what they need, not through compacted bases that are damaged."""
+    """Copies steps with their dependencies, bypassing damaged compacted bases."""
     unusable: set[Unit] = set()
     units = _units(source, steps, unusable)
     while True:
@@ -178,21 +180,21 @@ def _copy_chains(run: _Run, source: Place, target: Place, steps: Sequence[int]) 
                 raise error from None
             target.discard(base)
             events.warn(
-                f"{source.name}/{base.name} is not copied, it is damaged ({error}); the saves that "
-                "it stands for are copied instead"
+                f"{source.name}/{base.name}: expected an intact compacted base, found it damaged "
+                f"({error}); copying the saves that it replaces instead"
             )
     try:
         _units(target, steps, set())
     except RestoreError as error:
         raise InUse(
-            f"{target.name}: expected all that steps {list(steps)} need to stay while they were "
-            f"copied, found that something was removed ({error}); end what removes steps there, "
-            "then copy again"
+            f"{target.name}: expected the dependencies of steps {list(steps)} to remain during the "
+            f"copy, found that something was removed ({error}); stop the process that removes "
+            "steps there, then copy again"
         ) from error
 
 
 class _Run:
-    """The copying of some units."""
+    """One run of copying units."""
 
     def __init__(
         self,
@@ -207,7 +209,7 @@ class _Run:
         self.file_count = 0
         self.bytes_written = 0
         self.bytes_found = 0
-        #: The unit of the source that was found damaged.
+        #: The source unit that was found damaged.
         self.damaged: Unit | None = None
         self._source = source
         self._target = target
@@ -219,7 +221,7 @@ class _Run:
         self._memory = InFlight(_MEMORY_BYTES)
 
     def copy(self, units: Mapping[Unit, SaveId]) -> None:
-        """Copies units, each of which must be the save that is given; those that are done stay."""
+        """Copies units, each of which must still be the given save; completed ones remain."""
         done = {*self.copied, *self.found}
         expected: dict[Unit, dict[str, Digest]] = {}
         for unit, save_id in units.items():
@@ -253,7 +255,7 @@ class _Run:
             raise
 
     def _send(self, target: Bucket, unit: Unit, digests: Mapping[str, Digest]) -> None:
-        """Has a bucket take a unit, which is checked while it is read."""
+        """Uploads a unit to a bucket, verifying it while it is read."""
         info = self._source.info(unit)
         if info is None:
             raise gone(self._source, unit)
@@ -284,17 +286,16 @@ class _Run:
             raise
 
     def _copy_file(self, unit: Unit, name: str, expected: Digest) -> None:
-        with self._memory.taken(expected.length):
+        with self._memory.taken(min(expected.length, PIECE_BYTES)):
             if self._target.written(unit, name, expected):
                 self._done(0, expected.length)
                 return
-            data = self._source.read(unit, name)
-            check_bytes(f"{self._source.name}/{unit.name}/{name}", data, expected)
-            self._target.write(unit, name, data)
+            pieces = pieces_of(self._source.spot(unit) / name, expected)
+            self._target.write(unit, name, pieces)
             if not self._target.written(unit, name, expected):
                 raise StorageError(
-                    f"{self._target.name}/{unit.name}/{name}: expected to read back what was "
-                    "written, found other bytes; check the store, then copy again"
+                    f"{self._target.name}/{unit.name}/{name}: expected to read back the written "
+                    "bytes, found different bytes; check the store, then copy again"
                 )
             self._done(expected.length, 0)
 
@@ -310,7 +311,7 @@ class _Run:
 def _place(
     where: str | os.PathLike[str], endpoint: str | None, item: str = names.EMBEDDINGS_ITEM
 ) -> Directory | Bucket:
-    """What a path, a URL or a spec means."""
+    """Resolves a path, a URL or a spec."""
     path = buckets.file_path(where)
     if path is not None:
         return Directory(path.absolute(), item)
@@ -321,25 +322,25 @@ def _wanted(source: Place, steps: Collection[int] | None, all_steps: bool) -> li
     """The steps to copy."""
     standing = sorted(source.steps())
     if not standing:
-        raise StepNotFound(f"{source.name}: expected whole steps, found none; check where it is")
+        raise StepNotFound(f"{source.name}: expected complete steps, found none; check the path")
     if all_steps:
         return standing
     wanted = sorted(set(steps)) if steps else standing[-1:]
     missing = [step for step in wanted if step not in standing]
     if missing:
         raise StepNotFound(
-            f"{source.name}: expected the steps {missing}, found {standing[-5:]} as the newest; "
-            "copy steps that stand there whole"
+            f"{source.name}: expected steps {missing}, found {standing[-5:]} as the newest; choose "
+            "steps that are complete there"
         )
     return wanted
 
 
 def _units(source: Place, steps: Sequence[int], unusable: Collection[Unit]) -> dict[Unit, SaveId]:
-    """What restoring the steps needs and which saves these are, in an order to copy them in."""
+    """The units that restoring the steps needs, with their saves, in copy order."""
     found: dict[Unit, SaveId] = {}
     for step in steps:
         found.update(_chain_units(source, step, unusable))
-    # A save needs none but of earlier steps, and the base that stands for itself.
+    # A save depends only on earlier steps, and on the base that replaces it.
     order = sorted(found, key=lambda unit: (unit.step, unit.item is None))
     return {unit: found[unit] for unit in order}
 
@@ -368,7 +369,7 @@ def _chain_of(source: Place, own: SaveInfo, unusable: Collection[Unit]) -> dict[
     def find(parent: ParentRef) -> SaveInfo | None:
         below = _base(source, parent.step_dir, parent.save_id, unusable)
         below = below or source.info(Unit(int(parent.step_dir)))
-        return None if below is None else held(below)  # restore_chain names what is missing.
+        return None if below is None else held(below)  # restore_chain names the missing part.
 
     target = held(own)
     saves: dict[str, SaveInfo] = {}
@@ -388,12 +389,12 @@ def _chain_of(source: Place, own: SaveInfo, unusable: Collection[Unit]) -> dict[
 
 @contextlib.contextmanager
 def _standing(source: Place, unit: Unit, save_id: SaveId) -> Iterator[None]:
-    """Checks afterwards that a unit of the source is still the save that it was.
+    """Checks after a copy that a source unit is still the same save.
 
-    What was read of it meanwhile may be of another save otherwise.
+    Otherwise the bytes that were read may belong to another save.
 
     Raises:
-      StepGone: it is not, whatever failed.
+      StepGone: it is not, whichever error occurred.
     """
     cause: RestoreError | None = None
     try:
@@ -413,7 +414,7 @@ def _standing(source: Place, unit: Unit, save_id: SaveId) -> Iterator[None]:
 def _base(
     source: Place, step_dir: str, save_id: SaveId, unusable: Collection[Unit]
 ) -> SaveInfo | None:
-    """The compacted base that stands for a save; one that is damaged stands for nothing."""
+    """The compacted base that replaces a save; a damaged one is ignored."""
     unit = Unit(int(step_dir), source.item)
     if unit in unusable:
         return None

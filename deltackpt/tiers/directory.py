@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A directory as a place of copies."""
+"""A directory as a copy source or target."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from deltackpt.errors import (
@@ -33,7 +33,7 @@ from deltackpt.upkeep import collect
 
 
 class Directory:
-    """Units in a directory: a checkpoint root, or one that will be."""
+    """Steps and bases in a directory that is, or will become, a checkpoint directory."""
 
     def __init__(self, path: Path, item: str):
         self.name = str(path)
@@ -42,15 +42,15 @@ class Directory:
         self._held = contextlib.ExitStack()
 
     def __enter__(self) -> Directory:
-        """Holds the directory against other copies to it, and against collections of it."""
+        """Locks the directory against other copies to it and against garbage collection."""
         if self._path.is_dir():
-            # Before anything is made there: it may be another's.
+            # Before anything is created there: the directory may belong to another program.
             Root.open(self._path, read_only=True).close()
         self._held.enter_context(collect.exclusive(self._path))
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Lets go of it; nothing is left where nothing was cut."""
+        """Releases the lock; leaves nothing behind unless the copy was interrupted."""
         self._held.close()
 
     def steps(self) -> list[int]:
@@ -58,7 +58,7 @@ class Directory:
         return Root.open(self._path, read_only=True).steps()
 
     def in_use(self) -> str | None:
-        """See ``Place``; without a lease no trainer was ever there."""
+        """See ``Place``; without a lease no trainer ever used the directory."""
         opened = Root.open(self._path, read_only=True)
         return collect.in_use(opened) if any(epochs(self._path)) else None
 
@@ -76,7 +76,7 @@ class Directory:
                 return saves.read_save(step_dir, self.item).info
             return saves.read_base(step_dir, unit.item).info
         except RestoreError:
-            if not folder.is_dir():  # It was removed meanwhile.
+            if not folder.is_dir():  # The unit was removed concurrently.
                 return None
             raise
 
@@ -85,17 +85,12 @@ class Directory:
         is_base = unit.item is not None
         return inventory.every_digest(self.spot(unit), unit.item or self.item, base=is_base)
 
-    def read(self, unit: Unit, name: str) -> bytes:
-        """See ``Place``."""
-        shown = f"{self.name}/{unit.name}/{name}"
-        return files.read_bytes(self._folder(unit) / name, shown, most_bytes=None)
-
     def holds(self, unit: Unit, expected: Mapping[str, Digest], *, recheck: bool) -> bool:
         """See ``Place``."""
         folder, aside = self._folder(unit), self._aside(unit)
         if not os.path.lexists(folder):
-            if aside.is_dir():  # A copy was cut while it replaced it.
-                files.rename(aside, folder, fsync=True)
+            if aside.is_dir():  # An earlier copy was interrupted while replacing it.
+                files.rename(aside, folder, fsync=True, below=self._path)
             else:
                 return False
         self._require_same(unit, expected)
@@ -113,35 +108,41 @@ class Directory:
         if files.free_bytes(staged) < needed:
             raise OutOfSpace(
                 f"{self.name}: expected room for {needed:,} bytes of {unit.name}, found "
-                f"{files.free_bytes(staged):,} free; free space, then copy again"
+                f"{files.free_bytes(staged):,} free; make room, then copy again"
             )
 
     def discard(self, unit: Unit) -> None:
         """See ``Place``."""
-        files.remove_tree(self._staged(unit))
+        files.remove_tree(self._staged(unit), below=self._path)
 
     def written(self, unit: Unit, name: str, expected: Digest) -> bool:
         """See ``Place``."""
         path = self._staged(unit) / name
         return path.is_file() and digests.digest_file(path)[:3] == expected[:3]
 
-    def write(self, unit: Unit, name: str, data: bytes) -> None:
-        """See ``Place``."""
+    def write(self, unit: Unit, name: str, pieces: Iterable[bytes | bytearray]) -> None:
+        """See ``Place``; does not follow links, which could overwrite another file."""
         path = self._staged(unit) / name
-        with files.typed_errors(path, "write"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with (
+            files.typed_errors(path, "write"),
+            files.opened_below(path.parent, self._path, make=True) as folder,
+            open(os.open(path.name, flags, 0o666, dir_fd=folder), "wb") as file,
+        ):
+            for piece in pieces:
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
 
     def publish(self, unit: Unit, expected: Mapping[str, Digest]) -> None:
         """See ``Place``."""
         staged, final = self._staged(unit), self._folder(unit)
         with files.typed_errors(final, "be published"):
-            for path in staged.rglob("*"):
-                if path.is_file() and path.relative_to(staged).as_posix() not in expected:
-                    path.unlink()  # Of another attempt.
+            with files.opened_below(staged, self._path) as top:
+                for folder, _, inside, descriptor in os.fwalk(".", dir_fd=top):
+                    for name in inside:
+                        if Path(folder, name).as_posix() not in expected:
+                            os.unlink(name, dir_fd=descriptor)  # Left by another attempt.
             files.fsync_tree(staged, folders_only=True)
             missing = [folder for folder in final.parents if not folder.exists()]
             final.parent.mkdir(parents=True, exist_ok=True)
@@ -150,27 +151,24 @@ class Directory:
         missing = [name for name, of in expected.items() if length(staged / name) != of.length]
         if missing:
             raise StorageError(
-                f"{staged}: expected every file that was written, found {missing[0]} removed; end "
-                "what removes files there, then copy again"
+                f"{staged}: expected every written file, found {missing[0]} removed; stop the "
+                "process that removes files there, then copy again"
             )
         if not os.path.lexists(final):
-            files.rename(staged, final, fsync=True)
+            files.rename(staged, final, fsync=True, below=self._path)
             return
-        self._require_same(unit, expected)  # It is damaged: what mends it takes its place.
+        self._require_same(unit, expected)  # The unit is damaged: the new copy replaces it.
         aside = self._aside(unit)
-        with files.typed_errors(aside, "make a directory"):
-            files.remove_tree(aside)
-            aside.parent.mkdir(parents=True, exist_ok=True)
-        files.rename(final, aside, fsync=True)
+        files.remove_tree(aside, below=self._path)
+        files.rename(final, aside, fsync=True, below=self._path)
         try:
-            files.rename(staged, final, fsync=True)
+            files.rename(staged, final, fsync=True, below=self._path)
         except BaseException:
             if not os.path.lexists(final):
-                files.rename(aside, final, fsync=True)
+                files.rename(aside, final, fsync=True, below=self._path)
             raise
-        files.remove_tree(aside)
-        with contextlib.suppress(OSError):
-            aside.parent.rmdir()
+        files.remove_tree(aside, below=self._path)
+        files.remove_empty(aside.parent, self._path)
 
     def _folder(self, unit: Unit) -> Path:
         return self._path / unit.name
@@ -179,11 +177,11 @@ class Directory:
         return self._path / names.COPYING / unit.name.replace("/", ".")
 
     def _aside(self, unit: Unit) -> Path:
-        """Where a damaged unit is while another takes its place; no trainer empties it."""
+        """Folder of a damaged unit while it is being replaced; trainers do not empty it."""
         return self._path / names.COPYING / "replaced" / unit.name.replace("/", ".")
 
     def _require_same(self, unit: Unit, expected: Mapping[str, Digest]) -> None:
-        """Checks that what has the name of a unit is the same save, whole or damaged."""
+        """Checks that the entry with a unit's name is the same save, intact or damaged."""
         head = head_name(unit, self.item)
         try:
             data = files.read_bytes(self._folder(unit) / head)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fragments of some bytes, of which any k of k + m give them back.
+"""Erasure coding: k + m fragments of a byte string, any k of which restore it.
 
-The bytes are cut into stripes of about 1 MiB, which stay in the processor's cache while they are
-coded, and each stripe into k pieces; fragment i < k is the i-th piece of every stripe: views of the
-bytes themselves. The m further ones are the bytes again (k = 1), their sum by XOR in numpy (m = 1),
-or Reed-Solomon codes over Cauchy matrices (pyeclib with ISA-L; measured on a busy machine, 4 + 2:
-3.2 GB/s of a core, and 1.8 where two are lost).
-Fragments are what the mathematics says and no header of any library.
+The bytes are split into stripes of about 1 MiB, which stay in the CPU cache while they are coded,
+and each stripe into k pieces. Data fragment i < k consists of the i-th piece of every stripe, as
+views of the bytes. The m parity fragments are copies (k = 1), the XOR of all pieces in numpy (m =
+1), or Reed-Solomon codes over Cauchy matrices (pyeclib with ISA-L; measured on a busy machine for 4
++ 2: 3.2 GB/s per core, and 1.8 GB/s if two fragments are lost). Fragments contain no
+library-specific headers.
 """
 
 from __future__ import annotations
@@ -19,47 +19,52 @@ import numpy as np
 from deltackpt.errors import MissingExtra, OptionError
 
 STRIPE_BYTES = 1 << 20
-#: Pieces of stripes are multiples of it: what vector instructions take.
+#: Piece sizes are multiples of this, for vector instructions.
 _ALIGNMENT_BYTES = 64
-#: What liberasurecode puts before each of its fragments.
+#: Size of the header that liberasurecode puts before each fragment.
 _HEADER_BYTES = 80
-#: The most that liberasurecode takes.
+#: The maximum that liberasurecode accepts.
 _MOST_FRAGMENTS = 32
 
 
 class Code(Protocol):
-    """How the further fragments of one stripe follow from its k pieces.
+    """How the parity pieces of one stripe are computed from its k data pieces.
 
     Attributes:
-      k: pieces.
-      m: further ones.
+      k: number of data pieces.
+      m: number of parity pieces.
     """
 
     k: int
     m: int
 
     def further(self, stripe: memoryview) -> list[memoryview]:
-        """The m further pieces of a stripe of k pieces end to end."""
+        """Returns the m parity pieces of a stripe, given its k pieces end to end."""
         ...
 
     def restore(self, found: Mapping[int, memoryview], lost: Mapping[int, memoryview]) -> None:
-        """Fills pieces that were lost from any k others.
+        """Restores lost data pieces from any k other pieces.
 
         Args:
-          found: k pieces or more, by number; those from k on are further ones.
-          lost: where the pieces belong that are not found, by number, all below k.
+          found: at least k pieces by number; numbers from k on are parity pieces.
+          lost: output buffers of the missing data pieces by number, all below k.
         """
         ...
 
 
+def is_code(k: int, m: int) -> bool:
+    """Returns whether a code with k data pieces and m parity pieces exists."""
+    return k >= 1 and m >= 0 and k + m <= _MOST_FRAGMENTS
+
+
 def code_of(k: int, m: int) -> Code:
-    """The code of k pieces and m further ones.
+    """Returns the code with k data pieces and m parity pieces.
 
     Raises:
-      OptionError: there is none.
-      MissingExtra: pyeclib is not installed, which this one needs.
+      OptionError: the code does not exist.
+      MissingExtra: the code needs pyeclib, which is not installed.
     """
-    if k < 1 or m < 0 or k + m > _MOST_FRAGMENTS:
+    if not is_code(k, m):
         raise OptionError(
             f"Erasure: expected k of at least 1 and k + m of at most {_MOST_FRAGMENTS}, found "
             f"k={k} and m={m}"
@@ -70,7 +75,7 @@ def code_of(k: int, m: int) -> Code:
 
 
 class Repeated:
-    """The bytes themselves, once for each fragment, or, without further ones, in pieces."""
+    """Repetition: the bytes themselves in each fragment; without parity, split into pieces."""
 
     def __init__(self, k: int, m: int):
         self.k, self.m = k, m
@@ -86,7 +91,7 @@ class Repeated:
 
 
 class Xor:
-    """One further piece, the sum of all others; measured 8 GB/s of a core."""
+    """One parity piece, the XOR of all others; measured at 8 GB/s per core."""
 
     def __init__(self, k: int):
         self.k, self.m = k, 1
@@ -112,27 +117,27 @@ def _add(pieces: Sequence[memoryview], into: np.ndarray) -> None:
 
 
 class ReedSolomon:
-    """Several further pieces, by ISA-L; for one thread."""
+    """Several parity pieces, computed by ISA-L; for one thread."""
 
     def __init__(self, k: int, m: int):
         """Loads the library.
 
         Raises:
-          MissingExtra: it is not installed.
+          MissingExtra: the library is not installed.
         """
         try:
             from pyeclib import ec_iface  # pyright: ignore[reportMissingImports]
 
             self._driver: Any = ec_iface.ECDriver(k=k, m=m, ec_type="isa_l_rs_cauchy")
         except Exception as error:
-            # What liberasurecode misses is told by an error of its own.
+            # liberasurecode reports missing parts with its own error type.
             raise MissingExtra(
-                f"Erasure(k={k}, m={m}): expected pyeclib with ISA-L, found none that works "
+                f"Erasure(k={k}, m={m}): expected a working pyeclib with ISA-L, found none "
                 f"({error}); install it: pip install 'deltackpt[erasure]', or use m=1 or Copies"
             ) from error
-        # The library takes fresh memory for each stripe. Once a larger piece was freed, glibc hands
-        # out what was used before instead of mapping anew (mallopt(3), M_MMAP_THRESHOLD):
-        # measured, busy, 3.2 GB/s against 1.0, and 1.8 against 0.3 for what was lost.
+        # The library allocates fresh memory for each stripe. Once a larger block was freed, glibc
+        # reuses memory instead of mapping it again (mallopt(3), M_MMAP_THRESHOLD): measured on a
+        # busy machine, 3.2 GB/s against 1.0, and 1.8 against 0.3 with lost fragments.
         bytes(16 * STRIPE_BYTES)
         self.k, self.m = k, m
         self._headers: dict[int, list[bytes]] = {}
@@ -153,7 +158,10 @@ class ReedSolomon:
             out[:] = whole[number * nbytes : (number + 1) * nbytes]
 
     def _headers_of(self, nbytes: int) -> list[bytes]:
-        """What liberasurecode wants before pieces of a length; it says nothing of their bytes."""
+        """Headers that liberasurecode requires for pieces of a length.
+
+        They do not depend on the data.
+        """
         if nbytes not in self._headers:
             coded = self._driver.encode(bytes(self.k * nbytes))
             self._headers[nbytes] = [bytes(one[:_HEADER_BYTES]) for one in coded]
@@ -161,28 +169,28 @@ class ReedSolomon:
 
 
 def padded_bytes(k: int, nbytes: int) -> int:
-    """How long bytes are that are cut into fragments: zeros follow them up to that."""
+    """Returns the length of bytes after zero padding for coding."""
     unit = k * _ALIGNMENT_BYTES
     return -(-nbytes // unit) * unit
 
 
 def stripes(k: int, padded: memoryview) -> list[memoryview]:
-    """Bytes of a padded length in stripes; each is k pieces of equal length end to end."""
+    """Yields the stripes of padded bytes; each is k pieces of equal length end to end."""
     unit = k * _ALIGNMENT_BYTES
     length = max(STRIPE_BYTES // unit, 1) * unit
     return [padded[at : at + length] for at in range(0, len(padded), length)]
 
 
 def piece(k: int, stripe: memoryview, number: int) -> memoryview:
-    """One of the k pieces of a stripe."""
+    """Returns one of the k pieces of a stripe."""
     nbytes = len(stripe) // k
     return stripe[number * nbytes : (number + 1) * nbytes]
 
 
 def fragments(code: Code, padded: memoryview) -> list[list[memoryview]]:
-    """The k + m fragments of bytes of a padded length, each as its pieces.
+    """Returns the k + m fragments of padded bytes, each as a list of pieces.
 
-    The first k are views of the bytes; nothing of them is copied.
+    The first k are views of the bytes, without copies.
     """
     found: list[list[memoryview]] = [[] for _ in range(code.k + code.m)]
     for stripe in stripes(code.k, padded):
@@ -196,13 +204,13 @@ def fragments(code: Code, padded: memoryview) -> list[list[memoryview]]:
 def restore(
     code: Code, padded: memoryview, further: Mapping[int, memoryview], lost: Set[int]
 ) -> None:
-    """Fills what was lost of bytes of a padded length from fragments of them.
+    """Restores the lost parts of padded bytes from fragments.
 
     Args:
-      code: of the fragments.
-      padded: where the first k fragments stand, as far as they are not lost.
-      further: the others that are there, by number: with those that are not lost at least k.
-      lost: numbers of those of the first k that are missing.
+      code: code of the fragments.
+      padded: buffer that holds those of the first k fragments that are not lost.
+      further: available parity fragments by number; together with the intact ones at least k.
+      lost: numbers of the missing ones among the first k.
     """
     start = 0
     for stripe in stripes(code.k, padded):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which saves may leave a stage. Pure."""
+"""Which saves may leave a staging directory. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from deltackpt.format.manifest import ParentRef
 def evictable(
     infos: Mapping[int, SaveInfo], keep: int, is_at_root: Callable[[SaveInfo], bool]
 ) -> list[int]:
-    """Steps that are at the root and in none of the newest chains.
+    """Returns steps that were uploaded and are in none of the newest chains.
 
     Args:
-      infos: the saves in the stage.
-      keep: how many chains stay.
-      is_at_root: whether a save is committed there.
+      infos: the staged saves.
+      keep: number of chains to keep.
+      is_at_root: whether a save is committed remotely.
     """
     kept: set[int] = set()
     anchors: set[int] = set()
@@ -33,7 +33,7 @@ def evictable(
 
 
 def chain_steps(step: int, infos: Mapping[int, SaveInfo]) -> set[int]:
-    """The steps of a chain, as far as they are known."""
+    """Returns the steps of a chain, as far as they are known."""
     by_id = {info.save_id: number for number, info in infos.items()}
     found = {step}
 

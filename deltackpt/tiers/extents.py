@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Extents: packs in a file whose space was taken once, each durable by one ``fdatasync``.
+"""Extents: bundles in a preallocated file, each made durable by one ``fdatasync``.
 
-The file is written from end to end when it is made, so that no later write allocates anything, and
-divided into extents of one size. A pack takes as many as it needs of those that hold nothing, is
-written into them past the page cache, and stands when all of its headers do. So what was held
-before is never written over, and a pack that was torn is none: its sequence number is used once,
-and its checksums say the rest. Only the newest can be torn, since each hold ends with its
-``fdatasync``; that one is read when the file is opened.
+The file is filled completely when it is created, so later writes allocate nothing, and is divided
+into extents of equal size. A bundle is written into as many free extents as it needs, with direct
+I/O, and is valid once all of its headers are. Existing bundles are therefore never overwritten, and
+a torn bundle is detected: its sequence number is used only once, and its checksums fail. Only the
+newest can be torn, because each write ends with an ``fdatasync``; it is verified when the file is
+opened.
 
-What is dropped has the header of its first extent replaced, and forced, before its extents are
-used again: it does not come back, whenever the power goes.
+When a bundle is dropped, the header of its first extent is replaced and fsynced before its extents
+are reused, so it cannot reappear after a power cut.
 
-Measured on ext4, 10 MB: 27 ms and 3.8 ms of CPU with the disk for itself, where a directory of 20
-files takes 39 and 13, and one write in place 27 and 0.9; beside a process that forces files 30, 178
-and 38 ms (``benchmarks/extents.py``).
+Measured on ext4 for 10 MB on an idle disk: 27 ms and 3.8 ms of CPU; a directory of 20 files takes
+39 and 13, one write in place 27 and 0.9. Next to a process that fsyncs files: 30, 178 and 38 ms
+(``benchmarks/extents.py``).
 """
 
 from __future__ import annotations
@@ -47,58 +47,68 @@ from deltackpt.storage.crc import crc32c
 from deltackpt.storage.store import Missing
 from deltackpt.tiers.packing import Label, Pack
 
-#: Of the file, of that of its lock, and of one that is being made.
+#: Names of the file, of its lock, and of a file under construction.
 FILE, _LOCK, _MAKING = "extents", "extents.lock", "extents.making"
-#: What is written at once: most deltas by one write. While another process forced files 10 MB took
-#: 41 ms so, in pieces of 2 MiB 56 (alone 27 and 25). Reading the next piece meanwhile, in another
-#: thread, took 3 % less time for 200 MB and 23 % more CPU.
+#: Bytes per write: most deltas take one write. Next to another process that fsyncs files, 10 MB
+#: took 41 ms this way and 56 ms in pieces of 2 MiB (alone 27 and 25). Reading the next piece
+#: concurrently in another thread took 3 % less time for 200 MB but 23 % more CPU.
 _PIECE_BYTES = 16 << 20
-#: What has to fit beside each other: while a base and its deltas wait for the root, the next ones.
+#: Must fit together: while a base and its deltas wait for the upload, the next ones arrive.
 _BASES, _DELTAS = 2, 4
 
 
 class ExtentFile:
-    """A file of extents, as a holder of packs; thread-safe.
+    """A file of extents that stores bundles; thread-safe.
 
-    It belongs to one process at a time. One pack is taken at a time, for which other calls wait.
+    Only one process can open it at a time. Bundles are written one at a time; other calls wait.
 
     Attributes:
       name: see ``Holder``.
-      path: the file.
+      path: path of the file.
     """
 
     name = "extents"
 
     def __init__(self, directory: Path, *, nbytes: int, extent_bytes: int = 64 << 20):
-        """Opens the file, or makes it, which writes all of it once.
+        """Opens the file, or creates it, which writes all of it once.
 
         Args:
-          directory: where it is, or will be.
-          nbytes: of all extents.
-          extent_bytes: of each, with a header of 4 KiB; a multiple of that.
+          directory: the directory of the file.
+          nbytes: total size of all extents.
+          extent_bytes: size of each extent including its header of 4 KiB; a multiple of 4 KiB.
 
         Raises:
-          InUse: another one has it open.
-          OptionError: the file that is there is divided otherwise.
-          OutOfSpace: there is no room for it.
-          Damaged, FormatTooNew: the file that is there cannot be used.
-          StorageError: the store refused.
+          InUse: another process has it open.
+          OptionError: the existing file has another size or extent size.
+          OutOfSpace: there is not enough disk space.
+          Damaged, FormatTooNew: the existing file is unusable.
+          StorageError: the file system reported an error.
         """
         self.path = directory / FILE
         self._division = Division(extent_bytes, nbytes // extent_bytes)
         self._lock = threading.Lock()
         self._buffer = aligned_buffer(BLOCK_BYTES + min(_PIECE_BYTES, extent_bytes - BLOCK_BYTES))
-        #: By key, in the order in which they were taken.
+        #: By key, in the order in which they were written.
         self._held: dict[str, _Held] = {}
-        #: The newest of any header, so that none is used twice.
+        #: The highest sequence number in any header, so that none is reused.
         self._sequence = 0
         refusal = InUse(
             f"{self.path}: expected no other trainer to use these extents, found one that does; "
-            "give each its own Extents.directory, or end the other one and what it has forked"
+            "give each its own Extents.directory, or stop the other trainer and the processes "
+            "that it forked"
         )
-        files.make_durable(directory)
+        files.make_durable(directory, private=True)
         with contextlib.ExitStack() as opened:
-            opened.enter_context(locks.held(directory / _LOCK, refusal))
+            try:
+                opened.enter_context(
+                    locks.held(directory / _LOCK, refusal, opener=files.opened_privately)
+                )
+            except InUse:
+                # The holder may be a manager of this process, which is closed if the new one can
+                # open.
+                with contextlib.closing(BlockFile(self.path)) as self._file:
+                    self._require_division(self._read_division())
+                raise
             if not self.path.exists():
                 _make(directory, self._division)
             self._file = BlockFile(self.path)
@@ -109,18 +119,18 @@ class ExtentFile:
 
     @property
     def direct(self) -> bool:
-        """Whether it is written past the page cache; else through it, which training feels."""
+        """Whether writes bypass the page cache; if not, they can slow training down."""
         return self._file.direct
 
     def require_room(self, base_bytes: int, delta_bytes: int) -> None:
-        """Refuses to begin with a file that would be full before the root has what it holds.
+        """Checks that the file is large enough not to fill up before saves are uploaded.
 
         Args:
-          base_bytes: of a packed base.
-          delta_bytes: of a packed delta.
+          base_bytes: size of a bundled base.
+          delta_bytes: size of a bundled delta.
 
         Raises:
-          OptionError: two bases and four deltas do not fit into it.
+          OptionError: two bases and four deltas do not fit.
         """
         of_base, of_delta = map(self._division.extents, (base_bytes, delta_bytes))
         needed = _BASES * of_base + _DELTAS * of_delta
@@ -129,7 +139,7 @@ class ExtentFile:
                 f"Extents.nbytes: expected at least {needed * self._division.extent_bytes:,} for "
                 f"two bases of {base_bytes:,} bytes and four deltas of {delta_bytes:,} in extents "
                 f"of {self._division.extent_bytes:,}, found {self._shown()}; remove {self.path} "
-                "once nothing in it is needed, and give so many, or smaller extents"
+                "once nothing in it is needed, then set that many bytes, or smaller extents"
             )
 
     def labels(self) -> list[Label]:
@@ -139,25 +149,25 @@ class ExtentFile:
 
     @contextlib.contextmanager
     def reading(self, label: Label) -> Iterator[HeldPack]:
-        """See ``Holder``; takes memory of one extent.
+        """See ``Holder``; uses memory for one extent.
 
         Raises:
-          Missing: it is not held.
+          Missing: the bundle is not in the file.
         """
         with self._used():
             held = self._held.get(label.key)
         if held is None or not held.stands or held.label != label:
-            raise Missing(f"{self.path}: {label.key}", "no such pack")
+            raise Missing(f"{self.path}: {label.key}", "no such bundle")
         yield HeldPack(self._file, self._division, held)
 
     def hold(self, pack: Pack) -> None:
         """See ``Holder``.
 
         Raises:
-          OutOfSpace: too few extents hold nothing.
-          Damaged: the bytes of the pack are not those of its label.
-          TargetDiffers: another pack of that key is held.
-          StorageError: the store refused.
+          OutOfSpace: too few extents are free.
+          Damaged: the bundle's bytes do not match its reference.
+          TargetDiffers: another bundle with that key exists.
+          StorageError: the file system reported an error.
         """
         label = pack.label
         with self._used():
@@ -165,14 +175,14 @@ class ExtentFile:
             if held is not None and held.stands:
                 if held.label != label:
                     raise TargetDiffers(
-                        f"{self.path}: expected to hold {label}, found {held.label} under that "
-                        "key; drop that one first"
+                        f"{self.path}: expected {label}, found {held.label} under that key; drop "
+                        "that one first"
                     )
                 return
             if held is not None:
                 self._let_go([held])
             self._sequence += 1
-            # Not yet standing, and in need of being let go: an error does not say what is on disk.
+            # Not valid yet, but must be dropped: after an error the disk contents are unknown.
             held = _Held(label, self._sequence, self._free_extents(label))
             self._held[label.key] = held
             try:
@@ -184,16 +194,16 @@ class ExtentFile:
             held.stands = True
 
     def drop(self, labels: Collection[Label]) -> None:
-        """See ``Holder``; none of them comes back once this has returned.
+        """See ``Holder``; none of them can reappear once this has returned.
 
         Raises:
-          StorageError: the store refused; they are held still, those that were to be dropped.
+          StorageError: the file system reported an error; none of them was dropped.
         """
         with self._used():
             self._let_go([self._held[key] for key, _, _ in labels if key in self._held])
 
     def close(self) -> None:
-        """See ``Holder``; another process may open it then."""
+        """See ``Holder``; afterwards another process may open the file."""
         with self._lock:
             self._closed = True
             self._opened.close()
@@ -202,16 +212,16 @@ class ExtentFile:
     def _used(self) -> Iterator[None]:
         with self._lock:
             if self._closed:
-                raise ClosedError(f"{self.path}: expected it open, found it closed; open it anew")
+                raise ClosedError(
+                    f"{self.path}: expected an open file, found it closed; open it again"
+                )
             yield
 
     def _look(self) -> None:
-        """Finds what is held."""
+        """Scans the headers for stored bundles."""
         block = self._buffer[:BLOCK_BYTES]
-        shown = files.object_name(self.path)
-        self._file.read_into(0, block)
-        found = extents.read_division(block.tobytes(), shown)
-        # What would be written over, or not be found, by another division.
+        found = self._read_division()
+        # Bundles that another division would overwrite or not find.
         streams: dict[tuple[int, str], dict[int, tuple[Header, int]]] = {}
         damaged: list[int] = []
         for extent in range(found.count):
@@ -229,22 +239,31 @@ class ExtentFile:
                 label = Label(key, sum(one.nbytes for one in headers), headers[-1].crc32c)
                 taken = tuple(pieces[number][1] for number in sorted(pieces))
                 self._held[key] = _Held(label, sequence, taken, headers, stands=True)
-        if found != self._division:
-            raise OptionError(
-                f"{self.path}: expected {self._shown()}, as Extents says, found "
-                f"{found.count} extents of {found.extent_bytes:,} bytes, which hold "
-                f"{len(self._held)} saves; give nbytes={found.count * found.extent_bytes} and "
-                f"extent_bytes={found.extent_bytes}, or remove it once none of them is needed"
-            )
+        self._require_division(found)
         self._check_newest()
         if damaged:
             events.warn(
-                f"{self.path}: expected headers in all extents, found those of {damaged} damaged: "
-                "what was held there is lost, unless it was being written when the power went"
+                f"{self.path}: expected intact headers in all extents, found {damaged} damaged; "
+                "their contents are lost, unless they were being written when the power failed"
+            )
+
+    def _read_division(self) -> Division:
+        block = self._buffer[:BLOCK_BYTES]
+        self._file.read_into(0, block)
+        return extents.read_division(block.tobytes(), files.object_name(self.path))
+
+    def _require_division(self, found: Division) -> None:
+        if found != self._division:
+            held = f", which hold {len(self._held)} saves" if self._held else ""
+            raise OptionError(
+                f"{self.path}: expected {self._shown()}, as Extents specifies, found {found.count} "
+                f"extents of {found.extent_bytes:,} bytes{held}; set "
+                f"nbytes={found.count * found.extent_bytes} and "
+                f"extent_bytes={found.extent_bytes}, or remove it once none of them is needed"
             )
 
     def _check_newest(self) -> None:
-        """Lets the pack go that was being written when the one before this ended, if it is torn."""
+        """Drops the bundle that the previous process was writing when it ended, if it is torn."""
         for held in [one for one in self._held.values() if one.sequence == self._sequence]:
             try:
                 HeldPack(self._file, self._division, held).check()
@@ -260,7 +279,7 @@ class ExtentFile:
             raise OutOfSpace(
                 f"{self.path}: expected {needed * room:,} free bytes for {label.key} of "
                 f"{label.nbytes:,}, found {len(free) * room:,} free and {len(taken) * room:,} "
-                f"held by {len(self._held)} saves; let the root catch up, or give a greater "
+                f"held by {len(self._held)} saves; let the upload catch up, or increase "
                 "Extents.nbytes"
             )
         return tuple(free[:needed])
@@ -276,13 +295,13 @@ class ExtentFile:
             if start == held.label.nbytes and crc != held.label.crc32c:
                 raise Damaged(
                     held.label.key,
-                    f"a pack of crc32c {held.label.crc32c:08x}",
+                    f"a bundle with crc32c {held.label.crc32c:08x}",
                     f"{crc:08x}",
-                    "its files were altered while they were read, or since they were written",
+                    "its files changed while they were read, or since they were written",
                 )
             header = Header(held.sequence, number, len(held.extents), nbytes, crc, held.label.key)
             headers.append(header)
-            # With the payload, where that is one piece.
+            # Written together with the payload if that is one piece.
             self._write_header(at, header, behind=last)
         self._file.force()
         held.headers = tuple(headers)
@@ -290,10 +309,10 @@ class ExtentFile:
     def _write_payload(
         self, pack: Pack, start: int, nbytes: int, at: int, crc: int
     ) -> tuple[int, int]:
-        """Writes a piece of a pack, but where it fits into the buffer leaves it in there.
+        """Writes a piece of a bundle; leaves it in the buffer if it fits.
 
         Returns:
-          The checksum up to its end, and how many bytes are left in the buffer, behind the header.
+          The checksum up to its end, and the number of bytes left in the buffer after the header.
         """
         room = self._buffer[BLOCK_BYTES:]
         for offset in range(0, nbytes, len(room)):
@@ -313,7 +332,7 @@ class ExtentFile:
         self._file.write(at, self._buffer[: BLOCK_BYTES + behind])
 
     def _let_go(self, many: Collection[_Held]) -> None:
-        # Without its newest number, which might be the only trace of it, one would be used twice.
+        # Keep the highest number, which may be recorded nowhere else: a number must not be reused.
         gone = Header(self._sequence, 0, 0, 0, 0, "")
         for held in many:
             self._write_header(self._division.start(held.extents[0]), gone)
@@ -327,10 +346,10 @@ class ExtentFile:
 
 
 class HeldPack:
-    """The bytes of a pack that is held, as a ``Reader``; thread-safe.
+    """The bytes of a stored bundle, as a ``Reader``; thread-safe.
 
-    An extent is read whole into memory and checked there before any byte of it is given out, so
-    that each is read once by whoever goes from the beginning to the end.
+    An extent is read into memory and verified before any of its bytes are returned, so a sequential
+    reader reads each extent once.
     """
 
     def __init__(self, file: BlockFile, division: Division, held: _Held):
@@ -356,11 +375,11 @@ class HeldPack:
                 start, out = start + len(given), out[len(given) :]
 
     def check(self) -> None:
-        """Reads all of it.
+        """Reads and verifies all of it.
 
         Raises:
-          Damaged: it is not what was held.
-          StorageError: it cannot be read.
+          Damaged: the bytes differ from those that were written.
+          StorageError: reading failed.
         """
         with self._lock:
             for number in range(len(self._held.headers)):
@@ -387,14 +406,14 @@ class HeldPack:
 
 @dataclasses.dataclass
 class _Held:
-    """A pack, and the extents that it takes.
+    """A bundle and its extents.
 
     Attributes:
-      label: of the pack.
-      sequence: of its headers.
-      extents: in the order of its pieces.
-      headers: of them, once they are written.
-      stands: whether it is all there, on disk.
+      label: reference of the bundle.
+      sequence: sequence number in its headers.
+      extents: extent numbers, in the order of its pieces.
+      headers: their headers, once written.
+      stands: whether it is complete and durable.
     """
 
     label: Label
@@ -405,7 +424,7 @@ class _Held:
 
 
 def _is_whole(headers: tuple[Header, ...], division: Division) -> bool:
-    """Whether some headers, in order and of one stream, are all that it has."""
+    """Whether the headers are complete, in order and of one bundle."""
     counts = {header.pieces for header in headers}
     full = all(header.nbytes == division.payload_bytes for header in headers[:-1])
     return (
@@ -417,17 +436,17 @@ def _is_whole(headers: tuple[Header, ...], division: Division) -> bool:
 
 
 def _make(directory: Path, division: Division) -> None:
-    """Makes the file, and takes all of its space by writing it."""
+    """Creates the file, and allocates its space by writing it."""
     making = directory / _MAKING
     try:
         with files.typed_errors(
             making,
-            f"take {division.nbytes:,} bytes for extents",
-            full="free space, or give a smaller Extents.nbytes",
+            f"allocate {division.nbytes:,} bytes for extents",
+            full="make room, or set a smaller Extents.nbytes",
         ):
-            # What a start that was cut short has left.
+            # Left by an interrupted start.
             making.unlink(missing_ok=True)
-            with open(making, "xb") as new:
+            with open(making, "xb", opener=files.opened_privately) as new:
                 os.posix_fallocate(new.fileno(), 0, division.nbytes)
             _fill(making, division)
     except BaseException:
@@ -437,7 +456,7 @@ def _make(directory: Path, division: Division) -> None:
 
 
 def _fill(path: Path, division: Division) -> None:
-    """Writes it once: space that was never written is still a change of the file system's."""
+    """Writes the file once: a first write to allocated space still changes file system metadata."""
     with contextlib.closing(BlockFile(path)) as file:
         zeros = aligned_buffer(_PIECE_BYTES)
         for start in range(BLOCK_BYTES, division.nbytes, len(zeros)):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fragment of a pack is called, so that it says itself what it is of.
+"""Self-describing keys of bundle fragments.
 
-The key under which a keeper holds a fragment::
+The key under which a peer agent stores a fragment::
 
     <root>/<pack>/<bytes>.<crc32c>/<k>.<m>.<segment>.<number>.<crc32c of the fragment>
 """
@@ -12,9 +12,10 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from deltackpt.tiers import erasure
 from deltackpt.tiers.packing import Label
 
-#: Of a pack, in one go: what is in memory of it on either side.
+#: Bytes of a bundle per segment; bounds the memory used on either side.
 SEGMENT_BYTES = 16 << 20
 _KEY = re.compile(
     r"([^/]+)/([^/]+)/(\d{1,15})\.(\d{1,10})/(\d{1,3})\.(\d{1,3})\.(\d{1,9})\.(\d{1,3})\.(\d{1,10})"
@@ -22,15 +23,15 @@ _KEY = re.compile(
 
 
 class Fragment(NamedTuple):
-    """What the key of a fragment says.
+    """The contents of a fragment's key.
 
     Attributes:
-      label: of the pack.
-      k: of its code.
-      m: of its code.
-      segment: of the pack.
-      number: of the fragment; the first k are pieces of the segment itself.
-      crc32c: of its bytes.
+      label: reference of the bundle.
+      k: data fragments of its code.
+      m: parity fragments of its code.
+      segment: segment number in the bundle.
+      number: number of the fragment; the first k are pieces of the segment itself.
+      crc32c: CRC32C of its bytes.
     """
 
     label: Label
@@ -41,29 +42,30 @@ class Fragment(NamedTuple):
     crc32c: int
 
     def key(self, root: str) -> str:
-        """Under which a keeper holds it."""
+        """The key under which a peer agent stores it."""
         label = f"{self.label.key}/{self.label.nbytes}.{self.label.crc32c}"
         return f"{root}/{label}/{self.k}.{self.m}.{self.segment}.{self.number}.{self.crc32c}"
 
     @classmethod
     def of(cls, key: str) -> Fragment | None:
-        """What a key says; None of another one."""
+        """Parses a key; returns None for a foreign one."""
         match = _KEY.fullmatch(key)
         if match is None:
             return None
         nbytes, total, k, m, segment, number, own = map(int, match.groups()[2:])
         found = cls(Label(match[2], nbytes, total), k, m, segment, number, own)
-        sound = k >= 1 and nbytes and number < k + m and segment < segments(nbytes)
+        is_code = erasure.is_code(k, m) and number < k + m
+        sound = is_code and nbytes and segment < segments(nbytes) and found.key(match[1]) == key
         return found if sound else None
 
 
 class Coding(NamedTuple):
-    """How a pack was cut.
+    """How a bundle was split.
 
     Attributes:
-      label: of the pack.
-      k: fragments that any so many of restore a segment.
-      m: further ones.
+      label: reference of the bundle.
+      k: number of fragments that restore a segment.
+      m: number of additional fragments.
     """
 
     label: Label
@@ -71,22 +73,22 @@ class Coding(NamedTuple):
     m: int
 
 
-#: Nodes of the fragments of each segment of a pack.
+#: Nodes of the fragments of each segment.
 Where = dict[int, dict[Fragment, list[str]]]
 
 
 def segments(nbytes: int) -> int:
-    """How many segments a pack of a length has."""
+    """Returns the number of segments of a bundle."""
     return -(-nbytes // SEGMENT_BYTES)
 
 
 def segment_bytes(label: Label, segment: int) -> int:
-    """How long a segment of a pack is."""
+    """Returns the length of a segment in bytes."""
     return min(label.nbytes - segment * SEGMENT_BYTES, SEGMENT_BYTES)
 
 
 def is_whole(coding: Coding, where: Where) -> bool:
-    """Whether each segment has fragments enough."""
+    """Returns whether each segment has enough fragments."""
     return all(
         len({one.number for one in where.get(segment, {})}) >= coding.k
         for segment in range(segments(coding.label.nbytes))
@@ -94,7 +96,7 @@ def is_whole(coding: Coding, where: Where) -> bool:
 
 
 def is_complete(coding: Coding, where: Where) -> bool:
-    """Whether each segment has every fragment, each on a node of its own."""
+    """Returns whether each segment has every fragment, each on a distinct node."""
     return all(
         len(placed_of(where.get(segment, {}))) == coding.k + coding.m
         for segment in range(segments(coding.label.nbytes))
@@ -102,7 +104,7 @@ def is_complete(coding: Coding, where: Where) -> bool:
 
 
 def placed_of(there: Mapping[Fragment, list[str]]) -> dict[int, str]:
-    """Numbers of fragments with a node of its own each."""
+    """Returns the fragment indices placed on distinct nodes."""
     found: dict[int, str] = {}
     for one, nodes in sorted(there.items()):
         free = [node for node in nodes if node not in found.values()]

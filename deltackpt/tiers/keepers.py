@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where neighbours are and what lets in there: what a trainer tells its promoter of them."""
+"""Peer addresses and credentials, passed from the trainer to its uploader process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _MAGIC = "deltackpt.keepers"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeeperNode:
-    """A node that holds fragments of others in its memory.
+    """A node that holds other nodes' fragments in its memory.
 
     Attributes:
-      node: its name, which it keeps while its address changes.
-      address: of its server, "host:port".
-      rack: where it stands; "" where that is not known.
+      node: its name, which stays the same if its address changes.
+      address: its server's address, "host:port".
+      rack: its failure domain; "" if unknown.
     """
 
     node: str
@@ -28,16 +28,16 @@ class KeeperNode:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Keepers:
-    """Where neighbours are, how they hold packs, and what lets in there.
+    """The peers of a node, how they store bundles, and the token that they accept.
 
     Attributes:
-      root: what all keys begin with; of one root.
-      own: the node that this process is on, which holds nothing of its own.
-      token: what keepers let in.
-      nodes: all of them.
-      k: fragments that any so many give a pack back; 1 for copies.
-      m: further ones.
-      deadline_secs: of each question.
+      root: prefix of all keys; one per checkpoint directory.
+      own: this process's node, which stores no fragments of its own saves.
+      token: the token that peer agents accept.
+      nodes: all peer nodes, including ``own``.
+      k: number of fragments that restore a bundle; 1 for copies.
+      m: number of additional fragments.
+      deadline_secs: deadline of each request in seconds.
     """
 
     root: str
@@ -50,11 +50,11 @@ class Keepers:
 
     @property
     def others(self) -> tuple[KeeperNode, ...]:
-        """The nodes but one's own."""
+        """All nodes except ``own``."""
         return tuple(one for one in self.nodes if one.node != self.own)
 
     def require_nodes(self) -> None:
-        """Checks that there are as many other nodes as fragments.
+        """Checks that there are at least as many other nodes as fragments.
 
         Raises:
           OptionError: there are fewer.
@@ -64,19 +64,19 @@ class Keepers:
             how = f"Copies(copies={needed})" if self.k == 1 else f"Erasure(k={self.k}, m={self.m})"
             others = ", ".join(one.node for one in self.others) or "none"
             raise OptionError(
-                f"Tiers.neighbours={how}: expected {needed} nodes beside one's own, found {found} "
-                f"({others}); add nodes, or ask for less"
+                f"Tiers.peers={how}: expected {needed} nodes besides this one, found {found} "
+                f"({others}); add nodes, or request fewer fragments"
             )
 
     def to_bytes(self) -> bytes:
-        """As a record, which whoever reads it is let in with."""
+        """Serializes the record with its token; anyone who can read it can access the peers."""
         return manifest.to_bytes(self, _MAGIC)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Keepers:
-        """What ``to_bytes`` gave.
+        """Parses the result of ``to_bytes``.
 
         Raises:
-          Damaged, FormatTooNew: it is something else.
+          Damaged, FormatTooNew: the record is not readable.
         """
         return manifest.from_bytes(data, cls, name="neighbours.msgpack", magic=_MAGIC)

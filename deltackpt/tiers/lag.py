@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the saves of a stage have come, by what its promoter tells; and what is told of that."""
+"""Replication lag as reported by the uploader, and the events derived from it."""
 
 from __future__ import annotations
 
 import time
 
 from deltackpt.errors import Damaged, FencedError, RestoreError
-from deltackpt.events import Event, FailureEvent, Operation, PromotionEvent
+from deltackpt.events import Event, FailureEvent, Operation, UploadEvent
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.view import JournalView
@@ -16,43 +16,43 @@ from deltackpt.tiers.stage import Progress, Pushed, Stage, key_of, step_of
 
 
 class Lag:
-    """What is in a stage and not yet at the tiers behind it; the root itself is not asked."""
+    """Staged saves that have not reached the next tiers; does not query the remote directory."""
 
     def __init__(self, stage: Stage, local: Root, journal: JournalView, holder: str, process: int):
         """Reads nothing yet.
 
         Args:
-          stage: whose promoter tells.
-          local: its checkpoint directory.
-          journal: of the root, as far as it is known.
-          holder: of the claim that the promoter works under.
-          process: whose stage it is.
+          stage: the staging directory whose uploader reports.
+          local: its local checkpoint directory.
+          journal: journal of the remote directory, as far as known.
+          holder: holder number of the uploader's claim.
+          process: the process whose staging directory it is.
         """
         self._stage = stage
         self._local = local
         self._journal = journal
         self._holder = holder
         self._process = process
-        #: Bytes of saves in the stage, by ``key_of``.
+        #: Bytes of the staged saves, by ``key_of``.
         self._sizes: dict[str, int] = {}
         self._told_promotions = 0
         self._told_damaged: set[str] = set()
-        #: Operations whose problem was told and stands.
+        #: Operations whose problem was reported and persists.
         self._told_problems: set[str] = set()
         self._raised: set[str] = set()
 
     @property
     def progress(self) -> Progress:
-        """What the promoter told last."""
+        """The uploader's last report."""
         return self._stage.progress(self._holder)
 
     @property
     def pushed(self) -> Pushed:
-        """What neighbours hold, as the promoter told last."""
+        """What peers hold, according to the uploader's last report."""
         return self._stage.pushed(self._holder)
 
     def behind(self, progress: Progress | None = None) -> dict[int, int]:
-        """Steps of the stage that may come to the root and have not, with the bytes of each."""
+        """Returns the staged steps that were not uploaded yet, with the bytes of each."""
         progress, at_root = progress or self.progress, self._journal.known.steps
         found = {}
         for step, info in self._local.saves().items():
@@ -65,22 +65,22 @@ class Lag:
         return found
 
     def _is_unreadable(self, step: int, progress: Progress) -> bool:
-        """Whether the promoter cannot tell which save a step is, though it was known here."""
+        """Whether the uploader cannot identify a step's save, although it is known here."""
         if key_of(step, None) not in progress.damaged:
             return False
         try:
             saves.read_info(self._local.at(step), self._local.item)
         except RestoreError:
             return True
-        return False  # Another save stands there by now.
+        return False  # Another save has taken its place.
 
     def short_of(self, tier: str) -> dict[int, int]:
-        """Steps of the stage that are not at a tier yet, nor at a later one; bytes of each.
+        """Returns the staged steps that have reached neither a tier nor a later one; bytes of each.
 
         Args:
-          tier: ``"root"`` or ``"neighbours"``.
+          tier: ``"remote"`` or ``"peers"``.
         """
-        if tier == "root":
+        if tier == "remote":
             return self.behind()
         pushed, progress, found = self.pushed, self.progress, {}
         there = {*pushed.saves, *pushed.damaged}
@@ -97,40 +97,41 @@ class Lag:
         return self._sizes[key]
 
     def problem(self, tier: str) -> str | None:
-        """Why saves do not come to a tier; None where nothing is known of it."""
-        return self.progress.problem if tier == "root" else self.pushed.problem
+        """Returns why saves do not reach a tier; None if no problem is known."""
+        return self.progress.problem if tier == "remote" else self.pushed.problem
 
     def is_held(self, save_id: SaveId, progress: Progress | None = None) -> bool:
-        """Whether a save was ever committed at the root."""
+        """Returns whether a save was ever committed remotely."""
         held = (progress or self.progress).is_at_root(save_id)
         return held or self._journal.known.held(save_id)
 
     def require_claim(self) -> None:
-        """Checks that the root is not another's.
+        """Checks that no other trainer has taken the remote directory.
 
         Raises:
-          FencedError: the promoter found that it is.
+          FencedError: the uploader found that another trainer has taken it.
         """
         if (fenced := self.progress.fenced) is not None:
             raise FencedError(fenced)
 
     def newly_damaged(self, tier: str) -> str | None:
-        """Why a save cannot come to a tier, each once."""
-        damaged = self.progress.damaged if tier == "root" else self.pushed.damaged
-        for key in damaged.keys() - self._raised:
+        """Returns the new reasons why saves cannot reach a tier, each once."""
+        damaged = self.progress.damaged if tier == "remote" else self.pushed.damaged
+        # The oldest first, so that all processes name the same one; later ones may follow from it.
+        for key in sorted(damaged.keys() - self._raised, key=lambda key: (step_of(key), key)):
             self._raised.add(key)
             return damaged[key]
         return None
 
     def news(self) -> list[Event]:
-        """What has happened since the last call."""
+        """Returns the events since the last call."""
         progress, found = self.progress, list[Event]()
         new = [one for one in progress.recent if one.number > self._told_promotions]
         behind = self.behind(progress) if new else {}
         for one in new:
             self._told_promotions = one.number
             found.append(
-                PromotionEvent(
+                UploadEvent(
                     step=one.save_id.step,
                     process=self._process,
                     bytes_sent=one.nbytes,
@@ -145,9 +146,9 @@ class Lag:
         for key in progress.damaged.keys() - self._told_damaged:
             self._told_damaged.add(key)
             message = progress.damaged[key]
-            found.append(self._failure("promote", Damaged.code, message, step_of(key), 0.0))
+            found.append(self._failure("upload", Damaged.code, message, step_of(key), 0.0))
         problems: list[tuple[Operation, Progress | Pushed]]
-        problems = [("promote", progress), ("push", self.pushed)]
+        problems = [("upload", progress), ("push", self.pushed)]
         for operation, told in problems:
             if told.problem is None:
                 self._told_problems.discard(operation)

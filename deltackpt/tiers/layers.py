@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage before its root, as one store laid out like a directory: what is near is read there."""
+"""A staging directory and its remote directory as one store; staged files are read locally."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from deltackpt.ledger.view import JournalView
 from deltackpt.storage.store import FileStore, Missing, Spot, Stamp, Store
 
 _T = TypeVar("_T")
-#: Units, each with the save that it is of: a compacted base has the id of its step, and stays.
+#: Units with their save: a compacted base has the id of its step, and remains.
 Hidden = frozenset[tuple[Unit, SaveId]]
 
 
 class Seen(Journaled):
-    """The units that a trainer knows to be at the root: nobody is asked, and some are hidden.
+    """The remote units that a trainer knows of, without queries; some are hidden.
 
-    Nobody but the trainer, its promoter and a compactor changes the root while the trainer holds
-    it, so what it has seen is what there is, but for the newest promotions and bases.
+    While the trainer holds the lease, only the trainer, its uploader and a compactor change the
+    remote directory. The known units are therefore complete except for the newest uploads and
+    bases.
     """
 
     def __init__(self, journal: JournalView, hidden: Callable[[], Hidden]):
-        """Reads by a journal.
+        """Reads the units from a journal.
 
         Args:
-          journal: of the root.
-          hidden: what was rolled back or retired here, and is still at the root.
+          journal: journal of the remote directory.
+          hidden: units that were rolled back or retired locally, but still exist remotely.
         """
         super().__init__(journal)
         self._hidden = hidden
@@ -47,17 +48,17 @@ class Seen(Journaled):
 
 
 class Layers:
-    """What is committed in a stage, and at its root; thread-safe."""
+    """Committed contents of a staging directory and its remote directory; thread-safe."""
 
     def __init__(self, stage: FileStore, root: Committed, url: str, *, apart: bool = False):
         """Reads from both.
 
         Args:
-          stage: a checkpoint directory.
-          root: what is committed at the root.
-          url: how errors name it.
-          apart: whether the stage has no more than parts of steps: it says which there are, and
-            the root is read.
+          stage: the staging directory's checkpoint directory.
+          root: committed contents of the remote directory.
+          url: its name in errors.
+          apart: whether staging directories hold only parts of steps; then steps are listed here,
+            but read remotely.
         """
         self._apart = apart
         self._stage = stage
@@ -70,7 +71,7 @@ class Layers:
         return self._url
 
     def holder(self, key: str) -> Store:
-        """Which of both holds what is under a key, or below a folder: the stage where both do."""
+        """Returns the store that holds a key or a folder; the local one if both do."""
         step = key.partition("/")[0]
         if self._apart:
             return self._root
@@ -79,7 +80,7 @@ class Layers:
         return self._stage if self._stage.stamp(step) is not None else self._root
 
     def at(self, key: str) -> Spot:
-        """A place in the one store that holds it."""
+        """Returns a path in the store that holds it."""
         return Spot(self.holder(key), key)
 
     def get(self, key: str) -> bytes:
@@ -101,15 +102,15 @@ class Layers:
         return self._ask(key, lambda store: store.version(key))
 
     def put(self, key: str, data: bytes | memoryview, *, absent: bool = False) -> None:
-        """Refused: saves are made in the stage, and promoted."""
-        raise StorageError(f"{self._url}/{key}: expected to be read only, found a write")
+        """Not supported: saves are staged and uploaded."""
+        raise StorageError(f"{self._url}/{key}: expected only reads, found a write")
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Refused: see ``put``."""
-        raise StorageError(f"{self._url}: expected to be read only, found a deletion of {[*keys]}")
+        """Not supported: see ``put``."""
+        raise StorageError(f"{self._url}: expected only reads, found a deletion of {[*keys]}")
 
     def keys(self, folder: str, *, after: str = "") -> list[str]:
-        """See ``Store``; of the whole, those of committed steps and bases."""
+        """See ``Store``; without a folder, the keys of committed steps and bases."""
         if folder:
             return self._ask(folder, lambda store: store.keys(folder, after=after))
         steps = self.folders("")
@@ -137,5 +138,5 @@ class Layers:
             return ask(holder)
         except Missing:
             if holder is self._stage and self.holder(key) is self._root:
-                return ask(self._root)  # It left the stage meanwhile.
+                return ask(self._root)  # It was evicted from the staging directory concurrently.
             raise

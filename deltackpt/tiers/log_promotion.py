@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings the log of a stage to its root as it grows, so that a lost node does not take it along.
+"""Uploads a staged write-ahead log as it grows, so that it survives the loss of a node.
 
-The head of a stretch comes first, as an entry of the journal: before any save of its run, so that
-whoever reads the root knows what of earlier stretches counts. What is logged follows behind the
-saves, the oldest first, whole marks whose checksums hold. It goes from the root by the steps that
-are committed there, and not by those of the stage, which are ahead of them.
+The epoch header is uploaded first, as a journal entry, before any save of its run: readers need it
+to know which records of earlier epochs are valid. Records follow after the saves, oldest first, as
+complete records with valid checksums. The remote log is trimmed by the steps that are committed
+remotely, not by the staged ones, which are ahead of them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from deltackpt.ledger import entries
 from deltackpt.ledger.committed import SEGMENT_BYTES
 from deltackpt.ledger.entries import LogRef, State
 from deltackpt.ledger.journal import Journal
-from deltackpt.ledger.promoted_log import HEAD, pieces_at
+from deltackpt.ledger.promoted_log import HEAD, HEAD_COPY, pieces_at
 from deltackpt.reading.log_files import Mark
+from deltackpt.reading.log_progress import NAME, Noted, newest_durable
 from deltackpt.reading.stretches import Logs
 from deltackpt.resources.pace import Pace
 from deltackpt.storage.store import Missing, Spot, spot
@@ -35,21 +36,22 @@ from deltackpt.tiers.stage import Stage
 
 _logger = logging.getLogger(__name__)
 
-#: A segment that grows is sent once it has grown by so much, or for so long.
+#: A growing segment is uploaded once it has grown by this much, or after this time.
 PIECE_BYTES = 8 << 20
 PIECE_SECS = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """What is to be sent of a segment: whole marks.
+    """A part of a segment to upload: complete records.
 
     Attributes:
       segment: ``<process>/<segment>``.
-      source: the file.
-      start: where it begins in it.
-      marks: its marks.
-      is_closed: whether the segment grows no more.
+      source: path of the file.
+      start: its offset in the file.
+      marks: its WAL records.
+      is_closed: whether the segment is complete.
+      durable: number of the newest durable staged record.
     """
 
     segment: str
@@ -57,6 +59,7 @@ class _Piece:
     start: int
     marks: Sequence[Mark]
     is_closed: bool
+    durable: int
 
     @property
     def end(self) -> int:
@@ -67,7 +70,7 @@ class _Piece:
         return self.end - self.start
 
     def cut(self) -> _Piece:
-        """As much of it as is sent at once: one mark at least."""
+        """The leading part that is sent at once: at least one record."""
         count = 1
         while count < len(self.marks) and self.marks[count].end - self.start <= SEGMENT_BYTES:
             count += 1
@@ -75,35 +78,37 @@ class _Piece:
 
 
 class _Damage(NamedTuple):
-    """A mark of a segment that is altered: where it ends, and until when it is taken for so."""
+    """An altered record of a segment: where it ends, and until when it is considered altered."""
 
     end: int
     until: float
 
 
 class LogPromotion:
-    """The log of one stage on its way to the root; used by one thread."""
+    """Uploads the log of one staging directory; used by one thread."""
 
     def __init__(self, stage: Stage, clock: Callable[[], float] = time.monotonic):
         """Reads and writes nothing yet."""
         self._at = spot(stage.steps / names.LOG)
         self._logs = Logs(self._at)
         self._clock = clock
-        #: How far each segment is at the root, by stretch: ``<process>/<segment>`` to pieces.
+        #: What is uploaded of each segment, by WAL epoch: ``<process>/<segment>`` to pieces.
         self._sent: dict[str, dict[str, list[PieceRange]]] = {}
-        #: When something of a segment was sent last, or seen first.
+        #: When data of a segment was last sent, or first seen.
         self._since: dict[tuple[str, str], float] = {}
         self._damaged: dict[tuple[str, str], _Damage] = {}
-        #: Stretches whose heads are altered in the stage.
+        #: Prefixes of WAL epochs whose remote progress is up to date.
+        self._noted: set[str] = set()
+        #: WAL epochs whose staged headers are altered.
         self._unreadable: set[int] = set()
 
-    # ---- heads
+    # ---- epoch headers
 
     def bring_heads(self, journal: Journal) -> None:
-        """Makes the heads in the stage count at the root that do not yet.
+        """Commits the staged epoch headers that the remote directory lacks.
 
         Raises:
-          FencedError, StorageError: as ``Journal.commit``.
+          FencedError, StorageError: as for ``Journal.commit``.
         """
         fresh: list[StretchHead] = []
         for number in self._logs.numbers():
@@ -112,9 +117,9 @@ class LogPromotion:
             try:
                 fresh.append(self._logs.head(number))
             except (Damaged, FormatTooNew) as error:
-                # Nobody knows what it goes on from: without it more than that would count.
+                # Its fork point is unknown: without it, records that must not count would.
                 if number not in self._unreadable:
-                    _logger.error("%s; of the log nothing before it counts at the root", error)
+                    _logger.error("%s; no earlier remote WAL record is used", error)
                 self._unreadable.add(number)
                 journal.retire_logs([one.stretch for one in journal.known.entry.logs])
                 break
@@ -130,29 +135,31 @@ class LogPromotion:
         )
         stands = False
         try:
-            at.store.put(at.key, data)
+            for one in (at, journal.root / prefix / HEAD_COPY):
+                one.store.put(one.key, data)
             stands = journal.add_log(ref)
         finally:
             if not stands:
                 journal.give_up(prefix)
 
-    # ---- what is logged
+    # ---- records
 
     def step(self, journal: Journal, pace: Pace, *, every: bool) -> bool:
-        """Sends one piece, the oldest that is due.
+        """Uploads one piece, the oldest that is due.
 
         Args:
-          journal: of the root.
-          pace: bounds the bytes per second.
-          every: whether all is due that is there: nothing will be added.
+          journal: journal of the remote directory.
+          pace: limits the bytes per second.
+          every: whether everything is due because nothing will be added.
 
         Returns:
-          Whether there was one.
+          Whether a piece was due.
 
         Raises:
-          FencedError: another trainer has taken the root.
-          StorageError: the root refused, or did not answer.
+          FencedError: another trainer has taken the remote directory.
+          StorageError: the remote store reported an error or did not answer.
         """
+        self._note_earlier(journal)
         for ref, piece in self._waiting(journal):
             since = self._since.setdefault((ref.prefix, piece.segment), self._clock())
             late = self._clock() - since >= PIECE_SECS
@@ -162,11 +169,18 @@ class LogPromotion:
         return False
 
     def nbytes(self, journal: Journal) -> int:
-        """Bytes of whole marks in the stage that may come to the root and have not."""
+        """Returns the bytes of complete staged records that were not uploaded yet."""
         return sum(piece.nbytes for _, piece in self._waiting(journal))
 
     def _waiting(self, journal: Journal) -> Iterator[tuple[LogRef, _Piece]]:
-        """What is in the stage and not at the root, by stretch and process, oldest first."""
+        """What is staged and not uploaded, by WAL epoch and process, oldest first."""
+        for ref, head in self._staged(journal):
+            for process in range(head.process_count):
+                for piece in self._of_process(ref, head, process, journal):
+                    yield ref, piece
+
+    def _staged(self, journal: Journal) -> Iterator[tuple[LogRef, StretchHead]]:
+        """The remote WAL epochs that are also staged."""
         here = {*self._logs.numbers()}
         for ref in journal.known.entry.logs:
             if ref.stretch not in here:
@@ -174,11 +188,9 @@ class LogPromotion:
             try:
                 head = self._logs.head(ref.stretch)
             except (Damaged, FormatTooNew):
-                continue  # What came to the root of it is all that comes.
+                continue  # No more of it will be uploaded.
             if head.run == ref.run:
-                for process in range(head.process_count):
-                    for piece in self._of_process(ref, head, process, journal):
-                        yield ref, piece
+                yield ref, head
 
     def _of_process(
         self, ref: LogRef, head: StretchHead, process: int, journal: Journal
@@ -191,7 +203,7 @@ class LogPromotion:
             left -= 1
             is_closed, segment = is_over or left > 0, f"{process}/{name}"
             if is_closed and needed and all(one.save_id.step <= needed.step for one in marks):
-                continue  # It would go from the root at once.
+                continue  # It would be trimmed remotely at once.
             start = max((piece.end for piece in sent.get(segment, ())), default=0)
             fresh = [one for one in marks if one.end > start]
             damaged = self._damaged.get((ref.prefix, segment))
@@ -199,10 +211,10 @@ class LogPromotion:
                 fresh = [one for one in fresh if one.end < damaged.end]
             if fresh:
                 source = self._logs.segments_of(head) / segment
-                yield _Piece(segment, source, start, fresh, is_closed)
+                yield _Piece(segment, source, start, fresh, is_closed, log.noted.number)
 
     def _send(self, ref: LogRef, piece: _Piece, journal: Journal, pace: Pace) -> bool:
-        """Puts a piece whose frames are as they were written."""
+        """Uploads a piece whose frames are intact."""
         try:
             self._check(ref, piece)
         except Damaged:
@@ -219,17 +231,51 @@ class LogPromotion:
                 to = journal.root / ref.prefix / piece.segment / names.piece_name(one)
                 to.store.put(to.key, bytes(data))
                 self._known(ref, journal).setdefault(piece.segment, []).append(one)
+            self._note(ref, piece, journal)
         except Missing:
-            return False  # It was trimmed meanwhile.
+            return False  # The segment was trimmed concurrently.
         self._since[ref.prefix, piece.segment] = self._clock()
         return True
 
+    def _note(self, ref: LogRef, piece: _Piece, journal: Journal) -> None:
+        """Records the newest uploaded record of a process, as the process does locally."""
+        durable = [one.save_id for one in piece.marks if one.save_id.attempt <= piece.durable]
+        if durable:
+            at = journal.root / ref.prefix / piece.segment.partition("/")[0]
+            _put_progress(at, durable[-1])
+
+    def _note_earlier(self, journal: Journal) -> None:
+        """Records what an earlier uploader sent: it may have ended before it recorded that."""
+        for ref, head in self._staged(journal):
+            if ref.prefix in self._noted:
+                continue
+            sent = self._known(ref, journal)
+            for process in range(head.process_count):
+                log = self._logs.log_of(head, process)
+                log.advance()
+                at = journal.root / ref.prefix / str(process)
+                recorded = newest_durable(at).number
+                ends = {
+                    name: max((one.end for one in sent.get(f"{process}/{name}", ())), default=0)
+                    for name in log.segments
+                }
+                fresh = [
+                    one.save_id
+                    for name, marks in log.segments.items()
+                    for one in marks
+                    if recorded < one.save_id.attempt <= log.noted.number and one.end <= ends[name]
+                ]
+                if fresh:
+                    journal.check()
+                    _put_progress(at, fresh[-1])
+            self._noted.add(ref.prefix)
+
     def _check(self, ref: LogRef, piece: _Piece) -> None:
-        """Checks that frames are as they were written: what is altered here reaches no bucket.
+        """Checks that frames are intact: altered ones are not uploaded.
 
         Raises:
-          Damaged: one is not; what comes before it is sent, and it is looked at again later: of a
-            file of another node some may not have come here yet.
+          Damaged: a frame is altered. The frames before it are sent, and it is checked again later,
+            because part of another node's file may not be visible here yet.
         """
         for mark in piece.marks:
             try:
@@ -239,17 +285,17 @@ class LogPromotion:
                 key = ref.prefix, piece.segment
                 if piece.source.is_file():
                     if key not in self._damaged:
-                        _logger.error("the log at the root ends before %s: %s", mark.save_id, error)
+                        _logger.error("the uploaded WAL ends before %s: %s", mark.save_id, error)
                     self._damaged[key] = _Damage(mark.end, self._clock() + PIECE_SECS)
                 raise
 
-    # ---- what nothing needs any more
+    # ---- trimming
 
     def trim(self, journal: Journal) -> None:
-        """Deletes at the root the marks that are not above its last but one step.
+        """Deletes remote records that are not above its second-newest step.
 
         Raises:
-          FencedError, StorageError: as ``Journal.commit``.
+          FencedError, StorageError: as for ``Journal.commit``.
         """
         oldest = _oldest_needed(journal.known)
         if oldest is None or not journal.known.entry.logs:
@@ -271,7 +317,7 @@ class LogPromotion:
         last: dict[str, str] = {}
         for segment in sorted(known):
             last[segment.partition("/")[0]] = segment
-        # The last one of a process may grow, and its beginning is needed then.
+        # The last segment of a process may grow, and its beginning is needed then.
         for segment in known.keys() - {*last.values()}:
             if all(piece.step <= step for piece in known[segment]):
                 at = journal.root / ref.prefix / segment
@@ -279,19 +325,23 @@ class LogPromotion:
                 del known[segment]
 
     def _known(self, ref: LogRef, journal: Journal) -> dict[str, list[PieceRange]]:
-        """What is at the root of a stretch: listed once, since nobody else puts anything there."""
+        """The uploaded part of a WAL epoch: listed once, since only this process uploads there."""
         if ref.prefix not in self._sent:
             found = pieces_at(journal.root / ref.prefix)
             self._sent[ref.prefix] = {segment: [*one.every] for segment, one in found.items()}
         return self._sent[ref.prefix]
 
 
+def _put_progress(at: Spot, newest: SaveId) -> None:
+    (to := at / NAME).store.put(to.key, Noted(newest.attempt, newest.step).to_bytes())
+
+
 def _newest(state: State) -> int:
-    """The number of the newest stretch at the root; below all others where there is none."""
+    """The number of the newest remote WAL epoch; a smaller one than all others if there is none."""
     return state.entry.logs[-1].stretch if state.entry.logs else -1
 
 
 def _oldest_needed(state: State) -> SaveId | None:
-    """The step from which restores may go on by the log: the last but one at the root."""
+    """The step onto which restores may replay the log: the remote directory's second newest."""
     steps = [*state.steps.values()]
     return steps[-2:][0].save_id if steps else None

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the promoters of several stages bring one save to the root, each its part.
+"""How the uploaders of several staging directories upload one save, each its part.
 
-They know without asking each other where its files go: the place follows from the trainer's claim
-and the save. Each puts its files there and tells so by an object in the root's ``meeting/``. That
-of process 0, whose stage describes all of the save, commits once all have told. Whoever cannot do
-its part tells that instead, and then the save does not come to the root.
+They agree on a save's path without communication: it is derived from the trainer's claim and the
+save. Each uploads its files there and reports this with an object in the remote ``meeting/``.
+Process 0's uploader, whose staging directory describes the complete save, commits once all have
+reported. An uploader that cannot upload its part reports that instead, and the save is not
+committed.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _MAGIC = "deltackpt.stage.part"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Told:
-    """What a promoter tells of its part.
+    """An uploader's report on its part.
 
     Attributes:
-      process: whose stage it is.
-      nbytes: of the files that it put.
-      objects: how many these were.
-      problem: why the save cannot come to the root; None where the part is there.
+      process: the process whose part it is.
+      nbytes: size of the uploaded files.
+      objects: number of uploaded objects.
+      problem: why the save cannot be uploaded; None if the part was uploaded.
     """
 
     process: int
@@ -39,35 +40,35 @@ class Told:
 
 
 def token_of(save_id: SaveId) -> str:
-    """What the place of a save ends in, on every node."""
+    """Returns the suffix of a save's path, the same on every node."""
     known = f"{save_id.run}.{save_id.attempt}.{save_id.step}"
     return hashlib.sha256(known.encode()).hexdigest()[:12]
 
 
 class Meeting:
-    """Where the promoters meet for one save."""
+    """The reports of all uploaders on one save."""
 
     def __init__(self, root: Spot, prefix: str):
-        """Of a save whose files go below ``prefix``."""
+        """For a save whose files are below ``prefix``."""
         self._at = root / MEETING / prefix.removeprefix(f"{SAVES}/")
         self._known: dict[int, Told] = {}
 
     def tell(self, told: Told) -> None:
-        """Tells the others; to tell the same again changes nothing.
+        """Publishes a report. Idempotent.
 
         Raises:
-          StorageError: the root refused.
+          StorageError: the remote store reported an error.
         """
         at = self._at / f"{told.process}.msgpack"
         at.store.put(at.key, manifest.to_bytes(told, _MAGIC))
         self._known[told.process] = told
 
     def told(self) -> dict[int, Told]:
-        """What was told, by process.
+        """Returns the reports by process.
 
         Raises:
-          Damaged: something else stands there.
-          StorageError: the root refused.
+          Damaged: an object is not a report.
+          StorageError: the remote store reported an error.
         """
         for name in self._at.keys():
             at = self._at / name
@@ -78,19 +79,19 @@ class Meeting:
         return dict(self._known)
 
     def end(self) -> None:
-        """Removes what was told; the journal tells the rest.
+        """Removes the reports after the commit, which the journal records.
 
         Raises:
-          StorageError: the root refused.
+          StorageError: the remote store reported an error.
         """
         self._at.store.delete([(self._at / name).key for name in self._at.keys()])
 
 
 def sweep(root: Spot, epoch: int) -> None:
-    """Removes what was told under claims that are over.
+    """Removes the reports of superseded claims.
 
     Raises:
-      StorageError: the root refused.
+      StorageError: the remote store reported an error.
     """
     at = root / MEETING
     for name in at.folders():

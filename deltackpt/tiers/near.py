@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is held near the stage of a trainer: extents that it fills itself, neighbours to read from.
+"""Local replicas of staged saves: extents that the trainer fills, and peers to read from.
 
-A save enters the extents on the thread that has just committed it to the stage, so that whoever
-waits for the save waits for that, too. It leaves them when room is needed and it is at the root, or
-at once where training goes back behind it. Neighbours are filled by the promoter's process
-(``pushing``); here they are only read, when something is missing in the stage.
+The thread that commits a save to the staging directory also writes it to the extents, so waiting
+for the save includes that. It is dropped from the extents when space is needed and it was uploaded,
+or at once on a rollback. The uploader process writes to peers (``pushing``); here they are only
+read, if something is missing in the staging directory.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from deltackpt import events
-from deltackpt.errors import OutOfSpace, StorageError
+from deltackpt.errors import OutOfSpace, RestoreError, StorageError
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.directory import Root
@@ -28,14 +28,17 @@ from deltackpt.tiers.packing import FilePack, Holder
 from deltackpt.tiers.recall import Recalled
 from deltackpt.tiers.stage import Line, Orders, Stage
 
-#: Between two searches for neighbours.
+#: Seconds between two searches for peers.
 _FIND_SECS = 2.0
-#: Finds neighbours; those that were found before are told to it.
+#: Finds peers, given those found before.
 FindNeighbours = Callable[[Keepers | None], Keepers]
 
 
 class Near:
-    """The holders near one stage; used by the thread that saves, and by the training thread."""
+    """The replicas of one staging directory.
+
+    Used by the saving thread and by the training thread.
+    """
 
     def __init__(
         self,
@@ -48,17 +51,16 @@ class Near:
         parts: int = 1,
         fsync: bool = True,
     ):
-        """Finds the neighbours, of whom the promoter is told.
+        """Finds the peers.
 
         Args:
-          stage: of this process.
+          stage: this process's staging directory.
           local: its checkpoint directory.
-          extents: those of the trainer.
-          find_neighbours: finds nodes that hold what the promoter gives them; asked now, and when
-            they do not answer it.
-          part: of which process of several that have a stage each.
-          parts: of how many such.
-          fsync: whether what comes back into the stage survives a power cut there.
+          extents: the trainer's extents.
+          find_neighbours: finds peer nodes; called now, and when peers do not answer the uploader.
+          part: the process, if several have a staging directory each.
+          parts: the number of such processes.
+          fsync: whether recovered saves are fsynced in the staging directory.
         """
         self._stage = stage
         self._local = local
@@ -69,14 +71,25 @@ class Near:
         self._found_at = 0.0
         self._part, self._parts = part, parts
         self._fsync = fsync
-        #: Where saves that came back to the stage were held.
+        #: The source of each recovered save.
         self._where: dict[SaveId, str] = {}
-        #: Bytes of the newest delta that was held.
+        #: Errors of saves that are held but could not be recovered, by step.
+        self.unusable: Mapping[int, RestoreError] = {}
+        #: Size of the newest delta that was held, in bytes.
         self._delta_bytes = 0
-        if find_neighbours is None:
-            stage.note_keepers(None)
-        else:
+        #: Whether the trainer has started; before, the uploader serves the previous one.
+        self._is_confirmed = False
+        if find_neighbours is not None:
             self._meet(find_neighbours(None))
+
+    def confirm(self) -> None:
+        """Passes the peers to the uploader: the trainer has started.
+
+        Raises:
+          StorageError: writing failed.
+        """
+        self._is_confirmed = True
+        self._stage.note_keepers(None if self._keepers is None else self._keepers.to_bytes())
 
     @property
     def _holders(self) -> list[Holder]:
@@ -85,10 +98,10 @@ class Near:
         return [one for one in found if one is not None]
 
     def find_again(self) -> None:
-        """Finds neighbours anew that came, or began again; not more often than now and then.
+        """Finds new or restarted peers; rate-limited.
 
         Raises:
-          ServiceError: nobody can be asked.
+          ServiceError: the peers cannot be queried.
         """
         if self._find is not None and time.monotonic() - self._found_at > _FIND_SECS:
             self._meet(self._find(self._keepers))
@@ -100,15 +113,17 @@ class Near:
         if self._neighbours is not None:
             self._neighbours.close()
         self._keepers, self._neighbours = keepers, Neighbours(keepers)
-        self._stage.note_keepers(keepers.to_bytes())
+        if self._is_confirmed:
+            self._stage.note_keepers(keepers.to_bytes())
 
     def recall(self, root: str, state: State, old: Orders | None) -> Recalled:
-        """Brings back what counts; see ``recall.recall``.
+        """Recovers the saves that count; see ``recall.recall``.
 
         Raises:
-          OptionError: a holder is another root's; or there are too few neighbours for what comes.
+          OptionError: a replica belongs to another checkpoint directory, or there are too few
+            peers.
         """
-        found = Recalled({}, (), ())
+        found = Recalled({}, (), (), {})
         if self._holders:
             found = recall.recall(
                 self._stage,
@@ -123,18 +138,19 @@ class Near:
             )
 
         self._where |= found.where
+        self.unusable = found.unusable
         if self._keepers is not None and self._neighbours is not None:
             if silent := self._neighbours.silent():
                 events.warn(
-                    f"neighbours: expected an answer of all nodes, found none of {silent}; what "
-                    "only they hold is left where it is, and training goes on without it"
+                    f"peers: expected an answer from all nodes, found none from {silent}; saves "
+                    "that only they hold are left there, and training continues without them"
                 )
             self._warn_of_lost(self._neighbours, state)
-            self._keepers.require_nodes()  # Whoever is left was asked before.
+            self._keepers.require_nodes()  # The remaining nodes were asked before.
         return found
 
     def _warn_of_lost(self, neighbours: Neighbours, state: State) -> None:
-        """Says of each save that too few nodes are left to bring back what is missing."""
+        """Warns about each save that too few nodes are left to recover."""
         here = {info.save_id for info in self._local.saves().values() if info is not None}
         for name, label in packing.newest_first(neighbours.incomplete()):
             if name.part == self._part and name.save_id not in here:
@@ -143,10 +159,10 @@ class Near:
                         with neighbours.reading(label):
                             pass
                     except StorageError as error:
-                        events.warn(f"step {name.step} cannot be brought back: {error}")
+                        events.warn(f"step {name.step} cannot be recovered: {error}")
 
     def bring(self, wanted: Iterable[SaveId]) -> None:
-        """Brings saves into the stage, as far as they are held near it: the root is farther."""
+        """Recovers saves into the staging directory from replicas nearer than the remote one."""
         missing = [*wanted] if self._holders else []
         if not missing:
             return
@@ -159,12 +175,15 @@ class Near:
                     self._where[save_id] = holder
 
     def held(self) -> set[SaveId]:
-        """Saves that can be brought back, as far as is known without reading them."""
+        """Returns the recoverable saves, as far as is known without reading them."""
         return {name.save_id for name, _ in recall.offered(self._holders, self._part)}
 
     def source_of(self, save_id: SaveId) -> str:
-        """Where a save that is in the stage was held before; the stage where it was made there."""
-        return self._where.get(save_id, "stage")
+        """Returns where a staged save was recovered from.
+
+        The staging directory if it was made there.
+        """
+        return self._where.get(save_id, "staging")
 
     def hold(
         self,
@@ -175,21 +194,21 @@ class Near:
         may_go: Callable[[SaveId], bool],
         wait: Callable[[], None],
     ) -> None:
-        """Takes the saves of the stage into the extents that are not there, where there are any.
+        """Writes the staged saves that the extents lack into them, if there are extents.
 
-        Older ones first: one that was refused before is a parent of those after it.
+        Older ones come first: one that failed before is a parent of those after it.
 
         Args:
-          infos: the saves in the stage; None of those whose manifests cannot be read.
-          item: name of our item.
-          orders: under which they stand.
-          may_go: whether a save need not be held, or not any more.
-          wait: called where nothing that is held may go; it raises what ends the wait for room.
+          infos: the staged saves; None for those whose manifests are unreadable.
+          item: name of the deltackpt item.
+          orders: the current orders.
+          may_go: whether a save may be dropped.
+          wait: called if nothing may be dropped; it raises to end the wait for room.
 
         Raises:
           OptionError: the extents are too small for such saves.
-          Damaged: a save is not what was written.
-          StorageError: they refuse it.
+          Damaged: a save's bytes differ from those written.
+          StorageError: writing failed.
         """
         extents = self._extents
         if extents is None:
@@ -225,24 +244,24 @@ class Near:
                     wait()
 
     def forget(self, save_ids: Collection[SaveId]) -> None:
-        """Lets saves go for good, which training went back behind; durable when it returns.
+        """Drops rolled-back saves from the extents durably.
 
-        Neighbours let go of what is not in the stage.
+        Peers drop everything that is not staged.
 
         Raises:
-          StorageError: the extents refuse.
+          StorageError: the extents reported an error.
         """
         if self._extents is not None and save_ids:
             labels = self._extents.labels()
             self._extents.drop([one for one in labels if packing.save_of(one) in save_ids])
 
     def close(self) -> None:
-        """Ends what is open."""
+        """Closes all replicas."""
         for holder in self._holders:
             holder.close()
 
     def _make_room(self, extents: ExtentFile, may_go: Callable[[SaveId], bool]) -> bool:
-        """Lets the oldest save go that may; says whether there was one."""
+        """Drops the oldest save that may be dropped; returns whether there was one."""
         for name, label in reversed(packing.newest_first(extents.labels())):
             if may_go(name.save_id):
                 extents.drop([label])
@@ -251,12 +270,12 @@ class Near:
 
 
 def pack_of(stage: Stage, save_id: SaveId, item: str, orders: Orders) -> FilePack:
-    """The pack of a save in a stage, under the orders that hold.
+    """Returns the bundle of a staged save, under the current orders.
 
     Raises:
-      Missing: it left the stage, or another save has its step.
-      Damaged: its manifest cannot be read.
-      StorageError: it cannot be read.
+      Missing: it was evicted, or another save has its step.
+      Damaged: its manifest is not readable.
+      StorageError: reading failed.
     """
     step_dir = stage.steps / str(save_id.step)
     contents = packing.contents_of(
@@ -274,5 +293,5 @@ def pack_of(stage: Stage, save_id: SaveId, item: str, orders: Orders) -> FilePac
 
 
 def _unknown(save_id: SaveId, orders: Orders) -> Line:
-    """That of a run of which none was noted: it comes after nothing that is known."""
+    """Lineage for an unknown run: no known ancestors."""
     return Line(run=save_id.run, epoch=orders.epoch, holder=orders.holder, era=orders.era, past={})

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs in the memory of other nodes: whole copies, or fragments of which some may be lost.
+"""Bundles in the memory of other nodes: complete copies, or erasure-coded fragments.
 
-A pack is read in segments of 16 MiB, and each is cut into k + m fragments (a copy is a fragment of
-k = 1), one for each of k + m other nodes, which rendezvous hashing names. The key under which a
-node's keeper holds a fragment says all of it::
+A bundle is processed in segments of 16 MiB. Each is split into k + m fragments (a copy is a
+fragment with k = 1) for k + m other nodes, which rendezvous hashing selects. Fragments are
+self-describing by their key::
 
     <root>/<pack>/<bytes>.<crc32c>/<k>.<m>.<segment>.<number>.<crc32c of the fragment>
 
-so nobody keeps a list: who wants a pack asks all keepers what they have, and any k fragments of
-each segment will do. Every fragment is checked whole before a byte of it is handed on; one that is
-not what its key says is passed over, and named where too few are left.
+There is no index: a reader queries all peer agents, and any k fragments of each segment suffice.
+Every fragment is verified completely before any of its bytes are used. A corrupt one is skipped,
+and named in the error if too few remain.
 """
 
 from __future__ import annotations
@@ -32,62 +32,65 @@ from deltackpt.tiers import erasure, fragments
 from deltackpt.tiers.keepers import Keepers
 from deltackpt.tiers.packing import Label, Pack, Reader
 
-#: Connections that carry fragments at a time.
+#: Concurrent connections that transfer fragments.
 _THREADS = 8
-#: How long a node is passed over that did not answer, while there are others.
+#: How long an unresponsive node is avoided while there are others.
 _PASSED_OVER_SECS = 30.0
-#: How long what nodes said that they hold is read by, without asking again.
+#: How long the nodes' answers about their contents are cached.
 _LISTED_SECS = 30.0
 _Result = TypeVar("_Result")
 
 
 class Neighbours:
-    """Other nodes' memory as a ``Holder``; packs are held and dropped by one thread at a time."""
+    """Other nodes' memory as a ``Holder``; one thread at a time writes and drops bundles."""
 
-    name = "neighbours"
+    name = "peers"
 
     def __init__(self, keepers: Keepers):
-        """Asks nobody yet.
+        """Sends no request yet.
 
         Raises:
-          OptionError: there is no such code.
-          MissingExtra: it needs a package that is not installed.
+          OptionError: the code does not exist.
+          MissingExtra: the code needs a package that is not installed.
         """
         self._keepers = keepers
         self._code = erasure.code_of(keepers.k, keepers.m)
         self._racks = {one.node: one.rack for one in keepers.others if one.rack}
         self._others = [one.node for one in keepers.others]
-        #: One's own, too: it may have been another trainer's neighbour, whose saves it has.
+        #: Includes this node: it may hold another trainer's saves as that trainer's peer.
         self._nodes = {
             one.node: Node(one.address, keepers.token, deadline_secs=keepers.deadline_secs)
             for one in keepers.nodes
         }
-        #: When nodes failed last, and how; only for the order in which they are tried.
+        #: When nodes last failed, and how; affects only the order in which they are tried.
         self._failed: dict[str, tuple[float, str]] = {}
-        #: What could not be deleted, by node.
+        #: Pending deletions, by node.
         self._left: dict[str, set[Label]] = {}
-        #: What ``labels`` found last, and when.
+        #: The last result of ``labels``, and its time.
         self._listed: tuple[float, dict[fragments.Coding, fragments.Where]] = (0.0, {})
         self._lock = threading.Lock()
         self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS, "deltackpt-neighbours")
 
     def labels(self) -> list[Label]:
-        """See ``Holder``: packs of which each segment has fragments enough on nodes that answer."""
+        """See ``Holder``.
+
+        Bundles for which responding nodes hold enough fragments of each segment.
+        """
         every = self._found()
         self._listed = time.monotonic(), every
         return sorted({one.label for one, where in every.items() if fragments.is_whole(one, where)})
 
     def silent(self) -> str:
-        """Nodes that did not answer the last question, and what stood in the way; "" of none."""
+        """Returns the nodes that did not answer the last request, with the error; "" if none."""
         with self._lock:
             return "; ".join(f"{node} ({why})" for node, (_, why) in sorted(self._failed.items()))
 
     def survey(self) -> tuple[set[Label], set[Label]]:
-        """What is held, by one question to each node.
+        """Queries every node once for what it holds.
 
         Returns:
-          Packs of which k + m other nodes have a fragment each, so that ``hold`` would send
-          nothing; and all of which anything is held anywhere.
+          The bundles of which k + m other nodes hold a fragment each, so that ``hold`` would send
+          nothing; and all bundles of which any fragment exists.
         """
         found, mine = self._found(), (self._code.k, self._code.m)
         complete = {
@@ -98,7 +101,7 @@ class Neighbours:
         return complete, {one.label for one in found}
 
     def _elsewhere(self, where: fragments.Where) -> fragments.Where:
-        """The same without one's own node."""
+        """The same without this node."""
         others = {*self._others}
         return {
             segment: {one: [node for node in nodes if node in others] for one, nodes in of.items()}
@@ -106,17 +109,17 @@ class Neighbours:
         }
 
     def incomplete(self) -> list[Label]:
-        """Packs of which something is held, and too little: pushes that were cut, lost nodes."""
+        """Returns bundles with too few fragments, after interrupted pushes or lost nodes."""
         every = self._found()
         whole = {one.label for one, where in every.items() if fragments.is_whole(one, where)}
         return sorted({one.label for one in every} - whole)
 
     @contextlib.contextmanager
     def reading(self, label: Label) -> Iterator[Reader]:
-        """See ``Holder``: reads a segment at a time, from those that answer.
+        """See ``Holder``: reads a segment at a time from the nodes that answer.
 
         Raises:
-          StorageError: too few fragments are held; it names what is missing, and where.
+          StorageError: too few fragments exist; the message names the missing ones and the nodes.
         """
         since, listed = self._listed
         if time.monotonic() - since > _LISTED_SECS:
@@ -128,19 +131,19 @@ class Neighbours:
             whole = [one for one in every if fragments.is_whole(one, every[one])]
         if not whole:
             raise self._too_few(label, every)
-        # Fragments that are pieces of the pack themselves need no decoding: k = 1 first.
+        # Fragments that are pieces of the bundle need no decoding: k = 1 first.
         coding = min(whole, key=lambda one: (one.k, one.m))
         yield _SegmentReader(self, coding, every[coding])
 
     def hold(self, pack: Pack) -> None:
-        """See ``Holder``: returns once k + m other nodes have answered for each segment.
+        """See ``Holder``: returns once k + m other nodes have acknowledged each segment.
 
-        A node that is gone or full is replaced by the next in order; what was sent before, and is
-        still there, is not sent again.
+        A lost or full node is replaced by the next in order; fragments that still exist from an
+        earlier attempt are not sent again.
 
         Raises:
-          Damaged: its bytes are not those of its label.
-          StorageError: fewer nodes than that take it; it names the others and what they said.
+          Damaged: its bytes do not match its reference.
+          StorageError: too few nodes accept it; the message lists the others with their errors.
         """
         label, mine = pack.label, fragments.Coding(pack.label, self._code.k, self._code.m)
         where = self._found(label, self._others).get(mine, {})
@@ -161,14 +164,14 @@ class Neighbours:
                 self.drop([label])
                 raise Damaged(
                     label.key,
-                    f"a pack of crc32c {label.crc32c:08x}",
+                    f"a bundle with crc32c {label.crc32c:08x}",
                     f"{total:08x}",
-                    "its files were altered while they were read, or since they were written",
+                    "its files changed while they were read, or since they were written",
                 )
             is_first = False
             if len(refused) == before:
                 return
-            # What stood on a node that died in the middle stands nowhere.
+            # Fragments sent to a node that died mid-push are lost; query placement again.
             where = self._found(label, self._others).get(mine, {})
             pending = [
                 segment
@@ -177,7 +180,7 @@ class Neighbours:
             ]
 
     def drop(self, labels: Collection[Label]) -> None:
-        """See ``Holder``; nodes that do not answer are asked again by the next call."""
+        """See ``Holder``; the next call retries nodes that do not answer."""
         wanted = set(labels)
 
         def delete(node: str) -> None:
@@ -202,12 +205,12 @@ class Neighbours:
         for node in self._nodes.values():
             node.close()
 
-    # What is where.
+    # Placement.
 
     def _found(
         self, label: Label | None = None, nodes: Iterable[str] | None = None
     ) -> dict[fragments.Coding, fragments.Where]:
-        """What nodes that answer hold, of one pack or of all; all nodes unless some are given."""
+        """What responding nodes hold, of one bundle or all; queries all nodes by default."""
         folder = self._keepers.root if label is None else f"{self._keepers.root}/{label.key}"
         asked = [*(self._nodes if nodes is None else nodes)]
         listed = self._asked(lambda node: self._nodes[node].keys(folder), asked)
@@ -221,7 +224,7 @@ class Neighbours:
         return found
 
     def _asked(self, ask: Callable[[str], _Result], nodes: Iterable[str]) -> dict[str, _Result]:
-        """What nodes answer, all at a time; those that fail are not in it."""
+        """Answers of nodes, queried in parallel; failed nodes are omitted."""
         asked = {node: self._submit(ask, node) for node in nodes}
         found = {}
         for node, future in asked.items():
@@ -239,8 +242,8 @@ class Neighbours:
             return self._pool.submit(work, *given)
         except RuntimeError as error:
             raise ClosedError(
-                "neighbours: expected them open, found them closed, since others were found; ask "
-                "again"
+                "peers: expected open connections, found them closed because other peers were "
+                "found; retry"
             ) from error
 
     def _note_failed(self, node: str, error: Exception) -> None:
@@ -248,7 +251,7 @@ class Neighbours:
             self._failed[node] = (time.monotonic(), str(error))
 
     def _in_order(self, label: Label) -> list[str]:
-        """All other nodes, those first that are to hold a pack; the last ones failed just now."""
+        """All other nodes: preferred ones for the bundle first, recently failed ones last."""
         now = time.monotonic()
         found = placement.ranked(label.key, self._others, racks=self._racks)
         never = (float("-inf"), "")
@@ -268,14 +271,14 @@ class Neighbours:
         there: Mapping[fragments.Fragment, list[str]],
         refused: dict[str, str],
     ) -> None:
-        """Sends the fragments of a segment that are not there, each to a node of its own.
+        """Sends the missing fragments of a segment, each to a distinct node.
 
         Args:
-          label: of what is held.
-          segment: of it.
-          padded: its bytes.
-          there: fragments of it that nodes have.
-          refused: nodes that take nothing more, and what they said; it grows.
+          label: reference of the bundle.
+          segment: segment number.
+          padded: the segment's padded bytes.
+          there: its fragments that nodes already hold.
+          refused: nodes that accept nothing more, with their errors; extended by this call.
         """
         placed = fragments.placed_of(there)
         missing = [n for n in range(self._code.k + self._code.m) if n not in placed]
@@ -288,7 +291,7 @@ class Neighbours:
             )
             for number in missing
         }
-        # The first node in order has the first fragment: an order that changes moves few of them.
+        # The first node in order gets the first fragment, so a changed order moves few of them.
         while missing:
             free = [
                 node
@@ -322,9 +325,9 @@ class Neighbours:
         needed = self._code.k + self._code.m
         said = "; ".join(f"{node}: {why}" for node, why in sorted(refused.items()))
         return StorageError(
-            f"{label.key}: expected {needed} other nodes that take a fragment each, found "
-            f"{len(placed)} that did of {len(self._others)} ({said or 'there are no more'}); add "
-            "nodes, give their keepers more memory, or start those that are gone"
+            f"{label.key}: expected {needed} other nodes that accept a fragment each, found "
+            f"{len(placed)} of {len(self._others)} ({said or 'there are no more'}); add nodes, "
+            "give their peer agents more memory, or restart lost nodes"
         )
 
     # Reading.
@@ -336,10 +339,10 @@ class Neighbours:
         there: Mapping[fragments.Fragment, list[str]],
         out: memoryview,
     ) -> None:
-        """Fills a buffer of a segment's padded length from nodes that have fragments of it.
+        """Fills a buffer with a segment's padded bytes from nodes that hold its fragments.
 
         Raises:
-          StorageError: too few of them can be had; it names what is wrong with the others.
+          StorageError: too few fragments are available; the message gives the others' errors.
         """
         code = self._code
         if (coding.k, coding.m) != (code.k, code.m):
@@ -383,12 +386,12 @@ class Neighbours:
         self._nodes[node].read_into(key, 0, parts, whole=True)
         found = _crc(parts)
         if found != one.crc32c:
-            raise Damaged(key, f"bytes of CRC32C {one.crc32c:08x}", f"{found:08x}")
+            raise Damaged(key, f"bytes with crc32c {one.crc32c:08x}", f"{found:08x}")
 
     def _sources(
         self, coding: fragments.Coding, there: Mapping[fragments.Fragment, list[str]]
     ) -> dict[int, list[tuple[fragments.Fragment, str]]]:
-        """Who has each fragment, by number; nodes of one's own rack first."""
+        """The nodes that hold each fragment, by number; nodes of the same rack first."""
         own = next((o.rack for o in self._keepers.nodes if o.node == self._keepers.own), "")
         found: dict[int, list[tuple[fragments.Fragment, str]]] = {}
         for one, nodes in there.items():
@@ -397,7 +400,7 @@ class Neighbours:
             entries.sort(key=lambda entry: not own or self._racks.get(entry[1]) != own)
         if coding.k == 1:
             numbers = sorted(found, key=lambda n: not own or self._racks.get(found[n][0][1]) != own)
-            # Copies are alike: the nearest has the least number.
+            # Copies are identical: the nearest gets the lowest number.
             return {i: found[number] for i, number in enumerate(numbers)}
         return found
 
@@ -411,17 +414,18 @@ class Neighbours:
                 if len(held) < coding.k:
                     gone = [n for n in range(coding.k + coding.m) if n not in held]
                     told.append(
-                        f"of segment {segment} fragments {_listed(gone)} are missing and {coding.k}"
-                        f" of {coding.k + coding.m} are needed"
+                        f"segment {segment} lacks fragments {_listed(gone)} and needs {coding.k} "
+                        f"of {coding.k + coding.m}"
                     )
                     break
         with self._lock:
             failed = sorted(self._failed.items())
         silent = "; ".join(f"{node}: {why}" for node, (_, why) in failed)
         return StorageError(
-            f"{label.key}: expected it whole on {len(self._nodes)} nodes, found "
-            f"{'; '.join(told) or 'nothing of it'} (nodes that do not answer: {silent or 'none'}); "
-            "start those nodes again if their memory is still theirs, or go on from the root"
+            f"{label.key}: expected a complete bundle on {len(self._nodes)} nodes, found "
+            f"{'; '.join(told) or 'no fragment'} (nodes that do not answer: {silent or 'none'}); "
+            "reconnect those nodes if their memory is intact, or resume from the checkpoint "
+            "directory"
         )
 
     def _unreadable(
@@ -429,12 +433,12 @@ class Neighbours:
     ) -> StorageError:
         return StorageError(
             f"{coding.label.key}: expected {coding.k} fragments of segment {segment}, found {got} "
-            f"({'; '.join(problems) or 'no others'}); go on from the root"
+            f"({'; '.join(problems) or 'no others'}); resume from the checkpoint directory"
         )
 
 
 class _SegmentReader:
-    """Reads a pack a segment at a time, each checked whole; the last one stays at hand."""
+    """Reads a bundle a segment at a time, each verified completely; the last one is cached."""
 
     def __init__(self, neighbours: Neighbours, coding: fragments.Coding, where: fragments.Where):
         self._neighbours, self._coding, self._where = neighbours, coding, where
@@ -446,11 +450,11 @@ class _SegmentReader:
         """See ``Reader``.
 
         Raises:
-          StorageError: too few fragments can be had.
+          StorageError: too few fragments are available.
         """
         if start < 0 or start + len(out) > self._coding.label.nbytes:
             raise ValueError(
-                f"{self._coding.label.key}: bytes {start} to {start + len(out)} of a pack"
+                f"{self._coding.label.key}: bytes {start} to {start + len(out)} of a bundle"
             )
         while len(out):
             segment, offset = divmod(start, fragments.SEGMENT_BYTES)

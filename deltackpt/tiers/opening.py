@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens a root for a manager: a directory as it is, a bucket with a stage before it."""
+"""Opens a checkpoint directory for a manager: directly, or a bucket with a staging directory."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import os
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from deltackpt import events
-from deltackpt.errors import Damaged, OptionError
+from deltackpt.errors import Damaged, DeltackptError, InUse, OptionError
 from deltackpt.format import names
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.directory import Root
@@ -24,8 +26,9 @@ from deltackpt.ledger.view import JournalView
 from deltackpt.options import ManagerOptions, Tiers
 from deltackpt.reading import saves
 from deltackpt.reading.stretches import Logs
-from deltackpt.storage import buckets, files
+from deltackpt.storage import buckets, files, redaction
 from deltackpt.storage.store import spot
+from deltackpt.tiers import recall
 from deltackpt.tiers.extents import ExtentFile
 from deltackpt.tiers.keepers import Keepers
 from deltackpt.tiers.log_promotion import LogPromotion
@@ -35,17 +38,17 @@ from deltackpt.tiers.stage import Orders, RollBack, Stage, check_stage, default_
 from deltackpt.tiers.staged import StagedRoot
 from deltackpt.tiers.staged_jobs import StagedApart, StagedBeside
 
-#: Has ``keepers(...)``.
+#: Defines ``keepers(...)``.
 _DISCOVERY = "deltackpt.service.discovery"
 
 _Kind = TypeVar("_Kind", bound=StagedRoot)
 
 
 def saves_to(where: str | os.PathLike[str], options: ManagerOptions, process: int) -> Path:
-    """The directory that a process's manager of a root makes its saves in.
+    """Returns the local directory in which a process's manager makes its saves.
 
     Raises:
-      UnsupportedRoot, OptionError: it cannot be one.
+      UnsupportedRoot, OptionError: the directory is unusable.
     """
     path = buckets.file_path(where)
     if path is not None:
@@ -61,65 +64,84 @@ def open_root(
     writing: bool,
     process: int = 0,
     processes: int = 1,
+    taking: Callable[[], None] = lambda: None,
 ) -> Steps:
-    """Opens a root; a trainer takes it, and its stage.
+    """Opens a checkpoint directory; a trainer takes its lease, and its staging directory.
+
+    All checks run first, so a process that fails to open the directory does not fence a trainer.
 
     Args:
-      where: a path, or a URL.
-      item: name of our item in a step.
-      options: of the manager.
-      writing: whether saves will be made; of several processes by the first.
-      process: which of them this is.
-      processes: how many save together.
+      where: path or URL of the checkpoint directory.
+      item: name of the deltackpt item in a step.
+      options: options of the manager.
+      writing: whether saves will be made; in a multi-process job, by the first process.
+      process: index of this process.
+      processes: number of processes that save together.
+      taking: closes other managers of this process that use the same extents.
+
+    Returns:
+      The opened directory; a trainer must call ``confirm`` or ``abandon``.
 
     Raises:
-      OptionError: the tiers cannot work.
-      UnsupportedRoot: the scheme is unknown, or the service does not keep what commits rest on.
-      ForeignDirectory: it holds what deltackpt did not write.
-      StorageError: the root does not answer, or the stage cannot be written.
+      OptionError: the tier options are invalid.
+      UnsupportedRoot: the URL scheme is unknown, or the service lacks a guarantee that commits rely
+        on.
+      ForeignDirectory: it holds files that deltackpt did not write.
+      StorageError: the store does not answer, or the staging directory is not writable.
     """
     tiers = options.tiers or Tiers()
     path = buckets.file_path(where)
     if path is not None:
         if options.tiers is not None:
             raise OptionError(
-                f"ManagerOptions.tiers: expected none for the directory {path}, found "
-                f"{options.tiers}; leave it out, or give the URL of a bucket"
+                f"ManagerOptions.tiers: expected None for the local directory {path}, found tiers; "
+                "leave the option out, or use the URL of a bucket"
             )
-        return Root.open(path, item=item, read_only=not writing)
+        return Root.open(path, item=item, read_only=not writing, confirmed=False)
     limit = options.timeouts.store_secs
     if options.read_only:
         return open_steps(where, item=item, endpoint=tiers.endpoint, deadline_secs=limit)
     place = buckets.place(where, endpoint=tiers.endpoint)
     root = place.open(deadline_secs=limit)
-    if tiers.neighbours is not None and tiers.shared and processes > 1:
+    if tiers.peers is not None and tiers.shared and processes > 1:
         raise OptionError(
-            f"Tiers.neighbours: expected one process, or a stage to each, found {processes} "
-            "processes that share one, which outlives a node; give Tiers(shared=False)"
+            "Tiers.peers: expected one process, or a staging directory for each, found "
+            f"{processes} processes that share one, which survives the loss of a node anyway; set "
+            "Tiers(shared=False)"
         )
     stage = _stage_of(where, tiers, process)
     count = 1 if tiers.shared else processes
     if not writing and count > 1:
-        return _apart(stage, Journal(root), place.url, item, options, tiers, process, count)
+        return _apart(stage, Journal(root), place.url, item, options, tiers, process, count, taking)
     if not writing:
         return _beside(stage, JournalView(root), tiers, processes)
     journal = Journal(root)
-    if journal.state().entry.number:
+    if journal.state().entry.number or journal.problems:
         find_item(BucketSteps(journal, item), item)
     else:
         refuse_foreign(root)
-    old = check_stage(stage, place.url, tiers.endpoint)
+    check_stage(stage, place.url, tiers.endpoint)
     buckets.probe(root)
+    if tiers.peers is not None:
+        importlib.import_module(_DISCOVERY).require_nodes(place.url, item, tiers.peers)
     with contextlib.ExitStack() as opened:
-        local = Root.open(stage.steps, item=item)
-        opened.callback(local.close)
-        # Before the claim: who cannot use them fences nobody.
-        extents = _extents(tiers, process, opened)
-        claim = journal.claim()
-        files.remove_tree(stage.fetched)
-        old = _brought_up(stage, local, old, journal.known)
+        stage.make()
+        # Before the leases: another manager of this process may have to commit before it closes.
+        extents = _extents(tiers, process, opened, taking)
+        if extents is not None:
+            recall.refuse_another_root(extents, place.url, 0 if tiers.shared else process)
+        local = Root.open(stage.steps, item=item, confirmed=False)
+        opened.callback(local.abandon)
+        opened.callback(_withdraw, journal)
+        claim = journal.claim(pending=True)
+        if not local.has_rival:
+            local.confirm()  # Leftovers may fill the file system.
+        # While this trainer holds the lease, no other trainer's orders take force.
+        before = check_stage(stage, place.url, tiers.endpoint)
+        old = _brought_up(stage, local, before, journal.known)
         if count > 1:
-            # The other processes do not see this stage: they find by the root what was logged.
+            # The other processes do not see this staging directory: they read the log state
+            # remotely.
             LogPromotion(stage).bring_heads(journal)
         return _held(
             StagedRoot,
@@ -135,20 +157,30 @@ def open_root(
         )
 
 
+def _withdraw(journal: Journal) -> None:
+    """Undoes this manager's claim, so that the previous trainer continues."""
+    try:
+        journal.withdraw()
+    except DeltackptError as error:
+        events.warn(
+            f"{journal.root}: expected to return the claim to the previous trainer, found: "
+            f"{error}; that trainer may be fenced, so restart it if it reports FencedError"
+        )
+
+
 def _beside(stage: Stage, journal: JournalView, tiers: Tiers, processes: int) -> StagedBeside:
-    """The stage and the root that the first process of a job has just opened.
+    """The staging and remote directory that the first process of a job has just opened.
 
     Raises:
-      OptionError: this process does not see that stage.
+      OptionError: this process does not see that staging directory.
     """
     claim = journal.state().claim
-    orders = stage.orders()
+    orders = stage.announced()
     if orders is None or claim is None or orders.holder != claim.lease.holder:
         raise OptionError(
-            f"Tiers.stage={str(stage.path)!r}: expected the stage that process 0 opened, found "
-            f"{'none' if orders is None else 'another one'}: several processes save to a bucket by "
-            "a stage that all of them see, so give a directory that is shared between the nodes; "
-            "or a stage to each process: Tiers(shared=False)"
+            f"Tiers.staging_dir={str(stage.path)!r}: expected the directory that process 0 opened, "
+            f"found {'none' if orders is None else 'another one'}; use a directory that all "
+            "processes see, or one per process: Tiers(shared=False)"
         )
     local = Root.open(stage.steps, item=orders.item, read_only=True)
     near = Near(stage, local)
@@ -164,19 +196,23 @@ def _apart(
     tiers: Tiers,
     process: int,
     processes: int,
+    taking: Callable[[], None],
 ) -> StagedApart:
-    """The stage of another process than the first, which has just taken the root.
+    """The staging directory of a process other than the first, which has just taken the lease.
 
     Raises:
-      OptionError, StorageError: the stage cannot be used.
+      OptionError, StorageError: the staging directory is unusable.
     """
-    old = check_stage(stage, url, tiers.endpoint)
+    check_stage(stage, url, tiers.endpoint)
     claim = journal.resume()
     with contextlib.ExitStack() as opened:
-        local = Root.open(stage.steps, item=item)
-        opened.callback(local.close)
-        extents = _extents(tiers, process, opened)
-        files.remove_tree(stage.fetched)
+        stage.make()
+        extents = _extents(tiers, process, opened, taking)
+        local = Root.open(stage.steps, item=item, confirmed=False)
+        opened.callback(local.abandon)
+        if not local.has_rival:
+            local.confirm()
+        old = check_stage(stage, url, tiers.endpoint)
         _drop_what_was_at_the_root(stage, local, journal.known)
         return _held(
             StagedApart,
@@ -204,24 +240,24 @@ def _held(
     process: int,
     processes: int,
 ) -> _Kind:
-    """A stage and its root under a claim, with what came back from near it, and new orders.
+    """A claimed remote directory with its staging directory, recovered saves and first orders.
 
     Args:
-      kind: the first process's, or that of another one with a stage of its own.
-      opened: what is closed where this fails.
-      places: the stage, its checkpoint directory, and the root's journal.
-      old: the orders before, where they still hold.
-      extents: those of this process.
-      claim: on the root.
-      url: of the root.
-      options: of the manager.
-      process: which of them this is.
-      processes: how many save together.
+      kind: the class for the first process, or for another one with its own staging directory.
+      opened: closed if this fails.
+      places: the staging directory, its checkpoint directory, and the remote journal.
+      old: the previous orders, if still valid.
+      extents: this process's extents.
+      claim: the claim on the remote directory.
+      url: URL of the remote directory.
+      options: options of the manager.
+      process: index of this process.
+      processes: number of processes that save together.
 
     Raises:
-      OptionError: what is held near the stage is another root's; or there are too few neighbours.
-      ServiceError: neighbours cannot be asked for.
-      StorageError: the stage cannot be written.
+      OptionError: a replica belongs to another checkpoint directory, or there are too few peers.
+      ServiceError: the peers cannot be queried.
+      StorageError: the staging directory is not writable.
     """
     tiers = options.tiers or Tiers()
     stage, local, journal = places
@@ -239,8 +275,10 @@ def _held(
     recalled = near.recall(url, journal.known, old)
     if not tiers.shared:
         old = _without_other_parts(stage, local, local.item, journal.known, parts, old)
-    orders = _orders(old, url, local.item, claim, options, part, parts, recalled)
-    stage.order(orders)
+    # If the leases of the staging directory were removed, their epochs begin again.
+    lease = max(local.epoch, 0 if old is None else old.lease + 1)
+    orders = _orders(old, lease, url, local.item, claim, options, part, parts, recalled)
+    stage.announce(orders)
     held = kind(
         stage,
         local,
@@ -252,32 +290,42 @@ def _held(
         readable_secs=options.timeouts.save_secs,
         cpus=options.background.cpus,
     )
-    opened.pop_all()
+    held.undo = opened.pop_all()
     return held
 
 
-def _extents(tiers: Tiers, process: int, opened: contextlib.ExitStack) -> ExtentFile | None:
-    """The extents of a process, closed where what follows fails.
+def _extents(
+    tiers: Tiers, process: int, opened: contextlib.ExitStack, taking: Callable[[], None]
+) -> ExtentFile | None:
+    """The extents of a process, closed if a later step fails.
+
+    Another manager of this process is closed only if it uses the same extents.
 
     Raises:
-      InUse: another process holds them.
-      OptionError, StorageError: they cannot be used.
+      InUse: another process has them open.
+      OptionError, StorageError: they are unusable.
     """
     if tiers.extents is None:
         return None
-    folder = Path(tiers.extents.directory).absolute()
-    found = ExtentFile(
+    folder = files.user_path(tiers.extents.directory)
+    open_file = functools.partial(
+        ExtentFile,
         folder if tiers.shared else folder / f"process-{process}",
         nbytes=tiers.extents.nbytes,
         extent_bytes=tiers.extents.extent_bytes,
     )
+    try:
+        found = open_file()
+    except InUse:
+        taking()
+        found = open_file()
     opened.callback(found.close)
     return found
 
 
 def _finder(url: str, item: str, tiers: Tiers, claim: Claim) -> FindNeighbours | None:
-    """What finds the neighbours that are asked for: Ray knows them, which nothing here imports."""
-    how = tiers.neighbours
+    """A function that finds the requested peers through Ray, imported only on use."""
+    how = tiers.peers
     if how is None:
         return None
     holder = f"{claim.lease.epoch:020}.{claim.lease.holder}"
@@ -291,6 +339,7 @@ def _finder(url: str, item: str, tiers: Tiers, claim: Claim) -> FindNeighbours |
 
 def _orders(
     old: Orders | None,
+    lease: int,
     url: str,
     item: str,
     claim: Claim,
@@ -299,18 +348,19 @@ def _orders(
     processes: int,
     recalled: Recalled,
 ) -> Orders:
-    """The first orders under a claim, with what is still to be done of those before."""
+    """The first orders under a claim, including unfinished earlier ones."""
     tiers = options.tiers or Tiers()
     number = 1 if old is None else old.number + 1
     lines = [*recalled.lines, *(() if old is None else old.lines)]
     rolled_back = list(() if old is None else old.rolled_back)
     if recalled.left:
-        # It was ordered before what came back was made, by orders that are lost.
+        # Ordered before the recovered save was made, by orders that are lost.
         after = min(one.step for one in recalled.left) - 1
         run = recalled.lines[-1].run
         rolled_back.append(RollBack(number=number, after=after, run=run, saves=recalled.left))
     return Orders(
         number=number,
+        lease=lease,
         stage=uuid.uuid4().hex if old is None else old.stage,
         url=url,
         endpoint=tiers.endpoint,
@@ -330,10 +380,10 @@ def _orders(
 def _without_other_parts(
     stage: Stage, local: Root, item: str, state: State, processes: int, old: Orders | None
 ) -> Orders | None:
-    """Moves what jobs of another number of processes have left aside: nobody completes it.
+    """Moves parts from jobs with another number of processes aside, since they are incomplete.
 
     Returns:
-      What still holds of some orders.
+      The orders that are still valid.
     """
     aside = stage.aside(f"parts-{uuid.uuid4().hex[:8]}")
     moved: dict[int, SaveId] = {}
@@ -346,8 +396,8 @@ def _without_other_parts(
     if moved:
         events.warn(
             f"{stage.path}: expected parts of saves of {processes} processes, found steps "
-            f"{sorted(moved)} of a job of another number, which did not come to the root; they "
-            f"were moved to {aside}"
+            f"{sorted(moved)} of a job with another number of processes, which were not uploaded; "
+            f"they were moved to {aside}"
         )
     return None if old is None else old.without(moved.values())
 
@@ -358,28 +408,29 @@ def _stage_of(where: str | os.PathLike[str], tiers: Tiers, process: int) -> Stag
 
 
 def _named_stage(where: str | os.PathLike[str], tiers: Tiers) -> Stage:
-    if tiers.stage is None:
+    if tiers.staging_dir is None:
         return Stage(
             default_stage(buckets.place(where, endpoint=tiers.endpoint).url, tiers.endpoint)
         )
-    path = buckets.file_path(tiers.stage)
+    path = buckets.file_path(tiers.staging_dir)
     if path is None:
         raise OptionError(
-            f"Tiers.stage: expected a directory of this node, found {tiers.stage}; give a path"
+            "Tiers.staging_dir: expected a local directory, found "
+            f"{redaction.shown(tiers.staging_dir)}; set a local path"
         )
     return Stage(path.absolute())
 
 
 def _brought_up(stage: Stage, local: Root, old: Orders | None, state: State) -> Orders | None:
-    """Makes a stage fit what has become of the root since; the old orders that still hold."""
+    """Updates a staging directory to remote changes; returns the old orders if still valid."""
     if old is None:
         return None
     _drop_what_was_at_the_root(stage, local, state)
     if _is_of_another_root(old, state):
-        expected = "the root that this stage was used for last, found another one under its name"
+        expected = "the checkpoint directory that it was last used for, found another one"
         _move_aside(stage, local, old, state, expected)
     elif _went_on_elsewhere(old, state):
-        expected = "that nobody trained on since this stage was used last, found that others did"
+        expected = "that no other trainer ran since it was last used, found that one did"
         _move_aside(stage, local, old, state, expected)
     else:
         done = stage.progress(old.holder)
@@ -392,7 +443,7 @@ def _brought_up(stage: Stage, local: Root, old: Orders | None, state: State) -> 
 
 
 def _drop_what_was_at_the_root(stage: Stage, local: Root, state: State) -> None:
-    """Removes what is at the root no more, and what nobody can read that is."""
+    """Removes staged steps that were retired remotely, or are unreadable but uploaded."""
     for step, info in local.saves().items():
         at_root = state.steps.get(step)
         if info is None:
@@ -402,22 +453,23 @@ def _drop_what_was_at_the_root(stage: Stage, local: Root, state: State) -> None:
         if at_root is not None and at_root.save_id == info.save_id:
             continue
         if state.held(info.save_id):
-            local.remove_steps([step])  # It was at the root, and is retired.
+            local.remove_steps([step])  # It was uploaded and has been retired remotely.
 
 
 def _is_of_another_root(old: Orders, state: State) -> bool:
-    """Whether a root is not the one that a stage was used for: it knows nothing of its claim.
+    """Whether a remote directory is not the one that a staging directory was used for.
 
-    What stood under the URL was removed since, and begun anew; or the URL is of another server now.
+    Its contents were removed and started again, or the URL leads to another server now; it does not
+    know the old claim.
     """
     holders = {one.lease.epoch: one.lease.holder for one in state.entry.claims}
     if not old.holder or old.epoch < min(holders):
-        return False  # Never used; or so many came since that the root does not remember.
+        return False  # Never used, or superseded by more trainers than the journal remembers.
     return holders.get(old.epoch) != old.holder
 
 
 def _move_aside(stage: Stage, local: Root, old: Orders, state: State, expected: str) -> None:
-    """Moves saves aside that training went on without, with a warning of what was expected."""
+    """Moves superseded saves aside with a warning."""
     stale: list[int] = []
     aside = stage.aside(f"epoch-{old.epoch}-{uuid.uuid4().hex[:8]}")
     for step, info in sorted(local.saves().items(), reverse=True):
@@ -426,20 +478,20 @@ def _move_aside(stage: Stage, local: Root, old: Orders, state: State, expected: 
             stale.append(step)
     if stale:
         events.warn(
-            f"{stage.path}: expected {expected}: steps {sorted(stale)}, which are not at "
+            f"{stage.path}: expected {expected}; steps {sorted(stale)}, which are not at "
             f"{old.url}, were moved to {aside}"
         )
     if moved := _move_logs_aside(local.path / names.LOG, state, aside / names.LOG):
         events.warn(
-            f"{stage.path}: expected {expected}: the log of stretches {moved}, of which {old.url} "
-            f"knows nothing, was moved to {aside / names.LOG}"
+            f"{stage.path}: expected {expected}; the WAL of epochs {moved}, which {old.url} does "
+            f"not hold, was moved to {aside / names.LOG}"
         )
 
 
 def _move_logs_aside(log: Path, state: State, aside: Path) -> list[int]:
-    """Moves the stretches of a log aside whose heads are not at the root; their numbers.
+    """Moves WAL epochs aside whose headers are not in the remote directory; returns their numbers.
 
-    What those that are hold beyond what was gone on from elsewhere, the newest head says.
+    The newest header determines which records of the other epochs are still valid.
     """
     at_root = {(one.stretch, one.run) for one in state.entry.logs}
     logs, moved = Logs(spot(log)), list[int]()
@@ -450,7 +502,8 @@ def _move_logs_aside(log: Path, state: State, aside: Path) -> list[int]:
             is_at_root = False
         if not is_at_root:
             files.make_folder(aside)
-            # The head first: without it the rest is nobody's.
+            # After a kill between the two, the next process that opens the directory moves the
+            # rest.
             for name in (names.stretch_name(number), str(number)):
                 if (log / name).exists():
                     files.rename(log / name, aside / name, fsync=False)
@@ -459,10 +512,10 @@ def _move_logs_aside(log: Path, state: State, aside: Path) -> list[int]:
 
 
 def _went_on_elsewhere(old: Orders, state: State) -> bool:
-    """Whether training went on from elsewhere than a stage since its trainer took the root.
+    """Whether another lineage advanced the remote directory since this one last held the lease.
 
-    A claim under which nobody began to train orphans nothing. Where so many came since that the
-    root does not remember all of them, one is taken to have begun.
+    A claim under which training never began supersedes nothing. If there were more claims than the
+    journal remembers, one is assumed to have begun.
     """
     claims = [one for one in state.entry.claims if one.lease.epoch > old.epoch]
     if any(one.began and old.stage not in one.stages for one in claims):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs: the files of a save as one stream, for whatever holds whole saves near the stage.
+"""Bundles: the files of a save as one stream, for replicas that hold complete saves.
 
-A pack is a prefix of 16 bytes, a record that names the files with their digests, and the files end
-to end. Its CRC32C follows from the digests, so that nothing is read to make one: it is read once,
-by whoever takes it, in pieces of any length. Holders (extents, neighbours) know a pack by its
-label alone; what is in it is known here, and every file is checked against its digest when it is
-unpacked. ``docs/format.md`` specifies the bytes.
+A bundle consists of a prefix of 16 bytes, a record of the files with their digests, and the files
+end to end. Its CRC32C is computed from the digests, so creating one reads nothing; its consumer
+reads it once, in pieces of any length. Extents and peers identify a bundle only by its reference.
+Every file is checked against its digest when it is unpacked.
+``docs/reference/format.md`` specifies the bytes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import dataclasses
 import itertools
 import os
 import re
+import secrets
 import struct
 from collections.abc import Collection
 from contextlib import AbstractContextManager
@@ -41,12 +42,12 @@ _PIECE_BYTES = 4 << 20
 
 
 class Label(NamedTuple):
-    """What a holder knows of a pack.
+    """Reference to a bundle.
 
     Attributes:
-      key: no other pack has it; ``PackName.key``.
-      nbytes: of the whole stream.
-      crc32c: of the whole stream.
+      key: unique key of the bundle; ``PackName.key``.
+      nbytes: length of the stream in bytes.
+      crc32c: CRC32C of the stream.
     """
 
     key: str
@@ -55,15 +56,15 @@ class Label(NamedTuple):
 
 
 class PackName(NamedTuple):
-    """Which save a pack is of, and when it was made.
+    """The save in a bundle, and when it was made.
 
     Attributes:
-      run: of the save.
-      attempt: of the save.
-      step: of the save.
-      epoch: of the claim under which the run of the save began.
-      era: how often training had gone back by then under that claim.
-      part: of which process of several that have a stage each; else 0.
+      run: run of the save.
+      attempt: attempt of the save.
+      step: step of the save.
+      epoch: epoch of the claim under which the save's run began.
+      era: number of rollbacks under that claim before the run began.
+      part: the process, if several have a staging directory each; otherwise 0.
     """
 
     run: str
@@ -75,94 +76,94 @@ class PackName(NamedTuple):
 
     @property
     def key(self) -> str:
-        """As a name of small letters, digits and points."""
+        """The key: lower-case letters, digits and dots."""
         return ".".join(map(str, self))
 
     @property
     def save_id(self) -> SaveId:
-        """Which save it is of."""
+        """The save in the bundle."""
         return SaveId(self.run, self.step, self.attempt)
 
     @classmethod
     def of(cls, key: str) -> PackName | None:
-        """The name in a key; None where it is another key."""
+        """Parses a key; returns None for a foreign one."""
         match = _KEY.fullmatch(key)
         return cls(match[1], *(int(match[group]) for group in range(2, 7))) if match else None
 
 
 class Reader(Protocol):
-    """The bytes of a pack that is held somewhere."""
+    """The bytes of a stored bundle."""
 
     def read_into(self, start: int, out: memoryview) -> None:
-        """Fills ``out`` with the bytes from ``start`` on.
+        """Fills ``out`` with the bytes from offset ``start`` on.
 
         Raises:
-          Damaged: they are not those that were held.
-          StorageError: they cannot be had.
+          Damaged: the bytes differ from those written.
+          StorageError: reading failed.
         """
         ...
 
 
 class Pack(Reader, Protocol):
-    """A pack that is to be held; may be read by several threads."""
+    """A bundle to store; several threads may read it."""
 
     @property
     def label(self) -> Label:
-        """What it is known by."""
+        """Its reference."""
         ...
 
 
 class Holder(Protocol):
-    """Where packs are held near the stage.
+    """A store of bundles near the staging directory.
 
     Attributes:
-      name: what ``Restored.source`` says of saves that came from there.
+      name: value of ``Restored.source`` for saves recovered from it.
     """
 
     name: str
 
     def labels(self) -> list[Label]:
-        """Packs that can be had whole, as far as is known without reading them."""
+        """Returns the complete bundles, as far as is known without reading them."""
         ...
 
     def reading(self, label: Label) -> AbstractContextManager[Reader]:
-        """A pack, for as long as it is read.
+        """Opens a bundle for reading.
 
         Raises:
-          Damaged, StorageError: it cannot be had.
+          Damaged, StorageError: the bundle is not readable.
         """
         ...
 
     def hold(self, pack: Pack) -> None:
-        """Takes a pack, which is safe there when this returns; to do it again changes nothing.
+        """Stores a bundle durably. Idempotent.
 
         Raises:
-          StorageError: there is no room, or it is refused; nothing that was held is lost.
+          StorageError: too little room, or writing failed; existing bundles are kept.
         """
         ...
 
     def drop(self, labels: Collection[Label]) -> None:
-        """Lets packs go, for good; what is missing is fine."""
+        """Deletes bundles; missing ones are ignored."""
         ...
 
     def close(self) -> None:
-        """Ends what is open; what is held stays."""
+        """Closes the store; stored bundles remain."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What is in a pack.
+    """Manifest of a bundle.
 
     Attributes:
-      save_id: the save.
-      epoch: as in ``PackName``.
-      era: as in ``PackName``.
-      past: as in ``Line``, of the run of the save.
-      root: its URL.
-      holder: of the claim of that epoch: which of the roots that stood under the URL.
-      part: as in ``PackName``.
-      parts: how many there are.
+      save_id: id of the save.
+      epoch: same as in ``PackName``.
+      era: same as in ``PackName``.
+      past: ancestors of the save's run, as in ``Line``.
+      root: URL of the checkpoint directory.
+      holder: holder of that epoch's claim; it distinguishes successive directories at one URL.
+      part: same as in ``PackName``.
+      parts: number of parts.
       files: length, CRC32C and tail of each file, as in ``Digest``, by its path below the step; in
         the order of the stream.
     """
@@ -179,13 +180,13 @@ class Contents:
 
     @property
     def name(self) -> PackName:
-        """The name of the pack."""
+        """The bundle's name."""
         run, step, attempt = self.save_id.run, self.save_id.step, self.save_id.attempt
         return PackName(run, attempt, step, self.epoch, self.era, self.part)
 
     @property
     def line(self) -> Line:
-        """That of the run of the save."""
+        """The lineage of the save's run."""
         return Line(
             run=self.save_id.run,
             epoch=self.epoch,
@@ -196,21 +197,21 @@ class Contents:
 
 
 class FilePack:
-    """A pack of the files of a step directory, which are read as they are asked for."""
+    """A bundle of a step directory's files, which are read on demand."""
 
     def __init__(self, step_dir: Path, contents: Contents):
         """Reads nothing.
 
         Args:
-          step_dir: the step.
-          contents: what it is; ``contents_of``.
+          step_dir: the step directory.
+          contents: its manifest, from ``contents_of``.
         """
         record = manifest.to_bytes(contents, _MAGIC)
         self._step_dir = step_dir
         self._head = _PREFIX.pack(_PREFIX_MAGIC, len(record)) + record
         self._names = [*contents.files]
         lengths = (length for length, _, _ in contents.files.values())
-        #: Where each file begins, and where the last one ends.
+        #: Offset of each file, and the end of the last one.
         self._starts = [*itertools.accumulate(lengths, initial=len(self._head))]
         total = crc.crc32c(np.frombuffer(self._head, np.uint8))
         for found in contents.files.values():
@@ -226,11 +227,11 @@ class FilePack:
         """See ``Pack``.
 
         Raises:
-          Missing: the step was removed meanwhile.
-          Damaged: a file is shorter than its digest says.
+          Missing: the step was removed concurrently.
+          Damaged: a file is shorter than its digest records.
         """
         if start < 0 or start + len(out) > self._label.nbytes:
-            raise ValueError(f"{self._label.key}: bytes {start} to {start + len(out)} of a pack")
+            raise ValueError(f"{self._label.key}: bytes {start} to {start + len(out)} of a bundle")
         if start < len(self._head):
             taken = min(len(self._head) - start, len(out))
             out[:taken] = self._head[start : start + taken]
@@ -268,23 +269,23 @@ def contents_of(
     part: int = 0,
     parts: int = 1,
 ) -> Contents:
-    """What a pack of a committed step has: every file of it, with its digest.
+    """Returns the manifest of a bundle: every file of a committed step, with its digest.
 
-    Digests are those that the step's own records hold; files that no record knows, as those of
-    foreign handlers, are read for it.
+    Digests are taken from the step's own records. Files without one, such as those of foreign
+    handlers, are read.
 
     Args:
-      step_dir: the step, or what one process has of it.
-      save_id: which save it is.
-      item: name of our item.
-      line: of the run of the save.
-      root: as in ``Contents``.
-      part: as in ``Contents``.
-      parts: as in ``Contents``.
+      step_dir: the step directory, or one process's part of it.
+      save_id: id of the save.
+      item: name of the deltackpt item.
+      line: lineage of the save's run.
+      root: same as in ``Contents``.
+      part: same as in ``Contents``.
+      parts: same as in ``Contents``.
 
     Raises:
-      Missing: the step was removed meanwhile.
-      StorageError: it cannot be read.
+      Missing: the step was removed concurrently.
+      StorageError: reading failed.
     """
     if not step_dir.is_dir():
         raise Missing(str(step_dir), "no such step")
@@ -309,50 +310,50 @@ def contents_of(
 
 
 def whole_crc32c(digest: Digest) -> int:
-    """CRC32C of all bytes of a file, of a digest of it, which leaves the last four out."""
+    """Returns the CRC32C of a complete file from its digest, which omits the last four bytes."""
     tail = digest.tail.to_bytes(min(digest.length, crc.CRC_BYTES), "little")
     return crc.crc32c(np.frombuffer(tail, np.uint8), digest.crc32c)
 
 
 def read_contents(reader: Reader, label: Label) -> tuple[Contents, int]:
-    """What is in a pack that is held, and where its first file begins.
+    """Returns the manifest of a stored bundle, and the offset of its first file.
 
     Raises:
-      Damaged: it is altered, or another pack.
-      StorageError: it cannot be had.
+      Damaged: the bundle is altered, or is another one.
+      StorageError: reading failed.
     """
     prefix = bytearray(_PREFIX.size)
     if label.nbytes < len(prefix):
-        raise Damaged(label.key, f"a pack of at least {len(prefix)} bytes", f"{label.nbytes} bytes")
+        expected = f"a bundle of at least {len(prefix)} bytes"
+        raise Damaged(label.key, expected, f"{label.nbytes} bytes")
     reader.read_into(0, memoryview(prefix))
     magic, length = _PREFIX.unpack(prefix)
     if magic != _PREFIX_MAGIC or length > min(label.nbytes - len(prefix), MOST_BYTES):
-        raise Damaged(label.key, "the beginning of a pack", f"{bytes(prefix[:8])!r}, {length}")
+        raise Damaged(label.key, "the beginning of a bundle", f"{bytes(prefix[:8])!r}, {length}")
     record = bytearray(length)
     reader.read_into(len(prefix), memoryview(record))
     found: Contents = manifest.from_bytes(bytes(record), Contents, name=label.key, magic=_MAGIC)
     start = len(prefix) + length
-    # Names lead nowhere else: the check of records of digests is that of these.
-    digests.digests_from(digests.digests_bytes(digests.Digests(found.files)), name=label.key)
+    digests.check_digests(found.files, label.key)
     if found.name.key != label.key:
-        raise Damaged(label.key, "the pack of that name", f"{found.name.key}")
+        raise Damaged(label.key, "the bundle of that name", f"{found.name.key}")
     if start + sum(length for length, _, _ in found.files.values()) != label.nbytes:
-        raise Damaged(label.key, f"{label.nbytes} bytes", "files of another length in all")
+        raise Damaged(label.key, f"{label.nbytes} bytes", "files of another total length")
     return found, start
 
 
 def unpack(reader: Reader, label: Label, folder: Path, *, fsync: bool) -> Contents:
-    """Makes the files of a pack anew, each checked against its digest.
+    """Extracts the files of a bundle, each checked against its digest.
 
     Args:
-      reader: the bytes of the pack.
-      label: which pack.
-      folder: where to; it is made, and nobody reads it before it has another name.
-      fsync: whether all of it is on disk when this returns.
+      reader: the bundle's bytes.
+      label: the bundle's reference.
+      folder: the destination; created here, and not read by others until it is renamed.
+      fsync: whether to fsync all files before returning.
 
     Raises:
-      Damaged: a byte is not what was packed.
-      StorageError: it cannot be had, or not be written.
+      Damaged: a byte differs from the packed one.
+      StorageError: reading or writing failed.
     """
     contents, start = read_contents(reader, label)
     buffer = memoryview(bytearray(_PIECE_BYTES))
@@ -383,17 +384,17 @@ def _write(descriptor: int, piece: memoryview) -> None:
 
 
 def save_of(label: Label) -> SaveId | None:
-    """Which save a pack is of; None of one that has another key than ours."""
+    """Returns the save of a bundle; None for a foreign key."""
     name = PackName.of(label.key)
     return None if name is None else name.save_id
 
 
 def newest_first(labels: Collection[Label]) -> list[tuple[PackName, Label]]:
-    """Packs with their names, the newest first; what has another key is none of ours."""
+    """Returns bundles with their names, newest first; foreign keys are ignored."""
     named = [(name, label) for label in labels if (name := PackName.of(label.key)) is not None]
     return sorted(named, key=lambda one: (one[0].epoch, one[0].era, one[0].attempt), reverse=True)
 
 
 def temporary_folder(folder: Path, step: str) -> Path:
-    """Where a step is unpacked before it has its name; what a cut leaves is a leftover."""
-    return folder / f"{step}{names.TEMPORARY}-recalled-{os.urandom(4).hex()}"
+    """Returns where a step is unpacked before it is renamed; ignored as a leftover after a kill."""
+    return folder / f"{step}{names.TEMPORARY}-recalled-{secrets.token_hex(8)}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings the parts of saves from one of several stages to their root; see ``meeting``.
+"""Uploads the parts of saves from one of several staging directories; see ``meeting``.
 
-Each promoter puts the part of its own stage there and tells so. That of process 0 makes a save
-visible once all have told; where one cannot do its part the save does not come to the root.
+Each uploader uploads its own part and reports it. Process 0's uploader commits a save once all have
+reported; if one cannot upload its part, the save is not committed.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from deltackpt.tiers.arrivals import Arrivals
 from deltackpt.tiers.meeting import Meeting, Told, token_of
 from deltackpt.tiers.stage import Orders, Stage, key_of
 
-#: Between two looks at what other promoters have told, at first and at most.
+#: Shortest and longest interval between two polls of the other uploaders' reports.
 _OTHERS_SECS = (0.05, 2.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Look:
-    """What a promoter found when it looked at its stage.
+    """What an uploader found in its staging directory.
 
     Attributes:
-      orders: of the trainer.
-      journal: of the root, under the trainer's claim.
-      found: the saves in the stage by their steps, ascending; None where a manifest cannot be read.
-      pace: bounds what is sent.
-      is_hurried: whether parts are sent at once, as somebody waits for them.
+      orders: the trainer's orders.
+      journal: journal of the remote directory, under the trainer's claim.
+      found: the staged saves by step, ascending; None if a manifest is unreadable.
+      pace: limits the upload rate.
+      is_hurried: whether to send parts at once, because a caller is waiting.
       on_bytes: called with bytes sent, from several threads.
     """
 
@@ -51,39 +51,39 @@ class Look:
 
 
 class PartPromotion:
-    """The parts of the saves of one stage on their way to the root; used by one thread.
+    """Uploads the parts of one staging directory's saves; used by one thread.
 
     Attributes:
-      turn_secs: until the part of a save is to be begun; None where none waits for its turn.
+      turn_secs: seconds until a part is due; None if no part is waiting for its turn.
     """
 
     def __init__(self, stage: Stage, arrived: Arrivals):
         """Reads and writes nothing yet.
 
         Args:
-          stage: of this process.
-          arrived: what is told of it.
+          stage: this process's staging directory.
+          arrived: reports the progress.
         """
         self.turn_secs: float | None = None
         self._steps = spot(stage.steps)
         self._arrivals = arrived
-        #: Parts that were put at the root, of saves that are not whole there yet, by ``key_of``.
+        #: Uploaded parts of saves that are not complete yet, by ``key_of``.
         self._sent: dict[str, Told] = {}
         self._meetings: dict[str, Meeting] = {}
-        #: When their parts were begun here; of ``time.perf_counter()``.
+        #: When their upload started here, in ``time.perf_counter()`` seconds.
         self._began: dict[str, float] = {}
         self._patience = _OTHERS_SECS[0]
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether a part was put of a save that is not whole at the root, as far as is known."""
+        """Returns whether an uploaded part belongs to a save that is not known to be complete."""
         return bool(self._sent)
 
     def until_others(self, waiting: Collection[str]) -> float:
-        """Seconds until there may be something to do: other promoters may have to come.
+        """Returns the seconds until other uploaders should be polled again.
 
         Args:
-          waiting: saves that may come to the root and have not, by ``key_of``; forgets all others.
+          waiting: pending saves by ``key_of``; all others are forgotten.
         """
         for known in (self._sent, self._meetings, self._began):
             for key in known.keys() - waiting:
@@ -95,19 +95,19 @@ class PartPromotion:
         return found
 
     def promote(self, step: int, info: SaveInfo, look: Look) -> bool:
-        """Brings the part of a save to the root; process 0 commits the whole.
+        """Uploads one part of a save; process 0 commits the complete save.
 
         Args:
           step: its step.
-          info: what chains know of it.
-          look: what was found in the stage.
+          info: its entry in the chain.
+          look: what was found in the staging directory.
 
         Returns:
-          Whether anything was done: all that is left may be for other promoters.
+          Whether anything was done; the rest may be up to other uploaders.
 
         Raises:
-          FencedError: another trainer has taken the root.
-          StorageError: the root refused, or did not answer; to be tried again.
+          FencedError: another trainer has taken the remote directory.
+          StorageError: the remote store reported an error or did not answer; retry.
         """
         orders, journal = look.orders, look.journal
         key, source = key_of(step, info.save_id), self._steps / str(step)
@@ -127,12 +127,12 @@ class PartPromotion:
         told = with_others.told()
         problems = [one.problem for one in told.values() if one.problem is not None]
         if not problems and orders.process == 0:
-            problems = self._never_coming(step, told, look)
+            problems = self._never_coming(step, told, with_others, look)
         if problems:
             if orders.process == 0:
                 with_others.tell(Told(process=0, problem=problems[0]))
             elif told.get(0, self._sent[key]).problem is None:
-                return False  # Process 0 tells it to all, or has committed another way.
+                return False  # Process 0 reports it to all, or has committed it another way.
             self._arrivals.cannot_come(step, info, orders.item, problems[0])
             return True
         if orders.process > 0 or len(told) < orders.processes:
@@ -153,9 +153,9 @@ class PartPromotion:
         return True
 
     def _until_turn(self, step: int, look: Look) -> float | None:
-        """Seconds until the part of a save is to be sent; None: now.
+        """Seconds until a part is due; None means now.
 
-        It is behind where a later save waits as well.
+        The uploader is behind if a later save is waiting as well.
         """
         if look.is_hurried or step != look.found[-1][0]:
             return None
@@ -164,21 +164,26 @@ class PartPromotion:
         secs = stagger.delay_secs(made, time.time(), orders.process, orders.processes)
         return secs or None
 
-    def _never_coming(self, step: int, told: Mapping[int, Told], look: Look) -> list[str]:
-        """Why parts of a save will not come: their promoters have gone on to a later one."""
+    def _never_coming(
+        self, step: int, told: Mapping[int, Told], with_others: Meeting, look: Look
+    ) -> list[str]:
+        """Why parts of a save will never arrive: their uploaders have moved on to a later one."""
         missing = {*range(look.orders.processes)} - told.keys()
         for number, later in look.found:
             if not missing or number <= step or later is None:
                 continue
             known = self._meetings.get(key_of(number, later.save_id))
-            if known is not None and (gone_on := sorted(missing & known.told().keys())):
+            if known is None or not (gone_on := missing & known.told().keys()):
+                continue
+            # Reports come in order of steps: this one may have come after ``told`` was read.
+            if gone_on := sorted(gone_on - with_others.told().keys()):
                 return [f"process {gone_on[0]} has no part of step {step}, and one of {number}"]
         return []
 
     def _commit(
         self, step: int, info: SaveInfo, told: Mapping[int, Told], look: Look
     ) -> str | None:
-        """Makes a save visible whose parts are all there; why it cannot, where it cannot."""
+        """Commits a save whose parts are complete; returns why it cannot."""
         source, journal = self._steps / str(step), look.journal
         made_secs = arrivals.made_secs(source)
         prefix = journal.prefix(Unit(step), token_of(info.save_id))
@@ -196,7 +201,7 @@ class PartPromotion:
 
 
 def _send(source: Spot, prefix: str, look: Look) -> Told:
-    """Puts the files that only this stage has; what is to be told, or why they cannot come."""
+    """Uploads the files that only this staging directory has; returns the report or an error."""
     item, process = look.orders.item, look.orders.process
     try:
         if process > 0:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where copies lie: what directories and buckets have in common."""
+"""What directories and buckets have in common as copy sources and targets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from deltackpt.errors import (
 )
 from deltackpt.format import names
 from deltackpt.format.chain import SaveInfo
+from deltackpt.ledger.committed import SEGMENT_BYTES
 from deltackpt.ledger.entries import Unit
 from deltackpt.storage import digests
 from deltackpt.storage.digests import Digest
@@ -21,57 +22,53 @@ from deltackpt.storage.store import Spot
 
 
 class Place(Protocol):
-    """Where units stand, of the steps that have one item of ours: a directory or a bucket.
+    """A copy source or target, a directory or a bucket, that holds the units of one item.
 
-    Methods are called from several threads. ``write`` makes nothing visible: ``publish`` does, by
-    one action, and everything before it is on disk by then. All of them may be called again.
+    Methods are called from several threads. ``write`` makes nothing visible; ``publish`` does,
+    atomically, after everything before it is durable. All methods are idempotent.
     """
 
     name: str
     item: str
 
     def __enter__(self) -> Place:
-        """Holds it as a target, against other copies to it where these would be in the way."""
+        """Locks it as a target against other copies, if they would interfere."""
         ...
 
     def __exit__(self, *error: object) -> None:
-        """Lets go of it."""
+        """Releases the lock."""
         ...
 
     def steps(self) -> list[int]:
-        """Steps that are whole."""
+        """Returns the complete steps."""
         ...
 
     def in_use(self) -> str | None:
-        """Why a trainer may be at work there; None where none can be."""
+        """Returns why a trainer may be using it; None if that is impossible."""
         ...
 
     def spot(self, unit: Unit) -> Spot:
-        """The folder of a unit."""
+        """Returns the folder of a unit."""
         ...
 
     def info(self, unit: Unit) -> SaveInfo | None:
-        """What chains need to know of a unit; None where there is no such unit."""
+        """Returns a unit's entry in the chain; None if it does not exist."""
         ...
 
     def digests(self, unit: Unit) -> dict[str, Digest]:
-        """Digests of all files of a unit, by their paths below it."""
-        ...
-
-    def read(self, unit: Unit, name: str) -> bytes:
-        """A file of a unit that is whole."""
+        """Returns the digests of all files of a unit, by relative path."""
         ...
 
     def holds(self, unit: Unit, expected: Mapping[str, Digest], *, recheck: bool) -> bool:
-        """Whether a unit is there and whole; ``recheck`` reads every byte of it again.
+        """Returns whether a unit exists and is complete; ``recheck`` reads all of its bytes.
 
         Raises:
-          TargetDiffers: something else has its name.
+          TargetDiffers: its name is taken by something else.
         """
         ...
 
     def begin(self, unit: Unit, expected: Mapping[str, Digest]) -> None:
-        """Makes place for a unit.
+        """Prepares writing a unit.
 
         Raises:
           TargetDiffers: another save has its name.
@@ -79,65 +76,77 @@ class Place(Protocol):
         ...
 
     def discard(self, unit: Unit) -> None:
-        """Drops what was written of a unit that is not whole and will not be copied."""
+        """Removes what was written of an incomplete unit that will not be copied."""
         ...
 
     def written(self, unit: Unit, name: str, expected: Digest) -> bool:
-        """Whether a file of a unit that is not whole yet is there and as expected."""
+        """Returns whether a file of an incomplete unit exists as expected."""
         ...
 
-    def write(self, unit: Unit, name: str, data: bytes) -> None:
-        """Writes a file of a unit that is not whole yet."""
+    def write(self, unit: Unit, name: str, pieces: Iterable[bytes | bytearray]) -> None:
+        """Writes a file of an incomplete unit; an interrupted write is not ``written``."""
         ...
 
     def publish(self, unit: Unit, expected: Mapping[str, Digest]) -> None:
-        """Makes a unit visible, of which every file is written.
+        """Makes a unit visible after all its files were written.
 
         Raises:
-          TargetDiffers: another save has its name by now.
+          TargetDiffers: another save has taken its name.
         """
         ...
 
 
+#: Bytes of a file in memory at a time.
+PIECE_BYTES = SEGMENT_BYTES
+_MEND = "copy another step, or restore this one from a backup"
 OTHER_COPY = "copy it there again from an intact source"
 
 
 def head_name(unit: Unit, item: str) -> str:
-    """Path of the manifest of process 0 in a unit: it says which save it is."""
+    """Returns the path of a unit's manifest of process 0, which identifies the save."""
     name = names.manifest_name(0)
     return name if unit.item is not None else f"{item}/{name}"
 
 
 def gone(source: Place, unit: Unit) -> StepGone:
-    """What is raised where a unit was removed from the source meanwhile."""
+    """Returns the error for a unit that was removed from the source during the copy."""
     return StepGone(
-        f"{source.name}/{unit.name}: expected it to stay while it was copied, found it removed or "
-        "replaced; copy again: the newest step is another one now"
+        f"{source.name}/{unit.name}: expected it to remain during the copy, found it removed or "
+        "replaced; copy again, since the newest step has changed"
     )
 
 
 def differs(shown: str, found: str) -> TargetDiffers:
-    """What is raised where the target holds something else under a name."""
+    """Returns the error for a target that holds something else under a name."""
     return TargetDiffers(
-        f"{shown}: expected the save that is copied, or none, found {found}: it is not touched; "
-        "copy to an empty place, or move what has this name away first"
+        f"{shown}: expected the copied save, or none, found {found}, which was not touched; copy "
+        "to an empty target, or move this entry away first"
     )
 
 
-def check_bytes(shown: str, data: bytes, expected: Digest) -> None:
-    """Checks what was read against its digest."""
-    found = digests.digest_bytes(data)
-    if found[:3] != expected[:3]:
-        raise Damaged(
-            shown,
-            f"{expected.length} bytes, crc32c {expected.crc32c:08x}, tail {expected.tail:08x}",
-            f"{found.length} bytes, crc32c {found.crc32c:08x}, tail {found.tail:08x}",
-            "copy another step, or mend this one from a backup",
-        )
+def pieces_of(at: Spot, expected: Digest) -> Iterator[bytes | bytearray]:
+    """Yields a file piece by piece, holding one at a time; verifies it at the end.
+
+    Raises:
+      Damaged: the file does not match its digest.
+    """
+    came, shown = digests.Streamed(), str(at)
+    try:
+        with at.missing_is_damage(shown):
+            if (length := at.store.length(at.key)) != expected.length:
+                raise Damaged(shown, f"{expected.length} bytes", f"{length} bytes")
+            for start in range(0, expected.length, PIECE_BYTES):
+                piece = bytearray(min(PIECE_BYTES, expected.length - start))
+                at.store.read_into(at.key, start, [memoryview(piece)])
+                came.add(piece)
+                yield piece
+        came.check(shown, expected)
+    except Damaged as error:  # May name an object.
+        raise Damaged(shown, error.expected, error.found, _MEND) from None
 
 
 def length(path: Path) -> int:
-    """Bytes of a file, -1 where there is none."""
+    """Returns the length of a file, or -1 if it does not exist."""
     try:
         return path.stat().st_size
     except (FileNotFoundError, NotADirectoryError):
@@ -145,5 +154,5 @@ def length(path: Path) -> int:
 
 
 def digests_bytes(digests: Mapping[str, Digest]) -> int:
-    """Bytes of files in all, by their digests."""
+    """Returns the total size of files, by their digests."""
     return sum(digest.length for digest in digests.values())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The promoter: brings the saves of a stage to the root, in a process of its own.
+"""The uploader program: uploads staged saves, in a process of its own.
 
-It takes neither the interpreter's lock of a trainer nor its place on the cores, and it ends what a
-killed trainer has left: the stage says what that is, and the root's journal what of it is done. One
-works at a stage at a time.
+It does not contend for the trainer's GIL or cores, and it finishes the uploads of a killed trainer:
+the staging directory records the work, and the remote journal what is done. A staging directory has
+at most one uploader at a time.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _logger = logging.getLogger(__name__)
 _LOCK_SECS = 0.2
 _NICE = 10
 _MOST_LOG_BYTES = 1 << 20
-#: What a trainer writes: there is work; somebody waits for it.
+#: Bytes that a trainer writes to the pipe: there is work; a caller is waiting.
 WAKE, HURRY = b".", b"!"
 
 
 class PipeTrainer:
-    """A trainer that holds the other end of a pipe, and writes to it where there is work."""
+    """A trainer at the other end of a pipe, which writes to it when there is work."""
 
     def __init__(self, descriptor: int):
-        """Reads from a descriptor."""
+        """Reads from a file descriptor."""
         self._descriptor = descriptor
         self.is_gone = False
         self.is_waiting = False
@@ -50,17 +50,19 @@ class PipeTrainer:
         if self.is_gone:
             time.sleep(secs)
             return
-        readable, _, _ = select.select([self._descriptor], [], [], secs)
-        if readable:
+        # Unlike select(), poll() takes descriptors of 1,024 and more.
+        polled = select.poll()
+        polled.register(self._descriptor, select.POLLIN)
+        if polled.poll(secs * 1000):
             told = os.read(self._descriptor, 1 << 16)
             self.is_gone, self.is_waiting = not told, told.endswith(HURRY)
 
 
 class NoTrainer:
-    """None that this promoter belongs to: it works until it is stopped, or nothing is left."""
+    """No trainer: the uploader runs until it is stopped, or everything is uploaded."""
 
     def __init__(self, *, until_empty: bool):
-        """One that is gone, or may come at any time."""
+        """For a trainer that has ended, or may start at any time."""
         self.is_gone = until_empty
         self.is_waiting = True
 
@@ -71,16 +73,16 @@ class NoTrainer:
 
 @contextlib.contextmanager
 def only_one(stage: Stage, trainer: Trainer) -> Iterator[bool]:
-    """Waits until no other promoter works at a stage.
+    """Waits until no other uploader works on a staging directory.
 
     Yields:
-      Whether this is the one; not where the trainer went meanwhile and left nothing to do.
+      Whether this is the uploader; False if the trainer ended first and left nothing to do.
     """
-    refusal = InUse(f"{stage.path}: expected no other promoter, found one at work; it goes on")
+    refusal = InUse(f"{stage.path}: expected no other uploader, found one running; it continues")
     while True:
         with contextlib.ExitStack() as stack:
             try:
-                stack.enter_context(locks.held(stage.lock, refusal))
+                stack.enter_context(locks.held(stage.lock, refusal, opener=files.opened_privately))
             except InUse:
                 trainer.wait(_LOCK_SECS)
                 status = status_of(stage) if trainer.is_gone else None
@@ -96,15 +98,15 @@ def only_one(stage: Stage, trainer: Trainer) -> Iterator[bool]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Status:
-    """How far the saves of a stage have come, as was told last.
+    """The last reported upload progress of a staging directory.
 
     Attributes:
-      url: of the root.
-      waiting: saves that may come to the root and have not.
-      nbytes: bytes of their files.
-      damaged: as in ``Progress``.
-      problem: as in ``Progress``; what is said of another trainer where it has taken the root.
-      problem_unix_secs: as in ``Progress``.
+      url: URL of the remote directory.
+      waiting: saves that are not uploaded yet.
+      nbytes: total size of their files.
+      damaged: same as in ``Progress``.
+      problem: same as in ``Progress``, or the message about another trainer that took over.
+      problem_unix_secs: same as in ``Progress``.
     """
 
     url: str
@@ -116,10 +118,10 @@ class Status:
 
 
 def status_of(stage: Stage) -> Status | None:
-    """How far the saves of a stage have come; None where nobody ever trained there.
+    """Returns the upload progress of a staging directory; None if it was never used.
 
     Raises:
-      Damaged, StorageError: the stage cannot be read.
+      Damaged, StorageError: the staging directory is not readable.
     """
     orders = stage.orders()
     if orders is None:
@@ -157,13 +159,13 @@ def main(arguments: list[str] | None = None) -> int:
             _shorten(stage.log)
             with _pushing(stage):
                 Promoter(stage).run(trainer)
-    _logger.info("ended; most memory %s, %.2f s of CPU", _most_memory(), time.process_time())
+    _logger.info("ended; peak memory %s, %.2f s of CPU", _most_memory(), time.process_time())
     return 0
 
 
 @contextlib.contextmanager
 def _pushing(stage: Stage) -> Iterator[None]:
-    """Brings saves to neighbours meanwhile, where the trainer has found such."""
+    """Replicates saves to peers in a second thread, if the trainer has found any."""
     if stage.keepers_stamp() is None:
         yield
         return
@@ -177,17 +179,17 @@ def _pushing(stage: Stage) -> Iterator[None]:
 
 
 def _most_memory() -> str:
-    """The peak of this program's resident memory; that of ``getrusage`` is its parent's, too."""
+    """Peak resident memory of this program; ``getrusage`` would include its parent's."""
     with contextlib.suppress(OSError, IndexError):
         return Path("/proc/self/status").read_text().split("VmHWM:")[1].split("\n")[0].strip()
     return "unknown"
 
 
 def _shorten(log: Path) -> None:
-    """Begins a log anew that has become long."""
+    """Truncates a log that has grown long."""
     with contextlib.suppress(OSError, StorageError):
         if files.length(log, log.name) > _MOST_LOG_BYTES:
-            os.truncate(log, 0)
+            os.close(os.open(log, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings the saves of a stage to its root, one after the other.
+"""Uploads the saves of a staging directory, one after the other.
 
-What happens at the root happens here, under the trainer's claim and in one order: that training
-begins, what it goes back behind, then the saves, parents first, and what is retired. A save is
-whole at the root before one entry of the journal makes it visible. Whoever is killed in between
-leaves files that no entry names, which are swept.
+All remote changes are made here, under the trainer's claim and in this order: the start of
+training, rollbacks, then the saves, parents first, and retirements. All files of a save are
+uploaded before one journal entry makes it visible. A kill in between leaves files that no entry
+names; they are swept later.
 """
 
 from __future__ import annotations
@@ -44,42 +44,42 @@ from deltackpt.tiers.stage import Orders, Progress, Stage, key_of
 
 _logger = logging.getLogger(__name__)
 
-#: Between two looks at a stage in which nothing waits.
+#: Seconds between two polls of an idle staging directory.
 _IDLE_SECS = 5.0
-#: Before what failed is tried again, at first and at most; each time some part of it.
+#: Shortest and longest back-off before a retry, with random jitter.
 _BACK_OFF_SECS = (0.1, 30.0)
 
 
 class _Superseded(DeltackptError):
-    """Another trainer has taken the stage; what is under way is not worth to be finished."""
+    """Another trainer took over the staging directory; abandon the in-flight upload."""
 
 
 class Trainer(Protocol):
-    """Whoever makes the saves."""
+    """The process that makes the saves."""
 
     @property
     def is_gone(self) -> bool:
-        """Whether there will be no further orders or saves."""
+        """Returns whether no more orders or saves will come."""
         ...
 
     @property
     def is_waiting(self) -> bool:
-        """Whether somebody waits for the saves that there are."""
+        """Returns whether a caller is waiting for the pending saves."""
         ...
 
     def wait(self, secs: float) -> None:
-        """Waits so long, or until there may be something to do."""
+        """Waits for a time, or until there may be work."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class _Upload:
-    """A save on its way to the root.
+    """A save that is being uploaded.
 
     Attributes:
-      save_id: which.
-      prefix: where its files go.
-      done: those that are there.
+      save_id: id of the save.
+      prefix: destination of its files.
+      done: files already uploaded.
     """
 
     save_id: SaveId
@@ -88,12 +88,12 @@ class _Upload:
 
 
 class Promoter:
-    """Brings saves from one stage to its root, one at a time."""
+    """Uploads saves from one staging directory, one at a time."""
 
     def __init__(
         self, stage: Stage, orders: Orders | None = None, progress: Progress | None = None
     ):
-        """Reads and writes nothing yet; orders and progress are read where they are not given."""
+        """Reads and writes nothing yet; orders and progress are read unless they are passed."""
         self._stage = stage
         self._orders = orders
         self._orders_stamp: object = None
@@ -102,29 +102,31 @@ class Promoter:
         self._parts = PartPromotion(stage, self._arrivals)
         self._pace = Pace()
         self._infos: dict[tuple[int, object], SaveInfo | None] = {}
-        #: What told the folders of damaged saves from others, by ``key_of``.
+        #: Identifies the folder of each damaged save, by ``key_of``.
         self._damaged_at: dict[str, Hashable] = {}
-        #: Whether parts are sent at once, as somebody waits for them.
+        #: Whether to upload parts at once, because a caller is waiting.
         self._is_hurried = True
-        #: What was sent of a save that is not whole at the root yet.
+        #: Uploaded files of a save that is not complete yet.
         self._upload: _Upload | None = None
         self._log = LogPromotion(stage)
-        #: Whether no trainer adds to the log.
+        #: Whether no trainer appends to the WAL any more.
         self._is_over = False
-        #: Whether something at the root may be in nobody's way any more.
+        #: Whether the remote directory may hold files to sweep.
         self._is_littered = True
+        #: The newest withdrawn epoch whose files were swept.
+        self._withdrawn = 0
 
     @property
     def progress(self) -> Progress:
-        """As it was told last."""
+        """The last reported progress."""
         return self._arrivals.progress
 
     def run(self, trainer: Trainer, *, adopts: bool = False) -> None:
-        """Works until the trainer is gone and nothing is left; or another one takes the stage.
+        """Runs until the trainer has ended and nothing is left, or another takes over.
 
         Args:
-          trainer: whose saves these are.
-          adopts: whether to go on for another trainer instead.
+          trainer: the trainer that makes the saves.
+          adopts: whether to continue for another trainer that takes over.
         """
         failures = 0
         while True:
@@ -135,6 +137,7 @@ class Promoter:
                 failures = 0
                 if has_more:
                     continue
+                self._copy_entry()
                 self._sweep()
                 trainer.wait(0.0)
                 if trainer.is_gone and self._is_done():
@@ -156,12 +159,13 @@ class Promoter:
                 failures += 1
                 self._arrivals.fail(error)
                 if trainer.is_gone and isinstance(error, RestoreError):
-                    raise  # The stage, or the journal, is damaged: time does not mend that.
+                    # The staging directory or the journal is damaged: waiting does not fix that.
+                    raise
                 most = min(_BACK_OFF_SECS[0] * 2 ** min(failures, 20), _BACK_OFF_SECS[1])
                 trainer.wait(most * random.uniform(0.5, 1.0))
 
     def _until_others(self) -> float:
-        """How long to wait where nothing can be done here: other promoters may have to come."""
+        """Seconds to wait for other uploaders if there is nothing to do here."""
         keys = {
             key_of(step, info.save_id)
             for (step, _), info in self._infos.items()
@@ -169,19 +173,19 @@ class Promoter:
         }
         return min(_IDLE_SECS, self._parts.until_others(keys))
 
-    # ---- one thing after the other
+    # ---- one step
 
     def step(self) -> bool:
-        """Carries out what was ordered, and brings one save to the root.
+        """Carries out pending orders, and uploads one save.
 
         Returns:
-          Whether there was one.
+          Whether a save was uploaded.
 
         Raises:
-          FencedError: another trainer has taken the root.
-          StorageError: the root refused, or did not answer; to be tried again.
+          FencedError: another trainer has taken the remote directory.
+          StorageError: the remote store reported an error or did not answer; retry.
         """
-        # In this order: what is in the stage by now was made after it was ordered what comes first.
+        # The order matters: saves that are staged by now were made after these orders.
         found = self._saves()
         self._parts.turn_secs = None
         orders = self._load()
@@ -192,13 +196,14 @@ class Promoter:
         if self._arrivals.progress.problem is not None or (
             orders.process > 0 and self._parts.waits_for_others
         ):
-            journal.check()  # Commits whose answers were lost may be done, or those of others.
+            # Commits whose responses were lost may have succeeded, here or elsewhere.
+            journal.check()
         self._carry_out(orders, journal)
         self._retire(orders, journal)
         self._arrivals.tell_state(
             journal, problem=None, code="", problem_unix_secs=0.0, pid=os.getpid()
         )
-        # Before the saves: those that were found were made after the heads of their runs.
+        # Before the saves: the staged saves were made after the epoch headers of their runs.
         self._log.bring_heads(journal)
         self._log.trim(journal)
         look = Look(
@@ -221,7 +226,7 @@ class Promoter:
         return self._log.step(journal, self._pace, every=self._is_over)
 
     def _look_at_damaged(self) -> None:
-        """Forgets what was damaged where another copy of it has come to the stage."""
+        """Forgets damaged saves for which another copy has been staged."""
         stands = {
             key_of(step, info and info.save_id): stamp.identity
             for (step, stamp), info in self._infos.items()
@@ -230,13 +235,13 @@ class Promoter:
         damaged = self._arrivals.progress.damaged
         known = {key: one for key, one in self._damaged_at.items() if key in damaged}
         if any(stands.get(key, one) != one for key, one in known.items()):
-            # Those after it may have failed for it alone.
+            # Later saves may have failed only because of it.
             known.clear()
             self._arrivals.tell(damaged={})
         self._damaged_at = {key: one for key, one in stands.items() if key in damaged} | known
 
     def _is_done(self) -> bool:
-        """Whether nothing is left to do, and nothing was ordered since that was looked at."""
+        """Whether nothing is left to do, and no newer orders exist."""
         if self._orders is None:
             return self._stage.orders() is None
         if self._changed() or self.waiting():
@@ -244,11 +249,11 @@ class Promoter:
         return self._journal is None or not self._log.nbytes(self._journal)
 
     def waiting(self) -> list[int]:
-        """The steps of the saves in the stage that may come to the root and have not."""
+        """Returns the staged steps that were not uploaded yet."""
         return [step for step, info in self._saves() if self._is_waiting(step, info)]
 
     def _is_waiting(self, step: int, info: SaveInfo | None) -> bool:
-        """Whether a save may come to the root, as far as was told."""
+        """Whether a save is waiting, according to the last report."""
         if info is not None:
             return self._arrivals.is_waiting(step, info.save_id)
         if key_of(step, None) in self._arrivals.progress.damaged:
@@ -256,7 +261,7 @@ class Promoter:
         return self._journal is None or step not in self._journal.known.steps
 
     def _saves(self) -> list[tuple[int, SaveInfo | None]]:
-        """The saves in the stage by their steps; None where a manifest cannot be read."""
+        """The staged saves by step; None if a manifest is unreadable."""
         item = self._orders.item if self._orders is not None else names.EMBEDDINGS_ITEM
         at, found = spot(self._stage.steps), dict[tuple[int, object], SaveInfo | None]()
         for name in at.folders():
@@ -269,14 +274,14 @@ class Promoter:
                 known = known or saves.read_info(at / name, item)
             except RestoreError:
                 if not (at / name).is_dir():
-                    continue  # It was removed meanwhile.
+                    continue  # It was removed concurrently.
             found[step, stamp] = known
         self._infos = found
         self._arrivals.runs = {info.save_id.run for info in found.values() if info is not None}
         return sorted(((step, info) for (step, _), info in found.items()), key=lambda one: one[0])
 
     def _tell_unreadable(self, step: int, journal: Journal) -> None:
-        """A manifest that is damaged: nobody can tell which save it was, or what it was for."""
+        """Reports a damaged manifest, whose save cannot be identified."""
         key = key_of(step, None)
         if step not in journal.known.steps and key not in self._arrivals.progress.damaged:
             at = spot(self._stage.steps) / str(step)
@@ -302,11 +307,15 @@ class Promoter:
         taken_over = self._journal is not None
         if taken_over:
             self._journal = None
-            raise _Superseded(f"{self._stage.path}: another trainer has come")
+            raise _Superseded(f"{self._stage.path}: another trainer has taken over")
         place = buckets.place(orders.url, endpoint=orders.endpoint)
-        journal = Journal(place.open(deadline_secs=orders.store_secs))
+        journal = Journal(
+            place.open(deadline_secs=orders.store_secs),
+            while_waiting=lambda: self._check_orders(orders),
+        )
         self._arrivals.progress = self._stage.progress(orders.holder)
-        journal.resume(orders.holder)
+        if journal.resume(orders.holder).lease.pending and orders.process == 0:
+            journal.start()  # The trainer has started, but the store did not answer.
         if orders.apart and orders.process == 0:
             meeting.sweep(journal.root, orders.epoch)
         self._journal, self._pace = journal, Pace(orders.bytes_per_sec)
@@ -315,7 +324,7 @@ class Promoter:
         return journal
 
     def _carry_out(self, orders: Orders, journal: Journal) -> None:
-        """What was ordered since; to do it again changes nothing."""
+        """Applies pending orders. Idempotent."""
         done = self._arrivals.progress.orders
         if orders.number == done:
             return
@@ -328,13 +337,13 @@ class Promoter:
             if one.number > done:
                 steps = journal.roll_back(one.after, one.run, only=frozenset(one.saves))
                 if steps:
-                    _logger.info("going on from step %d, steps %s rolled back", one.after, steps)
+                    _logger.info("resuming from step %d, steps %s rolled back", one.after, steps)
         self._arrivals.tell_state(journal, orders=orders.number)
 
     def _retire(self, orders: Orders, journal: Journal) -> None:
-        """What was ordered to be retired, as far as what replaces it is at the root.
+        """Retires what was ordered, if its replacement is uploaded.
 
-        What replaces the later ones replaces the earlier ones as well.
+        The replacement of later ones also replaces earlier ones.
         """
         waiting = [one for one in orders.retired if one.number > self._arrivals.progress.retired]
         come = (
@@ -347,12 +356,12 @@ class Promoter:
         try:
             journal.retire(ready)
         except StorageError:
-            self._is_littered = True  # Its files may still be there, and nothing names them.
+            self._is_littered = True  # Its files may still exist, but nothing refers to them.
             raise
         self._arrivals.tell_state(journal, retired=newest)
 
     def _has_come(self, save_id: SaveId, journal: Journal) -> bool:
-        """Whether a save was brought to the root; or a later one, where it cannot be."""
+        """Whether a save was uploaded; or a later one, if it cannot be."""
         state = journal.known
         if state.held(save_id):
             return True
@@ -384,42 +393,48 @@ class Promoter:
             is_sent = True
             arrivals.commit(step, info, journal, under_way.prefix, put)
         except BaseException as error:
-            # What is there need not be sent again, however often the network breaks.
+            # Files that are uploaded need not be sent again, however often the network fails.
             if is_sent or not isinstance(error, StorageError):
                 self._give_up_upload(journal)
             if not isinstance(error, (RestoreError, TargetDiffers)):
                 raise
-            # Else training went on without it.
+            # Otherwise training continued without it.
             self._arrivals.cannot_come(step, info, orders.item, str(error))
             return
         self._upload = None
         self._arrivals.came(step, info, journal, put, made_secs, time.perf_counter() - started)
 
     def _give_up_upload(self, journal: Journal) -> None:
-        """What was sent of a save that is not committed is swept."""
+        """Sweeps the uploaded files of a save that is not committed."""
         if self._upload is not None:
             journal.give_up(self._upload.prefix)
             self._upload, self._is_littered = None, True
 
     def _check_orders(self, orders: Orders) -> None:
-        """Called while a save is sent, by several threads."""
+        """Checks for a takeover during an upload; called by several threads."""
         if self._stage.orders_stamp() == self._orders_stamp:
             return
         with contextlib.suppress(RestoreError):
             newest = self._stage.orders()
             if newest is not None and newest.holder != orders.holder:
-                raise _Superseded(f"{self._stage.path}: another trainer has come")
+                raise _Superseded(f"{self._stage.path}: another trainer has taken over")
+
+    def _copy_entry(self) -> None:
+        """Copies the newest entry, once for many consecutive saves."""
+        if self._journal is not None and self._orders is not None and self._orders.process == 0:
+            self._journal.copy_newest()
 
     def _sweep(self) -> None:
-        """Deletes at the root what cut uploads left, once for each time that there may be such.
+        """Deletes remote files left by interrupted uploads, once per occasion.
 
-        What cannot be deleted is in nobody's way; whoever takes the root next tries again.
+        Files that cannot be deleted are harmless; the next trainer tries again.
         """
         if self._journal is None or self._orders is None or self._orders.process > 0:
             return
-        self._give_up_upload(self._journal)  # It is waited for no more.
-        if self._is_littered:
-            self._is_littered = False
+        self._give_up_upload(self._journal)  # No caller waits for it any longer.
+        withdrawn = self._journal.known.entry.withdrawn
+        if self._is_littered or withdrawn > self._withdrawn:
+            self._is_littered, self._withdrawn = False, withdrawn
             try:
                 count = self._journal.sweep()
             except StorageError as error:
@@ -427,4 +442,4 @@ class Promoter:
                 self._arrivals.fail(error)
                 return
             if count:
-                _logger.info("%d objects that no entry names were deleted", count)
+                _logger.info("deleted %d objects that no journal entry names", count)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings the saves of a stage to neighbours, and lets go there of what has left the stage.
+"""Replicates staged saves to peers, and drops peer copies of evicted ones.
 
-It works in a thread of the promoter's process beside the promotion to the root, so that an outage
-of one does not stand in the way of the other. Neighbours hold what the stage holds: a save is
-pushed after those before it, and dropped once the stage has let it go.
+It runs in a thread of the uploader process, concurrently with the upload, so an outage of one does
+not block the other. Peers mirror the staging directory: saves are pushed in order, and dropped once
+they are evicted from it.
 """
 
 from __future__ import annotations
@@ -28,44 +28,44 @@ from deltackpt.tiers.stage import Orders, Pushed, Stage, key_of
 
 _logger = logging.getLogger(__name__)
 
-#: Between two looks at a stage: what the newest save waits before it is pushed.
+#: Seconds between two polls: the longest delay before the newest save is pushed.
 _POLL_SECS = 0.03
 _BACK_OFF_SECS = (0.1, 10.0)
-#: Between two questions what neighbours hold: a keeper may have lost all of it.
+#: Seconds between two queries of the peers' contents: an agent may have lost all of it.
 _ASK_SECS = 10.0
 
 
 class Pusher:
-    """Keeps neighbours of a stage what the stage is."""
+    """Mirrors the staging directory to peer nodes."""
 
     def __init__(self, stage: Stage, open_neighbours: Callable[[Keepers], Neighbours] = Neighbours):
-        """Asks nobody yet.
+        """Sends no request yet.
 
         Args:
-          stage: whose saves these are.
-          open_neighbours: by what the trainer wrote of its keepers.
+          stage: the staging directory.
+          open_neighbours: connects to the peers that the trainer recorded.
         """
         self._stage = stage
         self._open = open_neighbours
         self._neighbours: Neighbours | None = None
         self._stamp: object = None
         self._asked_at = 0.0
-        #: What they hold, all of it, or some.
+        #: What peers hold: complete bundles, and partial ones.
         self._held: dict[SaveId, Label] = {}
         self._parts: set[Label] = set()
-        #: Saves that cannot be pushed, with what tells each copy of one from the next.
+        #: Saves that cannot be pushed, with an identifier of the copy.
         self._damaged: dict[tuple[int, SaveId | None], tuple[object, str]] = {}
         self._pushed = self._told = Pushed(holder="")
         self._ended = threading.Event()
 
     def start(self) -> threading.Thread:
-        """Works in a thread until ``end``."""
+        """Starts a thread that runs until ``end``."""
         thread = threading.Thread(target=self._run, name="deltackpt-push", daemon=True)
         thread.start()
         return thread
 
     def end(self) -> None:
-        """Ends the thread once it has done what it does."""
+        """Stops the thread after its current work."""
         self._ended.set()
 
     def _run(self) -> None:
@@ -76,7 +76,7 @@ class Pusher:
                 if self.step():
                     continue
                 failures = 0
-            except (StorageError, RestoreError) as error:
+            except Exception as error:  # Any error is reported, and the push is retried.
                 failures += 1
                 self._fail(error)
                 most = min(_BACK_OFF_SECS[0] * 2 ** min(failures, 20), _BACK_OFF_SECS[1])
@@ -84,20 +84,20 @@ class Pusher:
             self._ended.wait(rest)
 
     def step(self) -> bool:
-        """Pushes one save, the oldest that is in the stage and not at the neighbours.
+        """Pushes one save, the oldest that is staged and not held by peers.
 
         Returns:
-          Whether there was one.
+          Whether a save was pushed.
 
         Raises:
-          StorageError: neighbours refused, or did not answer; to be tried again.
-          RestoreError: the stage cannot be understood.
+          StorageError: peers reported an error or did not answer; retry.
+          RestoreError: the staging directory is not readable.
         """
         before = self._stage.orders()
         if before is None:
             return False
         found = self._saves(before.item)
-        # In this order: what is in the stage by now was begun under these, or earlier ones.
+        # The order matters: saves that are staged by now were made under these or earlier orders.
         orders = self._stage.orders()
         neighbours = None if orders is None else self._opened(orders)
         if orders is None or neighbours is None:
@@ -121,7 +121,7 @@ class Pusher:
             pack = near.pack_of(self._stage, save_id, orders.item, orders)
             neighbours.hold(pack)
         except Missing:
-            return  # It left the stage meanwhile.
+            return  # It was evicted concurrently.
         except Damaged as error:
             self._damaged[save_id.step, save_id] = stamp, str(error)
             _logger.error("step %d cannot be pushed: %s", save_id.step, error)
@@ -130,19 +130,19 @@ class Pusher:
         self._tell()
 
     def _is_damaged(self, save_id: SaveId, stamp: object) -> bool:
-        """Whether this copy of a save was found to be damaged."""
+        """Whether this copy of a save is known to be damaged."""
         known = self._damaged.get((save_id.step, save_id))
         return known is not None and known[0] == stamp
 
     def _drop(self, labels: set[Label], neighbours: Neighbours) -> None:
-        """Lets neighbours let go of what is not in the stage, and of what they have in part."""
+        """Drops peer copies of evicted saves, and partial ones."""
         if labels:
             neighbours.drop(labels)
             self._held = {one: label for one, label in self._held.items() if label not in labels}
             self._parts -= labels
 
     def _opened(self, orders: Orders) -> Neighbours | None:
-        """The neighbours that the trainer has found, anew where it found others."""
+        """The peers that the trainer has found; reconnects if they changed."""
         stamp = self._stage.keepers_stamp()
         if stamp != self._stamp or self._neighbours is None:
             data = self._stage.keepers()
@@ -159,7 +159,7 @@ class Pusher:
         return self._neighbours
 
     def _ask(self, neighbours: Neighbours, orders: Orders) -> None:
-        """Asks what the neighbours hold of this stage, and of processes that there are no more."""
+        """Queries what peers hold of this process's saves, and of departed processes."""
         part, parts = (orders.process, orders.processes) if orders.apart else (0, 1)
         complete, every = neighbours.survey()
         named = packing.newest_first(complete)
@@ -173,7 +173,7 @@ class Pusher:
         self._asked_at = time.monotonic()
 
     def _saves(self, item: str) -> dict[SaveId, object]:
-        """The saves in the stage, and what tells their folders from others; damaged ones noted."""
+        """The staged saves with an identifier of each folder; records damaged ones."""
         at, found = spot(self._stage.steps), dict[SaveId, object]()
         unreadable: dict[tuple[int, SaveId | None], tuple[object, str]] = {}
         for name in at.folders():
@@ -194,19 +194,21 @@ class Pusher:
         damaged = {key_of(*key): why for key, (_, why) in self._damaged.items()}
         self._report(Pushed(holder=self._pushed.holder, saves=keys, damaged=damaged))
 
-    def _fail(self, error: DeltackptError) -> None:
+    def _fail(self, error: Exception) -> None:
+        expected = isinstance(error, DeltackptError)
+        text = str(error) if expected else f"{type(error).__name__}: {error}"
         if self._pushed.problem is None:
-            _logger.warning("%s", error)
+            _logger.warning("%s", text, exc_info=not expected)
         told = dataclasses.replace(
             self._pushed,
-            problem=str(error),
-            code=error.code,
+            problem=text,
+            code=error.code if expected else DeltackptError.code,
             problem_unix_secs=self._pushed.problem_unix_secs or time.time(),
         )
         try:
             self._report(told)
         except StorageError as refused:
-            # The stage may be full, and work goes on all the same.
+            # The staging directory may be full; work continues regardless.
             _logger.warning("%s", refused)
 
     def _report(self, pushed: Pushed) -> None:

@@ -1,28 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recall: saves that are held near the stage and are not in it come back to it.
+"""Recovery: brings saves from local replicas and peers back into the staging directory.
 
-A node that lost its stage (memory, a power cut), or another node in its place, finds saves that
-never came to the root in extents or at neighbours. Those that training still goes on from are
-unpacked into the stage, where all else finds them: a restore, the next save, the promoter. What
-training went back behind, or on without, must not come back: the claims in the root's journal say
-what each trainer went on from, and packs say what their run comes after (its line).
+A node that lost its staging directory (memory, a power cut), or its replacement, finds saves that
+were never uploaded in extents or on peers. Saves that training still builds on are unpacked into
+the staging directory, where restores, the next save and the uploader find them. Saves that training
+rolled back or superseded must not return: the claims in the remote journal record from where each
+trainer resumed, and bundles record the lineage of their run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import uuid
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from deltackpt import events
-from deltackpt.errors import OptionError, RestoreError, StorageError
+from deltackpt.errors import (
+    ClosedError,
+    Damaged,
+    FormatTooNew,
+    OptionError,
+    RestoreError,
+    StorageError,
+)
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger import entries
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.entries import State
+from deltackpt.reading import saves
 from deltackpt.storage import files
+from deltackpt.storage.store import spot
 from deltackpt.tiers import packing
 from deltackpt.tiers.packing import Contents, Holder, Label, PackName
 from deltackpt.tiers.stage import Line, Orders, Stage
@@ -31,42 +41,44 @@ _logger = logging.getLogger(__name__)
 
 
 class Offer(NamedTuple):
-    """A pack that a holder has."""
+    """A bundle in a replica."""
 
     holder: Holder
     label: Label
 
 
 class Judged(Protocol):
-    """A save that may count: one in a pack, or in the stage."""
+    """A candidate save, in a bundle or in the staging directory."""
 
     @property
     def save_id(self) -> SaveId:
-        """Which it is."""
+        """Id of the save."""
         ...
 
     @property
     def line(self) -> Line:
-        """That of its run."""
+        """The lineage of its run."""
         ...
 
 
 _Judged = TypeVar("_Judged", bound=Judged)
+#: Errors of unusable bundles.
+Problems = dict[SaveId, RestoreError]
 
 
 class InStage(NamedTuple):
-    """A save in the stage."""
+    """A staged save."""
 
     save_id: SaveId
     line: Line
 
 
 class Verdict(NamedTuple, Generic[_Judged]):
-    """Which saves count.
+    """Which saves are current.
 
     Attributes:
-      counting: those that training may go on from, oldest first.
-      orphans: those that it went on without, and why.
+      counting: saves from which training may resume, oldest first.
+      orphans: superseded saves, with the reason.
     """
 
     counting: tuple[_Judged, ...]
@@ -74,17 +86,19 @@ class Verdict(NamedTuple, Generic[_Judged]):
 
 
 class Recalled(NamedTuple):
-    """What came back.
+    """The result of a recovery.
 
     Attributes:
-      where: the holder that each save came from.
-      lines: of their runs.
-      left: saves at the root that training had gone back behind before what came back was made.
+      where: the replica that each save came from.
+      lines: lineages of their runs.
+      left: remote saves that were rolled back before the recovered saves were made.
+      unusable: errors of saves without a usable bundle, by step.
     """
 
     where: dict[SaveId, str]
     lines: tuple[Line, ...]
     left: tuple[SaveId, ...]
+    unusable: dict[int, RestoreError]
 
 
 def recall(
@@ -99,35 +113,44 @@ def recall(
     parts: int = 1,
     fsync: bool = True,
 ) -> Recalled:
-    """Unpacks into the stage what counts of what is held near it, and is not at the root.
+    """Unpacks current saves that are not uploaded into the staging directory.
 
-    What does not count is unpacked aside, with a warning, and held no more.
+    Superseded saves are moved aside with a warning and dropped from the replicas.
 
     Args:
-      stage: of this process.
-      local: its checkpoint directory, whose lease is held.
-      holders: the nearest first.
-      root: its URL.
-      state: of the root.
-      orders: those of the trainer before, where the stage has any that still hold.
-      part: of which process.
-      parts: of how many.
-      fsync: whether what is unpacked survives a power cut in the stage.
+      stage: this process's staging directory.
+      local: its checkpoint directory, whose lease this process holds.
+      holders: replicas, nearest first.
+      root: URL of the remote directory.
+      state: state of the remote directory.
+      orders: the previous trainer's orders, if any are still valid.
+      part: index of this process.
+      parts: number of processes.
+      fsync: whether to fsync unpacked files.
 
     Raises:
-      OptionError: a holder is another root's.
+      OptionError: a replica belongs to another checkpoint directory.
     """
     offers = offered(holders, part)
+    problems: Problems = {}
     read: dict[PackName, Contents] = {}
+    others: dict[str, str] = {}
     for name, offer in offers:
-        contents = None if name in read else _contents(offer)
+        contents = None if name in read else _contents(offer, problems)
         if contents is not None and contents.root != root:
-            raise OptionError(
-                f"Tiers.{offer.holder.name}: expected those of {root}, found that they hold saves "
-                f"of {contents.root}; give each root its own"
+            others[name.key] = (
+                f"Tiers.{offer.holder.name}: expected replicas of {root}, found saves of "
+                f"{contents.root}"
             )
-        if contents is not None and contents.parts == parts:
+        elif contents is not None:
             read[name] = contents
+    if others and not read:
+        raise OptionError(
+            f"{next(iter(others.values()))}; use separate replicas for each checkpoint directory"
+        )
+    for key, other in others.items():
+        events.warn(f"{other} ({key}); that bundle is left where it is")
+    read = {name: contents for name, contents in read.items() if contents.parts == parts}
     known = () if orders is None else orders.lines
     lines = (*(one.line for one in read.values()), *known)
     _leave_behind(stage, local, state, lines, known)
@@ -141,25 +164,29 @@ def recall(
         step = contents.save_id.step
         if infos.get(step) is not None or contents.save_id in where:
             continue
-        if step in infos:  # Nobody can tell which save it was.
+        if step in infos:  # The save cannot be identified.
             local.set_aside(step, stage.aside("damaged") / uuid.uuid4().hex)
-        holder = bring(local, contents.save_id, offers, fsync=fsync)
+        holder = bring(local, contents.save_id, offers, fsync=fsync, problems=problems)
         if holder is not None:
             where[contents.save_id] = holder
     if where:
         found = ", ".join(f"{one.step} ({holder})" for one, holder in where.items())
-        _logger.info("%s: brought back steps %s", stage.path, found)
+        _logger.info("%s: recovered steps %s", stage.path, found)
     _set_aside(stage, verdict.orphans, offers)
     back = [one for one in verdict.counting if one.save_id in where]
+    lost = [one for one in problems if not (one in where or one in here or state.held(one))]
     return Recalled(
-        where, tuple({one.line.run: one.line for one in back}.values()), left(back, state, lines)
+        where,
+        tuple({one.line.run: one.line for one in back}.values()),
+        left(back, state, lines),
+        {one.step: problems[one] for one in lost},
     )
 
 
 def offered(holders: Iterable[Holder], part: int) -> list[tuple[PackName, Offer]]:
-    """The packs of a process that can be had, of each save those of the nearest holder first.
+    """Returns a process's available bundles, for each save those of the nearest replica first.
 
-    A holder that cannot be asked is warned of: what it alone has will not come back.
+    Warns about a replica that cannot be queried: saves that only it holds are not recovered.
     """
     found: list[tuple[PackName, Offer]] = []
     for holder in holders:
@@ -167,8 +194,8 @@ def offered(holders: Iterable[Holder], part: int) -> list[tuple[PackName, Offer]
             labels = holder.labels()
         except StorageError as error:
             events.warn(
-                f"{holder.name}: expected to be asked for saves, found that they do not answer "
-                f"({error}); what only they hold is left where it is"
+                f"{holder.name}: expected an answer, found none ({error}); saves that only they "
+                "hold are left where they are"
             )
             continue
         named = packing.newest_first(labels)
@@ -176,16 +203,47 @@ def offered(holders: Iterable[Holder], part: int) -> list[tuple[PackName, Offer]
     return found
 
 
+def refuse_another_root(holder: Holder, root: str, part: int = 0) -> None:
+    """Checks, before anything is claimed, that a replica does not belong to another directory.
+
+    Raises:
+      OptionError: all its saves belong to another checkpoint directory.
+    """
+    roots: set[str] = set()
+    for _, offer in offered([holder], part):
+        # ``recall`` reports unreadable bundles.
+        with contextlib.suppress(Exception), offer.holder.reading(offer.label) as reader:
+            roots.add(packing.read_contents(reader, offer.label)[0].root)
+    if roots and root not in roots:
+        raise OptionError(
+            f"Tiers.{holder.name}: expected replicas of {root}, found saves of {min(roots)}; use "
+            "separate replicas for each checkpoint directory"
+        )
+
+
 def bring(
-    local: Root, save_id: SaveId, offers: Iterable[tuple[PackName, Offer]], *, fsync: bool
+    local: Root,
+    save_id: SaveId,
+    offers: Iterable[tuple[PackName, Offer]],
+    *,
+    fsync: bool,
+    problems: Problems | None = None,
 ) -> str | None:
-    """Unpacks a save into the stage, from the first holder whose pack is whole.
+    """Unpacks a save into the staging directory, from the first replica with an intact bundle.
+
+    Args:
+      local: the checkpoint directory in the staging directory.
+      save_id: id of the save.
+      offers: bundles of this save and of others.
+      fsync: whether to fsync the unpacked files.
+      problems: receives the errors of unusable bundles.
 
     Returns:
-      The name of the holder; None where none has it whole.
+      The replica's name; None if none has an intact bundle.
     """
     for name, offer in offers:
-        if name.save_id == save_id and _unpacked(offer, local.step_dir(save_id.step), fsync):
+        final = local.step_dir(save_id.step)
+        if name.save_id == save_id and _unpacked(offer, final, fsync, local.item, problems):
             return offer.holder.name
     return None
 
@@ -197,14 +255,14 @@ def _leave_behind(
     lines: Sequence[Line],
     known: Sequence[Line],
 ) -> None:
-    """Moves saves of the stage aside that training went on without, as packs near it tell.
+    """Moves staged saves aside that replicas show to be superseded.
 
     Args:
-      stage: of this process.
+      stage: this process's staging directory.
       local: its checkpoint directory.
-      state: of the root.
-      lines: of all runs that are known.
-      known: those of them that the stage knows.
+      state: state of the remote directory.
+      lines: lineages of all known runs.
+      known: those that the staging directory knows.
     """
     by_run = {line.run: line for line in known}
     here = [
@@ -216,9 +274,7 @@ def _leave_behind(
         step = left_behind.save_id.step
         target = stage.aside(f"left-{uuid.uuid4().hex[:8]}") / str(step)
         local.set_aside(step, target)
-        events.warn(
-            f"{stage.path}: step {step} does not count, since {why}; it was moved to {target}"
-        )
+        events.warn(f"{stage.path}: step {step} is superseded: {why}; it was moved to {target}")
 
 
 def judge(
@@ -227,22 +283,22 @@ def judge(
     lines: Sequence[Line],
     removed: Collection[SaveId] = (),
 ) -> Verdict[_Judged]:
-    """Which saves count; pure.
+    """Determines which saves are current; pure.
 
-    One is orphaned where it is of another root that stood under the URL; and where a run that began
-    at a later moment, or a trainer that took the root since, does not come after it.
+    A save is superseded if it belongs to a former directory at the URL, or if a later run, or a
+    trainer that took the directory since, does not descend from it.
 
     Args:
-      found: saves that were never at the root.
-      state: of the root.
-      lines: of all runs that are known, those of what was found among them.
-      removed: saves that were removed on purpose.
+      found: saves that were never uploaded.
+      state: state of the remote directory.
+      lines: lineages of all known runs, including those of ``found``.
+      removed: saves that were removed deliberately.
     """
     by_run = {line.run: line for line in lines}
     began = [claim for claim in state.entry.claims if claim.began]
 
     def goes_on_after(goes_on: SaveId | None, run: str, attempt: int) -> bool:
-        """Whether a trainer that goes on from a save comes after an attempt of a run."""
+        """Whether a trainer that resumes from a save descends from an attempt of a run."""
         if goes_on is None:
             return False
         if goes_on.run == run:
@@ -253,13 +309,13 @@ def judge(
     def why_not(moment: tuple[int, int], run: str, attempt: int) -> str | None:
         for line in standing:
             if line.moment > moment and attempt > line.past.get(run, -1):
-                return f"training went on without it (epoch {line.epoch}, era {line.era})"
+                return f"training continued without it (epoch {line.epoch}, generation {line.era})"
         for claim in began:
             if claim.lease.epoch > moment[0] and not goes_on_after(claim.goes_on, run, attempt):
-                return f"training went on without it (epoch {claim.lease.epoch})"
+                return f"training continued without it (epoch {claim.lease.epoch})"
         return None
 
-    #: Lines that later ones came after, with any of their saves: others say nothing any more.
+    #: Lineages with later descendants of any of their saves: earlier ones are irrelevant.
     standing: list[Line] = []
     for line in sorted(lines, key=lambda line: line.moment, reverse=True):
         if _other_root(line, state) is None and why_not(line.moment, line.run, 0) is None:
@@ -278,12 +334,12 @@ def judge(
 
 
 def left(back: Sequence[Contents], state: State, lines: Sequence[Line]) -> tuple[SaveId, ...]:
-    """Saves at the root that training went back behind, which never came to be done there; pure.
+    """Returns remote saves that a rollback should have removed but never did. Pure.
 
     Args:
-      back: what came back from near the stage.
-      state: of the root.
-      lines: of all runs that are known.
+      back: the recovered saves.
+      state: state of the remote directory.
+      lines: lineages of all known runs.
     """
     if not back:
         return ()
@@ -310,41 +366,71 @@ def left(back: Sequence[Contents], state: State, lines: Sequence[Line]) -> tuple
 def _other_root(line: Line, state: State) -> str | None:
     claimed = {claim.lease.epoch: claim.lease.holder for claim in state.entry.claims}
     if not claimed or line.epoch < min(claimed):
-        return "so many trainers came since that the root does not remember its own"
+        return "its claim was superseded by more trainers than the journal records"
     if claimed.get(line.epoch) != line.holder:
-        return "another root stands under the URL now"
+        return "another checkpoint directory is at the URL now"
     return None
 
 
-def _contents(offer: Offer) -> Contents | None:
-    """What is in a pack; None, with a warning, where it cannot be read."""
-    try:
-        with offer.holder.reading(offer.label) as reader:
-            return packing.read_contents(reader, offer.label)[0]
-    except (RestoreError, StorageError) as error:
-        _warn_of(offer, error)
-        return None
+def _contents(offer: Offer, problems: Problems) -> Contents | None:
+    """Manifest of a bundle; None, with a warning, if it is not readable."""
+    with _passing_over(offer, problems), offer.holder.reading(offer.label) as reader:
+        return packing.read_contents(reader, offer.label)[0]
+    return None
 
 
-def _unpacked(offer: Offer, final: Path, fsync: bool) -> bool:
-    """Unpacks a pack; says whether it could be."""
+def _unpacked(
+    offer: Offer,
+    final: Path,
+    fsync: bool,
+    item: str | None = None,
+    problems: Problems | None = None,
+) -> bool:
+    """Unpacks a bundle; returns whether that worked and the contents are the item's save."""
     temporary = packing.temporary_folder(final.parent, final.name)
+    with _passing_over(offer, problems):
+        try:
+            with offer.holder.reading(offer.label) as reader:
+                contents = packing.unpack(reader, offer.label, temporary, fsync=fsync)
+            if item is not None:
+                _check_save(temporary, item, contents.save_id)
+            files.rename(temporary, final, fsync=fsync)
+        except BaseException:
+            files.remove_tree(temporary)
+            raise
+        return True
+    return False
+
+
+def _check_save(step_dir: Path, item: str, save_id: SaveId) -> None:
+    """Checks that a step is the save that its bundle names; a restore reports newer formats."""
+    with contextlib.suppress(FormatTooNew):
+        found = saves.read_info(spot(step_dir), item).save_id
+        if found != save_id:
+            raise Damaged(step_dir.name, f"the save {save_id}", f"{found}")
+
+
+@contextlib.contextmanager
+def _passing_over(offer: Offer, problems: Problems | None) -> Iterator[None]:
+    """Warns about an unusable bundle, and continues without it.
+
+    Anyone with write access to the replica can write anything there, and no bundle may make startup
+    fail. So this handles errors of every type.
+    """
     try:
-        with offer.holder.reading(offer.label) as reader:
-            packing.unpack(reader, offer.label, temporary, fsync=fsync)
-        files.rename(temporary, final, fsync=fsync)
-    except (RestoreError, StorageError) as error:
-        files.remove_tree(temporary)
-        _warn_of(offer, error)
-        return False
-    return True
-
-
-def _warn_of(offer: Offer, error: Exception) -> None:
-    events.warn(
-        f"{offer.holder.name}: expected the pack {offer.label.key}, found that it cannot be read: "
-        f"{error}; other places are tried"
-    )
+        yield
+    except ClosedError:
+        raise  # The replica, not the bundle.
+    except Exception as error:
+        events.warn(
+            f"{offer.holder.name}: expected the bundle {offer.label.key}, found that it is not "
+            f"readable: {str(error) or type(error).__name__}; trying other replicas"
+        )
+        save_id = packing.save_of(offer.label)
+        if problems is not None and save_id is not None:
+            if not isinstance(error, RestoreError):
+                error = Damaged(offer.label.key, "a readable bundle", str(error))
+            problems.setdefault(save_id, error)
 
 
 def _set_aside(
@@ -352,7 +438,7 @@ def _set_aside(
     orphans: Sequence[tuple[Contents, str]],
     offers: Sequence[tuple[PackName, Offer]],
 ) -> None:
-    """Unpacks what does not count aside, where nobody finds it, and lets it go."""
+    """Unpacks a superseded save where no reader looks, and drops it."""
     if not orphans:
         return
     aside = stage.aside(f"held-{uuid.uuid4().hex[:8]}")
@@ -363,8 +449,8 @@ def _set_aside(
         files.make_folder(target.parent)
         if any(_unpacked(offer, target, True) for offer in held):
             events.warn(
-                f"{held[0].holder.name}: step {contents.save_id.step} does not count, since {why}; "
-                f"it was moved to {target}"
+                f"{held[0].holder.name}: step {contents.save_id.step} is superseded: {why}; it was "
+                f"moved to {target}"
             )
             for offer in held:
                 offer.holder.drop([offer.label])

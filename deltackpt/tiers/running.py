@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A promoter as the process of a trainer: started, woken, and left to end what is left."""
+"""Starts and wakes a trainer's uploader process, which finishes pending uploads on its own."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from deltackpt.storage import files
 from deltackpt.tiers import promoter
 from deltackpt.tiers.stage import Stage
 
-#: Between two starts of a promoter that ends by itself.
+#: Seconds between two starts of an uploader that exits unexpectedly.
 _START_SECS = 2.0
 _LOG_BYTES = 2000
-#: Nothing of the trainer's working directory is imported, whatever it is named; the package is,
-#: even where it is not installed.
+#: Imports nothing from the trainer's working directory, whatever its name, but finds the package
+#: even if it is not installed.
 _PROGRAM = (
     "import sys; sys.path.append(sys.argv[2]); from deltackpt.tiers import promoter; "
     "raise SystemExit(promoter.main(sys.argv[3:]))"
 )
 _PACKAGES = Path(__file__).parent.parent.parent
-#: Those that end what is left, of managers that were closed: nobody waits for them.
+#: Uploaders of closed managers that finish pending uploads: no caller waits for them.
 _left: list[subprocess.Popen[bytes]] = []
 
 
 class Running:
-    """The promoter of a stage; used by one thread at a time."""
+    """The uploader process of a staging directory; used by one thread at a time."""
 
     def __init__(self, stage: Stage, *, cpus: Collection[int] | None = None):
-        """None runs yet; ``cpus``: where it is to run, anywhere by default."""
+        """Starts no process yet; ``cpus`` restricts where it runs (default: anywhere)."""
         self._stage = stage
         self._cpus = cpus
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
-        #: What is said of one that ended by itself; the newest.
+        #: Message about the last one that exited unexpectedly.
         self.ended: str | None = None
 
     def start(self) -> str | None:
-        """Starts one unless it runs.
+        """Starts the uploader unless it is running.
 
         Returns:
-          A warning, where the one before ended by itself.
+          A warning if the previous one exited unexpectedly.
 
         Raises:
-          StorageError: it cannot be started.
+          StorageError: it failed to start.
         """
         if self._process is not None and self._process.poll() is None:
             return None
@@ -57,42 +57,42 @@ class Running:
             if time.monotonic() - self._started_at < _START_SECS:
                 return None
             warning = self.ended = (
-                f"the promoter of {self._stage.path} ended with {self._process.returncode}, and is "
-                f"started again; it said: {self._said()}"
+                f"the uploader of {self._stage.path} exited with code {self._process.returncode} "
+                f"and is restarted; its output: {self._said()}"
             )
         self.close()
         arguments = ["deltackpt.tiers.promoter", str(_PACKAGES), str(self._stage.path)]
         if self._cpus is not None:
             arguments += ["--cpus", *map(str, sorted(self._cpus))]
-        with files.typed_errors(self._stage.log, "start a promoter that writes"):
-            with open(self._stage.log, "ab") as log:
+        with files.typed_errors(self._stage.log, "start an uploader that writes"):
+            with open(self._stage.log, "ab", opener=files.opened_privately) as log:
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-c", _PROGRAM, *arguments],
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,
-                    # It ends what an interrupted trainer leaves.
+                    # It finishes what an interrupted trainer leaves.
                     start_new_session=True,
                 )
         self._started_at = time.monotonic()
         return warning
 
     def wake(self) -> None:
-        """There is something to do."""
+        """Notifies it of new work."""
         self._tell(promoter.WAKE)
 
     def hurry(self) -> None:
-        """Somebody waits for what is to be done; until the next ``wake``."""
+        """Notifies it that a caller is waiting, until the next ``wake``."""
         self._tell(promoter.HURRY)
 
     def _tell(self, word: bytes) -> None:
         if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError, ValueError):  # It has ended; ``start`` says so.
+            with contextlib.suppress(OSError, ValueError):  # It has exited; ``start`` reports it.
                 self._process.stdin.write(word)
                 self._process.stdin.flush()
 
     def close(self) -> None:
-        """No further saves will come: it ends once nothing is left."""
+        """Signals that no more saves will come; the uploader then exits after its last upload."""
         process, self._process = self._process, None
         if process is None:
             return

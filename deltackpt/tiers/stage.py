@@ -1,32 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stage of a root: where saves are made, and what trainer and promoter tell each other there.
+"""The staging directory, where saves are made, and the records that trainer and uploader share.
 
-A stage is a directory of a node::
+A staging directory is local to a node::
 
-    stage.lock          held by the promoter, of which there is one
-    orders.msgpack      written by the trainer: under which claim, and what to do at the root
-    progress.msgpack    written by the promoter: what is done, and what stands in the way
-    neighbours.msgpack  written by the trainer: where neighbours are, and what lets in there
-    pushed.msgpack      written by the promoter: what neighbours hold
-    entry.msgpack       and the newest entry of the root's journal
-    promoter.log        what the promoter says
-    steps/              the saves: a checkpoint directory like any other
-    aside/              saves that training went on without, and damaged ones
+    stage.lock              held by the uploader, of which there is one
+    orders.<lease>.msgpack  written by the trainer: its claim, and what to do remotely
+    starting.msgpack        the same by a trainer that starts, for the other processes of its job
+    progress.msgpack        written by the uploader: what is done, and what blocks it
+    neighbours.msgpack      written by the trainer: peer addresses and their token
+    pushed.msgpack          written by the uploader: what peers hold
+    entry.msgpack           and the newest entry of the remote journal
+    promoter.log            the uploader's log
+    steps/                  the saves: a checkpoint directory like any other
+    aside/                  superseded and damaged saves
 
-Both records are replaced whole. The orders are forced to disk before what they make possible; the
-progress is not, since the root itself tells it. So whoever is killed at whatever moment is followed
-by one who knows what to do.
+Records are replaced atomically. Orders are fsynced before anything relies on them. Progress is not
+fsynced: it can be rebuilt from the remote directory. Either process can therefore be killed at any
+time, and its successor can resume.
+
+A trainer writes its orders only once it has started. A start that fails or is killed therefore has
+nothing to undo here, regardless of other starts. The orders of the newest lease are in force. If an
+older trainer stalls between its lease check and the write, it does not replace them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
+import re
 from collections.abc import Collection
 from pathlib import Path
 
-from deltackpt.errors import Damaged, OptionError, RestoreError
+from deltackpt.errors import Damaged, OptionError, RestoreError, StorageError
 from deltackpt.format import manifest
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger import entries
@@ -36,26 +43,28 @@ from deltackpt.storage import files
 _ORDERS = "deltackpt.stage.orders"
 _PROGRESS = "deltackpt.stage.progress"
 _PUSHED = "deltackpt.stage.pushed"
-#: Earlier runs that a line names.
+#: Number of earlier runs that a lineage records.
 _MOST_RUNS = 256
-#: Promotions that the progress tells of.
+#: Number of uploads that the progress records.
 MOST_RECENT = 256
 _NAMES = {
     *("steps", "stage.lock", "promoter.log", "aside", "fetched"),
     *("progress.msgpack", "entry.msgpack", "neighbours.msgpack", "pushed.msgpack"),
+    "starting.msgpack",
 }
+_ORDERS_NAME = re.compile(r"orders\.([1-9][0-9]{0,17})\.msgpack")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Line:
-    """What the saves of a run come after.
+    """The ancestors of a run's saves.
 
     Attributes:
-      run: the run.
-      epoch: of the claim under which it began.
-      holder: of that claim.
-      era: how often training had gone back by then under it.
-      past: the greatest attempt of each earlier run that it comes after; of the newest runs.
+      run: id of the run.
+      epoch: epoch of the claim under which it began.
+      holder: holder of that claim.
+      era: number of rollbacks under that claim before it began.
+      past: for the newest earlier runs that it descends from, the greatest attempt of each.
     """
 
     run: str
@@ -66,27 +75,27 @@ class Line:
 
     @property
     def moment(self) -> tuple[int, int]:
-        """When it began: moments of greater epochs, then eras, are later."""
+        """When it began: greater epochs, then generations, are later."""
         return self.epoch, self.era
 
     def has(self, save_id: SaveId) -> bool:
-        """Whether a save of an earlier run is one that the saves of the run come after."""
+        """Returns whether the run's saves descend from a save of an earlier run."""
         return save_id.attempt <= self.past.get(save_id.run, -1)
 
     def followed(self, save_id: SaveId) -> dict[str, int]:
-        """The past of a run that goes on from a save of this one."""
+        """Returns the ancestors of a run that resumes from a save of this one."""
         return dict([*self.past.items(), (save_id.run, save_id.attempt)][-_MOST_RUNS:])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RollBack:
-    """Saves that training went back behind.
+    """A rollback of saves.
 
     Attributes:
-      number: of the orders that gave it first.
-      after: the step that training went on from.
-      run: the run that went on.
-      saves: every save of a later step that was, or might have been, at the root.
+      number: number of the orders that first contained it.
+      after: the step from which training resumed.
+      run: the run that resumed.
+      saves: every save of a later step that was, or may have been, uploaded.
     """
 
     number: int
@@ -97,15 +106,15 @@ class RollBack:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retired:
-    """A save, or a compacted base, that nothing needs any more.
+    """A save or compacted base that is no longer needed.
 
     Attributes:
-      number: of the orders that gave it first.
-      step: its number.
-      item: of a base the item for which it stands.
-      save_id: which it is.
-      after: the newest save in the stage by then: until that is at the root, what it replaces is
-        what the root has. None where there was none.
+      number: number of the orders that first contained it.
+      step: its step.
+      item: for a base, the item that it belongs to.
+      save_id: its id.
+      after: the newest staged save at that time; until it is uploaded, the remote directory still
+        needs what it replaces. None if no save was staged.
     """
 
     number: int
@@ -116,35 +125,37 @@ class Retired:
 
     @property
     def unit(self) -> Unit:
-        """What it is at the root."""
+        """Its unit in the remote directory."""
         return Unit(self.step, self.item)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Orders:
-    """What a trainer has to be done at the root.
+    """What a trainer orders the uploader to do remotely.
 
     Attributes:
-      number: greater in each that is written.
-      stage: id of the stage.
-      url: of the root.
-      endpoint: address of its server; the provider's own where there is none.
-      item: name of our item in a step.
-      holder: of the claim under which all of it is done; none before there is one.
-      epoch: of that claim.
-      began: whether training has begun under it.
-      goes_on: what it went on from.
-      era: how often training has gone back since under the claim.
-      lines: of the runs whose saves are in the stage.
-      rolled_back: in this order, before any save that is in the stage is brought to the root.
-      retired: each once the save that it says is at the root.
-      bytes_per_sec: the most that is sent.
-      store_secs: the longest wait for an answer.
-      process: whose stage it is.
-      processes: how many stages there are, where each of several processes has its own.
+      number: increases with every write.
+      lease: epoch of the trainer's lease of the staging directory.
+      stage: id of the staging directory.
+      url: URL of the remote directory.
+      endpoint: address of its server; None for the provider's default.
+      item: name of the deltackpt item in a step.
+      holder: holder of the claim for all changes; empty before there is one.
+      epoch: epoch of that claim.
+      began: whether training has begun under that claim.
+      goes_on: the save from which it resumed.
+      era: number of rollbacks since then under the claim.
+      lines: lineages of the runs with staged saves.
+      rolled_back: rollbacks to apply in this order, before any staged save is uploaded.
+      retired: retirements, each applied once the save in its ``after`` is uploaded.
+      bytes_per_sec: upload rate limit.
+      store_secs: timeout of a request in seconds.
+      process: the process that owns the staging directory.
+      processes: number of staging directories, if each process has its own.
     """
 
     number: int
+    lease: int
     stage: str
     url: str
     endpoint: str | None
@@ -164,22 +175,22 @@ class Orders:
 
     @property
     def apart(self) -> bool:
-        """Whether the stage holds a part of each save."""
+        """Whether the staging directory holds only a part of each save."""
         return self.processes > 1
 
     def line(self, run: str) -> Line | None:
-        """That of a run; None where none is known."""
+        """Returns a run's lineage; None if unknown."""
         return next((one for one in self.lines if one.run == run), None)
 
     def without(self, lost: Collection[SaveId]) -> Orders:
-        """As if what waits to be retired until one of some saves comes, which are lost, stayed."""
+        """Returns the orders without the retirements that wait for one of some lost saves."""
         kept = tuple(one for one in self.retired if one.after not in lost)
         return dataclasses.replace(self, retired=kept)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Promoted:
-    """A save that was brought to the root; moments are in seconds since 1970."""
+    """An uploaded save; times are in seconds since 1970."""
 
     number: int
     save_id: SaveId
@@ -192,21 +203,21 @@ class Promoted:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a promoter has come.
+    """Progress of an uploader.
 
     Attributes:
-      holder: of the claim that it works under.
-      pid: its process.
-      orders: number of the newest orders that are carried out, but for what they retire.
-      retired: what was retired by orders of this number, or a smaller one, is.
-      entry: number of the newest entry of the root's journal that it has seen.
-      held: the greatest attempt that was ever committed at the root, of each run in the stage.
-      damaged: saves that cannot come to the root, by ``key_of``, and why.
-      recent: the newest promotions; their numbers count all of this holder.
-      problem: why nothing goes on; None where it does.
-      code: of the error that this is.
-      problem_unix_secs: since when.
-      fenced: what is said of whoever has taken the root meanwhile.
+      holder: holder of its claim.
+      pid: its process id.
+      orders: number of the newest orders carried out, except for their retirements.
+      retired: retirements of orders up to this number are done.
+      entry: number of the newest remote journal entry that it has seen.
+      held: for each staged run, the greatest attempt that was ever committed remotely.
+      damaged: saves that cannot be uploaded, by ``key_of``, with the reason.
+      recent: the newest uploads; their numbers count all uploads of this holder.
+      problem: why the upload is blocked; None if it is not.
+      code: code of that error.
+      problem_unix_secs: since when, in seconds since 1970.
+      fenced: message about the trainer that took the remote directory, if any.
     """
 
     holder: str
@@ -223,20 +234,20 @@ class Progress:
     fenced: str | None = None
 
     def is_at_root(self, save_id: SaveId) -> bool:
-        """Whether a save was committed there, though it may have gone since."""
+        """Returns whether a save was ever committed remotely, even if it has been removed since."""
         return self.held.get(save_id.run, -1) >= save_id.attempt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pushed:
-    """What neighbours hold.
+    """What peers hold.
 
     Attributes:
-      holder: of the claim that the promoter works under.
-      saves: those that they hold whole, by ``key_of``.
-      damaged: those of the stage that cannot be pushed, by ``key_of``, and why.
-      problem: why no others come there; None where they do.
-      code: of the error that this is.
+      holder: holder of the uploader's claim.
+      saves: saves that they hold completely, by ``key_of``.
+      damaged: staged saves that cannot be pushed, by ``key_of``, with the reason.
+      problem: why replication is blocked; None if it is not.
+      code: code of that error.
       problem_unix_secs: since when, in seconds since 1970.
     """
 
@@ -249,49 +260,70 @@ class Pushed:
 
 
 def key_of(step: int, save_id: SaveId | None) -> str:
-    """How the progress names a save; one whose manifest cannot be read has no more than a step."""
+    """Returns the name of a save in the progress; just the step if its manifest is unreadable."""
     return f"step.{step}" if save_id is None else f"{save_id.run}.{save_id.attempt}.{step}"
 
 
 def step_of(key: str) -> int:
-    """The step in what ``key_of`` gave."""
+    """Returns the step in a result of ``key_of``."""
     return int(key.rpartition(".")[2])
 
 
 class Stage:
-    """The directory."""
+    """The staging directory."""
 
     def __init__(self, path: Path):
-        """Nothing is made or read."""
+        """Stores the path; does no I/O."""
         self.path = path
 
     @property
     def steps(self) -> Path:
-        """The checkpoint directory."""
+        """The checkpoint directory in it."""
         return self.path / "steps"
 
     @property
     def lock(self) -> Path:
-        """Held by the promoter."""
+        """The lock file that the uploader holds."""
         return self.path / "stage.lock"
 
     @property
     def log(self) -> Path:
-        """Where the promoter writes."""
+        """The uploader's log file."""
         return self.path / "promoter.log"
 
+    def make(self) -> None:
+        """Creates the directory, private to this user: it holds the weights.
+
+        Its folders are private too, since another user may have created the directory.
+
+        Raises:
+          StorageError: it cannot be created.
+        """
+        for folder in (self.path, self.steps, self.aside("")):
+            files.make_durable(folder, private=True)
+
     def aside(self, why: str) -> Path:
-        """A folder for saves that are not to be found any more."""
+        """Returns a folder for saves that readers should no longer find."""
         return self.path / "aside" / why
 
     @property
     def fetched(self) -> Path:
-        """Where files of the root go that are needed for a moment."""
+        """Returns where remote files are cached briefly."""
         return self.path / "fetched"
 
+    def _leases(self) -> list[int]:
+        """The leases with orders, ascending."""
+        if not self.path.is_dir():
+            return []
+        found = map(_ORDERS_NAME.fullmatch, files.listing(self.path))
+        return sorted(int(one[1]) for one in found if one is not None)
+
+    def _orders(self, lease: int) -> Path:
+        return self.path / f"orders.{lease}.msgpack"
+
     @property
-    def _orders(self) -> Path:
-        return self.path / "orders.msgpack"
+    def _starting(self) -> Path:
+        return self.path / "starting.msgpack"
 
     @property
     def _entry(self) -> Path:
@@ -302,35 +334,62 @@ class Stage:
         return self.path / "progress.msgpack"
 
     def orders(self) -> Orders | None:
-        """What the newest trainer has ordered; None where there never was one.
+        """Returns the orders of the newest trainer that has started; None if there were never any.
 
         Raises:
-          Damaged, FormatTooNew: it cannot be understood.
-          StorageError: it cannot be read.
+          Damaged, FormatTooNew: the record is not readable.
+          StorageError: reading failed.
         """
-        if not self._orders.exists():
-            return None
-        data = files.read_bytes(self._orders)
-        return manifest.from_bytes(data, Orders, name=str(self._orders), magic=_ORDERS)
+        while leases := self._leases():
+            found = _read_orders(self._orders(leases[-1]))
+            if found is not None:
+                return found
+            # A newer trainer has removed the file since it was listed.
+        return None
+
+    def announced(self) -> Orders | None:
+        """Returns the orders that a trainer last announced; None if there were never any.
+
+        Raises:
+          Damaged, FormatTooNew: the record is not readable.
+          StorageError: reading failed.
+        """
+        return _read_orders(self._starting)
 
     def order(self, orders: Orders) -> None:
-        """Orders; on disk when it returns.
+        """Writes orders durably; without effect if a newer lease has orders.
 
         Raises:
-          StorageError: it cannot be written.
+          StorageError: writing failed.
         """
-        files.write_atomic(self._orders, manifest.to_bytes(orders, _ORDERS), fsync=True)
+        path = self._orders(orders.lease)
+        self._write(path, manifest.to_bytes(orders, _ORDERS), fsync=True)
+        for lease in self._leases():
+            if lease < orders.lease:
+                with contextlib.suppress(OSError):  # A leftover is harmless.
+                    self._orders(lease).unlink()
+
+    def announce(self, orders: Orders) -> None:
+        """Writes the orders of a trainer that starts, which are not in force yet.
+
+        Raises:
+          StorageError: writing failed.
+        """
+        self._write(self._starting, manifest.to_bytes(orders, _ORDERS))
 
     def orders_stamp(self) -> object:
-        """What changes with the orders; cheap."""
-        return _stamp(self._orders)
+        """Returns a value that changes with the orders; cheap."""
+        with contextlib.suppress(StorageError):
+            if leases := self._leases():
+                return leases[-1], _stamp(self._orders(leases[-1]))
+        return None
 
     def progress(self, holder: str) -> Progress:
-        """How far the promoter of a claim has come; where nobody can tell, nowhere."""
+        """Returns the upload progress under a claim; empty if it is missing or unreadable."""
         try:
             data = files.read_bytes(self._progress)
             found = manifest.from_bytes(data, Progress, name=self._progress.name, magic=_PROGRESS)
-        except RestoreError:  # None yet, or of a power cut: the promoter finds it out anew.
+        except RestoreError:  # None yet, or lost in a power cut: the uploader rebuilds it.
             return Progress(holder=holder)
         return found if found.holder == holder else Progress(holder=holder)
 
@@ -343,29 +402,29 @@ class Stage:
         return self.path / "pushed.msgpack"
 
     def keepers(self) -> bytes | None:
-        """What the trainer has found of neighbours; None where there are none."""
+        """Returns the peers that the trainer has found, or None."""
         try:
             return files.read_bytes(self._keepers)
         except RestoreError:
             return None
 
     def note_keepers(self, data: bytes | None) -> None:
-        """Notes where neighbours are, readable by this user alone: it lets in there.
+        """Records the addresses of peers, and the token that they accept.
 
         Raises:
-          StorageError: it cannot be written.
+          StorageError: writing failed.
         """
         if data is None:
             self._keepers.unlink(missing_ok=True)
         else:
-            files.write_atomic(self._keepers, data, fsync=False, private=True)
+            self._write(self._keepers, data)
 
     def keepers_stamp(self) -> object:
-        """What changes with what was noted of neighbours; cheap."""
+        """Returns a value that changes with the recorded peers; cheap."""
         return _stamp(self._keepers)
 
     def pushed(self, holder: str) -> Pushed:
-        """What neighbours hold under a claim; where nobody can tell, nothing."""
+        """Returns what peers hold under a claim; empty if unknown."""
         try:
             data = files.read_bytes(self._pushed)
             found = manifest.from_bytes(data, Pushed, name=self._pushed.name, magic=_PUSHED)
@@ -374,35 +433,50 @@ class Stage:
         return found if found.holder == holder else Pushed(holder=holder)
 
     def report_pushed(self, pushed: Pushed) -> None:
-        """Tells the trainer what neighbours hold.
+        """Reports to the trainer what peers hold.
 
         Raises:
-          StorageError: it cannot be written.
+          StorageError: writing failed.
         """
-        files.write_atomic(self._pushed, manifest.to_bytes(pushed, _PUSHED), fsync=False)
+        self._write(self._pushed, manifest.to_bytes(pushed, _PUSHED))
 
     def entry(self) -> bytes | None:
-        """The newest entry of the root's journal that the promoter has seen; None without any."""
+        """Returns the newest remote journal entry that the uploader has seen, or None."""
         try:
             return files.read_bytes(self._entry)
         except RestoreError:
             return None
 
     def report_entry(self, entry: Entry) -> None:
-        """Hands the newest entry of the root's journal to the trainer, who need not ask for it.
+        """Passes the newest remote journal entry to the trainer, which then need not fetch it.
 
         Raises:
-          StorageError: it cannot be written.
+          StorageError: writing failed.
         """
-        files.write_atomic(self._entry, entries.to_bytes(entry), fsync=False)
+        self._write(self._entry, entries.to_bytes(entry))
 
     def report(self, progress: Progress) -> None:
-        """Tells the trainer.
+        """Reports the progress to the trainer.
 
         Raises:
-          StorageError: it cannot be written.
+          StorageError: writing failed.
         """
-        files.write_atomic(self._progress, manifest.to_bytes(progress, _PROGRESS), fsync=False)
+        self._write(self._progress, manifest.to_bytes(progress, _PROGRESS))
+
+    def _write(self, path: Path, data: bytes, *, fsync: bool = False) -> None:
+        """Writes a record that only this user can read."""
+        files.write_atomic(path, data, fsync=fsync, private=True)
+
+
+def _read_orders(path: Path) -> Orders | None:
+    """Reads orders; None if there is no such file."""
+    try:
+        data = files.read_bytes(path)
+    except Damaged:
+        if not os.path.lexists(path):
+            return None
+        raise
+    return manifest.from_bytes(data, Orders, name=str(path), magic=_ORDERS)
 
 
 def _stamp(path: Path) -> object:
@@ -414,7 +488,7 @@ def _stamp(path: Path) -> object:
 
 
 def default_stage(url: str, endpoint: str | None) -> Path:
-    """The stage of a root where none is named: the same one in each process of a user.
+    """Returns the default staging directory of a URL: the same in each process of a user.
 
     Raises:
       OptionError: the user has no home directory.
@@ -424,39 +498,39 @@ def default_stage(url: str, endpoint: str | None) -> Path:
         cache = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
     except RuntimeError as error:
         raise OptionError(
-            f"Tiers.stage: expected a home directory to make the stage of {url} in, found none; "
-            "give a directory of this node"
+            f"Tiers.staging_dir: expected a home directory for the staging directory of {url}, "
+            "found none; set a local directory"
         ) from error
     known = hashlib.sha256(f"{url}\n{endpoint or ''}".encode()).hexdigest()[:16]
     return cache / "deltackpt" / "stages" / known
 
 
 def check_stage(stage: Stage, url: str, endpoint: str | None) -> Orders | None:
-    """The orders in a stage, which must be of a root.
+    """Returns the orders in a staging directory, which must belong to a URL.
 
     Raises:
-      OptionError: it is the stage of another root.
+      OptionError: it is the staging directory of another URL.
       Damaged: its orders are altered.
     """
     try:
         found = stage.orders()
     except Damaged as error:
         error.action = (
-            f"if no save in {stage.steps} is missing at the root, remove {stage.path}; else copy "
-            "it to a directory first"
+            f"if every save in {stage.steps} was uploaded, remove {stage.path}; otherwise copy it "
+            "to another directory first"
         )
         raise
     if found is not None and (found.url, found.endpoint) != (url, endpoint):
         at = f" at {found.endpoint}" if found.endpoint else ""
         raise OptionError(
-            f"Tiers.stage={str(stage.path)!r}: expected a stage of {url}, found that of "
-            f"{found.url}{at}; give each root a stage of its own"
+            f"Tiers.staging_dir={str(stage.path)!r}: expected the staging directory of {url}, "
+            f"found that of {found.url}{at}; use a separate staging directory for each URL"
         )
     if found is None and stage.path.is_dir():
         foreign = {*files.listing(stage.path)} - _NAMES
         if any(not name.startswith(".") for name in foreign):
             raise OptionError(
-                f"Tiers.stage={str(stage.path)!r}: expected an empty directory, or a stage, found "
-                f"{sorted(foreign)[:5]}; give another directory"
+                f"Tiers.staging_dir={str(stage.path)!r}: expected an empty directory or a staging "
+                f"directory, found {sorted(foreign)[:5]}; use another directory"
             )
     return found

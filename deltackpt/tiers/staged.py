@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A root that is a bucket, as a trainer holds it: its saves are made in a stage, and promoted.
+"""A bucket as a trainer's checkpoint directory: saves are staged locally, then uploaded.
 
-Nothing here waits for the bucket but opening, a restore of what has left the stage, and ``settle``:
-the trainer writes orders into the stage, and learns from the promoter's progress what is done.
+Only opening, restores of evicted saves, and ``settle`` wait for the bucket. The trainer writes
+orders into the staging directory, and reads the uploader's progress.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import dataclasses
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from deltackpt import events
 from deltackpt.errors import (
     Damaged,
     DeltackptError,
+    FencedError,
     RestoreError,
     SaveFailed,
     StorageError,
@@ -59,12 +60,12 @@ from deltackpt.tiers.stage import (
     key_of,
 )
 
-#: Between two looks at the progress of a promoter.
+#: Seconds between two polls of the uploader's progress.
 _POLL_SECS = 0.02
 
 
 class StagedRoot(Held):
-    """The stage of a trainer, and the root behind it."""
+    """A trainer's staging directory and the remote directory."""
 
     def __init__(
         self,
@@ -79,29 +80,33 @@ class StagedRoot(Held):
         readable_secs: float = 0.0,
         cpus: Collection[int] | None = None,
     ):
-        """Made by ``opening.open_root``.
+        """Created by ``opening.open_root``.
 
         Args:
-          stage: where saves are made.
-          local: its checkpoint directory, whose lease is held.
-          journal: of the root, which is claimed.
-          orders: those that stand in the stage, under that claim.
-          tiers: as the user wants them.
-          near: what is held near the stage.
-          processes: how many save together.
-          readable_secs: the longest wait for a step that comes to the root.
-          cpus: where the promoter runs.
+          stage: the staging directory.
+          local: its checkpoint directory, whose lease this process holds.
+          journal: journal of the remote directory, which is claimed.
+          orders: the current orders under that claim.
+          tiers: the user's options.
+          near: local replicas and peers.
+          processes: number of processes that save together.
+          readable_secs: maximum wait in seconds for a step that is being uploaded.
+          cpus: CPUs that the uploader may use.
         """
         self._readable_secs = readable_secs
         self._stage = stage
         self._local = local
         self._near = near
+        #: Closes everything that is open, and releases the claim; for ``abandon``.
+        self.undo = contextlib.ExitStack()
         self._journal = journal
         self._orders = orders
+        #: Whether ``confirm`` was called; before, the orders are only announced.
+        self._is_confirmed = False
         self._tiers = tiers
-        #: What is at the root until the orders are carried out, and no more here.
+        #: Units that still exist remotely until the orders are carried out, but are hidden here.
         self._hidden = _gone(orders)
-        #: How many processes write into the stage.
+        #: Number of processes that write into the staging directory.
         self._processes = 1 if orders.apart else processes
         self.apart = orders.apart
         self._layers = Layers(
@@ -110,11 +115,11 @@ class StagedRoot(Held):
         super().__init__(Spot(self._layers, ""), local.item, local.path, orders.url)
         self._running = Running(stage, cpus=cpus)
         self._lag = Lag(stage, local, journal, orders.holder, orders.process)
-        #: Held while a step leaves the stage, and while one is taken to be read there.
+        #: Held while a step is evicted, and while one is chosen for reading.
         self._leaving = threading.Lock()
-        #: How many read the files of a step, which does not leave the stage meanwhile.
+        #: Number of readers of each step, which prevent its eviction.
         self._readers: collections.Counter[int] = collections.Counter()
-        #: Orders are written, and the promoter started, by one thread at a time.
+        #: Serializes writing orders and starting the uploader.
         self._ordering = threading.RLock()
         self._metadata: dict[SaveId, bytes] = {}
         self._warnings: list[str] = []
@@ -122,11 +127,66 @@ class StagedRoot(Held):
         self._tended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._tended.set_result(None)
         self._tender = concurrent.futures.ThreadPoolExecutor(1, "deltackpt-tiers")
-        if not orders.apart and (self._lag.behind() or self.log_dir.exists()):
-            self._start()
+        #: Whether there are saves that no ``settle`` call has covered.
+        self._is_unconfirmed = bool(self._lag.behind())
+
+    @property
+    def epoch(self) -> int:
+        """See ``Held``."""
+        return self._local.epoch
+
+    @property
+    def opened_dir(self) -> Path:
+        """See ``Held``."""
+        return self._stage.path
+
+    def confirm(self) -> None:
+        """See ``Held``; starts the uploader if it has something to do.
+
+        Raises:
+          FencedError: a newer trainer has started, or a newer start of this process supersedes this
+            one. In the staging directory, the orders of a newer trainer stay in force.
+        """
+        self._local.check_start()
+        self._is_confirmed = True
+        self._stage.order(self._orders)
+        self._finish_start()
+        files.remove_tree(self._stage.fetched)
+
+    def _is_in_force(self) -> bool:
+        """Whether this trainer's orders have replaced those of the previous one."""
+        with contextlib.suppress(RestoreError, StorageError):
+            orders = self._stage.orders() if self._is_confirmed else None
+            return orders is not None and orders.holder == self._orders.holder
+        return False
+
+    def _finish_start(self) -> None:
+        """Fences the previous holder once the orders are in force. Idempotent."""
+        self._local.confirm()
+        is_recorded = self._start_claim()
+        self.undo.pop_all()
+        try:
+            self._near.confirm()
+            if not is_recorded or self._lag.behind() or (self.log_dir.exists() and not self.apart):
+                self._start()
+        except StorageError as error:  # Each save retries.
+            events.warn(str(error))
+
+    def _start_claim(self) -> bool:
+        """Records that the claim is not pending; returns whether the uploader need not do so."""
+        assert isinstance(self._journal, Journal)
+        try:
+            self._journal.start()
+        except StorageError as error:
+            events.warn(
+                f"{self}: the claim is still recorded as that of a starting trainer, which the "
+                f"uploader will change: {error}"
+            )
+            return False
+        return True
 
     def join(self, gather: Callable[[list[str]], list[list[str]]]) -> None:
-        """See ``Held``: a save of which a process has no part can never come to the root."""
+        """See ``Held``: a save that lacks a process's part can never be uploaded."""
         infos = {step: info for step, info in self._local.saves().items() if info is not None}
         held = self._journal.known.held
         waiting = {
@@ -141,8 +201,9 @@ class StagedRoot(Held):
             self._local.set_aside(step, aside / str(step))
         if lost:
             events.warn(
-                f"{self._stage.path}: expected a part of steps {lost} in the stage of each process "
-                f"of the job, found that some have none; what is here was moved to {aside}"
+                f"{self._stage.path}: expected a part of steps {lost} in the staging directory of "
+                "each process of the job, found that some have none; the parts here were moved to "
+                f"{aside}"
             )
             gone = {infos[step].save_id for step in lost}
             self._near.forget(gone)
@@ -150,13 +211,11 @@ class StagedRoot(Held):
                 self._orders = self._orders.without(gone)
                 self._order()
                 self._hidden = _gone(self._orders)
-        if self._lag.behind():
-            self._start()
 
     def await_readable(self, step: int) -> None:
-        """See ``Steps``: a step of which each stage has a part is read from the root.
+        """See ``Steps``: a step with a part in each staging directory is read remotely.
 
-        Of another the saves that have left the stage are brought back from what is nearer.
+        For other steps, evicted saves are recovered from nearer replicas.
         """
         if not self.apart:
             self._bring_near(step)
@@ -169,14 +228,15 @@ class StagedRoot(Held):
             if self._journal.known.held(info.save_id):
                 return
             if (problem := progress.damaged.get(key_of(step, info.save_id))) is not None:
-                raise Damaged(f"step {step}", "a save that comes to the root", problem)
-            self._lag.require_claim()
+                raise Damaged(f"step {step}", "an uploaded save", problem)
+            self._require_claim()
             self._start()
             if time.monotonic() >= deadline:
                 raise WaitTimeout(
-                    f"step {step}: expected it at {self} within {self._readable_secs:g} s "
-                    "(Timeouts.save_secs), since each process has a part of it in its own stage, "
-                    f"found {progress.problem or 'it on its way'}; restore again, or look at the "
+                    f"step {step}: expected it to be uploaded to {self} within "
+                    f"{self._readable_secs:g} s (Timeouts.save_secs), since each process has a "
+                    "part of it in its own staging directory, found "
+                    f"{progress.problem or 'the upload in progress'}; restore again, or check the "
                     "network"
                 )
             time.sleep(_POLL_SECS)
@@ -197,24 +257,31 @@ class StagedRoot(Held):
             return super().source_of(save_id)
         return self._near.source_of(save_id)
 
+    def unusable(self) -> Mapping[int, RestoreError]:
+        """See ``Steps``: saves in replicas that could not be recovered."""
+        return self._near.unusable
+
     def _catalog(self) -> Catalog:
-        """What is at the root, for readers."""
+        """The remote directory's contents, for readers."""
         return Seen(self._journal, lambda: self._hidden)
 
     @property
     def log_at(self) -> LogPlaces:
-        """See ``Steps``; of several stages none has all of a log, and the root names it."""
+        """See ``Steps``.
+
+        A single staging directory may lack part of the log, so it is read remotely.
+        """
         at_root = JournaledLogs(self._journal.root, self._log_state)
         return at_root if self.apart else LogLayers([super().log_at, at_root])
 
     def _log_state(self) -> State:
-        """What the root has of the log, as far as is known."""
+        """The remote log state, as far as known."""
         return self._journal.known
 
-    # ---- what is committed
+    # ---- committed saves
 
     def saves(self) -> dict[int, SaveInfo | None]:
-        """See ``Steps``; what is at the root is known from its journal."""
+        """See ``Steps``; the remote saves are known from the journal."""
         found: dict[int, SaveInfo | None] = {
             step: one.info for step, one in self._at_root().items()
         }
@@ -249,13 +316,23 @@ class StagedRoot(Held):
             self._metadata[info.save_id] = super().metadata(step)
         return self._metadata[info.save_id]
 
+    def problems(self) -> list[Damaged]:
+        """See ``Steps``."""
+        return self._journal.problems
+
+    def lost_steps(self) -> dict[int, Damaged]:
+        """See ``Steps``: except staged ones."""
+        lost = self._journal.lost_saves
+        local = self._local.saves() if lost else {}
+        return {step: why for step, why in lost.items() if step not in local}
+
     def newest_lease(self) -> Lease | None:
         """See ``Steps``."""
         claim = self._journal.known.claim
         return None if claim is None else claim.lease
 
     def found_damaged(self, step: int) -> bool:
-        """See ``Steps``: copies in the stage of what is held elsewhere, too, are read again."""
+        """See ``Steps``: staged copies of saves that exist elsewhere are also moved aside."""
         at_root, local = self._at_root(), self._local.saves()
         infos = {number: one.info for number, one in at_root.items()}
         infos |= {number: info for number, info in local.items() if info is not None}
@@ -268,8 +345,8 @@ class StagedRoot(Held):
             if inventory.verify_step(self._local.at(number), self.item):
                 self._local.set_aside(number, self._stage.aside("damaged") / uuid.uuid4().hex)
                 events.warn(
-                    f"{self._stage.path}: step {number} is damaged in the stage, was moved to "
-                    "aside/damaged, and is read from where else it is held"
+                    f"{self._stage.path}: step {number} is damaged in the staging directory; it "
+                    "was moved to aside/damaged and is read from another copy"
                 )
                 if save_id in near and save_id is not None:
                     self._near.bring([save_id])
@@ -278,7 +355,7 @@ class StagedRoot(Held):
 
     @contextlib.contextmanager
     def local(self, step: int, name: str) -> Iterator[Path]:
-        """See ``Steps``; what is read in the stage stays there meanwhile."""
+        """See ``Steps``; a staged step is not evicted while it is read."""
         with self._leaving:
             self._readers[step] += 1
         try:
@@ -293,16 +370,16 @@ class StagedRoot(Held):
 
     def _scratch(self) -> Path:
         folder = self._stage.fetched
-        files.make_folder(folder)
+        files.make_below(self._stage.path, folder)
         return folder
 
     def _at_root(self) -> dict[int, Standing]:
-        """Steps at the root, as far as is known."""
+        """Remote steps, as far as known."""
         steps = self._journal.known.steps
         return {step: one for step, one in steps.items() if self._is_shown(one)}
 
     def _bases_at_root(self) -> list[Standing]:
-        """Compacted bases at the root, as far as is known."""
+        """Remote compacted bases, as far as known."""
         return [
             one
             for one in self._journal.known.bases.values()
@@ -312,7 +389,7 @@ class StagedRoot(Held):
     def _is_shown(self, one: Standing) -> bool:
         return (one.unit, one.save_id) not in self._hidden
 
-    # ---- who may write
+    # ---- lease
 
     def check_lease(self, *, ask: bool = False) -> None:
         """See ``Held``."""
@@ -320,6 +397,11 @@ class StagedRoot(Held):
         self._lag.require_claim()
         if ask and isinstance(self._journal, Journal):
             self._journal.check()
+
+    def _require_claim(self) -> None:
+        """Checks, without waiting, that no newer trainer has started."""
+        self._local.check_held()
+        self._lag.require_claim()
 
     def begin(self, goes_on: SaveId | None, run: str) -> None:
         """See ``Held``."""
@@ -332,7 +414,7 @@ class StagedRoot(Held):
                 self._start()
 
     def _lines(self, goes_on: SaveId | None, run: str) -> tuple[Line, ...]:
-        """The lines of the runs in the stage, and that of a run that begins."""
+        """Lineages of the staged runs, and of a run that begins."""
         past: dict[str, int] = {}
         if goes_on is not None:
             before = self._orders.line(goes_on.run)
@@ -348,7 +430,7 @@ class StagedRoot(Held):
         )
         return (*kept, begun)
 
-    # ---- what becomes of what is committed
+    # ---- rollback and removal
 
     def roll_back(self, step: int, run: str) -> list[int]:
         """See ``Held``."""
@@ -362,17 +444,17 @@ class StagedRoot(Held):
             one = RollBack(
                 number=0, after=step, run=run, saves=tuple(sorted({*later.values(), *bases}))
             )
-            # Those in the stage first: what stands there is promoted, whatever was ordered before.
+            # Staged saves first: they would be uploaded regardless of earlier orders.
             moved = self._local.roll_back(step, run)
             if not later:
                 return moved
-            # First the orders, which say to the next start that what is held near does not count.
+            # Orders first: they tell the next start which replicas do not count.
             self._order(rolled_back=[one], gone=one.saves, era=self._orders.era + 1)
             self._hide(_given_up(one, self.item))
             self._near.forget(one.saves)
         if at_root := sorted(later.keys() - {*moved}):
             events.warn(
-                f"{self}: going on from step {step}, the later steps {at_root} are rolled back"
+                f"{self}: resuming from step {step}, the later steps {at_root} are rolled back"
             )
         return sorted({*later, *moved})
 
@@ -381,7 +463,8 @@ class StagedRoot(Held):
         with self._ordering:
             infos = self.saves()
             ids = {step: info.save_id for step in steps if (info := infos.get(step)) is not None}
-            if not self.apart:  # Else the others' parts would wait for this one for ever.
+            # Otherwise the other processes' parts would wait for this one forever.
+            if not self.apart:
                 self._local.remove_steps(steps)
                 self._near.forget({*ids.values()})
             every = [
@@ -398,7 +481,7 @@ class StagedRoot(Held):
                 self._hide({(one.unit, one.save_id) for one in every})
 
     def _hide(self, units: Collection[tuple[Unit, SaveId]]) -> None:
-        """Shows units no more, which are at the root until the orders are carried out."""
+        """Hides units that still exist remotely until the orders are carried out."""
         needed = self._journal.known.uploads | _gone(self._orders)
         self._hidden = (self._hidden & needed) | frozenset(units)
 
@@ -407,39 +490,42 @@ class StagedRoot(Held):
         self._local.note_kept(kept)
 
     def collect(self, protected: Callable[[], frozenset[SaveId]] = frozenset) -> None:
-        """See ``Held``: what need not be in the stage leaves it, too."""
+        """See ``Held``: also evicts from the staging directory."""
         self._local.collect(protected)
         if self._tended.done():
-            self._tended.result()
+            before = self._tended
             self._tended = self._tender.submit(self._tend, protected)
+            before.result()
 
     def _tend(self, protected: Callable[[], frozenset[SaveId]]) -> None:
         self._tidy()
-        self._drop_bases(protected)
-        # The stage is no archive: what was at the root is named by its journal.
-        rolled_back = [*(self._local.path / names.ROLLED_BACK).glob("*")]
-        for folder in sorted(rolled_back, key=lambda one: one.stat().st_mtime)[:-1]:
-            files.remove_tree(folder)
+        with contextlib.suppress(FencedError):  # The next commit reports it.
+            self._drop_bases(protected)
+        # Evicted saves remain available: the remote journal lists them.
+        below = self._local.path
+        rolled_back = files.entries_below(below / names.ROLLED_BACK, below)
+        for folder in sorted(rolled_back, key=lambda one: one.lstat().st_mtime)[:-1]:
+            files.remove_tree(folder, below=below)
 
     def _tidy(self) -> None:
-        """Removes from the stage what need not be there, as far as is known by now."""
+        """Evicts what the staging directory no longer needs, as far as known."""
         self._look()
         with self._leaving:
             self._evict()
 
     def _look(self) -> None:
-        """Learns from the promoter what is at the root by now; the root itself is not asked."""
+        """Reads the uploader's progress; does not query the remote directory."""
         if self._lag.progress.entry <= self._journal.known.entry.number:
             return
         data = self._stage.entry()
-        # Half of one, of a power cut, is replaced by the next; the promoter tells what is wrong
-        # with the root.
+        # A record torn by a power cut is replaced by the next one; the uploader reports remote
+        # problems.
         with contextlib.suppress(RestoreError, StorageError, Missing):
             if data is not None:
                 self._journal.learn(data, f"{self._stage.path}/entry.msgpack")
 
     def _evict(self) -> None:
-        """Removes from the stage what is at the root and in none of the newest chains."""
+        """Evicts uploaded saves that are in none of the newest chains."""
         if self.apart:
             self._evict_parts()
             return
@@ -455,7 +541,7 @@ class StagedRoot(Held):
         self._local.remove_steps(surplus)
 
     def _evict_parts(self) -> None:
-        """Removes parts of saves that came to the root, or never will."""
+        """Evicts parts of saves that were uploaded, or never will be."""
         progress, newest = self._lag.progress, max(self._local.steps(), default=None)
         surplus = [
             step
@@ -471,11 +557,11 @@ class StagedRoot(Held):
         self._local.remove_steps(surplus)
 
     def _drop_bases(self, protected: Callable[[], frozenset[SaveId]]) -> None:
-        """Retires compacted bases in which no chain ends."""
+        """Retires compacted bases that no chain uses."""
         bases = self._bases_at_root()
         if not bases:
             return
-        # As for a directory: asked for after the bases were listed.
+        # As for a directory: computed after the bases were listed.
         in_flight, infos = protected(), self.saves().values()
         known = [info for info in infos if info is not None]
         if len(known) < len(infos):
@@ -487,24 +573,26 @@ class StagedRoot(Held):
             if one.save_id not in needed
         )
 
-    # ---- between stage and root
+    # ---- staging and upload
 
     def make_room(self, nbytes: int) -> str | None:
         """See ``Held``."""
-        most, nbytes = self._tiers.stage_bytes, nbytes * self._processes
+        most, nbytes = self._tiers.max_staging_bytes, nbytes * self._processes
         while (behind := sum(self._lag.behind().values())) and behind + nbytes > most:
-            self._lag.require_claim()
+            self._require_claim()
             self._start()
             if self._given_up.wait(_POLL_SECS):
                 raise StorageError(
-                    f"{self._stage.path}: expected room for a save of {nbytes:,} bytes beside "
-                    f"{behind:,} that are not at {self} yet (Tiers.stage_bytes {most:,}), found "
-                    "none when the manager was closed; the promoter goes on, save again then"
+                    f"{self._stage.path}: expected room for a save of {nbytes:,} bytes in addition "
+                    f"to {behind:,} that are not uploaded to {self} yet "
+                    f"(Tiers.max_staging_bytes={most:,}), found none when the manager was "
+                    "closed; the uploader continues, save again later"
                 )
         if nbytes <= most:
             return None
         return (
-            f"a save of {nbytes:,} bytes is larger than Tiers.stage_bytes, {most:,}, and went alone"
+            f"a save of {nbytes:,} bytes exceeds Tiers.max_staging_bytes={most:,}; it was staged "
+            "alone"
         )
 
     def give_up(self) -> None:
@@ -513,6 +601,7 @@ class StagedRoot(Held):
 
     def committed(self) -> None:
         """See ``Held``."""
+        self._is_unconfirmed = True
         self._start()
         self._running.wake()
         self._meet_again()
@@ -525,20 +614,20 @@ class StagedRoot(Held):
         )
 
     def _meet_again(self) -> None:
-        """Finds neighbours anew where they do not take what they are given."""
+        """Searches for peers again if they do not accept pushes."""
         if self._lag.pushed.problem is not None:
-            with contextlib.suppress(DeltackptError):  # The problem is told, and stands.
+            with contextlib.suppress(DeltackptError):  # The problem persists and has been reported.
                 self._near.find_again()
 
     def _may_go(self, save_id: SaveId) -> bool:
-        """Whether extents need not hold a save where another one needs the room.
+        """Whether the extents may drop a save to make room.
 
-        It is at the root, can never come there, or left the stage on purpose.
+        It was uploaded, can never be, or was removed deliberately.
         """
         infos = self._local.saves()
         info = infos.get(save_id.step)
         if info is None or info.save_id != save_id:
-            # One whose manifest cannot be read may be it.
+            # A save with an unreadable manifest may be this one.
             return info is not None or save_id.step not in infos
         progress = self._lag.progress
         return self._lag.is_held(save_id, progress) or (
@@ -546,45 +635,63 @@ class StagedRoot(Held):
         )
 
     def _wait_for_root(self) -> None:
-        self._lag.require_claim()
+        self._require_claim()
         self._start()
         if self._given_up.wait(_POLL_SECS):
             raise StorageError(
-                f"{self._stage.path}: expected room in Tiers.extents for a save, found none that "
-                f"is at {self} yet when the manager was closed; the promoter goes on, save again "
-                "then"
+                f"{self._stage.path}: expected room in Tiers.extents for a save, found only saves "
+                f"that were not uploaded to {self} yet when the manager was closed; the uploader "
+                "continues, save again later"
             )
 
     def settle(self, timeout_secs: float) -> None:
         """See ``Held``."""
-        if self._tiers.wait_for == "stage":
+        if self._tiers.wait_for == "staging":
             return
         deadline = time.monotonic() + timeout_secs
-        if self._tiers.wait_for == "root":
+        if self._tiers.wait_for == "remote":
             self._running.hurry()
         while behind := self._lag.short_of(self._tiers.wait_for):
-            self._lag.require_claim()
+            self._require_claim()
             self._start()
             self._meet_again()
             if time.monotonic() >= deadline:
                 problem = self._lag.problem(self._tiers.wait_for) or self._running.ended
                 raise WaitTimeout(
-                    f"{self}: expected every save at the {self._tiers.wait_for} within "
+                    f"{self}: expected every save to reach tier {self._tiers.wait_for!r} within "
                     f"{timeout_secs} s (ManagerOptions.timeouts), found {len(behind)} saves of "
-                    f"{sum(behind.values()):,} bytes still in the stage {self._stage.path}"
-                    f"{f', because {problem}' if problem else ''}; the promoter goes on by itself: "
-                    "wait() again, or look at the network"
+                    f"{sum(behind.values()):,} bytes only in the staging directory "
+                    f"{self._stage.path}"
+                    f"{f', because {problem}' if problem else ''}; the uploader continues: call "
+                    "wait_until_finished() again, or check the network"
                 )
             time.sleep(_POLL_SECS)
+        if self._tiers.wait_for == "remote":
+            self._confirm()
         problem = self._lag.newly_damaged(self._tiers.wait_for)
         if problem is not None:
-            where = str(self) if self._tiers.wait_for == "root" else "the neighbours"
+            where = str(self) if self._tiers.wait_for == "remote" else "peers"
             raise SaveFailed(
-                f"a save that was made in the stage cannot come to {where}: {problem}; the next "
-                "save is a base"
+                f"a staged save cannot reach {where}: {problem}; the next save is a base"
             )
-        with contextlib.suppress(StorageError):  # Tried again after the next save.
+        with contextlib.suppress(StorageError):  # Retried after the next save.
             self._tidy()
+
+    def _confirm(self) -> None:
+        """Checks with a listing and a read that the remote directory holds the uploaded saves.
+
+        Raises:
+          FencedError: it was emptied, or another trainer took it before the newest save was made.
+        """
+        self._look()
+        if isinstance(self._journal, Journal):
+            try:
+                self._journal.confirm()
+            except FencedError:
+                # The next trainer continues from the steps that were confirmed before.
+                if self._is_unconfirmed or self._journal.is_replaced:
+                    raise
+        self._is_unconfirmed = False
 
     def news(self) -> list[Event]:
         """See ``Held``."""
@@ -592,8 +699,21 @@ class StagedRoot(Held):
             events.warn(text)
         return self._lag.news()
 
+    def abandon(self) -> None:
+        """See ``Held``."""
+        self.give_up()
+        self._tender.shutdown()
+        with contextlib.ExitStack() as parts:
+            parts.callback(self._running.close)
+            parts.callback(self.undo.close)
+            if self._is_in_force():
+                parts.callback(self._near.close)
+                parts.callback(self._local.abandon)
+                with contextlib.suppress(FencedError, StorageError):
+                    self._finish_start()  # An interrupt may have ended ``confirm``.
+
     def close(self) -> None:
-        """Ends what is open; the promoter goes on until nothing is left."""
+        """Closes everything that is open; the uploader continues until nothing is left."""
         self.give_up()
         self._tender.shutdown()
         try:
@@ -606,7 +726,7 @@ class StagedRoot(Held):
             self._running.close()
 
     def _newest_local(self) -> SaveId | None:
-        """The newest save in the stage."""
+        """The newest staged save."""
         infos = self._local.saves()
         known = [info.save_id for _, info in sorted(infos.items()) if info is not None]
         return known[-1] if known else None
@@ -630,14 +750,17 @@ class StagedRoot(Held):
         gone: Collection[SaveId] = (),
         **changes: Any,
     ) -> None:
-        """Writes new orders; what is done of the old ones is left out.
+        """Writes new orders, without those of the old ones that are done.
 
         Args:
-          rolled_back: what training went back behind.
-          retired: what nothing needs any more, once the newest save of the stage is at the root.
-          gone: saves that were removed on purpose: what waits for one waits for the newest instead.
-          **changes: of further fields.
+          rolled_back: new rollbacks.
+          retired: units that are unneeded once the newest staged save is uploaded.
+          gone: saves that were removed deliberately: retirements that wait for one of them wait for
+            the newest instead.
+          **changes: new values of additional fields.
         """
+        # The orders may be those of the next trainer on this staging directory.
+        self._local.check_lease()
         old, progress = self._orders, self._lag.progress
         number, newest = old.number + 1, self._newest_local()
         self._orders = dataclasses.replace(
@@ -657,18 +780,21 @@ class StagedRoot(Held):
             ),
             **changes,
         )
-        self._stage.order(self._orders)
-        self._running.wake()
+        if self._is_confirmed:
+            self._stage.order(self._orders)
+            self._running.wake()
+        else:
+            self._stage.announce(self._orders)
 
 
 def _gone(orders: Orders) -> Hidden:
-    """What is not to be at the root."""
+    """Units that must not remain remotely."""
     back = (_given_up(one, orders.item) for one in orders.rolled_back)
     return frozenset({(one.unit, one.save_id) for one in orders.retired}.union(*back))
 
 
 def _given_up(one: RollBack, item: str) -> Hidden:
-    """What training went back behind: steps, and the bases that stand for them."""
+    """Units that were rolled back: steps, and the bases that replace them."""
     return frozenset(
         (Unit(save_id.step, of), save_id) for save_id in one.saves for of in (None, item)
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A root that is a bucket, as the other processes of a job hold it: the first one orders."""
+"""A bucket as the checkpoint directory of a job's other processes; the first process orders."""
 
 from __future__ import annotations
 
@@ -14,24 +14,27 @@ from deltackpt.tiers.staged import StagedRoot
 
 
 class StagedBeside(StagedRoot):
-    """The same stage and root in another process of the job: it saves its part, and orders nothing.
+    """The same staging and remote directory in another process, which saves its part only.
 
-    All of them see the one stage; the first holds the root, and the promoter is its.
+    All processes see one staging directory; the first holds the claim, and owns the uploader.
     """
 
     tells = False
+
+    def confirm(self) -> None:
+        """See ``Held``: the first process does that."""
 
     def _catalog(self) -> Catalog:
         return Journaled(self._journal)
 
     def _log_state(self) -> State:
-        """What the root has of the log: no less than the first process has seen."""
+        """The remote log state: at least what the first process has seen."""
         with contextlib.suppress(StorageError):
             return self._journal.state()
         return self._journal.known
 
     def stands(self, save_id: SaveId) -> bool:
-        """See ``Held``; every process finds the same."""
+        """See ``Held``; the answer is the same in every process."""
         with contextlib.suppress(StorageError):
             self._journal.state()
         return super().stands(save_id)
@@ -61,19 +64,26 @@ class StagedBeside(StagedRoot):
 
 
 class StagedApart(StagedBeside):
-    """A stage of another process of the job, with its parts of the saves, and the root.
+    """Another process's own staging directory, with its parts of the saves.
 
-    Its promoter brings them there, and that of the first process makes the saves visible.
+    Its uploader uploads the parts, and the first process's uploader commits the saves.
     """
 
     tells = True
 
+    def confirm(self) -> None:
+        """See ``Held``: the first process confirms the remote directory."""
+        StagedRoot.confirm(self)
+
+    def _start_claim(self) -> bool:
+        return True
+
     def begin(self, goes_on: SaveId | None, run: str) -> None:
-        """See ``Held``: noted for what is held near this stage."""
+        """See ``Held``: recorded for the replicas of this staging directory."""
         StagedRoot.begin(self, goes_on, run)
 
     def roll_back(self, step: int, run: str) -> list[int]:
-        """See ``Held``: of the root the first process does that."""
+        """See ``Held``: the first process rolls the remote directory back."""
         infos = self._local.saves()
         moved = self._local.roll_back(step, run)
         gone = {info.save_id for one in moved if (info := infos.get(one)) is not None}
@@ -83,7 +93,7 @@ class StagedApart(StagedBeside):
         return moved
 
     def collect(self, protected: Callable[[], frozenset[SaveId]] = frozenset) -> None:
-        """See ``Held``: of the root the first process does that."""
+        """See ``Held``: the first process collects the remote directory."""
         StagedRoot.collect(self, protected)
 
     def _drop_bases(self, protected: Callable[[], frozenset[SaveId]]) -> None:

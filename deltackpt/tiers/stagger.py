@@ -1,32 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When each of the promoters of a job begins, so that they do not all send at once.
+"""Upload schedule: staggers a job's uploaders so that they do not all send at once.
 
-All processes save at the same step, and a step of the training lasts as long as that of the slowest
-process. So of *n* promoters number *i* begins at *i / n* of the time between two saves: what
-they take comes to each process in turn, and a link or a bucket that they share has one of them at
-a time. A save is whole at the root once the last part is there, which is later by that much.
+All processes save at the same step, and the slowest process determines the duration of a training
+step. Uploader *i* of *n* therefore starts at *i / n* of the time between two saves. Their load
+affects one process at a time, and a shared link or bucket serves one uploader at a time. A save is
+complete once the last part is uploaded, which is later by that much.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-#: Most that a save comes later because of this, whatever the time between saves.
+#: Maximum delay of a save, for any time between saves.
 MOST_SECS = 60.0
 
 
 def delay_secs(made: Sequence[float], now: float, process: int, processes: int) -> float:
-    """How long a promoter is to wait with the newest save in its stage.
+    """Returns how long an uploader waits with the newest staged save.
 
     Args:
-      made: moments at which the saves in the stage were made, in order.
-      now: the moment by the same clock.
-      process: whose promoter it is.
-      processes: how many there are.
+      made: times at which the staged saves were made, in order.
+      now: the current time of the same clock.
+      process: index of the uploader's process.
+      processes: number of processes.
 
     Returns:
-      Seconds, at most ``MOST_SECS``; 0 where the time between saves is not known yet, or the clock
-      was set.
+      Seconds, at most ``MOST_SECS``; 0 if the time between saves is not known yet, or the clock was
+      changed.
     """
     if len(made) < 2:
         return 0.0

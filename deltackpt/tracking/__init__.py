@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows changed: stamps, bits and fingerprints."""
+"""Detects which rows changed: stamps, bit comparison and fingerprints."""

@@ -13,7 +13,7 @@ _UNSIGNED = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint64}
 
 
 def width(dtype: jax.typing.DTypeLike) -> int:
-    """Bits of one number of ``dtype``, which for sub-byte types is less than its storage."""
+    """Returns the bits of one element of ``dtype``; for sub-byte types, less than its storage."""
     dtype = jnp.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.floating):
         return int(jnp.finfo(dtype).bits)
@@ -23,7 +23,7 @@ def width(dtype: jax.typing.DTypeLike) -> int:
 
 
 def bits(array: jax.Array) -> jax.Array:
-    """Bit patterns of an array: an unsigned array of its shape; complex gets a last axis of 2.
+    """Returns the bit patterns of an array, unsigned, in its shape; complex adds an axis of 2.
 
     Different values of one dtype, NaN payloads and the sign of zero included, have different
     patterns.
@@ -41,18 +41,18 @@ def bits(array: jax.Array) -> jax.Array:
 
 
 def folded(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The same numbers with an axis more, for what is reduced to one number per row.
+    """Reshapes arrays to one more axis, for reductions to one value per row.
 
-    Where the last of the reduced axes is longer than 32, XLA for CPUs puts what is reduced into
-    memory of its own, as large as the table and fresh: the fingerprints of 166 MB took 149 ms and
-    317 MB, and take 18 ms and none of shorter pieces.
+    If the last reduced axis is longer than 32, XLA on CPUs materialises the operand in a new buffer
+    as large as the table. Fingerprints of 166 MB took 149 ms and 317 MB; with shorter pieces they
+    take 18 ms and no buffer.
 
     Args:
-      *arrays: (rows, ...) each, of one shape, before anything is computed from them.
+      *arrays: (rows, ...) each, with equal shapes, before anything is computed from them.
 
     Returns:
-      (rows, ..., pieces, length) each; the arrays themselves where their rows are short, where
-      the length is prime, or where an Explicit mesh cuts the last axis of one of them.
+      (rows, ..., pieces, length) each; the arrays themselves if their rows are short, if the length
+      is prime, or if an Explicit mesh splits the last axis of one of them.
     """
     *rows, last = arrays[0].shape
     cut = any(jax.typeof(array).sharding.spec[len(rows)] for array in arrays)
@@ -63,12 +63,12 @@ def folded(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def any_in_row(flags: jax.Array) -> jax.Array:
-    """Whether any flag of a row is set: (rows, ...) bool to (rows,)."""
+    """Returns whether any flag of a row is set: (rows, ...) bool to (rows,)."""
     return jnp.any(flags, axis=tuple(range(1, flags.ndim))) if flags.ndim > 1 else flags
 
 
 def away_from_zero(array: jax.Array) -> jax.Array:
-    """Each float moved to the next one away from zero; zeros and NaN stay."""
+    """Moves each float to the next one away from zero; zeros and NaN stay."""
     pattern = bits(array)
     moved = lax.bitcast_convert_type(pattern + jnp.ones((), pattern.dtype), array.dtype)
     return jnp.where((array == 0) | jnp.isnan(array), array, moved)

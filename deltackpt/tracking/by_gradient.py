@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows touched by their gradients alone, for optimizers that move no other row.
+"""Detects touched rows by their gradients alone, for optimizers that move no other row.
 
-An optimizer qualifies where two things hold. Its state is of types that are known, and whose
-effect on a row with a gradient of zero does not depend on the row's history: so nothing that a
-trial would have to wait for can move such a row later. And in a trial on small tables no row with a
-gradient of zero moves, nor its slots, after steps with other gradients too.
+An optimizer qualifies under two conditions. Its state must consist of known types whose effect on a
+row with a zero gradient does not depend on the row's history, so no later step can move such a row.
+And in a trial on small tables, no row with a zero gradient may move, nor its slots, even after
+steps with other gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import optax
 
 from deltackpt.errors import TrackingError
 from deltackpt.format.manifest import KeyPath, path_name
-from deltackpt.state import paths
+from deltackpt.state import contexts, paths
 from deltackpt.tracking.bits import any_in_row, bits, folded
 
 #: Nothing in them lets a row move without a gradient: none, sums of squares, a factor of the step.
@@ -34,20 +34,20 @@ _STEPS, _QUIET = 5, 3
 
 
 def touched_rows(gradient: jax.Array, has_nan: jax.Array) -> jax.Array:
-    """Rows of a table's gradient, (rows, ...), that are not +0.0 throughout: (rows,) bool.
+    """Returns which rows of a gradient, (rows, ...), are not all +0.0: (rows,) bool.
 
-    A negative zero counts, since an update of +0.0 moves a number that is -0.0.
+    A negative zero counts as touched, since an update of +0.0 changes a value of -0.0.
 
     Args:
-      gradient: of the table.
-      has_nan: bool, of ``has_nan``: then every row counts.
+      gradient: gradient of a table.
+      has_nan: bool, from ``has_nan``; if True, all rows are touched.
     """
     (pieces,) = folded(gradient)
     return any_in_row(bits(pieces) != 0) | has_nan
 
 
 def has_nan(gradients: Iterable[Any]) -> jax.Array:
-    """Whether there is a NaN in any array: through a global norm it would reach all rows."""
+    """Returns whether any array contains a NaN, which a global norm would spread to all rows."""
     found = jnp.zeros((), bool)
     for leaf in gradients:
         if jnp.issubdtype(getattr(leaf, "dtype", np.dtype(bool)), jnp.inexact):
@@ -55,28 +55,47 @@ def has_nan(gradients: Iterable[Any]) -> jax.Array:
     return found
 
 
+def with_negative_zeros(updates: Any, tables: Collection[KeyPath]) -> Any:
+    """Replaces zeros in the tables' updates with -0.0: adding +0.0 would change a value of -0.0.
+
+    Args:
+      updates: an optimizer's updates, structured like its params.
+      tables: paths of the tables in the params.
+    """
+    flat = paths.flatten_with_paths(updates, _is_masked)
+    _, treedef = paths.flatten(updates, _is_masked)
+    leaves = [
+        jnp.where(leaf == 0, -jnp.zeros((), leaf.dtype), leaf)
+        if path in tables and jnp.issubdtype(getattr(leaf, "dtype", np.dtype(bool)), jnp.inexact)
+        else leaf
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, leaves)
+
+
+@contexts.neutral()
 def check(
     optimizer: optax.GradientTransformationExtraArgs,
     params: Any,
     state: Any,
     tables: Collection[KeyPath],
 ) -> None:
-    """Checks that an optimizer moves a row of these tables only where its gradient is not zero.
+    """Checks that an optimizer moves a row of these tables only if its gradient is not zero.
 
     Args:
-      optimizer: as it is wrapped.
-      params: of which it was initialised, abstract or not.
-      state: its state.
+      optimizer: the wrapped optimizer.
+      params: the params that it was initialized with, abstract or not.
+      state: the optimizer's state.
       tables: paths of the tables in the params.
 
     Raises:
-      TrackingError: it does, or it is not known whether it does.
+      TrackingError: the optimizer moves other rows, or it is unknown whether it does.
     """
     for kind in sorted(_unknown(state, tables)):
         raise TrackingError(
             f'track, rule="gradient": expected an optimizer whose state is of '
             f"{', '.join(known.__name__ for known in _KNOWN)} as far as the tables go, found "
-            f"{kind}: it is not known to leave rows without a gradient alone; {_ADVICE}"
+            f"{kind}: it may move rows without a gradient; {_ADVICE}"
         )
     try:
         with jax.ensure_compile_time_eval():
@@ -94,12 +113,12 @@ def check(
 
 
 def _unknown(state: Any, tables: Collection[KeyPath]) -> set[str]:
-    """Names of the types of states that are not known, and do not leave the tables out."""
+    """Returns names of unknown state types that do not exclude the tables."""
     return {type(one).__name__ for one in _states(state) if not _leaves_out(one, tables)}
 
 
 def _states(node: Any) -> Iterator[Any]:
-    """States of single transformations that are not known, wherever they stand."""
+    """Returns states of single transformations that are not known, at any depth."""
     if isinstance(node, _KNOWN):
         return
     if isinstance(node, _WRAPPERS) or type(node) in (tuple, list):
@@ -113,7 +132,7 @@ def _states(node: Any) -> Iterator[Any]:
 
 
 def _leaves_out(state: Any, tables: Collection[KeyPath]) -> bool:
-    """Whether a state shows that its transformation is masked from all tables."""
+    """Returns whether a state shows that its transformation is masked from all tables."""
     flat = paths.flatten_with_paths(state, _is_masked)
     masked = [path for path, leaf in zip(flat.paths, flat.leaves, strict=True) if _is_masked(leaf)]
     return all(any(_is_of(path, table) for path in masked) for table in tables)
@@ -124,14 +143,14 @@ def _is_masked(node: Any) -> bool:
 
 
 def _is_of(path: KeyPath, table: KeyPath) -> bool:
-    """Whether a leaf of a state stands where optax keeps what belongs to a table."""
+    """Returns whether a leaf of a state belongs to a table, as optax arranges it."""
     return path[-len(table) :] == table
 
 
 def _tried(
     optimizer: optax.GradientTransformationExtraArgs, params: Any, tables: Collection[KeyPath]
 ) -> str | None:
-    """A table of which a row moved that had no gradient; None where none did."""
+    """Returns a table of which a row without a gradient moved, or None."""
     random = np.random.default_rng(0)
     now = _like(params, tables, lambda shape: _signed(random.standard_normal(shape)))
     state = optimizer.init(now)
@@ -145,7 +164,7 @@ def _tried(
             return values
 
         updates, after = optimizer.update(_like(params, tables, gradient), state, now)
-        then = optax.apply_updates(now, updates)
+        then = optax.apply_updates(now, with_negative_zeros(updates, tables))
         for table in tables:
             for old, new in _of_table(table, (now, state), (then, after)):
                 if np.ndim(old) and len(old) == _ROWS:
@@ -159,7 +178,7 @@ def _tried(
 def _like(
     params: Any, tables: Collection[KeyPath], values: Callable[[tuple[int, ...]], np.ndarray]
 ) -> Any:
-    """Small params, or gradients of them: tables of ``_ROWS`` rows, and one number of the rest."""
+    """Returns small params, or gradients: tables of ``_ROWS`` rows, one element of the rest."""
     flat = paths.flatten_with_paths(params, _is_masked)
     _, treedef = paths.flatten(params, _is_masked)
     leaves = []
@@ -173,13 +192,13 @@ def _like(
 
 
 def _signed(values: np.ndarray) -> np.ndarray:
-    """The same with some rows of negative zeros, which an update of +0.0 would move."""
+    """Returns the same with some rows of negative zeros, which an update of +0.0 would move."""
     values[::7] = -0.0
     return values
 
 
 def _of_table(table: KeyPath, old: Any, new: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """A table and its slots in two trees of one structure: the table itself, too."""
+    """Returns a table and its slots in two trees of one structure."""
     before, after = (paths.flatten_with_paths(tree, _is_masked) for tree in (old, new))
     for path, one, other in zip(before.paths, before.leaves, after.leaves, strict=True):
         if _is_of(path, table) and not _is_masked(one):

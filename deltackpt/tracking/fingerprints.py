@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row fingerprints: the proof of what changed, from any cause, at 8 bytes per row.
+"""Row fingerprints: detect every changed row, from any cause, at 8 bytes per row.
 
 A fingerprint is a hash of the bits of a row and of its slots, so -0.0 and 0.0 differ and a NaN
-equals itself. Each word is mixed with a key of its place and the mixed words are added, so the
-answer does not depend on how the table is sharded.
+equals itself. Each word is mixed with a key of its position and the mixed words are added, so the
+result does not depend on how the table is sharded.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from deltackpt.errors import TrackingError
 from deltackpt.format import blocks
 from deltackpt.format.manifest import Layout
+from deltackpt.state import contexts
 from deltackpt.state.marks import match_touched
-from deltackpt.state.touch_state import UNKNOWN, TouchState
+from deltackpt.state.touch_state import UNKNOWN, TouchState, new_identity
 from deltackpt.tracking import stamps as stamping
 from deltackpt.tracking.bits import bits, folded
 
@@ -32,6 +34,7 @@ Fields = Mapping[str, Mapping[str, Any]]
 _LISTED = 20
 
 
+@contexts.neutral()
 def fingerprint(table: Any, slots: Sequence[Any] = ()) -> jax.Array:
     """Hashes each row of a table together with its slots.
 
@@ -43,36 +46,40 @@ def fingerprint(table: Any, slots: Sequence[Any] = ()) -> jax.Array:
       (rows, 2) uint32: two lanes of one 64-bit fingerprint. Two different rows share one with a
       probability of about 2**-64.
 
-    Example:
+    Examples:
       >>> before = fingerprint(jnp.zeros((3, 2)))
       >>> after = fingerprint(jnp.zeros((3, 2)).at[1, 0].set(-0.0))
       >>> changed_rows(before, after).tolist()
       [1]
     """
-    return _fingerprint(_uncut(table), tuple(map(_uncut, slots)))
+    arrays = [_in_device_memory(array) for array in (table, *slots)]
+    # JAX would cut 64-bit numbers of the host, and warn of those that it holds.
+    with contexts.beside(table), jax.enable_x64(True):
+        return _fingerprint(arrays[0], tuple(arrays[1:]))
 
 
+@contexts.neutral()
 def changed_rows(old: Any, new: Any) -> np.ndarray:
-    """Rows whose fingerprints differ, int64 ascending.
+    """Returns the indices of rows whose fingerprints differ, int64 ascending.
 
     Raises:
-      TrackingError: the fingerprints are of different numbers of rows.
+      TrackingError: the fingerprints have different row counts.
     """
     old, new = np.asarray(old), np.asarray(new)
     if old.shape != new.shape:
         raise TrackingError(
             f"fingerprints: expected {old.shape[0]} rows as before, found {new.shape[0]}; "
-            "take them again after a table has grown"
+            "compute them again after a table has grown"
         )
     return np.flatnonzero((old != new).any(axis=1))
 
 
 def fingerprints(fields: Fields, layout: Layout) -> dict[str, jax.Array]:
-    """Fingerprints of every table with its slots, by table name.
+    """Returns the fingerprints of every table with its slots, by table name.
 
     Args:
       fields: the tables and slots.
-      layout: the layout of the same split. Slots that are ``always`` written are left out.
+      layout: the layout of the same split. Slots that are ``always`` written are excluded.
     """
     return {
         name: fingerprint(fields[name][blocks.VALUES], [fields[name][slot] for slot in slots])
@@ -81,7 +88,7 @@ def fingerprints(fields: Fields, layout: Layout) -> dict[str, jax.Array]:
 
 
 def _hashed_slots(layout: Layout) -> dict[str, list[str]]:
-    """Slots that a fingerprint covers, by table name: those that are not ``always`` written."""
+    """Returns the slots that a fingerprint covers, by table name: those not ``always`` written."""
     groups = layout.group_by_name
     return {
         table.name: [
@@ -100,23 +107,25 @@ def verify_tracking(
     since_clock: int,
     layout: Layout,
 ) -> None:
-    """Proves that every row that changed is marked.
+    """Checks that every row that changed is marked.
 
     Args:
-      before: ``fingerprints`` taken when the clock stood at ``since_clock``.
-      fields: the tables and slots now.
-      touched: the TouchState now.
-      since_clock: the clock then.
+      before: ``fingerprints`` taken at clock ``since_clock``.
+      fields: the current tables and slots.
+      touched: the current TouchState.
+      since_clock: the clock of ``before``.
       layout: the layout of ``fields``.
 
     Raises:
-      TrackingError: rows changed that are not marked; names every such table and its rows.
+      TrackingError: rows changed without being marked; the message lists every such table and its
+        rows.
     """
     names = match_touched(touched, layout)
     stamps = {table: {"": touched.stamps[key]} for table, key in names.items()}
     check_marked(before, fingerprints(fields, layout), stamps, {"": since_clock})
 
 
+@contexts.neutral()
 def check_marked(
     before: Mapping[str, Any],
     now: Mapping[str, jax.Array],
@@ -126,22 +135,24 @@ def check_marked(
     """Checks that every row that changed on this process is stamped.
 
     Args:
-      before: table name to fingerprints, (rows, 2), as they were.
-      now: table name to fingerprints.
-      stamps: table name to the place of each TouchState that has stamps of it, to these, (rows,).
-      since: place of each TouchState to its clock when ``before`` was taken.
+      before: table name to earlier fingerprints, (rows, 2).
+      now: table name to current fingerprints.
+      stamps: table name to TouchState path to the stamps, (rows,).
+      since: TouchState path to its clock when ``before`` was computed.
 
     Raises:
-      TrackingError: rows changed, and no stamp of them is after its clock; names them.
+      TrackingError: rows changed, but no TouchState stamped them; the message lists them.
     """
     faults = []
     for table, rows in now.items():
         if table not in before:
-            raise TrackingError(f"table {table}: no fingerprints of it were taken before")
+            raise TrackingError(
+                f"table {table}: expected earlier fingerprints, found none; include the table"
+            )
         if before[table].shape != rows.shape:
             raise TrackingError(
                 f"table {table}: expected {before[table].shape[0]} rows as before, found "
-                f"{rows.shape[0]}; take the fingerprints again after a table has grown"
+                f"{rows.shape[0]}; compute the fingerprints again after a table has grown"
             )
         missed = _changed(_like(before[table], rows), rows)
         for place, marked in stamps[table].items():
@@ -163,7 +174,7 @@ def check_marked(
 
 
 def _local_rows(flags: jax.Array) -> np.ndarray:
-    """Rows of this process, ascending, whose flag is set."""
+    """Returns the rows of this process, ascending, whose flag is set."""
     found = [
         np.flatnonzero(np.asarray(shard.data)) + (shard.index[0].start or 0)
         for shard in flags.addressable_shards
@@ -172,20 +183,21 @@ def _local_rows(flags: jax.Array) -> np.ndarray:
 
 
 class RowTracker:
-    """Finds the rows that change from one save to the next, where no training step marks them.
+    """Finds the rows that change between saves, without changes to the training step.
 
-    It keeps the fingerprints of the last look beside a ``TouchState``: 12 bytes per row, on the
-    devices that hold the rows. A row whose bits changed and changed back between two looks is as
-    it was. Not thread-safe.
+    It keeps the fingerprints of the last call and a ``TouchState``: 12 bytes per row, on the
+    devices that hold the rows. A row that changed and changed back between two calls is considered
+    unchanged. Not thread-safe.
 
-    Example:
-      >>> from deltackpt import Tables, split
+    Examples:
+      >>> from deltackpt import Tables
+      >>> from deltackpt.handlers import split
       >>> def look(table):
       ...     parts = split({"emb": table}, Tables(select="emb"))
       ...     return tracker.look(parts.fields, parts.layout).stamps["emb"].tolist()
       >>> tracker = RowTracker()
       >>> table = jnp.zeros((3, 2))
-      >>> look(table)  # Nothing was known of any row.
+      >>> look(table)  # Without earlier fingerprints, every row counts as touched.
       [1, 1, 1]
       >>> look(table.at[1].set(5.0))
       [1, 2, 1]
@@ -193,34 +205,50 @@ class RowTracker:
 
     def __init__(self) -> None:
         self._before: dict[str, jax.Array] = {}
-        self._touched = stamping.init({})
+        # Each process draws its own: it only has to differ from those of other TouchStates here.
+        self._touched = stamping.init({}, identity=new_identity())
+        #: Whether a table was new to the last look, which then stamped all its rows.
+        self._is_new = True
 
     @property
     def touched(self) -> TouchState:
-        """What the last look found."""
+        """Returns the TouchState of the last call."""
         return self._touched
 
+    @contexts.neutral()
+    def changed_share(self) -> float | None:
+        """Returns the share of rows that the last call found changed; None if a table was new."""
+        stamps = self._touched.stamps.values()
+        rows = sum(one.shape[0] for one in stamps)
+        if self._is_new or not rows:
+            return None
+        clock = int(self._touched.clock)
+        # One by one: the tables may be on different devices.
+        return sum(int(_count(one, clock)) for one in stamps) / rows
+
+    @contexts.neutral()
     def start(self, fields: Fields, layout: Layout, identity: int | None = None) -> None:
-        """Takes tables and slots as they were stored: nothing was touched since, at clock 0.
+        """Records tables and slots as stored, with no touched row and clock 0.
 
         Args:
           fields: the tables and slots as restored.
-          layout: their layout.
-          identity: whose clock starts; None draws one.
+          layout: layout of the tables.
+          identity: identity of the TouchState; None draws one.
         """
         fields = on_devices(fields, layout)
         now = fingerprints(fields, layout)
         tables = {name: fields[name][blocks.VALUES] for name in now}
         self._take(now, stamping.init(tables, identity=identity))
 
+    @contexts.neutral()
     def look(self, fields: Fields, layout: Layout) -> TouchState:
-        """Advances the clock and stamps the rows that changed since the last look, or the start.
+        """Advances the clock and stamps the rows that changed since the last call.
 
-        Every row of tables that are new, or that have another number of rows, is stamped.
+        All rows are stamped if a table is new or its number of rows has changed.
 
         Args:
-          fields: the tables and slots now.
-          layout: their layout.
+          fields: the current tables and slots.
+          layout: layout of the tables.
 
         Returns:
           The TouchState, for ``save(touched=...)``.
@@ -229,38 +257,53 @@ class RowTracker:
         now = fingerprints(fields, layout)
         like = {name: fields[name][blocks.VALUES] for name in now}
         stamps = stamping.init(like, identity=UNKNOWN).stamps
-        changed = {}
+        changed, is_new = {}, False
         for name, rows in now.items():
             before = self._before.get(name)
             if before is None or before.shape != rows.shape:
-                mask = jnp.ones(rows.shape[0], bool)
+                mask, is_new = jnp.ones(rows.shape[0], bool), True
             else:
                 mask = _changed(_like(before, rows), rows)
                 stamps[name] = _like(self._touched.stamps[name], stamps[name])
             changed[name] = _like(mask, stamps[name])
         self._take(now, stamping.mark_rows(self._touched._replace(stamps=stamps), changed))
+        self._is_new = is_new
         return self._touched
 
     def _take(self, now: dict[str, jax.Array], found: TouchState) -> None:
-        """Both or, where the devices fail, neither; then the caller may change host arrays."""
+        """Replaces both, or neither if the devices fail."""
         self._before, self._touched = jax.block_until_ready((now, found))
 
 
+@contexts.neutral()
 def on_devices(fields: Fields, layout: Layout) -> dict[str, dict[str, jax.Array]]:
-    """The tables, each with the slots that are hashed beside it: what ``fingerprints`` takes.
+    """Returns the tables and their hashed slots on devices, as arguments for ``fingerprints``.
 
-    A table of the host stays on a CPU device: an accelerator may have no room for it.
+    A table on the host is placed on a CPU device, because an accelerator may lack the memory for
+    it.
     """
     found = {}
     for name, slots in _hashed_slots(layout).items():
         leaves = fields[name]
         table = leaves[blocks.VALUES]
         if not isinstance(table, jax.Array):
-            table = jax.device_put(_uncut(np.asarray(table)), _host_device())
+            with jax.enable_x64(True):
+                table = jax.device_put(np.asarray(table), _host_device())
         found[name] = {blocks.VALUES: table} | {
             slot: _beside(leaves[slot], table) for slot in slots
         }
     return found
+
+
+def _in_device_memory(array: Any) -> Any:
+    """Moves an array to device memory if it is in host memory, where devices cannot compute."""
+    if not isinstance(array, jax.Array) or isinstance(array, Tracer):
+        return array
+    kind = next(iter(array.sharding.device_set)).default_memory().kind
+    if array.sharding.memory_kind in (None, kind):
+        return array
+    # Ready before the next table is copied: there may be room for one alone.
+    return jax.block_until_ready(jax.device_put(array, array.sharding.with_memory_kind(kind)))
 
 
 def _host_device() -> Any:
@@ -270,36 +313,31 @@ def _host_device() -> Any:
         return jax.local_devices()[0]
 
 
-def _uncut(array: Any) -> Any:
-    """An array of the host whose 64-bit numbers jax would cut, as words of 32 bits."""
-    if isinstance(array, jax.Array):
-        return array
-    array = np.asarray(array)
-    if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype:
-        return array
-    rows, *trailing = array.shape
-    return np.ascontiguousarray(array).reshape(rows, math.prod(trailing)).view(np.uint32)
-
-
 def _beside(array: Any, other: jax.Array) -> jax.Array:
-    """An array of rows on the devices of another one: as it is where it is there."""
+    """Moves an array of rows to the devices of another one, if it is not there."""
     if isinstance(array, jax.Array) and array.sharding.device_set == other.sharding.device_set:
         return array
     return _like(array, other)
 
 
 def _like(array: Any, other: jax.Array) -> jax.Array:
-    """An array of rows, placed like the rows of another one."""
+    """Returns an array of rows, placed like the rows of another one."""
     sharding = other.sharding
     if isinstance(sharding, jax.sharding.NamedSharding):
         sharding = sharding.update(spec=jax.sharding.PartitionSpec(*sharding.spec[:1]))
     if not isinstance(array, jax.Array):
-        return jax.device_put(_uncut(array), sharding)
+        with jax.enable_x64(True):
+            return jax.device_put(np.asarray(array), sharding)
     if array.sharding.is_equivalent_to(sharding, array.ndim):
         return array
     if array.is_fully_addressable and not sharding.is_fully_addressable:
         return jax.device_put(np.asarray(array), sharding)
     return jax.device_put(array, sharding)
+
+
+@jax.jit
+def _count(stamps: jax.Array, clock: int) -> jax.Array:
+    return (stamps == clock).sum()
 
 
 @jax.jit
@@ -325,7 +363,7 @@ def _fingerprint(table: jax.Array, slots: tuple[jax.Array, ...]) -> jax.Array:
 
 
 def _as_sharded(lanes: jax.Array, total: jax.Array) -> jax.Array:
-    """The lanes of a field whose rows lie elsewhere than those of the table (Explicit meshes)."""
+    """Reshards the lanes of a field whose rows are placed unlike the table's (Explicit meshes)."""
     wanted = jax.typeof(total).sharding
     if total.ndim == 0 or jax.typeof(lanes).sharding == wanted:
         return lanes
@@ -333,7 +371,7 @@ def _as_sharded(lanes: jax.Array, total: jax.Array) -> jax.Array:
 
 
 def _words(array: jax.Array) -> jax.Array:
-    """The bits of each row as uint32 words: (rows, ...), cut as the array is."""
+    """Returns the bits of each row as uint32 words, (rows, ...), sharded like the array."""
     patterns = bits(array)
     if patterns.dtype == jnp.uint64:
         patterns = lax.bitcast_convert_type(patterns, jnp.uint32)
@@ -341,13 +379,13 @@ def _words(array: jax.Array) -> jax.Array:
 
 
 def _keys(shape: tuple[int, ...], number: int) -> jax.Array:
-    """A key for each word of a row, different for each field."""
+    """Returns a key for each word of a row, different for each field."""
     place = lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
     return _mix(place * jnp.uint32(2) + jnp.uint32(1)) + _mix(jnp.uint32(number + 1))
 
 
 def _mix(word: jax.Array) -> jax.Array:
-    """The finaliser of MurmurHash3: a bijection on 32 bits in which every bit moves every bit."""
+    """Mixes bits: MurmurHash3's finaliser, a bijection in which every bit affects every bit."""
     word = (word ^ (word >> 16)) * jnp.uint32(0x85EBCA6B)
     word = (word ^ (word >> 13)) * jnp.uint32(0xC2B2AE35)
     return word ^ (word >> 16)

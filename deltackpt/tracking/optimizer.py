@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optax wrapper that stamps every row which its optimizer changes: bits are compared."""
+"""An optax wrapper that stamps every row that its optimizer changes, by comparing bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import optax
 
 from deltackpt.errors import OptionError, TableSelectionError, TrackingError
 from deltackpt.format.manifest import path_name
-from deltackpt.state import paths, slots
+from deltackpt.state import contexts, paths, slots
 from deltackpt.state.paths import Flat, Select
 from deltackpt.state.touch_state import TouchState, is_touch_state
 from deltackpt.tracking import by_gradient
@@ -43,31 +43,32 @@ def track(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it stamps every row that it changes.
 
-    A row is touched when its update changes the bits of the row, or when the bits of one of
-    its slots change. That is exact for whatever passes through the optimizer, at the price
-    of a pass over tables and slots at each step: ``mark`` is far cheaper for sparse updates. It
-    must be the outermost wrapper. With a dense optimizer such as Adam most rows move soon after
-    their first gradient, and deltas grow accordingly.
+    A row is touched if its update changes any bit of the row or of one of its slots. This is exact
+    for all changes by the optimizer. It costs one pass over tables and slots at each step; ``mark``
+    is far cheaper for sparse updates. ``track`` must be the outermost wrapper.
+    With a dense optimizer such as Adam most rows move soon after their first gradient, and deltas
+    grow accordingly.
 
     Args:
       optimizer: any optax optimizer.
-      select: the tables, by their paths within the params; as ``Tables.select``.
-      always: slots whose rows all move at every step, by name as ``Tables.always``; they touch no
-        row. Adafactor's factored statistics are known.
-      rule: ``"bits"`` compares what the update changes. ``"gradient"`` takes a row for touched
-        where its gradient is not zero, which costs next to nothing: for optimizers that move no
-        other row, such as SGD without momentum and Adagrad; any other is refused.
+      select: paths of the tables within the params, as for ``Tables.select``.
+      always: names of slots whose rows all move at every step, as for ``Tables.always``; they are
+        ignored. Adafactor's factored statistics are included automatically.
+      rule: ``"bits"`` compares what the update changes. ``"gradient"`` treats a row as touched if
+        its gradient is not zero, which costs almost nothing. It is for optimizers that move no
+        other row, such as SGD without momentum and Adagrad; any other is rejected.
 
     Returns:
-      An optimizer with the updates of ``optimizer``, whose state is a ``TrackState``.
+      An optimizer with the same updates, whose state is a ``TrackState``. With
+      ``rule="gradient"``, zeros in the update of a table become -0.0.
 
     Raises:
-      TableSelectionError: when initialised: a pattern matches nothing, or a leaf that cannot
-        be a table.
-      TrackingError: when updated without the params, which an exact answer needs; when initialised
-        with ``rule="gradient"``: the optimizer is not known to leave other rows alone.
+      TableSelectionError: when initialized: a pattern matches nothing, or a leaf that cannot be a
+        table.
+      TrackingError: when updated without the params, which an exact result needs; when initialized
+        with ``rule="gradient"``: the optimizer is not known to keep other rows unchanged.
 
-    Example:
+    Examples:
       >>> params = {"emb": jnp.ones((3, 2)), "w": jnp.ones(2)}
       >>> optimizer = track(optax.adagrad(0.1), "emb")
       >>> state = optimizer.init(params)
@@ -98,13 +99,18 @@ def track(
     ) -> tuple[optax.Updates, TrackState]:
         state = cast(TrackState, state)
         if params is None:
-            raise TrackingError("track: update() needs the params; pass them as third argument")
+            raise TrackingError(
+                "track: expected the params in update(), found none; pass them as third argument"
+            )
         if rule == "gradient":
             changed = _with_gradients(select, params, updates)
             updates, new = inner.update(updates, state.inner, params, **extra)
+            flat = _flatten(params)
+            tables = [flat.paths[i] for i in _chosen(flat, select)]
+            updates = by_gradient.with_negative_zeros(updates, tables)
             return updates, TrackState(_marked(state.touched, changed), new)
         updates, new = inner.update(updates, state.inner, params, **extra)
-        # What is compared is what is returned: a fusion of its own could round differently.
+        # Compare exactly what is returned: another fusion could round differently.
         updates, new = jax.lax.optimization_barrier((updates, new))
         changed = _changed_rows(select, always, params, updates, state.inner, new)
         return updates, TrackState(_marked(state.touched, changed), new)
@@ -112,6 +118,7 @@ def track(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+@contexts.neutral()
 def _marked(touched: TouchState, changed: dict[str, jax.Array]) -> TouchState:
     rows = {
         name: _like(mask, touched.stamps[name])
@@ -121,8 +128,9 @@ def _marked(touched: TouchState, changed: dict[str, jax.Array]) -> TouchState:
     return mark_rows(touched, rows)
 
 
+@contexts.neutral()
 def _with_gradients(select: Select, params: Any, gradients: Any) -> dict[str, jax.Array]:
-    """Table name to the rows, (rows,) bool, that have a gradient."""
+    """Returns table name to the rows, (rows,) bool, that have a gradient."""
     flat, given = _flatten(params), _flatten(gradients)
     gradient_of = dict(zip(given.paths, given.leaves, strict=True))
     has_nan = by_gradient.has_nan(given.leaves)
@@ -138,7 +146,7 @@ def _flatten(tree: Any) -> Flat:
 
 
 def _chosen(flat: Flat, select: Select) -> list[int]:
-    """Positions of the tables among the leaves of params; checked."""
+    """Returns the checked positions of the tables among the leaves of params."""
     chosen = paths.choose(select, flat.paths, flat.leaves)
     faults = [
         f"{path_name(flat.paths[i])} {fault}"
@@ -150,6 +158,7 @@ def _chosen(flat: Flat, select: Select) -> list[int]:
     return chosen
 
 
+@contexts.neutral()
 def _changed_rows(
     select: Select,
     always: str | Sequence[str],
@@ -158,7 +167,7 @@ def _changed_rows(
     old: Any,
     new: Any,
 ) -> dict[str, jax.Array]:
-    """Table name to the rows, (rows,) bool, whose bits or whose slots' bits changed."""
+    """Returns table name to the rows, (rows,) bool, whose bits or whose slots' bits changed."""
     flat = _flatten(params)
     moved = _flatten(updates)
     update_of = dict(zip(moved.paths, moved.leaves, strict=True))
@@ -186,7 +195,7 @@ def _changed_rows(
 
 
 def _any_in_row(flags: list[jax.Array]) -> jax.Array:
-    """Rows with a flag set in any of several (rows, ...) bool arrays: (rows,) bool."""
+    """Returns rows with a flag set in any of several (rows, ...) bool arrays: (rows,) bool."""
     first, *others = map(any_in_row, flags)
     for rows in others:
         first = first | _like(rows, first)
@@ -194,11 +203,11 @@ def _any_in_row(flags: list[jax.Array]) -> jax.Array:
 
 
 def _moved(table: jax.Array, update: jax.Array) -> jax.Array:
-    """The numbers of a table that ``optax.apply_updates`` changes in bits: flags (rows, ...).
+    """Returns which elements of a table ``optax.apply_updates`` changes in bits: (rows, ...).
 
-    The sum that the caller's program computes may be fused with the update's last product and
-    then rounds once instead of twice. Its update lies within one unit in the last place of ours, so
-    a row that ours, and ours moved away from zero by one unit, both leave alone is unchanged.
+    The caller's program may fuse the sum with the update's last product and then rounds once
+    instead of twice. Its update is within one unit in the last place of ours. So a row is unchanged
+    if both our update and our update moved away from zero by one unit leave it unchanged.
     """
 
     def applied(delta: jax.Array) -> jax.Array:
@@ -213,8 +222,9 @@ def _moved(table: jax.Array, update: jax.Array) -> jax.Array:
 
 
 def _like(mask: jax.Array, other: jax.Array) -> jax.Array:
-    """``mask`` with the sharding of ``other`` in its type (Explicit meshes)."""
+    """Returns ``mask`` with the sharding of ``other`` in its type (Explicit meshes)."""
     wanted = jax.typeof(other).sharding
-    if jax.typeof(mask).sharding == wanted:
+    # An array that was never placed names no mesh; it follows the others.
+    if wanted.mesh.empty or jax.typeof(mask).sharding == wanted:
         return mask
     return jax.sharding.reshard(mask, wanted)

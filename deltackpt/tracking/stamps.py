@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stamps of rows whose ids are known: pure JAX, inside jit or out of it.
+"""Stamps rows whose ids are known; pure JAX, for use inside or outside jit.
 
-Measured: marking 53k ids costs 0.16 ms where the update of those rows costs 3.3 ms.
+Measured: marking 53k ids costs 0.16 ms; the update of those rows costs 3.3 ms.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from jax.experimental import multihost_utils
 
 from deltackpt.errors import TrackingError
 from deltackpt.format import globs
-from deltackpt.state import paths
+from deltackpt.state import contexts, paths, placement
 from deltackpt.state.touch_state import CLOCK_MAX, UNKNOWN, TouchState, filled, new_identity
 
 
 def init(tables: Mapping[str, Any], *, identity: int | None = None) -> TouchState:
-    """Makes a TouchState in which no row was touched yet.
+    """Creates a TouchState in which no row is touched.
 
     Args:
-      tables: table name to its array or ShapeDtypeStruct, first axis rows. Stamps get its
-        row sharding. Inside jit an array whose sharding jit alone decides (Auto axes) gives
-        stamps that jit shards.
-      identity: one that all processes have agreed on already; None draws one.
+      tables: table name to its array or ShapeDtypeStruct, first axis rows. Stamps get its row
+        sharding. Inside jit, an array whose sharding only jit decides (Auto axes) gets stamps that
+        jit shards.
+      identity: an identity that all processes have already agreed on; None draws one.
 
     Returns:
-      Clock 0, stamps (rows,) int32 of zeros, an identity of its own. In a job of several processes
-      every process must call it for tables that lie on several of them, since they agree on the
-      identity.
+      Clock 0, stamps (rows,) int32 of zeros, and a new identity. If tables are sharded over several
+      processes, every process must make this call, since they agree on the identity.
 
     Raises:
-      TrackingError: a table has no row axis, or ``tables`` is no mapping.
+      TrackingError: a table has no row axis, or ``tables`` is not a mapping; or neither an abstract
+        table nor the current mesh names devices.
 
-    Example:
+    Examples:
       >>> state = init({"users": jnp.zeros((4, 2))})
       >>> state = mark(state, {"users": jnp.array([1, 3])})
       >>> state.stamps["users"].tolist()
@@ -47,19 +47,26 @@ def init(tables: Mapping[str, Any], *, identity: int | None = None) -> TouchStat
     if not isinstance(tables, Mapping):
         raise TrackingError(
             "init: expected a mapping of table names to arrays, found "
-            f"{type(tables).__name__}; give e.g. {{'words': array}}, by the paths of the tables"
+            f"{type(tables).__name__}; pass e.g. {{'words': array}}, by the paths of the tables"
         )
+    tables = placement.resolved(tables, TrackingError)
+    with contexts.neutral():
+        return _made(tables, identity)
+
+
+def _made(tables: Mapping[str, Any], identity: int | None) -> TouchState:
     clock, stamps = jnp.zeros((), jnp.int32), {}
     traced = isinstance(clock, Tracer)
     for name, table in tables.items():
         if fault := paths.table_fault(table):
             raise TrackingError(f"table {name}: {fault}; expected an array of rows")
-        stamps[name] = filled(table.shape[:1], _row_sharding(table), 0, traced=traced)
+        stamps[name] = filled(table.shape[:1], _stamps_like(table), 0, traced=traced)
     if identity is None:
         identity = UNKNOWN if traced else _agreed_identity(tables.values())
     return TouchState(clock, stamps, jnp.asarray(np.int32(identity)))
 
 
+@contexts.neutral()
 def mark(
     state: TouchState, ids: Mapping[str, Any], *, mask: Mapping[str, Any] | None = None
 ) -> TouchState:
@@ -67,27 +74,26 @@ def mark(
 
     An id outside 0..rows-1 stamps every row that any of JAX's indexing modes could move for it: the
     id modulo the number of rows (negative ids wrap in ``w[ids]``), and the first row (negative ids)
-    or the last (ids beyond the end), which ``mode="clip"`` moves. One row too many is cheap, one
-    too few would be a wrong model. Padding is best an id of the number of rows or more, which the
-    default modes drop, or a ``mask``, which stamps nothing for it.
+    or the last (ids beyond the end), which ``mode="clip"`` moves. Marking one row too many is
+    cheap; marking one too few would corrupt the model. For padding, use an id of the number of rows
+    or more, which the default modes drop, or a ``mask``, which stamps nothing for it.
 
-    Costs O(ids), whatever the tables' sizes. The clock stops at ``CLOCK_MAX``: rows are still
+    Costs O(ids), independent of the tables' sizes. The clock stops at ``CLOCK_MAX``: rows are still
     stamped, and ``clock_exhausted`` makes the next saves bases.
 
     Args:
       state: the TouchState; its stamps keep their sharding under Auto and Explicit meshes.
-      ids: table name, or the end of exactly one table's path (``"words"`` for
-        ``"tables/words"``), to row indices of any shape and integer dtype.
-      mask: names of ``ids`` to bool arrays that broadcast against them: False where an id is
-        padding.
+      ids: table name, or the end of exactly one table's path (``"words"`` for ``"tables/words"``),
+        to row indices of any shape and integer dtype.
+      mask: names of ``ids`` to bool arrays that broadcast against them: False if an id is padding.
 
     Returns:
       The state after the mark.
 
     Raises:
-      TrackingError: a name has no stamps, ids are no integers, or a mask is of no ids.
+      TrackingError: a name has no stamps, ids are not integers, or a mask has no ids.
 
-    Example:
+    Examples:
       >>> state = init({"users": jnp.zeros((5, 2))})
       >>> state = mark(state, {"users": jnp.array([1, -2])})
       >>> state.stamps["users"].tolist()
@@ -111,10 +117,11 @@ def mark(
     return TouchState(clock, stamps, state.identity)
 
 
+@contexts.neutral()
 def mark_rows(state: TouchState, rows: Mapping[str, jax.Array]) -> TouchState:
     """Advances the clock and stamps the rows for which a (rows,) bool mask is True.
 
-    Costs O(rows); ``mark`` is the cheap way where the ids are known.
+    Costs O(rows); ``mark`` is cheaper if the ids are known.
 
     Raises:
       TrackingError: a name has no stamps.
@@ -128,7 +135,7 @@ def mark_rows(state: TouchState, rows: Mapping[str, jax.Array]) -> TouchState:
 
 
 def _agreed_identity(tables: Iterable[Any]) -> int:
-    """A new identity, the same in all processes; ``UNKNOWN`` where they have no call in common."""
+    """Returns a new identity, equal in all processes; ``UNKNOWN`` if they cannot agree."""
     if jax.process_count() == 1:
         return new_identity()
     shardings = [getattr(table, "sharding", None) for table in tables]
@@ -142,7 +149,7 @@ def _next_clock(state: TouchState) -> jax.Array:
 
 
 def _stamps_key(action: str, name: str, stamps: Mapping[str, jax.Array]) -> str:
-    """The key of the stamps that a name means: itself, or the one path that ends with it."""
+    """Returns the stamps' key for a name: the name itself, or the one path that ends with it."""
     key = globs.meant(name, stamps, TrackingError)
     if key not in stamps:
         raise TrackingError(f"{action}: no table {name!r}; the tables are\n{paths.listed(stamps)}")
@@ -178,16 +185,16 @@ def _stamp(name: str, stamps: jax.Array, clock: jax.Array, ids: Any, mask: Any) 
 
 
 def _movable(ids: Any, rows: int, mask: Any) -> tuple[Any, Any]:
-    """The rows that an update with these ids could move, int32; ``rows`` where there is none.
+    """Returns the rows that an update with these ids could move, int32; ``rows`` for none.
 
     Args:
-      ids: of any shape and integer dtype, numpy or jax.
-      rows: how many there are, at least 1.
-      mask: False where an id names nothing; None for none such.
+      ids: numpy or jax array of any shape and integer dtype.
+      rows: number of rows, at least 1.
+      mask: False if an id names nothing; None if all name rows.
 
     Returns:
-      Each id modulo ``rows``, in the shape of ``ids``; and (2,): the first row where an id is below
-      zero, the last where one is beyond the end; (0,) where it is known that none is.
+      Each id modulo ``rows``, in the shape of ``ids``; and (2,): the first row if an id is below
+      zero, the last if one is beyond the end; (0,) if neither is possible.
     """
     # In the ids' own type, or a wider one: a cast first would wrap uint32 and int64 ids.
     if jnp.iinfo(ids.dtype).bits < 32:
@@ -209,15 +216,22 @@ def _movable(ids: Any, rows: int, mask: Any) -> tuple[Any, Any]:
     return named, xp.stack([first, last])
 
 
-def _row_sharding(table: Any) -> jax.sharding.Sharding | None:
-    """Sharding of a table's first axis, None where it has none to keep."""
+def _stamps_like(table: Any) -> Any:
+    """Returns the placement of a table's stamps: that of its rows, in the default memory."""
     if isinstance(table, Tracer):
         sharding: Any = jax.typeof(table).sharding
         if sharding.mesh.empty or not sharding.mesh.are_all_axes_explicit:
             return None
     else:
-        sharding = getattr(table, "sharding", None)
-    if not isinstance(sharding, jax.sharding.NamedSharding):
-        return sharding if isinstance(sharding, jax.sharding.SingleDeviceSharding) else None
-    spec = jax.sharding.PartitionSpec(*sharding.spec[:1])
-    return jax.sharding.NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+        sharding = placement.sharding_of(table)
+        if sharding is None:
+            return table
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        spec = jax.sharding.PartitionSpec(*sharding.spec[:1])
+        sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
+    elif isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        [device] = sharding.device_set
+        sharding = jax.sharding.SingleDeviceSharding(device)
+    else:
+        return None
+    return jax.ShapeDtypeStruct(table.shape[:1], np.int32, sharding=sharding)

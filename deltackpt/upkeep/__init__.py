@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compacting, collecting, verifying and diagnosing a root."""
+"""Maintenance of checkpoint directories: compaction, garbage collection, verification, doctor."""

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collection without a trainer: what nothing needs any more is found, and removed.
+"""Garbage collection for a directory whose trainer has ended.
 
-A trainer collects by itself. This is for a directory whose trainer has ended: what cut saves, cut
-deletions and cut compactions left, compacted bases in which no chain ends, and, where asked, older
-steps and rolled-back runs.
+A running trainer does this itself. Garbage collection removes leftovers of interrupted saves,
+deletions and compactions, compacted bases that no chain uses, and obsolete WAL epochs. On request,
+it also removes older steps and rolled-back runs.
 
-A save in flight looks like one that was cut, so nothing is removed beside a trainer that may live.
-Whoever collects takes the lease, as a trainer that starts does: one that was taken for dead is
-fenced at its next commit, and commits nothing that refers to what was removed. The lease says
-which process of which host took it. Without the caller's word that nobody trains, it must be a
-process of this host that has ended, and neither the lease, the newest step nor an unfinished save
-may have changed for an hour: process ids say nothing across containers.
+A save in flight looks like an interrupted one, so nothing is removed while a trainer may be
+running. Garbage collection takes the lease, like a starting trainer. A trainer that is still alive
+is therefore fenced at its next commit, and cannot commit references to what was removed. The lease
+names the process and host that took it. Unless the caller asserts that no trainer is running, this
+must be an ended process of this host, and the lease, the newest step and unfinished saves must not
+have changed for an hour: process ids mean nothing across containers.
 
-Which steps and bases may go is found in ``unneeded``.
+``unneeded`` determines which steps and bases to remove.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ from deltackpt.upkeep.unneeded import (
     removable_at,
 )
 
-#: A trainer that changed something within this time may live.
+#: A trainer that changed something within this time may be running.
 QUIET_SECS = 3600.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collectable:
-    """What may go from a directory, or went.
+    """What can be removed from a directory, or was removed.
 
     Attributes:
       directory: the directory.
-      removable: what may go; steps newest first, so that what stays is closed under parents.
+      removable: objects to remove; steps newest first, so that no kept step loses its parent.
       kept: steps that stay.
-      notes: what stays although it was asked for, and why.
-      in_use: why a trainer may be at work here; None where none can be.
+      notes: objects that are kept although their removal was requested, and why.
+      in_use: why a trainer may be running; None if none can be.
     """
 
     directory: str
@@ -70,7 +70,7 @@ class Collectable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that may go."""
+        """Bytes of all objects to remove."""
         return sum(found.nbytes for found in self.removable)
 
 
@@ -85,14 +85,14 @@ def collectable(
     """Finds what nothing needs; changes nothing.
 
     Args:
-      directory: root of the steps: a path, or the URL of a bucket.
-      item: name of our item in them.
+      directory: the checkpoint directory: a path, or a bucket URL.
+      item: name of deltackpt's item in the steps.
       retention: which steps stay.
-      rolled_back: whether runs that a rollback moved aside may go.
-      endpoint: address of the server of a bucket, where it is not the service's own.
+      rolled_back: whether to remove runs that a rollback moved aside.
+      endpoint: address of a bucket's server, if it is not the provider's own.
 
     Raises:
-      ForeignDirectory, StorageError: the directory cannot be read, or is none of checkpoints.
+      ForeignDirectory, StorageError: the directory cannot be read, or does not contain checkpoints.
     """
     if not buckets.is_path(directory):
         return InBucket(directory, item, endpoint).look(retention, rolled_back, {})
@@ -115,7 +115,7 @@ def _look(
     if rolled_back:
         aside = opened.spot / names.ROLLED_BACK
         found += [
-            removable_at(aside / run, "rollback", "a rollback moved it aside")
+            removable_at(aside / run, "rolled-back run", "a rollback moved it aside")
             for run in aside.folders()
         ]
     gone = {entry.name for entry in found if entry.kind == "step"}
@@ -141,23 +141,23 @@ def collect(
     offline: bool = False,
     endpoint: str | None = None,
 ) -> Collectable:
-    """Removes what nothing needs; a cut at any moment leaves each step whole or gone.
+    """Removes what nothing needs; if it is interrupted, each step is complete or gone.
 
     Args:
-      directory: root of the steps: a path, or the URL of a bucket.
-      item: name of our item in them.
+      directory: the checkpoint directory: a path, or a bucket URL.
+      item: name of deltackpt's item in the steps.
       retention: which steps stay.
-      rolled_back: whether runs that a rollback moved aside may go.
-      offline: the caller's word that no trainer is at work here.
-      endpoint: address of the server of a bucket, where it is not the service's own.
+      rolled_back: whether to remove runs that a rollback moved aside.
+      offline: the caller asserts that no trainer is running.
+      endpoint: address of a bucket's server, if it is not the provider's own.
 
     Returns:
       What was removed.
 
     Raises:
-      InUse: a trainer may be at work, or a copy to the directory is.
-      AlreadyCompacting: a compaction is.
-      FencedError: a trainer started meanwhile; what was not removed yet stays.
+      InUse: a trainer may be running, or a copy to the directory is.
+      AlreadyCompacting: a compaction is running.
+      FencedError: a trainer started during the removal; what was not removed yet stays.
       ForeignDirectory, StorageError: the directory cannot be read or written.
     """
     checked: Checked = {}
@@ -172,13 +172,13 @@ def collect(
         stack.enter_context(exclusive(path))
         if (path / names.COMPACTED).is_dir():
             stack.enter_context(compact.exclusive(path))
-        # Taking the lease, from whoever was judged to have ended, removes what was cut.
+        # Taking the lease from the ended trainer also removes leftovers.
         opened = stack.enter_context(
             contextlib.closing(Root.open(path, item=item, after_epoch=judged))
         )
         found = _look(path, item, retention, rolled_back, checked)
         for number, removable in enumerate(found.removable):
-            if removable.kind == "stretch":
+            if removable.kind == "WAL epoch":
                 opened.check_lease()
                 stretches.remove(LogFolder(opened.spot / names.LOG), int(Path(removable.name).name))
             else:
@@ -194,30 +194,30 @@ def collect(
 def _require_idle(found: Collectable, offline: bool) -> None:
     if found.in_use is not None and not offline:
         raise InUse(
-            f"{found.directory}: expected that no trainer is at work, found {found.in_use}; a "
-            "trainer collects by itself. Where you know that it has ended, collect with --offline"
+            f"{found.directory}: expected no running trainer, found {found.in_use}; a running "
+            "trainer removes garbage itself. If you know that it has ended, use --offline"
         )
 
 
 class InBucket:
-    """What nothing needs of a bucket: its journal says what stands, and no time or clock.
+    """Garbage collection of a bucket: its journal, and no clock, decides what is needed.
 
-    Whoever collects claims the bucket, as whoever collects a directory takes its lease.
+    Garbage collection claims the bucket, as it takes the lease of a directory.
     """
 
     def __init__(self, url: str | os.PathLike[str], item: str, endpoint: str | None):
         """Opens a bucket.
 
         Raises:
-          UnsupportedRoot: it has no journal, but copies of earlier versions.
+          UnsupportedRoot: it has no journal, only copies of earlier versions.
           StorageError: it cannot be read.
         """
         opened = open_steps(url, item=item, endpoint=endpoint)
         if not isinstance(opened, BucketSteps):
             raise UnsupportedRoot(
-                f"{opened}: expected a journal, found copies with markers, of which nothing is "
-                "collected; copy them to another place, then delete these with the tools of the "
-                "service"
+                f"{opened}: expected a journal, found copies with markers, which cannot be "
+                "changed; copy them to another directory, then delete these with the provider's "
+                "tools"
             )
         self._opened = opened
         self._journal = Journal(opened.journal.root)
@@ -226,7 +226,7 @@ class InBucket:
         """Finds what nothing needs."""
         state = self._journal.state()
         found = [
-            Removable(name=prefix, kind="cut save", reason="it was never committed", nbytes=0)
+            Removable(name=prefix, kind="interrupted save", reason="never committed", nbytes=0)
             for prefix in sorted(self._journal.left_over(state))
         ]
         steps, notes = Unneeded(self._opened, self._opened.item, retention, checked).find()
@@ -235,18 +235,17 @@ class InBucket:
             found += [
                 Removable(
                     name=one.standing.prefix,
-                    kind="rollback",
-                    reason=f"run {one.run[:8]} went back behind it",
+                    kind="rolled-back run",
+                    reason=f"run {one.run[:8]} resumed from an earlier step",
                     nbytes=one.standing.stored_bytes,
                 )
                 for one in state.entry.rolled_back
             ]
         gone = {entry.name for entry in steps if entry.kind == "step"}
-        claim = state.claim
         holds = None
-        if claim is not None and claim.began:
+        if (claim := state.trainer) is not None:
             held = claim.lease
-            holds = f"it claimed by process {held.pid} on {held.host}, of which nothing is known"
+            holds = f"it claimed by process {held.pid} on {held.host}, which may be running"
         return Collectable(
             directory=str(self._opened),
             removable=tuple(found),
@@ -271,79 +270,77 @@ class InBucket:
         if rolled_back:
             self._journal.forget_rolled_back()
         self._journal.sweep()
+        self._journal.copy_newest()
         return dataclasses.replace(found, in_use=first.in_use)
 
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Holds a directory against collections of it and copies to it.
+    """Locks a directory against garbage collection and copies to it.
 
-    The kernel lets go of it when the process ends, however it does.
+    The kernel releases the lock when the process ends.
 
     Args:
-      path: the directory; it is made where it is missing.
+      path: the directory; it is created if it is missing.
 
     Raises:
-      InUse: another process holds it.
-      StorageError: it cannot be written.
+      InUse: another process has the lock.
+      StorageError: the directory cannot be written.
     """
     place = path / names.COPYING
     name = place / "lock"
     refusal = InUse(
-        f"{path}: expected no other copy to it or collection of it, found its lock held by another "
-        "process; wait until that one has ended"
+        f"{path}: expected no other copy to it or garbage collection, found its lock held by "
+        "another process; wait until it has ended"
     )
-    with locks.held(name, refusal):
+    with locks.held(name, refusal, make_folder=True):
         try:
             yield
         finally:
-            with contextlib.suppress(OSError):  # A copy was cut off: what it wrote stays.
+            with contextlib.suppress(OSError):  # Files of an interrupted copy stay.
                 if os.listdir(place) == [name.name]:
-                    name.unlink()
-                    place.rmdir()
+                    files.remove_file(name, path)
 
 
 def _is_cut(removable: Removable) -> bool:
-    return removable.kind in ("cut save", "cut deletion", "cut compaction")
+    return removable.kind.startswith("interrupted ")
 
 
 def _move_to_trash(opened: Root, removable: Removable, number: int) -> None:
-    """Renames it, durably, so that it is whole or gone under its name."""
+    """Renames an object durably, so that it is complete or gone under its name."""
     trash = opened.path / opened.new_trash()
-    with files.typed_errors(trash, "make a directory"):
-        trash.mkdir(parents=True)
-    # A trainer that started meanwhile holds the directory: nothing more is removed.
+    # Remove nothing more once another trainer has taken the directory.
     opened.check_lease()
     source = opened.path / removable.name
-    files.rename(source, trash / f"{number}.{source.name}", fsync=True)
+    target = trash / f"{number}.{source.name}"
+    files.rename(source, target, fsync=True, below=opened.path)
 
 
 def _remove_empty(path: Path, item: str) -> None:
-    """Folders that nothing is left in."""
-    for folder in (*_entries(path / names.COMPACTED), *_entries(path / names.TRASH)):
-        if folder.is_dir():
-            with contextlib.suppress(OSError):  # Another item of the step has a base.
-                folder.rmdir()
+    """Removes empty folders."""
+    for place in (names.COMPACTED, names.TRASH):
+        for folder in files.entries_below(path / place, path):
+            files.remove_empty(folder, path)  # Not empty if another item has a base.
 
 
 def _cut(at: Spot) -> Iterator[Removable]:
-    """What cut saves, deletions and compactions left."""
+    """Leftovers of interrupted saves, deletions and compactions."""
     for name in sorted(os.listdir(at)):
         if is_leftover(name):
-            yield removable_at(at / name, "cut save", "it was never committed")
+            yield removable_at(at / name, "interrupted save", "never committed")
     trash, bases = at / names.TRASH, at / names.COMPACTED
     for folder in (trash / one for one in trash.folders()):
         for name in folder.folders():
-            yield removable_at(folder / name, "cut deletion", "it was being deleted")
+            yield removable_at(folder / name, "interrupted deletion", "it was being deleted")
     for name in filter(names.is_compaction, bases.folders()):
-        yield removable_at(bases / name, "cut compaction", "it was never published")
+        yield removable_at(bases / name, "interrupted compaction", "never published")
 
 
 def _stretches(opened: Root, kept: Sequence[int]) -> tuple[list[Removable], list[str]]:
-    """Stretches of the log that no restore can need once only some steps are kept."""
+    """WAL epochs that no restore needs once only some steps are kept."""
     log = log_state(opened.log_at)
     if log.problem is not None:
-        return [], [f"the log stays: nobody can tell what counts of it: {log.problem}"]
+        return [], [f"the WAL stays: cannot determine which epochs are valid: {log.problem}"]
     known = opened.saves()
     needless = log.needless(
         {step: info.save_id for step in kept if (info := known.get(step)) is not None}
@@ -351,7 +348,7 @@ def _stretches(opened: Root, kept: Sequence[int]) -> tuple[list[Removable], list
     found = [
         Removable(
             name=f"{names.LOG}/{state.number}",
-            kind="stretch",
+            kind="WAL epoch",
             reason=needless[state.number],
             nbytes=state.nbytes,
         )
@@ -362,19 +359,19 @@ def _stretches(opened: Root, kept: Sequence[int]) -> tuple[list[Removable], list
 
 
 def in_use(opened: Root) -> str | None:
-    """Why a trainer may be at work in a directory of steps; None where none can be."""
+    """Returns why a trainer may be running in a directory; None if none can be."""
     path = opened.path
     try:
         lease = opened.newest_lease()
     except Damaged:
-        return "a lease that was not signed: a trainer that is starting, or was killed while it did"
+        return "an unsigned lease: a trainer is starting, or was killed while it started"
     if lease is None:
-        return "no lease that says who trained here"
+        return "no lease, so the last trainer is not known"
     holder = f"its lease taken by process {lease.pid} on {lease.host}"
     if lease.runs is None:
-        return f"{holder}, of which nothing is known here"
+        return f"{holder}, which may be running"
     if lease.runs:
-        return f"{holder}, which lives"
+        return f"{holder}, which is running"
     unfinished = (_changed(path / one.name) for one in _cut(opened.spot))
     changes = {
         "a lease": _own_change(path / names.lease_name(lease.epoch)),
@@ -389,9 +386,9 @@ def in_use(opened: Root) -> str | None:
 
 
 def _own_change(path: Path) -> float:
-    """When a file or directory itself last changed, in seconds since 1970; 0 where there is none.
+    """Time of the last change of a file or directory itself, in seconds since 1970; 0 without it.
 
-    That of a step is when its digests were written, just before it was committed.
+    For a step, this is when its digests were written, just before the commit.
     """
     try:
         return path.stat().st_mtime
@@ -399,16 +396,8 @@ def _own_change(path: Path) -> float:
         return 0.0
 
 
-def _entries(folder: Path) -> list[Path]:
-    """What stands in a folder; nothing where it is gone."""
-    try:
-        return sorted(folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
 def _changed(directory: Path) -> float:
-    """When anything in a directory last changed, in seconds since 1970."""
+    """Time of the last change of anything in a directory, in seconds since 1970."""
     newest = 0.0
     for folder, _, inside in os.walk(directory):
         for path in (Path(folder), *(Path(folder, name) for name in inside)):

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compaction: a chain folded into a new base, beside the steps, without the trainer.
+"""Compaction: merges a chain into a new base next to the steps, without the trainer.
 
-Three stages: ``plan`` divides the rows into parts, ``fold`` writes one part, in whichever process
-sees the directory, and ``publish`` makes the base visible by one rename. ``compact`` does it all.
+There are three stages: ``plan`` divides the rows into parts, ``fold`` writes one part in any
+process that sees the directory, and ``publish`` makes the base visible by one rename. ``compact``
+runs all of them.
 
-A compacted base stands for the step that it was folded from: it bears that step's save id, holds
-every row as a restore of the step would give it, bit for bit, and is stored like the base of
-several processes, so that readers need to know nothing more. Rows are never encoded again: what a
-lossy codec made of them is stored as it is. The step does not change, and keeps its dense leaves;
-where it has them as blocks, the base holds them as Orbax's item, decoded.
+A compacted base replaces the step that it was merged from in chains: it has that step's save id and
+contains every row bit for bit as a restore of the step returns it. It is stored like the base of
+several processes, so readers need no special code. Rows are never re-encoded: values that a lossy
+codec has changed are stored as they are. The step does not change and keeps its dense leaves. If it
+has them as blocks, the base contains them decoded, as Orbax's item.
 
-Until the rename everything lies in a temporary directory, which whoever compacts next removes: a
-compaction that is killed anywhere has changed nothing.
+Until the rename, everything is in a temporary directory, which the next compaction removes. A
+killed compaction therefore has no effect.
 """
 
 from __future__ import annotations
@@ -57,21 +58,21 @@ from deltackpt.storage.store import spot
 from deltackpt.upkeep.fold import Folded, fold, least_memory_bytes, ready
 from deltackpt.upkeep.plan import Plan, chain, plan, standing
 
-#: Memory of a compaction where the caller does not say it.
+#: Default memory limit of a compaction.
 MEMORY_BYTES = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compacted:
-    """What a compaction did.
+    """Summary of a compaction.
 
     Attributes:
-      step: the step that the new base stands for.
+      step: the step that was compacted.
       save_id: its save id.
-      deltas: how many deltas were folded.
+      deltas: number of deltas that were merged.
       bytes_read: bytes of the stored arrays of tables that were read.
       bytes_written: bytes of the files of the base.
-      seconds: wall time.
+      seconds: elapsed time.
     """
 
     step: int
@@ -82,8 +83,8 @@ class Compacted:
     seconds: float
 
 
-#: Folds all parts of a plan: called with the plan, how many parts may be folded at a time, the most
-#: memory of each, and what to tell of the progress.
+#: Merges all parts of a plan: called with the plan, the number of concurrent parts, the memory
+#: limit of each, and the progress callback.
 FoldAll = Callable[[Plan, int, int, Progress | None], list[Folded]]
 
 
@@ -98,34 +99,34 @@ def compact(
     fold_all: FoldAll | None = None,
     endpoint: str | None = None,
 ) -> Compacted | None:
-    """Folds the chain of a step into a new base, beside trainers and readers of the directory.
+    """Merges the chain of a step into a new base, while trainers and readers run.
 
-    The chain of a bucket is fetched to temporary files first, and the base is put there. No lock
-    is needed: whoever comes second finds the base.
+    For a bucket, the chain is first downloaded to temporary files, and the base is uploaded. No
+    lock is needed there: a concurrent compaction finds the base that was committed first.
 
     Args:
-      directory: root of the steps: a path, or the URL of a bucket.
-      item: name of our item in them.
+      directory: the checkpoint directory: a path, or a bucket URL.
+      item: name of deltackpt's item in the steps.
       step: the step; the newest by default.
-      workers: how many parts are folded at a time; one for each CPU by default, fewer where the
-        memory does not suffice.
-      memory_bytes: most memory of all workers together.
-      progress: called with bytes folded and bytes in all, from any thread.
-      fold_all: folds the parts; by default threads do, at a lowered priority.
-      endpoint: address of the server of a bucket, where it is not the service's own.
+      workers: number of parts to merge in parallel; by default one per CPU, or fewer if the memory
+        limit requires it.
+      memory_bytes: memory limit for all workers together, in bytes.
+      progress: called with bytes done and total bytes, from any thread.
+      fold_all: merges the parts; by default, threads with a lower priority do.
+      endpoint: address of a bucket's server, if it is not the provider's own.
 
     Returns:
-      What was done; None where the step is a base alone.
+      A summary; None if the chain is only a base.
 
     Raises:
-      AlreadyCompacting: another process compacts the directory.
-      StepNotFound: there is no such step.
-      StepGone: retention removed the step meanwhile.
+      AlreadyCompacting: another process is compacting the directory.
+      StepNotFound: the step does not exist.
+      StepGone: retention removed the step during the compaction.
       Damaged, BrokenChain: the chain is not intact.
-      OptionError: the memory does not suffice for one worker.
-      FencedError: a trainer has taken the bucket meanwhile; compact again.
-      UnsupportedRoot: the bucket has no journal, but copies of earlier versions.
-      OutOfSpace, StorageError: the store refused. Whatever is raised, nothing was published.
+      OptionError: the memory limit is too low for one worker.
+      FencedError: a trainer took the bucket during the compaction; compact again.
+      UnsupportedRoot: the bucket has no journal, only copies of earlier versions.
+      OutOfSpace, StorageError: the storage failed. After any error, nothing was published.
     """
     started = time.perf_counter()
     if workers is not None and workers < 1:
@@ -155,7 +156,7 @@ def compact(
             folded = (fold_all or _by_threads)(planned, count, memory_bytes // count, progress)
             publish(planned)
         finally:
-            files.remove_tree(planned.workspace)
+            files.remove_tree(planned.workspace, below=planned.directory)
     return Compacted(
         step=planned.step,
         save_id=planned.save_id,
@@ -169,18 +170,18 @@ def compact(
 def _compact_in_bucket(
     opened: Steps, item: str, step: int | None, fold_chain: Callable[..., Compacted | None]
 ) -> Compacted | None:
-    """Compacts a step of a bucket, in a directory that holds its chain for as long.
+    """Compacts a step of a bucket in a temporary directory.
 
     Args:
       opened: the steps of the bucket.
-      item: name of our item in them.
+      item: name of deltackpt's item in them.
       step: the step; the newest by default.
       fold_chain: compacts a step of a directory.
     """
     if not isinstance(opened, BucketSteps):
         raise UnsupportedRoot(
-            f"{opened}: expected a journal, found copies with markers, to which nothing is added; "
-            "copy them to another place, and compact there"
+            f"{opened}: expected a journal, found copies with markers, which cannot be changed; "
+            "copy them to another directory, and compact there"
         )
     step = opened.newest_step() if step is None else step
     if step is None:
@@ -212,9 +213,9 @@ def _fetch(held: Committed, key: str, folder: Path) -> None:
 
 
 def _fetch_item(held: Committed, base: StoredSave, folder: Path) -> None:
-    """Fetches the dense leaves that deltas go on from, and the digests of the step."""
+    """Downloads the base's dense item and the digests of its step."""
     if base.compacted:
-        return  # They came with it.
+        return  # Downloaded with the base.
     step = base.step_dir.key
     _fetch(held, f"{step}/{names.DENSE_ITEM}", folder)
     for name in base.step_dir.keys():
@@ -223,9 +224,9 @@ def _fetch_item(held: Committed, base: StoredSave, folder: Path) -> None:
 
 
 def _put_base(journal: Journal, folder: Path, unit: Unit) -> None:
-    """Commits the compacted base in a directory to a bucket; nothing where one stands there."""
+    """Uploads and commits a compacted base, unless the bucket has one already."""
     assert unit.item is not None
-    journal.resume()
+    journal.resume(wait=True)
     source = spot(folder / unit.name)
     prefix = journal.prefix(unit)
     try:
@@ -235,6 +236,7 @@ def _put_base(journal: Journal, folder: Path, unit: Unit) -> None:
         info = saves.read_base(folder / str(unit.step), unit.item).info
         standing = Standing.of(info, unit, prefix, stored_bytes=put.nbytes, crc32c=put.crc32c)
         stands = journal.commit(standing).prefix == prefix
+        journal.copy_newest()
     except (FencedError, BrokenChain, TargetDiffers):
         journal.delete([prefix])
         raise
@@ -244,24 +246,24 @@ def _put_base(journal: Journal, folder: Path, unit: Unit) -> None:
 
 @contextlib.contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
-    """Holds the directory against other compactors, and removes what cut compactions left.
+    """Locks a directory for compaction, and removes leftovers of interrupted compactions.
 
-    The kernel lets go of it when the process ends, however it does.
+    The kernel releases the lock when the process ends.
 
     Args:
-      directory: root of the steps.
+      directory: the checkpoint directory.
 
     Raises:
-      AlreadyCompacting: another process holds it.
-      StepNotFound: there is no such directory.
-      ForeignDirectory: it holds other things than checkpoints.
+      AlreadyCompacting: another process has the lock.
+      StepNotFound: the directory does not exist.
+      ForeignDirectory: it is not a checkpoint directory.
       StorageError: the directory cannot be written.
     """
     if not directory.is_dir():
         raise StepNotFound(
             f"{directory}: expected a directory of steps, found none; check the path"
         )
-    # Before anything is made there: it may be another's.
+    # Before anything is created there: the directory may not be deltackpt's.
     Root.open(directory, read_only=True).close()
     folder = directory / names.COMPACTED
     path = folder / names.COMPACTION_LOCK
@@ -270,41 +272,41 @@ def exclusive(directory: Path) -> Iterator[None]:
             folder.mkdir(exist_ok=True)
             files.fsync_path(directory)
     refusal = AlreadyCompacting(
-        f"{directory}: expected no other compaction of it, found its lock {path} held by another "
-        "process; wait until that one has ended"
+        f"{directory}: expected no other compaction, found the lock {path} held by another "
+        "process; wait until it has ended"
     )
     with locks.held(path, refusal):
-        for entry in folder.iterdir():
+        for entry in files.entries_below(folder, directory):
             if names.is_compaction(entry.name):
-                files.remove_tree(entry)
+                files.remove_tree(entry, below=directory)
         yield
 
 
 def most_workers(plan: Plan, memory_bytes: int) -> int:
-    """How many workers may fold parts at a time within so much memory.
+    """Returns how many workers can run in parallel within a memory limit.
 
     Raises:
-      OptionError: not even one.
+      OptionError: the limit is too low for one worker.
     """
     with standing(plan):
         least = least_memory_bytes(chain(plan))
     if memory_bytes < least:
         raise OptionError(
-            f"memory_bytes: expected at least {least:,} to fold step {plan.step}, found "
-            f"{memory_bytes:,}; give it more"
+            f"memory_bytes: expected at least {least:,} to compact step {plan.step}, found "
+            f"{memory_bytes:,}; raise it"
         )
     return memory_bytes // least
 
 
 def publish(plan: Plan) -> None:
-    """Makes the base visible, by one rename; everything is on disk before and after it.
+    """Makes the base visible by one rename; everything is fsynced before and after it.
 
-    It does nothing where a base already stands for the save.
+    Does nothing if the save already has a compacted base.
 
     Raises:
       Damaged: a part is missing or altered.
-      StepGone: the step was removed, or is another save now.
-      StorageError: the store refused.
+      StepGone: the step was removed or replaced.
+      StorageError: the storage failed.
     """
     with contextlib.suppress(Damaged):
         if saves.read_compacted(plan.step_dir, plan.save_id, plan.item) is not None:
@@ -318,7 +320,7 @@ def publish(plan: Plan) -> None:
                 f"{plan.temporary}/{plan.item}/{names.manifest_name(number)}",
                 f"part {number} of {count}",
                 "no such part",
-                "fold it, then publish again",
+                "merge it, then publish again",
             )
         written.append(part)
     if count > 1:
@@ -336,8 +338,10 @@ def publish(plan: Plan) -> None:
     final = names.compacted_dir(plan.step_dir, plan.item)
     with files.typed_errors(final, "be published"):
         files.fsync_path(plan.item_dir)
-        _move_aside(final, plan.workspace)
-        _rename_into(plan.item_dir, final)
+        # Move a stale or damaged base out of the way.
+        with contextlib.suppress(FileNotFoundError):
+            files.rename_below(final, plan.workspace / "replaced", plan.directory)
+        _rename_into(plan.item_dir, final, plan.directory)
         files.fsync_path(final.parent)
         files.fsync_path(final.parent.parent)
 
@@ -345,7 +349,7 @@ def publish(plan: Plan) -> None:
 def _by_threads(
     planned: Plan, threads: int, memory_bytes: int, progress: Progress | None
 ) -> list[Folded]:
-    """All parts, by threads of lowered priority: measured no slower than processes."""
+    """Merges all parts in threads of a lower priority: measured no slower than processes."""
     meter = Meter(progress, planned.nbytes)
 
     def run(number: int) -> Folded:
@@ -367,7 +371,7 @@ def _by_threads(
 
 
 def _share(meter: Meter) -> Progress:
-    """What one part calls with what it has done so far."""
+    """Progress callback of one part."""
     done = 0
 
     def add(now: int, total: int) -> None:
@@ -383,23 +387,16 @@ def _require_room(plan: Plan) -> None:
     if free < needed:
         raise OutOfSpace(
             f"{plan.directory}: expected room for {needed:,} bytes to compact step "
-            f"{plan.step}, found {free:,} free; free space or keep fewer steps, then compact again"
+            f"{plan.step}, found {free:,} bytes free; free space or keep fewer steps, then retry"
         )
 
 
-def _move_aside(final: Path, workspace: Path) -> None:
-    """Makes place where a base stands for nothing: of another save, or damaged."""
-    with contextlib.suppress(FileNotFoundError):
-        os.rename(final, workspace / "replaced")
-
-
-def _rename_into(source: Path, final: Path) -> None:
+def _rename_into(source: Path, final: Path, below: Path) -> None:
     while True:
-        final.parent.mkdir(exist_ok=True)
         try:
-            os.rename(source, final)
+            files.rename_below(source, final, below)
             return
         except FileNotFoundError:
-            # A trainer removes the folder where it finds it empty.
+            # A trainer may have removed the empty folder.
             if not source.is_dir():
                 raise

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a chain completes the dense leaves of a step that it holds as blocks.
+"""Checks that a chain contains all dense leaves that it stores as blocks.
 
-Each save may be as it was written, and still lack what a later one goes on from: another base in
-the place of its own, or a delta that was taken against what nobody has.
+Each save may be intact by itself and still lack what a later one needs, for example if the base was
+replaced by another one.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from deltackpt.storage.ocdbt import ZARRAY
 
 
 class DenseChain(NamedTuple):
-    """What a chain holds of the dense leaves of its last save.
+    """The dense leaves of a chain's last save.
 
     Attributes:
-      name: how errors name that save.
-      sources: blocks of its deltas, newest first; none where the last save has Orbax's item.
-      base: the save that they go on from; None where the chain ends in a delta.
-      missing: values that no delta completes, and their bytes: the item of the base has them.
+      name: name of that save in errors.
+      sources: blocks of the deltas, newest first; empty if the last save has Orbax's item.
+      base: the save that the deltas apply to; None if the chain has no base.
+      missing: values that the deltas do not complete, and their bytes: the base must have them.
     """
 
     name: str
@@ -37,10 +37,10 @@ class DenseChain(NamedTuple):
 
     @classmethod
     def of(cls, saves: Sequence[StoredSave]) -> DenseChain:
-        """A chain, base first; row numbers are read, and no codes.
+        """Analyses a chain, base first; reads block indices, but no data.
 
         Raises:
-          Damaged: what it says cannot be.
+          Damaged: its records are inconsistent.
         """
         name = saves[-1].name
         sources, base = dense_values.sources_of(saves)
@@ -48,12 +48,12 @@ class DenseChain(NamedTuple):
         return cls(name, sources, base, missing)
 
     def check(self) -> None:
-        """Checks that the base has what is missing, and that the step has all that it describes.
+        """Checks that the base has the missing values, and that every array is complete.
 
-        The files of the base are taken to be as its digests say.
+        Assumes that the files of the base match its digests.
 
         Raises:
-          Damaged: it has not; the item of the base is named, or the step.
+          Damaged: a value is missing; the error names the base's item or the step.
         """
         if not self.sources:
             return
@@ -68,7 +68,7 @@ class DenseChain(NamedTuple):
         check_keys(self.name, keys, found.values)
 
     def _item(self) -> OrbaxValues:
-        """The item of the base, which has what is missing."""
+        """The item of the base; checks that it has the missing values."""
         if self.base is None:
             shown = ", ".join(key for _, key in list(self.missing)[:3])
             raise Damaged(self.name, f"dense leaves down to a base: {shown}", "none")
@@ -76,21 +76,21 @@ class DenseChain(NamedTuple):
         item = OrbaxValues(known.at, None, known.name)
         for key, nbytes in self.missing.items():
             if (found := item.nbytes(key)) != nbytes:
-                expected = f"{nbytes} bytes of {key[1]}, from which {self.name} goes on"
+                expected = f"{nbytes} bytes of {key[1]}, which {self.name} builds on"
                 raise Damaged(item.name, expected, "none" if found is None else f"{found}")
         return item
 
 
 def check_keys(name: str, keys: Iterable[str], values: Mapping[str, memoryview]) -> None:
-    """Checks that there are the values which arrays imply.
+    """Checks that the values are exactly those that the arrays' metadata implies.
 
     Args:
-      name: how errors name the step.
+      name: name of the step in errors.
       keys: all keys of the database.
-      values: those that describe arrays, among others.
+      values: values by key, including the Zarr metadata of every array.
 
     Raises:
-      Damaged: one is missing, or there are others.
+      Damaged: a value is missing, or there are unexpected ones.
     """
     described = {
         key.removesuffix(f"/{ZARRAY}"): bytes(data)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a restore of a step would read, and how long it should take here and now.
+"""Predicts what a restore of a step reads, and how long it takes on this machine.
 
-The first is counted from manifests and digests. The second is measured: some of the step's own
-rows are read, verified, decoded and merged as a restore does it, within a bounded time, and the
-rest is taken to go at the same speed as the sampled rows of its kind and codecs.
+Sizes are read from manifests and digests. The time is measured on a sample: some of the step's rows
+are read, verified, decoded and merged like in a restore, for a limited time. The result is
+extrapolated by kind of save and codec.
 """
 
 from __future__ import annotations
@@ -18,25 +18,28 @@ from deltackpt import codecs
 from deltackpt.errors import StepNotFound
 from deltackpt.format import blocks, manifest, names
 from deltackpt.format.blocks import Span
+from deltackpt.format.frames import Kind
 from deltackpt.format.manifest import TableEntry
 from deltackpt.format.segments import FieldSpec, GroupEntry, Segment
+from deltackpt.layers import merge
+from deltackpt.layers.merge import RowIndices, StoredRows
+from deltackpt.layers.targets import Target, Targets
+from deltackpt.ledger import points
 from deltackpt.ledger.opening import open_steps
 from deltackpt.reading import chains, dense_values, orbax_values, reader, removal
-from deltackpt.reading.merge import Target
-from deltackpt.reading.reader import StoredRows
 from deltackpt.reading.saves import StoredPart, StoredSave
-from deltackpt.reading.targets import Targets
+from deltackpt.reading.stretches import RecoveryPoint, Way
 from deltackpt.resources import memory
 from deltackpt.storage import digests
 from deltackpt.storage.store import Spot
 from deltackpt.upkeep.dense_chain import DenseChain
 
-#: Most stored bytes, and about the most time, that are spent on sampling tables.
+#: Limits of stored bytes and (roughly) time for sampling tables.
 _SAMPLE_BYTES = 64 << 20
 _SAMPLE_SECS = 1.0
-#: Most bytes of dense files that are read.
+#: Limit of the bytes of dense files that are read.
 _DENSE_BYTES = 16 << 20
-#: Most memory into which a sample is merged: rows of a delta may lie far apart.
+#: Memory limit for merging a sample: rows of a delta may be far from each other.
 _WINDOW_BYTES = 256 << 20
 #: Chunks of an array in a sample: as many as a restore reads at a time.
 _CHUNKS = 2
@@ -47,12 +50,12 @@ class SavePlan:
     """One save that would be read.
 
     Attributes:
-      name: its path below the root; of a compacted base ``compacted/<step>/<item>``.
+      name: its relative path; for a compacted base, ``compacted/<step>/<item>``.
       kind: base or delta.
       compacted: whether it is a compacted base.
-      rows: rows of tables that it holds.
+      rows: number of table rows that it contains.
       nbytes: bytes of its files of tables and slots.
-      file_count: how many files these are.
+      file_count: number of these files.
       codecs: the codecs of its fields.
     """
 
@@ -70,10 +73,10 @@ class TablePlan:
     """One table with its slots.
 
     Attributes:
-      table: its name.
-      rows: its rows.
-      rows_read: rows that are read of it, over the whole chain.
-      bytes_read: bytes of their files; those of a file of several tables are shared by rows.
+      table: name of the table.
+      rows: number of its rows.
+      rows_read: number of rows read, over the whole chain.
+      bytes_read: bytes of their files; files of several tables are divided in proportion to rows.
       memory_bytes: bytes of all of its rows and slots in host memory.
     """
 
@@ -86,15 +89,17 @@ class TablePlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """How long a restore should take: what the page cache holds now is read from there.
+    """Predicted duration of a restore, with the current contents of the page cache.
+
+    Excludes Orbax's reading, or the decoding, of dense leaves and the transfer to devices.
 
     Attributes:
-      records_secs: reading the manifests and digests of the chain; measured in full.
-      tables_secs: reading, verifying, decoding and merging tables and slots; extrapolated.
-      dense_secs: checking the files of the dense leaves; extrapolated. They are then read by Orbax,
-        or decoded, and everything is placed on devices: that is in none of these.
-      sampled_bytes: stored bytes of tables and slots that were read for it.
-      sampled_share: the same as a share of all.
+      records_secs: seconds to read the manifests and digests of the chain; measured in full.
+      tables_secs: seconds to read, verify, decode and merge tables and slots; extrapolated.
+      dense_secs: seconds to check the files of the dense leaves; extrapolated.
+      sampled_bytes: stored bytes of tables and slots in the sample.
+      sampled_share: ``sampled_bytes`` as a share of all.
+      wal_secs: for a recovery point, seconds to read and verify its WAL records; extrapolated.
     """
 
     records_secs: float
@@ -102,30 +107,34 @@ class Estimate:
     dense_secs: float
     sampled_bytes: int
     sampled_share: float
+    wal_secs: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """All of it."""
-        return self.records_secs + self.tables_secs + self.dense_secs
+        """Total predicted seconds."""
+        return self.records_secs + self.tables_secs + self.dense_secs + self.wal_secs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RestorePlan:
-    """What a restore of a step would do.
+    """What a restore of a step, or of a recovery point, reads.
 
     Attributes:
-      step: the step.
+      step: the step; for a recovery point, its training step.
       chain: the saves that it reads, base first.
-      tables: the tables, by name.
+      tables: the tables.
       bytes_read: bytes of the files of tables and slots that it reads.
-      file_count: how many files these are.
-      memory_bytes: host memory for all tables and slots.
-      dense_bytes: bytes of the files of all other items; of dense leaves that the chain holds as
-        blocks those of all blocks, and of the item that they go on from.
-      dense_file_count: how many files these are.
-      folded_bytes: bytes of the base that compaction would put in the place of the chain, at most;
-        dense leaves count where it would write them.
+      file_count: number of these files.
+      memory_bytes: host memory for all tables and slots, in bytes.
+      dense_bytes: bytes of the files of all other items. For dense leaves stored as blocks, these
+        are all their blocks in the chain and the base's item.
+      dense_file_count: number of these files.
+      merged_bytes: maximum size in bytes of a compacted base for the step, including dense leaves
+        if compaction would write them.
       estimate: how long it should take.
+      point: the recovery point, whose dense leaves are read from the WAL; None for a step.
+      wal_bytes: bytes of the WAL records from the step below it to the recovery point.
+      wal_records: upper bound of the number of these records per process.
     """
 
     step: int
@@ -136,34 +145,38 @@ class RestorePlan:
     memory_bytes: int
     dense_bytes: int
     dense_file_count: int
-    folded_bytes: int
+    merged_bytes: int
     estimate: Estimate
+    point: RecoveryPoint | None = None
+    wal_bytes: int = 0
+    wal_records: int = 0
 
 
 def restore_plan(
     directory: str | os.PathLike[str],
-    step: int | None = None,
+    step: int | RecoveryPoint | None = None,
     *,
     item: str = names.EMBEDDINGS_ITEM,
     endpoint: str | None = None,
 ) -> RestorePlan:
-    """Finds what a restore of a step would read, and measures how long it should take.
+    """Determines what a restore of a step or recovery point reads, and estimates its duration.
 
     Args:
-      directory: root of the steps: a path, or the URL of a bucket.
-      step: the step; the newest by default.
-      item: name of our item in it.
-      endpoint: address of the server of a bucket, where it is not the service's own.
+      directory: the checkpoint directory: a path, or a bucket URL.
+      step: the step, a full recovery point, or its training step; the newest step by default.
+      item: name of deltackpt's item in the step.
+      endpoint: address of a bucket's server, if it is not the provider's own.
 
     Raises:
-      StepNotFound: there is no such step.
-      StepGone: it was removed meanwhile.
-      RestoreError: what else is wrong with what was looked at of its chain.
+      StepNotFound: the step or recovery point does not exist.
+      StepGone: the step was removed while it was read.
+      RestoreError: its chain is broken, or damage was found in the part that was read.
     """
     opened = open_steps(directory, item=item, endpoint=endpoint)
     step = opened.newest_step() if step is None else step
     if step is None:
         raise StepNotFound(f"{opened}: expected committed steps, found none; check the path")
+    step, way = points.find(opened, step)
     step_dir = opened.at(step)
     with removal.standing(step_dir, instead="ask for"):
         started = time.perf_counter()
@@ -173,14 +186,39 @@ def restore_plan(
                 for part in save.parts():
                     part.checksums  # noqa: B018  (reads the digests)
             records_secs = time.perf_counter() - started
+            if way is not None:
+                return _with_log(_plan(step, walked, {}, records_secs), way)
             dense = _other_files(step_dir, item) | _dense_files(walked)
             return _plan(step, walked, dense, records_secs)
+
+
+def _with_log(below: RestorePlan, way: Way) -> RestorePlan:
+    """The plan of a recovery point: that of the step below it, plus the WAL records."""
+    every = [mark.frames for leg in way.legs for of in leg.marks.values() for mark in of]
+    frames = [frame for of_mark in every for frame in of_mark]
+    started, read = time.perf_counter(), 0
+    for frame in frames:
+        if read > _SAMPLE_BYTES or (read and time.perf_counter() - started > _SAMPLE_SECS):
+            break
+        frame.read()
+        read += frame.body_bytes
+    wal_secs = (time.perf_counter() - started) * way.nbytes / max(1, read)
+    last = [frame for mark in way.last_marks.values() for frame in mark.frames]
+    return dataclasses.replace(
+        below,
+        step=way.point.step,
+        dense_bytes=sum(one.body_bytes for one in last if one.kind in (Kind.DENSE, Kind.BLOCKS)),
+        estimate=dataclasses.replace(below.estimate, wal_secs=wal_secs),
+        point=way.point,
+        wal_bytes=way.nbytes,
+        wal_records=sum(max(map(len, leg.marks.values()), default=0) for leg in way.legs),
+    )
 
 
 def _plan(
     step: int, saves: Sequence[StoredSave], dense: Mapping[Spot, int], records_secs: float
 ) -> RestorePlan:
-    """The plan of a step whose records were read in so many seconds."""
+    """The plan of a step whose manifests were read in ``records_secs``."""
     sizes = {save.name: _array_bytes(save) for save in saves}
     chain = tuple(_save_plan(save, sizes[save.name]) for save in saves)
     tables_secs, sampled, share = _sampled(saves)
@@ -195,7 +233,7 @@ def _plan(
         memory_bytes=nbytes,
         dense_bytes=sum(dense.values()),
         dense_file_count=len(dense),
-        folded_bytes=nbytes + sum(value.nbytes for value in dense_values.listed(saves[-1])),
+        merged_bytes=nbytes + sum(value.nbytes for value in dense_values.listed(saves[-1])),
         estimate=Estimate(
             records_secs=records_secs,
             tables_secs=tables_secs,
@@ -206,7 +244,7 @@ def _plan(
     )
 
 
-#: Process, segment and array to the bytes of its files, ``zarr.json`` left out, and their number.
+#: Process, segment and array to the bytes and number of its files, without ``zarr.json``.
 _Sizes = Mapping[tuple[int, str, str], tuple[int, int]]
 
 
@@ -247,7 +285,7 @@ def _save_plan(save: StoredSave, sizes: _Sizes) -> SavePlan:
 
 
 def _table_plans(saves: Sequence[StoredSave], sizes: Mapping[str, _Sizes]) -> Iterator[TablePlan]:
-    """The tables of a step, each with what the chain holds of it."""
+    """The tables of a step, with the sizes of their data in the chain."""
     target = saves[-1].layout
     groups = target.group_by_name
     nbytes: dict[str, float] = collections.defaultdict(float)
@@ -273,7 +311,7 @@ def _table_plans(saves: Sequence[StoredSave], sizes: Mapping[str, _Sizes]) -> It
 
 
 def _value_rows(save: StoredSave) -> dict[str, int]:
-    """Table name to the rows of it that a save holds; segments of other columns hold them again."""
+    """Number of rows in a save by table; counts rows split over column segments once."""
     found: dict[str, int] = collections.Counter()
     for part in save.parts():
         for segment in part.record.segments:
@@ -283,11 +321,11 @@ def _value_rows(save: StoredSave) -> dict[str, int]:
 
 
 def _table_rows(part: StoredPart, segment: Segment, tables: Iterable[TableEntry]) -> dict[str, int]:
-    """Table name to its rows in a segment."""
+    """Number of rows in a segment by table."""
     members = manifest.members(part.groups[segment.group], tables)
     for encoding in segment.encodings:
         return {table.name: count for table, count in zip(members, encoding.rows, strict=True)}
-    rows = reader.segment_rows(part, segment)
+    rows = merge.segment_rows(part, segment)
     slices = {
         table.name: blocks.row_slice(rows, table.offset, table.offset + table.rows)
         for table in members
@@ -296,14 +334,14 @@ def _table_rows(part: StoredPart, segment: Segment, tables: Iterable[TableEntry]
 
 
 def _other_files(step_dir: Spot, item: str) -> dict[Spot, int]:
-    """Files of the other items of a step, and their bytes."""
+    """Files of the other items of a step, with their bytes."""
     inside = f"{item}/"
     names = [name for name in step_dir.keys() if not name.startswith(inside)]
     return {step_dir / name: (step_dir / name).length() for name in names}
 
 
 def _dense_files(chain: Sequence[StoredSave]) -> dict[Spot, int]:
-    """Files of dense leaves that a chain holds as blocks, and of the item that they go on from."""
+    """Files of dense leaves that a chain stores as blocks, and of the base's item."""
     held = DenseChain.of(chain)
     found: dict[Spot, int] = {}
     for source in (source for of_save in held.sources for source in of_save):
@@ -320,7 +358,7 @@ def _dense_files(chain: Sequence[StoredSave]) -> dict[Spot, int]:
 
 
 def _item_files(base: StoredSave | None) -> dict[Spot, int]:
-    """Files of the item of a base; of one that has none, none."""
+    """Files of a base's dense item, if it has one."""
     if base is None or not base.has_dense:
         return {}
     at = orbax_values.of_save(base).at
@@ -328,7 +366,7 @@ def _item_files(base: StoredSave | None) -> dict[Spot, int]:
 
 
 def _dense_secs(dense: Mapping[Spot, int]) -> float:
-    """Time that checking the dense files takes: that of some, by bytes."""
+    """Time to check the dense files, extrapolated by bytes from some of them."""
     started, read = time.perf_counter(), 0
     for path, nbytes in dense.items():
         if read and read + nbytes > _DENSE_BYTES:
@@ -339,7 +377,10 @@ def _dense_secs(dense: Mapping[Spot, int]) -> float:
 
 
 def _sampled(saves: Sequence[StoredSave]) -> tuple[float, int, float]:
-    """Time that reading and merging a chain takes, the bytes read to find it, their share."""
+    """Predicted time to read and merge a chain; sampled bytes, and their share.
+
+    It is an upper bound: it counts rows that newer saves replace, which a restore skips.
+    """
     kinds: dict[tuple[str, ...], list[tuple[StoredSave, StoredPart, Segment]]] = {}
     total: dict[tuple[str, ...], int] = collections.Counter()
     for save in saves:
@@ -359,12 +400,12 @@ def _sampled(saves: Sequence[StoredSave]) -> tuple[float, int, float]:
         save = sample[0]
         prepared = _prepared(*sample)
         if save.info.kind == "delta":
-            # It is merged into memory that is in use; a base is read into fresh memory.
+            # A delta is merged into memory that is mapped; a base is read into fresh memory.
             for target in prepared.targets.all:
                 target.buffer.fill(0)
         before = time.perf_counter()
         nbytes[kind] += reader.fill(
-            [save], prepared.targets, numbers=prepared.numbers, over_parent=True
+            [save], prepared.targets, indices=prepared.indices, over_parent=True
         )
         seconds[kind] += time.perf_counter() - before + prepared.seconds
     read, whole = sum(nbytes.values()), sum(total.values())
@@ -377,7 +418,7 @@ def _sampled(saves: Sequence[StoredSave]) -> tuple[float, int, float]:
 
 
 def _kind(save: StoredSave, part: StoredPart, segment: Segment) -> tuple[str, ...]:
-    """What decides how fast a segment is read."""
+    """Key of segments that are read at the same speed."""
     group = part.groups[segment.group]
     return (save.info.kind, *(segment.spec(group, field).codec for field in segment.fields))
 
@@ -385,7 +426,7 @@ def _kind(save: StoredSave, part: StoredPart, segment: Segment) -> tuple[str, ..
 def _in_turn(
     kinds: Mapping[tuple[str, ...], list[tuple[StoredSave, StoredPart, Segment]]],
 ) -> Iterator[tuple[tuple[str, ...], tuple[StoredSave, StoredPart, Segment]]]:
-    """One segment of each kind, then the next ones; of a kind the largest first."""
+    """Takes segments of all kinds in turn, the largest of each kind first."""
     largest = {
         kind: sorted(found, key=lambda one: -_field_bytes(one[2])) for kind, found in kinds.items()
     }
@@ -398,46 +439,46 @@ def _in_turn(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Prepared:
-    """A sample of a segment that is to be read.
+    """A sample of a segment.
 
     Attributes:
       targets: memory for its rows.
-      numbers: gives the row numbers of the sample, and of nothing else.
-      seconds: how long these took to read.
+      indices: returns the row indices of the sample, and None for other segments.
+      seconds: time it took to read the indices.
     """
 
     targets: Targets
-    numbers: reader.RowNumbers
+    indices: RowIndices
     seconds: float
 
 
 def _prepared(save: StoredSave, part: StoredPart, segment: Segment) -> _Prepared:
-    """The first rows of a segment: some chunks, within a window of memory."""
+    """Prepares reading the first rows of a segment: some chunks, within the memory limit."""
     group = part.groups[segment.group]
     specs = [spec for spec in group.fields if spec.name in segment.fields]
     started = time.perf_counter()
     rows = _first_rows(part, segment)
     seconds = time.perf_counter() - started
-    first = reader.reach(rows)[0]
+    first = merge.reach(rows)[0]
     most = max(1, _WINDOW_BYTES // max(1, sum(spec.row_bytes for spec in specs)))
     rows = rows[blocks.row_slice(rows, first, first + most)]
-    span = reader.reach(rows)
+    span = merge.reach(rows)
     targets = Targets([_target(group, spec, span, segment) for spec in specs], save.layout)
 
-    def numbers(found: StoredPart, of: Segment, targets: Targets) -> StoredRows | None:
+    def indices(found: StoredPart, of: Segment, targets: Targets) -> StoredRows | None:
         return StoredRows(rows) if (found, of) == (part, segment) else None
 
-    return _Prepared(targets, numbers, seconds)
+    return _Prepared(targets, indices, seconds)
 
 
 def _first_rows(part: StoredPart, segment: Segment) -> blocks.Rows:
-    """Row numbers of the first chunks of a segment."""
+    """Row indices of the first chunks of a segment."""
     arrays = [entry for entry in segment.arrays if entry.name != names.GAPS]
     largest = max(arrays, key=lambda entry: entry.nbytes)
     count = min(segment.count, _CHUNKS * largest.chunk_rows)
     if segment.ranges is not None:
         return blocks.rows_of(segment.ranges)[:count]
-    return reader.gap_rows(part, segment, stop=count)
+    return merge.gap_rows(part, segment, stop=count)
 
 
 def _target(group: GroupEntry, spec: FieldSpec, span: Span, segment: Segment) -> Target:
@@ -448,5 +489,5 @@ def _target(group: GroupEntry, spec: FieldSpec, span: Span, segment: Segment) ->
 
 
 def _field_bytes(segment: Segment) -> int:
-    """Stored bytes of the fields of a segment, before any compression; as ``reader`` counts."""
+    """Stored bytes of the fields of a segment, before any compression, as in ``reader``."""
     return sum(entry.nbytes for entry in segment.arrays if entry.name != names.GAPS)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folds the rows of one part of a plan from their chain into the files of a base.
+"""Merges the rows of one part of a plan from their chain into the files of a base.
 
-A worker's share of the memory is spent on row numbers of the deltas, what is read and decoded on
-the way, chunks that are being written, and, with the rest, the window of rows that is being merged:
-the larger it is, the fewer chunks of compressed deltas are read twice. Rows of a part are taken
-in *stretches* whose row numbers fit, so that these are decoded once per part, and a stretch in
-windows.
+A worker uses its memory for row indices of the deltas, for data that is being read and decoded, for
+chunks that are being written, and, with the rest, for the window of rows that is being merged. With
+a larger window, fewer chunks of compressed deltas are read twice. A part is divided into ranges of
+rows whose row indices fit into the memory, so that these are decoded once per part, and a range
+into windows.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from deltackpt.format import manifest, names
 from deltackpt.format.blocks import Span
 from deltackpt.format.manifest import Manifest
 from deltackpt.format.segments import FieldSpec, GroupEntry, Segment, width
+from deltackpt.layers.targets import Target, Targets
 from deltackpt.reading import chains, reader
-from deltackpt.reading.merge import Target
-from deltackpt.reading.reader import Progress, Targets
+from deltackpt.reading.meter import Progress
 from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.resources import memory
 from deltackpt.resources.staging import Staging
@@ -48,43 +48,42 @@ from deltackpt.upkeep import fold_dense
 from deltackpt.upkeep.plan import Plan, chain, standing
 from deltackpt.upkeep.row_numbers import RowNumbers
 
-#: Least memory of a worker besides that for compressed chunks: smaller windows would crawl.
+#: Minimum memory of a worker besides compressed chunks: smaller windows are very slow.
 _LEAST_BYTES = 8 << 20
-#: A compressed chunk is read as a whole, by TensorStore: its bytes, decoded, in order, copied.
+#: TensorStore reads a compressed chunk as a whole: its bytes, decoded, in order, copied.
 _COPIES_OF_COMPRESSED = 4
-#: A chunk that is being written: held, copied by TensorStore, encoded.
+#: A chunk that is being written: its data, TensorStore's copy, encoded.
 _COPIES_WRITTEN = 3
-#: A piece of a delta that is merged: as stored, decoded, and on the way between them.
+#: A piece of a delta that is being merged: stored, decoded, and intermediate.
 _COPIES_READ = 4
-#: Of the memory that is given, what is spent on purpose: the C library keeps some of what is freed.
+#: Share of the memory limit that is used: the C library keeps some of what is freed.
 _SPENT = 2 / 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Folded:
-    """What folding a part read and wrote; nothing was read where the part was there already."""
+    """Bytes that merging a part read and wrote; 0 read if the part existed already."""
 
     bytes_read: int
     bytes_written: int
 
 
 def fold(plan: Plan, number: int, *, memory_bytes: int, progress: Progress | None = None) -> Folded:
-    """Writes one part of the new base; what it wrote is on disk when it returns.
+    """Writes one part of the new base, and fsyncs it.
 
-    Idempotent: it may be called again, in another process too and at the same time, and whoever is
-    done first has written the part.
+    Idempotent, and may run concurrently in several processes: the first to finish writes the part.
 
     Args:
-      plan: of ``plan``.
-      number: of the part.
-      memory_bytes: most memory that it takes.
-      progress: called with the part's bytes folded and bytes in all.
+      plan: the plan.
+      number: number of the part.
+      memory_bytes: memory limit in bytes.
+      progress: called with the part's bytes done and total bytes.
 
     Raises:
       StepGone: the step was removed.
       Damaged, BrokenChain: the chain is not intact.
-      OptionError: the memory does not suffice.
-      OutOfSpace, StorageError: the store refused.
+      OptionError: the memory limit is too low.
+      OutOfSpace, StorageError: the storage failed.
     """
     done = ready(plan, number)
     if done is not None:
@@ -93,9 +92,8 @@ def fold(plan: Plan, number: int, *, memory_bytes: int, progress: Progress | Non
         held = chain(plan)
     attempt = plan.workspace / f"{number}.{uuid.uuid4().hex}"
     try:
-        with files.typed_errors(attempt, "make a directory"):
-            attempt.mkdir(parents=True)
-            plan.item_dir.mkdir(exist_ok=True)
+        files.make_below(plan.directory, attempt)
+        files.make_below(plan.directory, plan.item_dir)
         with standing(plan), chains.standing_chain(held):
             dense = fold_dense.fold(plan, held, memory_bytes) if number == 0 else {}
             work = _Fold(plan, number, held, attempt, memory_bytes, progress, dense)
@@ -104,12 +102,12 @@ def fold(plan: Plan, number: int, *, memory_bytes: int, progress: Progress | Non
             fold_dense.move(plan)
         _move(attempt, plan.item_dir, number)
     finally:
-        files.remove_tree(attempt)
+        files.remove_tree(attempt, below=plan.directory)
     return Folded(bytes_read=work.bytes_read, bytes_written=written.nbytes)
 
 
 def least_memory_bytes(chain: Sequence[StoredSave]) -> int:
-    """The least memory of a worker that folds rows of a chain, whichever rows these are."""
+    """Returns the minimum memory in bytes for merging any rows of a chain."""
     return max(_least(_compressed_bytes(chain)), fold_dense.least_memory_bytes(chain))
 
 
@@ -118,7 +116,7 @@ def _least(compressed_bytes: int) -> int:
 
 
 def ready(plan: Plan, number: int) -> WrittenPart | None:
-    """A part that was folded; None where it was not."""
+    """Returns a part that was written; None if it was not."""
     path = plan.item_dir / names.manifest_name(number)
     if not path.is_file():
         return None
@@ -131,14 +129,14 @@ def ready(plan: Plan, number: int) -> WrittenPart | None:
 
 
 def _move(attempt: Path, item_dir: Path, number: int) -> None:
-    """Moves a part to the others, its manifest last."""
+    """Moves a part into the base, its manifest last."""
     part = names.part_dir(attempt, number)
     with files.typed_errors(item_dir, "be written"):
         if part.is_dir():
             try:
                 os.rename(part, names.part_dir(item_dir, number))
             except OSError as error:
-                # Another attempt at the same part has come so far: its bytes are the same.
+                # Another attempt has written the same bytes.
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                     raise
         for name in (names.digests_name(number), names.manifest_name(number)):
@@ -148,12 +146,12 @@ def _move(attempt: Path, item_dir: Path, number: int) -> None:
 
 
 class _Budget(NamedTuple):
-    """How a worker spends its memory; see the module.
+    """How a worker uses its memory; see the module.
 
     Attributes:
-      row_numbers: most row numbers of deltas at a time.
-      window_bytes: rows that are merged at a time.
-      chunk_bytes: a chunk that is written.
+      row_numbers: maximum number of row indices of deltas in memory.
+      window_bytes: bytes of the rows that are merged at a time.
+      chunk_bytes: bytes of a chunk that is being written.
     """
 
     row_numbers: int
@@ -162,17 +160,18 @@ class _Budget(NamedTuple):
 
     @classmethod
     def of(cls, memory_bytes: int, fields: int) -> _Budget:
-        """The shares of a memory that is left for rows; each of the fields holds a chunk."""
+        """Divides the memory for rows; each field has one chunk in memory."""
         row_numbers_bytes = memory_bytes // 4
         piece_bytes = min(arrays.CHUNK_BYTES, memory_bytes // 16)
         chunk_bytes = min(arrays.CHUNK_BYTES, memory_bytes // 4 // (fields + _COPIES_WRITTEN))
         spent = row_numbers_bytes + _COPIES_READ * piece_bytes
         spent += (fields + _COPIES_WRITTEN) * chunk_bytes
-        return cls(row_numbers_bytes // 8, memory_bytes - spent, chunk_bytes)
+        # An int64 index, and a flag.
+        return cls(row_numbers_bytes // 9, memory_bytes - spent, chunk_bytes)
 
 
 class _Fold:
-    """One part on its way from a chain to the files of a base."""
+    """Merges one part."""
 
     def __init__(
         self,
@@ -198,7 +197,7 @@ class _Fold:
         self._groups = _planned_groups(chain)
 
     def run(self) -> WrittenPart:
-        """Writes arrays, digests, then the manifest, and forces them."""
+        """Writes arrays, digests, then the manifest, and fsyncs them."""
         batch = FileBatch(self._item_dir, fsync=True)
         segments = [
             self._fold_span(
@@ -228,8 +227,8 @@ class _Fold:
         if memory_bytes < _LEAST_BYTES - 1:
             least = _least(compressed_bytes)
             raise OptionError(
-                f"memory_bytes: expected at least {least:,} to fold rows of {group.name}, found "
-                f"{self._memory_bytes:,}; give it more, or use fewer workers"
+                f"memory_bytes: expected at least {least:,} to merge rows of {group.name}, found "
+                f"{self._memory_bytes:,}; raise it, or use fewer workers"
             )
         budget = _Budget.of(memory_bytes, len(group.fields))
         writers = {spec.name: _FieldWriter(place, spec, span, budget) for spec in group.fields}
@@ -263,7 +262,7 @@ class _Fold:
 
     def _merge(self, targets: Targets, numbers: RowNumbers, scratch: Staging) -> None:
         def read(chain: Sequence[StoredSave]) -> int:
-            found = reader.fill(chain, targets, numbers=numbers.rows, scratch=scratch, readers=1)
+            found = reader.fill(chain, targets, indices=numbers.rows, scratch=scratch, threads=1)
             self._saves = chain
             return found
 
@@ -279,7 +278,7 @@ class _Fold:
             self._progress(self._done, total)
 
     def _stretches(self, window: _Windows, budget: _Budget) -> Iterator[Span]:
-        """Rows whose row numbers in all deltas fit, whichever rows these are."""
+        """Ranges of rows whose row indices in all deltas fit into the memory."""
         counts = [
             segment.count for _, segment in _segments(self._saves, window.all) if not segment.ranges
         ]
@@ -291,7 +290,7 @@ class _Fold:
             yield start, min(start + rows, last)
 
     def _head(self) -> Manifest:
-        """The manifest, but for what was written."""
+        """The manifest, without what was written."""
         deltas = self._plan.deltas
         return Manifest(
             kind="base",
@@ -311,14 +310,14 @@ class _Fold:
         )
 
     def _dense_bytes(self) -> int:
-        """Bytes of the dense leaves, which those of deltas are compared with."""
+        """Bytes of the dense leaves, with which those of deltas are compared."""
         if self._number:
             return 0
         records = [part.record.dense_blocks for part in self._target.parts()]
         return sum(value.nbytes for record in records if record for value in record.values)
 
     def _share(self) -> Share:
-        """What the part says beside the others."""
+        """The part's share, if there are several parts."""
         spans = self._plan.parts[self._number]
         return Share(
             owned_cells={
@@ -337,18 +336,18 @@ class _Fold:
 
 
 class _Windows:
-    """What is wanted of a chain for some rows of a group."""
+    """Targets for some rows of a group."""
 
     def __init__(self, target: manifest.Layout, group: GroupEntry, span: Span):
         self.span = span
         self._layout = target
         self._group = group
         nothing = np.empty(0, np.uint8)
-        #: Of all fields, to ask which parts and segments there are.
+        #: All fields, for finding parts and segments.
         self.all = Targets([self._one(spec, span, nothing) for spec in group.fields], target)
 
     def targets(self, spec: FieldSpec, span: Span, buffer: np.ndarray) -> Targets:
-        """Of one field, into a buffer."""
+        """Targets of one field, with a buffer."""
         return Targets([self._one(spec, span, buffer)], self._layout)
 
     def _one(self, spec: FieldSpec, span: Span, buffer: np.ndarray) -> Target:
@@ -357,7 +356,7 @@ class _Windows:
 
 
 class _FieldWriter:
-    """The stored array of one field of a segment."""
+    """Writes the array of one field of a segment."""
 
     def __init__(self, place: ArrayPlace, spec: FieldSpec, span: Span, budget: _Budget):
         codec = codecs.get(spec.codec)
@@ -366,7 +365,7 @@ class _FieldWriter:
         self._codec = codec
         (array,) = codec.stored(spec.trailing, codecs.dtype_of(spec.dtype)).values()
         count = span[1] - span[0]
-        # Equal chunks: a last one that is cut short would still be stored at full length.
+        # Equal chunks: a shorter last one would be stored at full length.
         chunks = max(1, -(-count * spec.row_bytes // budget.chunk_bytes))
         self._entry = arrays.array_entry(
             spec.name,
@@ -382,19 +381,19 @@ class _FieldWriter:
         self._writer.write(self._codec.stored_view(rows))
 
     def finish(self, bounds: np.ndarray) -> StoredField:
-        """Waits until everything is written; ``bounds`` are those of ``parts.stored_field``."""
+        """Waits until everything is written; for ``bounds``, see ``parts.stored_field``."""
         spec = self._spec
         return parts.stored_field(
             spec.name,
             StoredArrays((self._entry,), self._writer.finish()),
             codec=spec.codec,
-            reason=f"{spec.codec}: compacted, not encoded again",
+            reason=f"{spec.codec}: compacted, not re-encoded",
             bounds=bounds,
         )
 
 
 def _planned_groups(chain: Sequence[StoredSave]) -> dict[str, GroupEntry]:
-    """Groups by name, with the codecs of the new base: lossless where that of the base was."""
+    """Groups by name, with the codecs of the new base: lossless if the old base's were."""
     kept = {
         (group.name, spec.name)
         for group in chain[0].head.groups
@@ -411,7 +410,7 @@ def _planned_groups(chain: Sequence[StoredSave]) -> dict[str, GroupEntry]:
 def _segments(
     chain: Sequence[StoredSave], targets: Targets | None = None
 ) -> Iterator[tuple[StoredPart, Segment]]:
-    """The segments of a chain that have something that is wanted; all by default."""
+    """The segments of a chain that touch the targets; all by default."""
     for save in chain:
         for part in save.parts(None if targets is None else targets.touch):
             for segment in part.record.segments:
@@ -436,6 +435,6 @@ def _row_cells(group: GroupEntry) -> int:
 
 
 def _rows_view(buffer: np.ndarray, spec: FieldSpec, span: Span) -> np.ndarray:
-    """The beginning of a buffer as rows of a field."""
+    """The start of a buffer as rows of a field."""
     dtype, shape = codecs.dtype_of(spec.dtype), (span[1] - span[0], *spec.trailing)
     return buffer[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folds dense leaves that a chain holds as blocks into Orbax's item again.
+"""Merges dense leaves that a chain stores as blocks into Orbax's item.
 
-The values are what a restore of the step gives, decoded, and the item is laid out as that of a
-base: in one database where all of it fits into the memory, else in one for each piece that does,
-merged as those of several processes are.
+The values are those that a restore of the step returns, decoded. The item has the layout of a
+base's: one database if everything fits into the memory limit; otherwise one per piece, merged like
+those of several processes.
 
-OCDBT names its files at random. So that a part may be folded twice at a time, the item and the
-digests of its files appear together, by one rename: whoever comes second takes what is there.
+OCDBT file names are random. To allow concurrent attempts at the same part, the item and the digests
+of its files appear together, by one rename; a later attempt uses what exists.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ from deltackpt.storage.ocdbt import ZARRAY, Value
 from deltackpt.upkeep.dense_chain import check_keys
 from deltackpt.upkeep.plan import Plan
 
-#: Of the bytes of a piece: decoded, in the files that TensorStore makes of them in memory, and what
-#: is stored of it along the chain, and is read past to be verified.
+#: Memory per byte of a piece: decoded, in TensorStore's in-memory files, and the stored data of the
+#: chain that is read to verify it.
 _COPIES = 4
-#: What is read at a time, as stored and decoded, by all readers.
+#: Memory of all readers for stored and decoded data.
 _READ_BYTES = 8 << 20
 
 _FOLDED, _DIGESTS = "dense.folded", "digests.msgpack"
 
 
 def fold(plan: Plan, chain: Sequence[StoredSave], memory_bytes: int) -> dict[str, Digest]:
-    """Writes the item of the dense leaves; what it wrote is on disk when it returns.
+    """Writes the item of the dense leaves, and fsyncs it.
 
-    Idempotent, as ``fold.fold``.
+    Idempotent, like ``fold.fold``.
 
     Args:
-      plan: of ``plan.plan``.
-      chain: of the step.
-      memory_bytes: most memory that it takes.
+      plan: the plan.
+      chain: chain of the step.
+      memory_bytes: memory limit in bytes.
 
     Returns:
-      Digests of the item's files by their paths below the base's directory; none where the step
-      has no dense leaves as blocks.
+      Digests of the item's files by relative path in the base's directory; empty if the step does
+      not have dense leaves as blocks.
 
     Raises:
       StepGone: the step was removed.
       Damaged, BrokenChain: the chain is not intact.
-      OptionError: the memory does not suffice.
-      OutOfSpace, StorageError: the store refused.
+      OptionError: the memory limit is too low.
+      OutOfSpace, StorageError: the storage failed.
     """
     if not plan.dense_bytes:
         return {}
@@ -69,16 +69,17 @@ def fold(plan: Plan, chain: Sequence[StoredSave], memory_bytes: int) -> dict[str
     if not folded.is_dir():
         attempt = plan.workspace / f"dense.{uuid.uuid4().hex}"
         try:
+            files.make_below(plan.directory, attempt / names.DENSE_ITEM)
             _write(attempt, chain, memory_bytes)
             _rename(attempt, folded)
         finally:
-            files.remove_tree(attempt)
+            files.remove_tree(attempt, below=plan.directory)
     found = digests.read_digests(folded / _DIGESTS)
     return {name: found.digest(name) for name in found.files}
 
 
 def move(plan: Plan) -> None:
-    """Moves the item to where the base is put together; nothing where another attempt has."""
+    """Moves the item into the base, unless another attempt has done so."""
     with files.typed_errors(plan.item_dir, "be written"):
         with contextlib.suppress(FileNotFoundError):
             os.rename(plan.workspace / _FOLDED / names.DENSE_ITEM, plan.item_dir / names.DENSE_ITEM)
@@ -86,7 +87,7 @@ def move(plan: Plan) -> None:
 
 
 def least_memory_bytes(chain: Sequence[StoredSave]) -> int:
-    """The least memory in which the dense leaves of a chain can be folded."""
+    """Returns the minimum memory in bytes for merging the dense leaves of a chain."""
     values = dense_values.listed(chain[-1])
     if not values:
         return 0
@@ -97,12 +98,10 @@ def _write(attempt: Path, chain: Sequence[StoredSave], memory_bytes: int) -> Non
     least = least_memory_bytes(chain)
     if memory_bytes < least:
         raise OptionError(
-            f"memory_bytes: expected at least {least:,} to fold the dense leaves, found "
-            f"{memory_bytes:,}; give it more, or use fewer workers"
+            f"memory_bytes: expected at least {least:,} to merge the dense leaves, found "
+            f"{memory_bytes:,}; raise it, or use fewer workers"
         )
     item = attempt / names.DENSE_ITEM
-    with files.typed_errors(item, "make a directory"):
-        item.mkdir(parents=True)
     batch = FileBatch(attempt, fsync=True)
     pieces = [*_pieces(dense_values.listed(chain[-1]), (memory_bytes - _READ_BYTES) // _COPIES)]
     keys: set[str] = set()
@@ -122,12 +121,12 @@ def _write(attempt: Path, chain: Sequence[StoredSave], memory_bytes: int) -> Non
             _write_files(item, found, batch)
         del found
         memory.trim_memory()
-    # Before the merge, which checks the same: what is wrong is of the chain, not of the files here.
+    # Before the merge, which checks the same: here, the error names the chain.
     check_keys(chain[-1].name, keys, described)
     batch.force()
     if len(pieces) > 1:
-        arrays = [key.removesuffix(f"/{ZARRAY}") for key in described]
-        ocdbt.merge(item, range(len(pieces)), arrays)
+        texts = {key: bytes(text) for key, text in described.items()}
+        ocdbt.merge(item, range(len(pieces)), texts)
         batch.adopt(item)
     known = batch.below(item, relative_to=attempt)
     path = attempt / _DIGESTS
@@ -136,7 +135,7 @@ def _write(attempt: Path, chain: Sequence[StoredSave], memory_bytes: int) -> Non
 
 
 def _pieces(values: Sequence[BlockedValue], most_bytes: int) -> Iterator[set[str]]:
-    """Keys of the database, of as many bytes at a time; of an item without any, none once."""
+    """Sets of database keys with at most so many bytes; one empty set without keys."""
     piece, nbytes = set[str](), 0
     for value in values:
         if value.file:
@@ -150,7 +149,7 @@ def _pieces(values: Sequence[BlockedValue], most_bytes: int) -> Iterator[set[str
 
 
 def _values(found: DenseValues) -> list[Value]:
-    """What TensorStore is given: large values as they are in memory."""
+    """Values for TensorStore; large ones are not copied."""
     return [Value(key, np.frombuffer(data, np.uint8)) for key, data in sorted(found.values.items())]
 
 
@@ -162,7 +161,7 @@ def _write_files(item: Path, found: DenseValues, batch: FileBatch) -> None:
 
 
 def _rename(attempt: Path, folded: Path) -> None:
-    """Makes an attempt the item; another one may have come first, whose bits are the same."""
+    """Publishes an attempt, unless another one has published the same bits."""
     with files.typed_errors(folded, "be written"):
         try:
             os.rename(attempt, folded)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a compaction will do: which rows of a step's tables make up which part of the new base.
+"""Compaction plans: which rows of a step's tables are in which part of the new base.
 
-A plan is a pure description, which any process can follow.
+A plan is a pure description that any process can execute.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from deltackpt.ledger.directory import Root
 from deltackpt.reading import chains, dense_values, removal, saves
 from deltackpt.reading.saves import StoredSave
 
-#: A part is a few seconds of work: what a worker that is lost has to do again.
+#: A part is a few seconds of work, which is lost with its worker.
 _PART_BYTES = 4 << 30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a compaction will do.
+    """A plan for a compaction.
 
     Attributes:
-      directory: root of the steps.
-      item: name of our item in them.
-      step: the step that is folded.
-      save_id: its save id, which the base will bear.
+      directory: the checkpoint directory.
+      item: name of deltackpt's item in the steps.
+      step: the step to compact.
+      save_id: its save id, which is also that of the base.
       temporary: name of the temporary directory below ``compacted/``.
-      parts: of each part its spans of virtual rows, by group.
-      nbytes: bytes of all rows of all fields, unencoded.
-      deltas: how many deltas are folded.
-      dense_bytes: bytes of the dense leaves, where the step has them as blocks; else they stay in
-        the step, and the base has none.
+      parts: spans of virtual rows of each part, by group.
+      nbytes: bytes of all rows of all fields, before encoding.
+      deltas: number of deltas to merge.
+      dense_bytes: bytes of the dense leaves if the step has them as blocks; otherwise 0, and the
+        base has no dense leaves.
     """
 
     directory: Path
@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def item_dir(self) -> Path:
-        """Where the base is put together."""
+        """Directory in which the base is assembled."""
         return self.workspace / self.item
 
 
@@ -75,17 +75,17 @@ def plan(
     """Divides the rows of a step's tables into parts of nearly equal bytes.
 
     Args:
-      directory: root of the steps.
-      item: name of our item in them.
+      directory: the checkpoint directory.
+      item: name of deltackpt's item in the steps.
       step: the step; the newest by default.
-      parts: how many parts, or a multiple of it where they would be larger than some GiB.
+      parts: number of parts; multiplied if parts would be larger than 4 GiB.
 
     Returns:
-      The plan; None where the step is a base alone, compacted or not.
+      The plan; None if the chain is only a base, compacted or not.
 
     Raises:
-      StepNotFound: there is no such step.
-      RestoreError: what else is wrong with its chain.
+      StepNotFound: the step does not exist.
+      RestoreError: its chain is broken or damaged.
     """
     named, root = step is not None, Root.open(directory, item=item, read_only=True)
     if step is None:
@@ -99,7 +99,7 @@ def plan(
     except BrokenChain as error:
         if named or root.newest_step() == step:
             raise
-        # A later step was committed meanwhile, of whose window this one is a part.
+        # A later step was committed since; this one is only a part of its rolling base.
         raise removal.gone(step_dir, during="compacted", instead="compact") from error
     if len(found) == 1:
         return None
@@ -120,11 +120,11 @@ def plan(
 
 
 def chain(plan: Plan) -> tuple[StoredSave, ...]:
-    """The chain that is folded, as it stands now.
+    """Reads the chain to merge.
 
     Raises:
-      StepGone: it is no more what was planned for: the step went, or stands as a part of the
-        windows of later steps alone, since retention removed what was before it.
+      StepGone: the step was removed or replaced since the plan was made, or retention has kept it
+        only as a part of later steps' rolling bases.
     """
     try:
         found = chains.read_chain(plan.step_dir, plan.item)
@@ -136,7 +136,7 @@ def chain(plan: Plan) -> tuple[StoredSave, ...]:
 
 
 def standing(plan: Plan) -> contextlib.AbstractContextManager[None]:
-    """Within, what fails since the step is no more what was planned for is ``StepGone``."""
+    """Within, errors become ``StepGone`` if the step was removed or replaced."""
     return removal.standing(
         plan.step_dir,
         stands=lambda: saves.stands(plan.step_dir, plan.save_id, plan.item),
@@ -148,7 +148,7 @@ def standing(plan: Plan) -> contextlib.AbstractContextManager[None]:
 def _divided(
     groups: Sequence[GroupEntry], nbytes: int, count: int
 ) -> tuple[tuple[tuple[str, Span], ...], ...]:
-    """All rows, cut into parts of nearly equal bytes; without parts that hold nothing."""
+    """Divides all rows into parts of nearly equal bytes; leaves out empty parts."""
     starts = [0, *itertools.accumulate(group.rows * group.row_bytes for group in groups)]
 
     def row(group: GroupEntry, start: int, at: int) -> int:

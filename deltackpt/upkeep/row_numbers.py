@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row numbers of deltas, decoded once while stretches of rows go up."""
+"""Row indices of deltas, decoded once for ascending ranges of rows."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ import numpy as np
 from deltackpt.format import names
 from deltackpt.format.blocks import Span
 from deltackpt.format.segments import Segment
-from deltackpt.reading import reader
-from deltackpt.reading.reader import StoredRows, Targets
+from deltackpt.layers import merge
+from deltackpt.layers.merge import StoredRows
+from deltackpt.layers.targets import Targets
 from deltackpt.reading.saves import StoredPart
 from deltackpt.storage.store import Spot
 
 
 class RowNumbers:
-    """Row numbers of deltas within a stretch of rows: decoded once while stretches go up."""
+    """Row indices of deltas within a range of rows; decodes each once if the ranges ascend."""
 
     def __init__(self) -> None:
-        """Nothing is decoded yet."""
+        """Decodes nothing yet."""
         self._stretch: Span = (0, 0)
         self._cursors: dict[Spot, _Cursor] = {}
 
     def move(self, stretch: Span) -> None:
-        """Goes on to the next stretch."""
+        """Moves to the next range of rows."""
         self._stretch = stretch
 
     def rows(self, part: StoredPart, segment: Segment, targets: Targets) -> StoredRows | None:
-        """See ``reader.RowNumbers``."""
+        """See ``layers.merge.RowIndices``."""
         if segment.ranges is not None:
-            return reader.stored_rows(part, segment, targets)
+            return merge.stored_rows(part, segment, targets)
         if not targets.want(segment, self._stretch):
             return None
         place = names.array_dir(part.item_dir, part.record.process, segment.name, names.GAPS)
@@ -38,20 +39,20 @@ class RowNumbers:
 
 
 class _Cursor:
-    """The row numbers of one segment, read chunk by chunk."""
+    """The row indices of one segment, read chunk by chunk."""
 
     def __init__(self, part: StoredPart, segment: Segment):
         self._part = part
         self._segment = segment
         self._entry = next(entry for entry in segment.arrays if entry.name == names.GAPS)
-        #: The chunk in which the next stretch begins, and the row before it.
+        #: The chunk with the start of the next range, and the row before it.
         self._chunk = 0
         self._before: int | None = None
         self._stretch: Span | None = None
         self._held = StoredRows(np.empty(0, np.int64))
 
     def within(self, stretch: Span) -> StoredRows:
-        """Those of the rows in a stretch; stretches must ascend."""
+        """Row indices within a range; ranges must ascend."""
         if stretch != self._stretch:
             self._held = self._read(stretch)
             self._stretch = stretch
@@ -67,7 +68,7 @@ class _Cursor:
             if low < high:
                 if not found:
                     first = self._chunk * self._entry.chunk_rows + int(low)
-                # A copy: the rest of the chunk is not to stay in memory.
+                # A copy, so that the rest of the chunk can be freed.
                 found.append(rows[low:high].copy())
             if high < len(rows):
                 break
@@ -80,4 +81,4 @@ class _Cursor:
     def _decoded(self) -> np.ndarray:
         start = self._chunk * self._entry.chunk_rows
         stop = min(start + self._entry.chunk_rows, self._entry.shape[0])
-        return reader.gap_rows(self._part, self._segment, start, stop, after=self._before)
+        return merge.gap_rows(self._part, self._segment, start, stop, after=self._before)

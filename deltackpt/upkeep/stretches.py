@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Removal of stretches of a log that no restore can need, by trainers and by whoever collects."""
+"""Removal of obsolete WAL epochs, by trainers and by garbage collection."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from deltackpt.reading.stretches import Logs
 
 
 def remove(at: LogFolder, number: int) -> None:
-    """Removes a stretch: its logs first, since no head would name them otherwise.
+    """Removes a WAL epoch: its segments first, because only its header names them.
 
     Args:
-      at: the folder of the heads.
-      number: of the stretch; what a head that cannot be read says of another directory stays.
+      at: the folder of the epoch headers.
+      number: number of the epoch. If its header cannot be read, segments in another directory stay.
 
     Raises:
-      StorageError: the store refused.
+      StorageError: the store reported an error.
     """
     folders, logs = {at.segments(number)}, Logs(at)
-    with contextlib.suppress(RestoreError):  # Nobody can say where else it was.
+    with contextlib.suppress(RestoreError):  # Its other directory is not known.
         folders.add(logs.segments_of(logs.head(number)))
     for folder in folders:
         folder.store.delete([(folder / key).key for key in folder.keys()])
-    # Another directory that has its logs has its head, too.
+    # Another directory with its segments has a copy of its header.
     for folder in folders:
         place = folder.parent / names.stretch_name(number)
         place.store.delete([place.key])

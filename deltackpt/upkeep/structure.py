@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether what the records of a save say fits together, and covers every row once."""
+"""Checks that the records of a save are consistent, and cover every row once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from deltackpt.format.blocks import Span
 from deltackpt.format.dense_blocks import PLAIN
 from deltackpt.format.manifest import Manifest
 from deltackpt.format.segments import FieldSpec, GroupEntry, Segment, width
-from deltackpt.reading import bounds, dense_values, dense_work, reader
+from deltackpt.layers import merge
+from deltackpt.reading import bounds, dense_values, dense_work
 from deltackpt.reading.dense_values import PartSource
 from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.resources import memory
@@ -25,13 +26,13 @@ from deltackpt.storage import arrays
 
 
 def structure_problems(save: StoredSave) -> Iterator[tuple[str, str, str]]:
-    """What the records of a save say that cannot be, although each of them is intact.
+    """Yields inconsistencies between the records of a save.
 
     Args:
-      save: a save whose files are as its digests say; row numbers are read from them.
+      save: a save whose files match its digests; row indices are read from them.
 
     Yields:
-      What it is of below the item's directory, what was expected, what was found.
+      (relative path in the item's directory, what was expected, what was found).
 
     Raises:
       Damaged: an array is missing or altered.
@@ -46,7 +47,7 @@ def structure_problems(save: StoredSave) -> Iterator[tuple[str, str, str]]:
             wrong = list(_segment_problems(part, segment))
             yield from ((f"{place}{below}", wanted, found) for below, wanted, found in wrong)
             if not wrong:
-                rows = reader.segment_rows(part, segment)
+                rows = merge.segment_rows(part, segment)
                 group = part.groups[segment.group]
                 for spec in group.fields:
                     if spec.name in segment.fields:
@@ -61,7 +62,7 @@ def structure_problems(save: StoredSave) -> Iterator[tuple[str, str, str]]:
 
 
 def _disagreements(head: Manifest, records: Sequence[Manifest]) -> Iterator[tuple[str, str, str]]:
-    """Where what several processes wrote does not fit together."""
+    """Inconsistencies between the records of several processes."""
     for record in records:
         name = names.manifest_name(record.process)
         for field in (
@@ -70,15 +71,15 @@ def _disagreements(head: Manifest, records: Sequence[Manifest]) -> Iterator[tupl
         ):
             wanted, found = getattr(head, field), getattr(record, field)
             if wanted != found:
-                yield name, f"{field} {wanted} as process 0 says", f"{field} {found}"
+                yield name, f"{field} {wanted} as in the record of process 0", f"{field} {found}"
     for part, record in zip(head.parts, records, strict=False):
         name = names.manifest_name(part.process)
         if record.process != part.process:
             yield name, f"the part of process {part.process}", f"that of {record.process}"
         if part.nbytes != (own := _own_bytes(record)):
-            yield name, f"{part.nbytes} bytes of arrays as the index says", f"{own}"
+            yield name, f"{part.nbytes} bytes of arrays as in the index", f"{own}"
         if part.covers != record.covers:
-            yield name, "the covers that the index says", "others"
+            yield name, "the covers in the index", "others"
     if head.parts:
         for group in head.groups:
             wanted = group.rows * sum(width(spec.trailing) for spec in group.fields)
@@ -93,7 +94,7 @@ def _own_bytes(record: Manifest) -> int:
 
 
 def _dense_problems(source: PartSource) -> Iterator[tuple[str, str, str]]:
-    """What is wrong with the blocks of dense leaves that a process wrote."""
+    """Inconsistencies in the blocks of dense leaves that a process wrote."""
     held: dict[str, list[blocks.Rows]] = {}
     folder = names.part_dir(Path(), source.part.record.process)
     for segment in source.record.segments:
@@ -115,8 +116,8 @@ def _dense_problems(source: PartSource) -> Iterator[tuple[str, str, str]]:
 
 
 def _segment_problems(part: StoredPart, segment: Segment) -> Iterator[tuple[str, str, str]]:
-    """What is wrong with a segment by itself: what of it, what was expected, what was found."""
-    part.check(segment)  # As many chunks as there should be.
+    """Inconsistencies within a segment: (path, what was expected, what was found)."""
+    part.check(segment)  # The number of chunks.
     for entry in segment.arrays:
         directory = part.directory(segment, entry)
         below = directory.below(part.item_dir)
@@ -124,10 +125,10 @@ def _segment_problems(part: StoredPart, segment: Segment) -> Iterator[tuple[str,
         for number in range(math.ceil(entry.shape[0] / entry.chunk_rows)):
             chunk = arrays.chunk_name(entry, number)
             if chunk not in known:
-                yield f"/{entry.name}/{chunk}", "a chunk that the digests know", "none"
+                yield f"/{entry.name}/{chunk}", "a chunk with a digest", "none"
         if entry.name.endswith(f".{codecs.BESIDE_AT}"):
             at = memory.empty_buffer(entry.shape, np.dtype(entry.dtype))
-            part.read_array(segment, entry, 0, len(at), at)
+            part.read_into(segment, entry, 0, len(at), at)
             if len(at) and (at[0] < 0 or at[-1] >= segment.count or np.any(np.diff(at) <= 0)):
                 yield f"/{entry.name}", f"ascending positions below {segment.count}", f"{at[:4]}"
 
@@ -137,7 +138,7 @@ def _coverage_problems(
     group: GroupEntry,
     held: Mapping[tuple[str, str], Sequence[tuple[Span | None, blocks.Rows]]],
 ) -> Iterator[tuple[str, str, str]]:
-    """Rows that no segment holds although one must, and rows that two segments hold."""
+    """Rows that are missing in all segments, and rows that are in two."""
     for spec in group.fields:
         found = held.get((group.name, spec.name), [])
         for columns, rows in _by_columns(group, spec, found):
@@ -160,7 +161,7 @@ def _coverage_problems(
 
 
 def _held_of(share: blocks.Rows, starts: np.ndarray, stops: np.ndarray) -> int:
-    """How many rows of a share some disjoint spans hold."""
+    """Number of rows of a share in disjoint spans."""
     assert not isinstance(share, np.ndarray)
     held = [
         np.maximum(0, np.minimum(stops, last) - np.maximum(starts, first)).sum()
@@ -172,7 +173,7 @@ def _held_of(share: blocks.Rows, starts: np.ndarray, stops: np.ndarray) -> int:
 def _by_columns(
     group: GroupEntry, spec: FieldSpec, found: Sequence[tuple[Span | None, blocks.Rows]]
 ) -> Iterator[tuple[Span, list[blocks.Rows]]]:
-    """The columns of a field, cut where segments begin and end, with the rows held of each."""
+    """The columns of a field, cut at the bounds of segments, with the rows of each."""
     whole = group.columns(spec) or (0, 1)
     spans = [columns or whole for columns, _ in found]
     cuts = sorted({*whole, *(bound for span in spans for bound in span)})
@@ -188,10 +189,10 @@ def _by_columns(
 
 
 def _sorted_spans(held: Sequence[blocks.Rows]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Spans of rows in the order of their starts: as many as are held, however long the table is.
+    """Spans of rows in the order of their starts; memory does not depend on the table's size.
 
     Returns:
-      Starts and ends, int64 (n,); and (n + 1,) the end of the rows that those before hold.
+      Starts and ends, int64 (n,); and (n + 1,) the largest end of all spans before each.
     """
     found = []
     for rows in held:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps and compacted bases that nothing needs, once some steps are to stay.
+"""Finds steps and compacted bases that no kept step needs.
 
-Nothing is removed here. What a step that may go is replaced by must be intact: the compacted bases
-that stand for such steps, and the newest chain that is kept, are read and checked.
+Nothing is removed here. What remains must be intact: the compacted bases that replace removable
+steps, and the newest kept chain, are read and checked.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from deltackpt.storage import digests
 from deltackpt.storage.store import Spot, Stamp
 
 Kind = Literal[
-    "cut save",
-    "cut deletion",
-    "cut compaction",
+    "interrupted save",
+    "interrupted deletion",
+    "interrupted compaction",
     "compacted base",
     "step",
-    "rollback",
-    "stretch",
+    "rolled-back run",
+    "WAL epoch",
 ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Removable:
-    """Something that nothing needs.
+    """An object that nothing needs.
 
     Attributes:
-      name: its path below the root.
-      kind: what it is.
-      reason: why it may go.
+      name: its relative path in the checkpoint directory.
+      kind: kind of the object.
+      reason: why it can be removed.
       nbytes: bytes of its files.
     """
 
@@ -51,45 +51,45 @@ class Removable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Which steps stay, besides what their chains need; every step where nothing is said.
+    """Which steps to keep, in addition to those that their chains need; by default, every step.
 
     Attributes:
-      keep_last: how many of the newest steps.
-      keep_every: steps that are multiples of it.
+      keep_last: number of newest steps to keep.
+      keep_every: keep the steps that are multiples of it.
     """
 
     keep_last: int | None = None
     keep_every: int | None = None
 
     def keeps(self, steps: Collection[int]) -> frozenset[int]:
-        """Those of the steps that stay."""
+        """Returns the steps to keep."""
         if self.keep_last is None and self.keep_every is None:
             return frozenset(steps)
         kept = set(sorted(steps)[-self.keep_last :] if self.keep_last else ())
-        # The newest step is what a run goes on from.
+        # Always keep the newest step, from which the next run resumes.
         kept.add(max(steps, default=0))
         if self.keep_every is not None:
             kept |= {step for step in steps if step % self.keep_every == 0}
         return frozenset(kept & set(steps))
 
 
-#: Every step stays.
+#: Keeps every step.
 KEEP_ALL = Retention()
-#: Folder of a save, its stamp, and whether inside or beside our item, to what is wrong there.
+#: Folder of a save, its stamp, and whether inside deltackpt's item, to the damage there.
 Checked = dict[tuple[str, Stamp, bool], Damaged | None]
 
 
 class Unneeded:
-    """What may go of the steps, and of the compacted bases."""
+    """Finds the steps and compacted bases that can be removed."""
 
     def __init__(self, opened: Steps, item: str, retention: Retention, checked: Checked):
-        """Reads nothing yet.
+        """Initializes the search; reads nothing.
 
         Args:
           opened: the steps.
-          item: name of our item in them.
-          retention: which of them stay.
-          checked: what was checked before; it grows.
+          item: name of deltackpt's item in them.
+          retention: which steps to keep.
+          checked: cache of checks; it is updated.
         """
         self._root = opened
         self._at = opened.spot
@@ -99,10 +99,10 @@ class Unneeded:
         self._notes: list[str] = []
 
     def find(self) -> tuple[list[Removable], list[str]]:
-        """Steps that retention does not keep, and compacted bases in which no chain ends.
+        """Finds steps that retention does not keep, and compacted bases that no chain uses.
 
         Returns:
-          What may go, steps newest first; and what stays although it was asked for, and why.
+          The removable objects, steps newest first; and notes on objects that are kept, and why.
 
         Raises:
           StorageError: the steps cannot be read.
@@ -111,7 +111,7 @@ class Unneeded:
         infos = {step: info for step, info in saves.items() if info is not None}
         unreadable = sorted(set(saves) - set(infos))
         if unreadable:
-            return [], [f"every step and base stays: the manifests of {unreadable} cannot be read"]
+            return [], [f"every step and base stays: the manifests of {unreadable} are unreadable"]
         keep = self._retention.keeps(infos)
         bases = self._bases()
         while True:
@@ -127,48 +127,48 @@ class Unneeded:
             damaged = [name for name in ends if self._is_damaged_base(name)]
             if not damaged:
                 break
-            # They stand for nothing: what they would replace is needed.
+            # A damaged base replaces nothing: the steps below it are needed.
             bases = {name: info for name, info in bases.items() if name not in damaged}
         if (steps or unneeded) and not self._keeps_an_intact_chain(infos, keep, bases):
-            self._notes.append("every step and base stays: nothing that is kept is intact")
+            self._notes.append("every step and base stays: no kept step is intact")
             return [], self._notes
         if extra := sorted(live - keep):
             self._notes.append(
-                f"the steps {extra} stay only because chains that are kept need them; "
-                "deltackpt compact shortens the chain"
+                f"the steps {extra} stay only because kept chains need them; "
+                "deltackpt compact shortens a chain"
             )
         return [*self._steps(steps), *self._removable_bases(unneeded)], self._notes
 
     def _steps(self, steps: Sequence[int]) -> Iterator[Removable]:
         for step in steps:
-            yield removable_at(self._at / str(step), "step", "no step that is kept needs it")
+            yield removable_at(self._at / str(step), "step", "no kept step needs it")
 
     def _removable_bases(self, bases: Sequence[str]) -> Iterator[Removable]:
         for name in bases:
             at = names.compacted_dir(self._at / name, self._item)
-            yield removable_at(at, "compacted base", "no chain ends in it")
+            yield removable_at(at, "compacted base", "no chain uses it")
 
     def _bases(self) -> Mapping[str, SaveInfo]:
-        """Compacted bases by the names of their steps; those that cannot be read stay."""
+        """Compacted bases by step name; unreadable ones stay."""
         bases = {}
         for name in saves.compacted_bases(self._at, self._item):
             try:
                 bases[name] = saves.read_base(self._at / name, self._item).info
             except (RestoreError, StorageError) as error:
-                self._notes.append(f"{names.COMPACTED}/{name} stays, it is damaged: {error}")
+                self._notes.append(f"{names.COMPACTED}/{name} stays because it is damaged: {error}")
         return bases
 
     def _live(
         self, infos: Mapping[int, SaveInfo], keep: Collection[int], bases: Mapping[str, SaveInfo]
     ) -> frozenset[int]:
-        """Steps that must stay, those that the chains of other items of ours need among them."""
+        """Steps that must stay, including those needed by chains of deltackpt's other items."""
         ids = [infos[step].save_id for step in keep]
         live = chain.live_set(ids, infos.values(), (), _ids(bases.values()))
         steps = {step for step, info in infos.items() if info.save_id in live}
         for item in self._other_items(infos):
             others = Steps(self._at, item).saves()
             if any(info is None and self._holds(step, item) for step, info in others.items()):
-                return frozenset(infos)  # What its chains need is not known.
+                return frozenset(infos)  # It is not known what its chains need.
             known = {step: info for step, info in others.items() if info is not None}
             ids = [known[step].save_id for step in steps if step in known]
             live = chain.live_set(ids, known.values())
@@ -189,7 +189,7 @@ class Unneeded:
     def _keeps_an_intact_chain(
         self, infos: Mapping[int, SaveInfo], keep: Collection[int], bases: Mapping[str, SaveInfo]
     ) -> bool:
-        """Whether a step that is kept can be restored; says of newer ones why they cannot."""
+        """Whether a kept step can be restored; notes why newer ones cannot."""
         by_id = {info.save_id: info for info in infos.values()}
         replaced = _ids(bases.values())
         for step in sorted(keep, reverse=True):
@@ -199,7 +199,7 @@ class Unneeded:
             still = math.inf
             while damage is None and info is not None:
                 if info.save_id in replaced:
-                    return True  # The base was checked before.
+                    return True  # The base was checked already.
                 damage = self._damage(self._at / info.step_dir)
                 if damage is None and goes_on:
                     damage = self._damage(self._at / info.step_dir, inside=False)
@@ -215,7 +215,7 @@ class Unneeded:
         return False
 
     def _goes_on_from_items(self, step: int) -> bool:
-        """Whether the dense leaves of a step need those of saves that its chain goes through."""
+        """Whether the dense leaves of a step need those of earlier saves in its chain."""
         try:
             found = saves.read_save(self._at / str(step), self._item)
         except (RestoreError, StorageError):
@@ -225,15 +225,15 @@ class Unneeded:
     def _is_damaged_base(self, name: str) -> bool:
         damage = self._damage(self._at / names.COMPACTED / name)
         if damage is not None:
-            self._notes.append(f"{names.COMPACTED}/{name} stays, it is damaged: {damage}")
+            self._notes.append(f"{names.COMPACTED}/{name} stays because it is damaged: {damage}")
         return damage is not None
 
     def _damage(self, folder: Spot, *, inside: bool = True) -> Damaged | None:
-        """The first thing that is wrong with our item in a step, or with all that is beside it."""
+        """The first damage in deltackpt's item of a step, or in the rest of the step."""
         shown = folder.below(self._at)
         stamp = (folder / self._item).stamp()
         if stamp is None:
-            return Damaged(shown, "a save", "none: it was removed meanwhile")
+            return Damaged(shown, "a save", "none: it was removed")
         key = (shown, stamp, inside)
         if key not in self._checked:
             found = inventory.read_inventory(folder, self._item, shown=shown, unreadable=True)
@@ -252,7 +252,7 @@ class Unneeded:
 
 
 def removable_at(at: Spot, kind: Kind, reason: str) -> Removable:
-    """Something whose place in its store is its name."""
+    """Describes an object; its name is its key in the store."""
     return Removable(name=at.key, kind=kind, reason=reason, nbytes=at.tree_bytes())
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verifying found: problems of saves, verdicts of steps, a report of the directory."""
+"""Results of a verification: problems of saves, verdicts on steps, a report on the directory."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import dataclasses
 from typing import Literal
 
 from deltackpt.format.manifest import SaveId
-from deltackpt.reading.stretches import LogPoint
+from deltackpt.reading.stretches import RecoveryPoint
 
-#: What a problem keeps from being restored: the save and those whose chains go through it, the
-#: step alone, points of the log, or nothing, since no restore reads it.
+#: What a problem prevents from being restored: the save and every chain through it, only the step,
+#: recovery points, or nothing, because no restore reads the object.
 Stops = Literal["chain", "step", "points", "nothing"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Something that is not as it was written.
+    """A damaged object.
 
     Attributes:
-      object_name: path below the root.
-      expected: what should be there.
-      found: what is there.
-      stops: what cannot be restored because of it.
+      object_name: its relative path in the checkpoint directory.
+      expected: what was expected.
+      found: what was found.
+      stops: what cannot be restored because of it: ``chain`` (the save and every chain through it),
+        ``step`` (only the step), ``points`` (recovery points), or ``nothing``.
     """
 
     object_name: str
@@ -36,16 +37,16 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveReport:
-    """What was found of one save: a step, or a compacted base.
+    """Result for one save: a step, or a compacted base.
 
     Attributes:
-      name: its path below the root: ``120``, or ``compacted/120``.
-      kind: base or delta; None where its manifest cannot be read.
-      save_id: its identity; None likewise.
-      parent: step directory of its parent; None where it has none, or that is not known.
-      file_count: files that were read.
-      nbytes: bytes of these.
-      problems: what is wrong with it.
+      name: its relative path: ``120``, or ``compacted/120``.
+      kind: base or delta; None if its manifest cannot be read.
+      save_id: its id; None if its manifest cannot be read.
+      parent: step directory of its parent; None without a parent, or if it is not known.
+      file_count: number of files that were read.
+      nbytes: bytes of these files.
+      problems: damage in the save.
       notes: what was not checked, and why.
     """
 
@@ -59,7 +60,7 @@ class SaveReport:
     notes: tuple[str, ...]
 
     def stops(self, *what: Stops) -> bool:
-        """Whether one of its problems stops such things."""
+        """Returns whether one of its problems has one of these effects."""
         return any(problem.stops in what for problem in self.problems)
 
 
@@ -69,11 +70,11 @@ class StepVerdict:
 
     Attributes:
       step: the step.
-      restorable: whether it can, bit for bit.
-      chain: names of the saves that restoring it reads, base first; empty where it cannot.
-      broken_by: why it cannot: the saves that are damaged, or what is wrong with its chain.
-      read_by: where it cannot because retention kept it as a part of a rolling base only, the
-        first step that can be restored and reads it; else None.
+      restorable: whether it can be restored, bit for bit.
+      chain: names of the saves that a restore reads, base first; empty if it cannot be restored.
+      broken_by: why it cannot be restored: damaged saves, or a description of the broken chain.
+      read_by: if retention kept the step only as a part of a rolling base, the first restorable
+        step that reads it; otherwise None.
     """
 
     step: int
@@ -84,40 +85,40 @@ class StepVerdict:
 
     @property
     def sound(self) -> bool:
-        """Whether it can be restored, or need not be restored by itself."""
+        """Whether the step can be restored, or is kept only as a part of a later step."""
         return self.restorable or self.read_by is not None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PointVerdict:
-    """Whether a full point of the log can be restored.
+    """Whether a full recovery point can be restored.
 
     Attributes:
-      point: the point.
-      step: the step that it is restored from; None where it cannot be.
-      broken_by: why it cannot; empty where it can.
+      point: the recovery point.
+      step: the step to which its WAL records are applied; None if it cannot be restored.
+      broken_by: why it cannot be restored; empty if it can.
     """
 
-    point: LogPoint
+    point: RecoveryPoint
     step: int | None
     broken_by: str = ""
 
     @property
     def restorable(self) -> bool:
-        """Whether it can, bit for bit."""
+        """Whether the recovery point can be restored, bit for bit."""
         return self.step is not None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogReport:
-    """What was found of the log between the steps.
+    """Result for the write-ahead log.
 
     Attributes:
-      points: whether each full point can be restored, ascending; not those that trimming has left
-        without the marks below them, which a newer step stands for.
-      problems: what is wrong with what counts.
-      notes: where logs end, and stretches that count no more; none of it is damage.
-      file_count: files that were read.
+      points: a verdict for each full recovery point, ascending; without those whose records were
+        trimmed because a newer step replaces them.
+      problems: damage in the valid epochs.
+      notes: incomplete ends and invalid epochs; not damage.
+      file_count: number of files that were read.
     """
 
     points: tuple[PointVerdict, ...] = ()
@@ -128,20 +129,20 @@ class LogReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RootReport:
-    """What was found of a directory.
+    """Result of verifying a directory.
 
     Attributes:
       directory: the directory.
-      steps: whether each step can be restored, in ascending order.
-      saves: what was found of each save that was verified.
-      points: whether each full point of the log can be restored, ascending.
-      problems: everything that is wrong: with the directory itself (its leases), then with each of
-        its saves, then with its log.
-      notes: what is left of cut saves, deletions and compactions, and names that are not known;
-        none of it is damage.
-      file_count: files that were read.
-      bytes_read: bytes of these.
-      seconds: wall time.
+      steps: a verdict for each step, ascending.
+      saves: a report on each save that was verified.
+      points: a verdict for each full recovery point, ascending.
+      problems: all damage: of the directory itself (its leases), then of its saves, then of its
+        WAL.
+      notes: leftovers of interrupted saves, deletions and compactions, and unknown names; not
+        damage.
+      file_count: number of files that were read.
+      bytes_read: bytes of these files.
+      seconds: elapsed time.
     """
 
     directory: str
@@ -156,5 +157,5 @@ class RootReport:
 
     @property
     def intact(self) -> bool:
-        """Whether nothing is damaged and every step can be restored, or need not be."""
+        """Whether nothing is damaged, and every step is sound."""
         return not self.problems and all(step.sound for step in self.steps)

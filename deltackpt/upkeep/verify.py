@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification of a directory as a whole: every byte, every record, every chain.
+"""Verification of a checkpoint directory: every byte, every record, every chain.
 
 Saves are verified one by one: the records against each other, every file against the digests, rows
-against their groups. Chains are judged last, from what was found of each save. So a report says of
-each step whether it can be restored, and what is in its way where it cannot.
+against their groups. Chains are checked last, from the results of their saves. The report states
+for each step whether it can be restored, or why not.
 
-Trainers, compactors and retention may be at work meanwhile: what they remove is no damage, and
-what they put in its place is verified in its turn.
+Trainers, compactions and retention may run during a verification. Objects that they remove are not
+reported as damage, and replacements are verified too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import ParentRef, SaveId
 from deltackpt.ledger import lease, leftovers
 from deltackpt.ledger.directory import Root
-from deltackpt.ledger.opening import open_steps
+from deltackpt.ledger.opening import BucketSteps, open_steps
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import saves
 from deltackpt.reading.meter import Meter, Progress
@@ -48,9 +48,9 @@ from deltackpt.upkeep.verdicts import (
 from deltackpt.upkeep.verify_log import verify_log
 from deltackpt.upkeep.verify_save import StandingSave, once, problem_of, standing_saves, verify_save
 
-#: How often the directory is listed anew where a chain lacks something that may have been replaced.
+#: Number of listings if a chain lacks something that may have been replaced.
 _MOST_ROUNDS = 8
-#: Retention removes a chain step by step, so a missing parent may precede its children's end.
+#: Retention removes a chain step by step, so a parent may be missing before its children are.
 _CHECKS = 5
 _INTERVAL_SECS = 0.1
 
@@ -63,19 +63,19 @@ def verify_root(
     endpoint: str | None = None,
     progress: Progress | None = None,
 ) -> RootReport:
-    """Re-reads and checks all that a directory holds; neither jax nor Orbax is needed.
+    """Re-reads and checks everything in a directory; needs neither jax nor Orbax.
 
     Args:
-      directory: root of the steps, or the URL of a bucket.
-      item: name of our item in them; found in the newest step by default.
-      steps: verify these alone, with what they need; by default everything.
-      endpoint: address of the server of a bucket, where it is not the service's own.
-      progress: called with bytes read and bytes in all, from several threads.
+      directory: the checkpoint directory: a path, or a bucket URL.
+      item: name of deltackpt's item in the steps; found in the newest step by default.
+      steps: verify only these, with what they need; everything by default.
+      endpoint: address of a bucket's server, if it is not the provider's own.
+      progress: called with bytes read and total bytes, from several threads.
 
     Raises:
-      StepNotFound: there is no such step, or none at all.
-      StepGone: one of ``steps`` was removed meanwhile.
-      ForeignDirectory, StorageError: the directory cannot be read, or is none of checkpoints.
+      StepNotFound: a step does not exist, or the directory has no steps.
+      StepGone: one of ``steps`` was removed during the verification.
+      ForeignDirectory, StorageError: the directory cannot be read, or does not contain checkpoints.
     """
     started = time.perf_counter()
     opened = open_steps(directory, item=item, endpoint=endpoint)
@@ -86,19 +86,21 @@ def verify_root(
     if missing:
         raise StepNotFound(
             f"{opened}: expected the steps {sorted(missing)}, found "
-            f"{sorted(opened.steps())[-5:]} as the newest; ask for steps that stand"
+            f"{sorted(opened.steps())[-5:]} as the newest; choose steps that exist"
         )
     audit = _Audit(opened, item, steps, progress)
     verdicts = audit.run()
     gone = set(steps or ()) - {verdict.step for verdict in verdicts}
     if gone:
         raise StepGone(
-            f"{opened}: expected the steps {sorted(gone)} to stay while they were verified, "
-            "found them removed; verify steps that stand"
+            f"{opened}: expected the steps {sorted(gone)} to exist until they were verified, "
+            "found them removed; choose steps that exist"
         )
     others, notes, log = (), (), LogReport()
+    if steps is None and isinstance(opened, BucketSteps):
+        others = tuple(map(_journal_problem, opened.journal.audit()))
     if steps is None:
-        log = verify_log(opened.log_at, audit.restorable(verdicts), audit.meter)
+        log = verify_log(opened, audit.restorable(verdicts), audit.meter)
     if steps is None and isinstance(opened, Root):
         others, notes = _outside(opened.path)
     return RootReport(
@@ -137,15 +139,15 @@ class _Audit:
 
     @property
     def reports(self) -> tuple[SaveReport, ...]:
-        """What was found of each save, in the order of the steps; a base before its step."""
+        """The report on each save, in the order of the steps; a base before its step."""
         found = sorted(self._found.values(), key=lambda one: (one[0].step, not one[0].is_base))
         return tuple(report for _, report, _ in found)
 
     def run(self) -> tuple[StepVerdict, ...]:
-        """Verifies all that is wanted; once more where a chain lacks what may have been replaced.
+        """Verifies the requested steps; again if a chain lacks something that was replaced.
 
         Returns:
-          Whether each step that is wanted can be restored.
+          A verdict for each requested step.
         """
         verdicts: tuple[StepVerdict, ...] = ()
         for _ in range(_MOST_ROUNDS):
@@ -159,12 +161,12 @@ class _Audit:
         return verdicts
 
     def restorable(self, verdicts: Iterable[StepVerdict]) -> dict[int, SaveId]:
-        """Save ids of the steps that can be restored, by number."""
+        """Returns the save ids of the steps that can be restored, by step."""
         infos = {one.step: self._found[str(one.step)][2] for one in verdicts if one.restorable}
         return {step: info.save_id for step, info in infos.items() if info is not None}
 
     def _changes(self) -> bool:
-        """Whether the directory changes within a moment: what is missing may be replaced."""
+        """Whether the directory changes within a moment, so that missing saves may be replaced."""
         known = {(save.name, save.stamp.identity) for save, _, _ in self._found.values()}
         for _ in range(_CHECKS):
             now = {(save.name, save.stamp.identity) for save in self._standing()}
@@ -178,7 +180,7 @@ class _Audit:
         return sorted(steps if self._steps is None else set(steps) & set(self._steps))
 
     def _verify_new(self) -> bool:
-        """Verifies what is not known yet, and forgets what was removed; whether there was any."""
+        """Verifies new saves and forgets removed ones; returns whether there were new ones."""
         standing = {save.name: save for save in self._standing()}
         for name, (save, _, _) in list(self._found.items()):
             if name not in standing or not standing[name].stamp.same(save.stamp):
@@ -200,7 +202,7 @@ class _Audit:
         return standing_saves(self._root, self._item)
 
     def _needed(self, standing: Mapping[str, StandingSave]) -> set[int]:
-        """Steps that the wanted ones need, as far as their manifests can be read."""
+        """Steps that the requested ones need, as far as their manifests can be read."""
         needed: set[int] = set()
         pending = list(self._steps or ())
         while pending:
@@ -218,7 +220,7 @@ class _Audit:
 
     def _verdict(self, step: int) -> StepVerdict:
         _, report, info = self._found[str(step)]
-        # These are read although a compacted base stands for the save.
+        # These are read even if the save has a compacted base.
         own = tuple(f"{self._item}/{of(0)}" for of in (names.manifest_name, names.digests_name))
         if (
             info is None
@@ -256,7 +258,7 @@ class _Audit:
         return StepVerdict(step=step, restorable=False, broken_by=tuple(broken))
 
     def _without_dense(self, step: int, read: Sequence[str]) -> list[str]:
-        """Saves of a chain, base first, that keep its blocks from making up the dense leaves."""
+        """Saves of a chain that make its dense leaves incomplete."""
         try:
             found = DenseChain.of([self._found[name][0].read() for name in read])
             if found.missing and found.base is not None:
@@ -268,17 +270,17 @@ class _Audit:
             self._add(step, error)
             return [str(step)]
         except (RestoreError, StorageError):
-            return [str(step)]  # Something went meanwhile, or it is told of the save itself.
+            return [str(step)]  # Removed since, or reported for the save itself.
         return []
 
     def _has_damaged_item(self, name: str) -> bool:
-        """Whether something is wrong with the dense item of a step."""
+        """Whether the dense item of a step is damaged."""
         of_item = f"{name}/{names.DENSE_ITEM}"
         problems = self._found[name][1].problems if name in self._found else ()
         return any(f"{problem.object_name}/".startswith(f"{of_item}/") for problem in problems)
 
     def _add(self, step: int, error: Damaged | ForeignDirectory) -> None:
-        """Adds to the report of a step what only its chain shows."""
+        """Adds a problem of the chain to the report on a step."""
         save, report, info = self._found[str(step)]
         problem = Problem(
             object_name=str(step),
@@ -292,7 +294,7 @@ class _Audit:
         self._found[str(step)] = save, dataclasses.replace(report, problems=known), info
 
     def _windows(self, verdicts: tuple[StepVerdict, ...]) -> tuple[StepVerdict, ...]:
-        """The verdicts; of steps that only later ones need, which of them do."""
+        """The verdicts, with ``read_by`` for steps that are kept only for later ones."""
         readers: dict[str, int] = {}
         for verdict in verdicts:
             for name in verdict.chain:
@@ -305,7 +307,7 @@ class _Audit:
         )
 
     def _is_cut_off(self, verdict: StepVerdict) -> bool:
-        """Whether an intact save cannot be restored, since retention removed what came before."""
+        """Whether an intact save lost the earlier parts of its rolling base to retention."""
         _, report, info = self._found[str(verdict.step)]
         if verdict.restorable or report.problems or info is None or info.rolling is None:
             return False
@@ -314,7 +316,7 @@ class _Audit:
         return last.parent is not None and last.parent.step_dir not in infos
 
     def _info_of(self, save_id: SaveId, step_dir: str) -> SaveInfo | None:
-        """The save of that id; else the one that stands in its place, which is another."""
+        """The save with that id; otherwise, the one that has its directory."""
         places = (f"{names.COMPACTED}/{step_dir}", step_dir)
         found = [self._found[name][2] for name in places if name in self._found]
         known = [info for info in found if info is not None]
@@ -323,11 +325,11 @@ class _Audit:
                 return info
         if known or not found:
             return known[-1] if known else None
-        # It stands, and cannot be read: what is damaged is to be named, not that it is missing.
+        # It exists but cannot be read: report damage instead of a missing save.
         return SaveInfo(save_id=save_id, kind="base", parent=None, step_dir=step_dir, nbytes=0)
 
     def _intact(self, info: SaveInfo, broken: list[str]) -> tuple[str, SaveInfo] | None:
-        """What a reader takes for a save: its compacted base, else itself."""
+        """What a reader uses for a save: its compacted base, or else the save itself."""
         damaged = []
         for name in (f"{names.COMPACTED}/{info.step_dir}", info.step_dir):
             if name in self._found:
@@ -341,38 +343,48 @@ class _Audit:
 
 
 def _outside(path: Path) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
-    """Problems and notes of what stands beside the steps."""
+    """Problems and notes of what is in the directory besides the steps."""
     problems, notes = [], []
     for name in sorted(os.listdir(path)):
         if names.lease_epoch(name) is not None:
             problems += _lease_problems(path / name)
         elif name == names.COMPACTED:
             notes += [
-                f"{name}/{entry}: a compaction that was cut, or is under way"
+                f"{name}/{entry}: a compaction that was interrupted, or is running"
                 for entry in _listing(path / name)
                 if names.is_compaction(entry)
             ]
         elif name in (names.TRASH, names.ROLLED_BACK):
-            what = "removed steps" if name == names.TRASH else "steps that were rolled back"
+            what = "deleted steps" if name == names.TRASH else "rolled-back steps"
             found = sum(len(_listing(path / name / run)) for run in _listing(path / name))
             if found:
                 notes.append(f"{name}/: {found} {what}, not verified")
         elif name == names.COPYING:
-            notes.append(f"{name}/: a copy that was cut off, or is under way")
+            notes.append(f"{name}/: a copy that was interrupted, or is running")
         elif leftovers.is_leftover(name):
-            notes.append(f"{name}: a save that was cut off, or is under way")
+            notes.append(f"{name}: a save that was interrupted, or is running")
         elif name != names.LOG and not leftovers.is_known(name):
-            notes.append(f"{name}: neither deltackpt nor Orbax wrote it")
+            notes.append(f"{name}: written by neither deltackpt nor Orbax")
     return tuple(problems), tuple(notes)
 
 
+def _journal_problem(error: Damaged) -> Problem:
+    """The problem of a journal object: its saves are missing, or were read from its copy."""
+    return Problem(
+        object_name=error.object_name,
+        expected=error.expected,
+        found=f"{error.found}; {error.action}",
+        stops="nothing",
+    )
+
+
 def _lease_problems(path: Path) -> Iterable[Problem]:
-    """A claim that was cut before it was signed is none: it counts by its name."""
+    """Problems of a lease; an unsigned claim is not one, because only its name counts."""
     try:
         if path.stat().st_size:
             lease.read_lease(path)
     except FileNotFoundError:
-        return  # A newer trainer took the directory.
+        return  # Removed by a newer trainer.
     except Damaged as error:
         yield Problem(
             object_name=path.name, expected=error.expected, found=error.found, stops="nothing"
@@ -382,7 +394,7 @@ def _lease_problems(path: Path) -> Iterable[Problem]:
 
 
 def _listing(directory: Path) -> list[str]:
-    """Names in a directory, which others may remove meanwhile."""
+    """Names in a directory; none if it was removed."""
     try:
         return sorted(os.listdir(directory))
     except (FileNotFoundError, NotADirectoryError):

@@ -1,49 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification of the log between the steps: every frame that counts, every point's way.
+"""Verification of the write-ahead log: every valid frame, and the records of every recovery point.
 
-What nobody needs is no damage: stretches that the newest one does not go on from, what stands
-behind the point that a later stretch goes on from, and what a failed part holds beyond the frame
-that the next one names. A log whose writer was killed ends in a torn frame. Where frames follow
-that one, whole by themselves, it was not torn but altered.
+Data that no restore needs is not damage: epochs from which the newest one did not fork, records
+after the fork, and the rest of a failed segment after the frame that the next segment names. If the
+writer was killed, the last frame may be torn. If intact frames follow it, it was not torn but
+altered.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from deltackpt.errors import Damaged, FormatTooNew, StorageError
-from deltackpt.format import frames, names
+from deltackpt.format import frames, names, stretches
 from deltackpt.format.frames import DenseHead, Kind
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
+from deltackpt.layers.targets import Targets
+from deltackpt.ledger.log_losses import in_both, losses_of
+from deltackpt.ledger.steps import Steps
 from deltackpt.reading import logged_dense, replay
-from deltackpt.reading.log_files import Break, FrameAt, Mark, ProcessLog
-from deltackpt.reading.log_places import LogPlaces
+from deltackpt.reading.log_files import FrameAt, Mark, ProcessLog
 from deltackpt.reading.log_states import LogState, StretchState, log_state
 from deltackpt.reading.logged_dense import DenseKept, ProcessDense
 from deltackpt.reading.meter import Meter
-from deltackpt.reading.stretches import Covering, Era, Leg, LogPoint, Way, coverings
-from deltackpt.reading.targets import Targets
+from deltackpt.reading.stretches import (
+    Covering,
+    Era,
+    History,
+    Leg,
+    Logs,
+    Loss,
+    RecoveryPoint,
+    Way,
+    coverings,
+)
 from deltackpt.storage import ocdbt
-from deltackpt.storage.store import Missing
-from deltackpt.upkeep.verdicts import LogReport, PointVerdict, Problem
+from deltackpt.upkeep.verdicts import LogReport, PointVerdict, Problem, Stops
 
 
-def verify_log(at: LogPlaces, steps: Mapping[int, SaveId], meter: Meter) -> LogReport:
-    """Re-reads and checks what counts of the log of a root.
+def verify_log(opened: Steps, steps: Mapping[int, SaveId], meter: Meter) -> LogReport:
+    """Re-reads and checks the valid epochs of a WAL.
 
     Args:
-      at: where they are.
+      opened: the checkpoint directory.
       steps: the steps that can be restored.
-      meter: counts what is read.
+      meter: counts the bytes that are read.
 
     Raises:
-      StorageError: the folder cannot be read.
+      StorageError: the directory of the WAL cannot be read.
     """
-    found = log_state(at)
-    audit = _LogAudit(found, meter)
+    found = log_state(opened.log_at)
+    audit = _LogAudit(opened, found, meter)
     for state in found.stretches:
         audit.look_at(state)
     points = audit.verdicts(steps)
@@ -57,11 +68,11 @@ def verify_log(at: LogPlaces, steps: Mapping[int, SaveId], meter: Meter) -> LogR
 
 @dataclasses.dataclass(eq=False)
 class _Broken:
-    """What is wrong with the marks of all stretches: first of each, what.
+    """The first damage of each WAL record.
 
     Attributes:
-      rows: marks that no point at or behind them can do without.
-      point: marks of which the point alone is void: its dense leaves, or items.
+      rows: records whose rows are needed by every later recovery point.
+      point: records whose damage affects only their own recovery point: its dense leaves, or items.
     """
 
     rows: dict[SaveId, str] = dataclasses.field(default_factory=dict)
@@ -69,46 +80,50 @@ class _Broken:
 
 
 class _LogAudit:
-    """The verification of the log of a root."""
+    """The verification of a WAL."""
 
-    def __init__(self, found: LogState, meter: Meter):
+    def __init__(self, opened: Steps, found: LogState, meter: Meter):
         self.problems: list[Problem] = []
         self.notes: list[str] = []
         self.file_count = 0
+        self._opened = opened
         self._found = found
         self._meter = meter
         self._broken = _Broken()
-        #: Marks that were trimmed while they were read: no restore needs them.
+        #: Records that were trimmed while they were read: no restore needs them.
         self._trimmed: set[SaveId] = set()
         if found.problem is not None:
             number = found.stretches[0].number
             self._tell(f"{names.LOG}/{names.stretch_name(number)}", found.problem)
 
     def look_at(self, state: StretchState) -> None:
-        """Verifies a stretch, where it counts."""
+        """Verifies a WAL epoch if it is valid."""
         if state.live is None:
-            return  # The newest head is damaged, and that is told.
+            return  # The newest header is damaged, which is reported.
         if state.era is None and self._is_gone_on_from(state.number):
-            assert state.problem is not None
-            self._tell(f"{names.LOG}/{names.stretch_name(state.number)}", state.problem)
-        elif state.era is None or not state.live:
-            self.notes.append(f"{names.LOG}/{state.number}: it counts no more, not verified")
+            return  # Reported as lost; see ``verdicts``.
+        if state.era is None or not state.live:
+            self.notes.append(f"{names.LOG}/{state.number}: no longer valid, not verified")
         else:
             self._verify(state.era)
 
     def _is_gone_on_from(self, number: int) -> bool:
-        """Whether what counts goes on from a stretch whose head cannot be read."""
+        """Whether the valid epochs forked from one whose header cannot be read."""
         history = self._found.history
         last = history.eras[-1].head.continues if history is not None and history.eras else None
         return last is not None and last.stretch == number
 
     def _verify(self, era: Era) -> None:
         self.file_count += 1
+        self._check_copy(era.head)
         dense: dict[SaveId, list[_Value]] = {}
         for process, log in era.processes.items():
             self.file_count += len(log.log.segments)
-            for one in log.log.breaks:
-                self._look_at_break(one, era, process)
+            if era.last is None and any(one.counts and one.is_torn for one in log.log.breaks):
+                name = f"{names.LOG}/{era.head.stretch}/{process}"
+                self.notes.append(
+                    f"{name}: ends in a torn frame; its writer was killed, or is still writing"
+                )
             marks = sorted(log.by_id.values(), key=lambda mark: mark.save_id.attempt)
             self._meter.expect(sum(mark.nbytes for mark in marks))
             dense_check = _DenseCheck(era.head.stretch, process, log.log, marks)
@@ -122,9 +137,16 @@ class _LogAudit:
                 self._check_keys(era.head, point, dense.get(point.save_id, ()))
         self._look_at_ends(era)
 
+    def _check_copy(self, head: StretchHead) -> None:
+        """Checks the copy of an epoch header, if there is one."""
+        with contextlib.suppress(Damaged, StorageError):
+            name, data = self._found.at.copy(head.stretch)
+            if data != stretches.to_bytes(head):
+                self._add(name, "the bytes of the header", "different bytes", stops="nothing")
+
     def _check_rows(self, era: Era, process: int, mark: Mark) -> None:
-        """Checks rows and items of a mark: no later point can do without the rows."""
-        point = LogPoint(era.head.stretch, mark.save_id, mark.full, mark.unix_secs)
+        """Checks rows and items of a record; every later recovery point needs the rows."""
+        point = RecoveryPoint(era.head.stretch, mark.save_id, mark.full, mark.unix_secs)
         leg = Leg(era.head, {process: (mark,)})
         way = Way(point=point, step=mark.parent, legs=(leg,), era=era)
         layout = era.head.layout
@@ -143,22 +165,24 @@ class _LogAudit:
                     self._void(mark, error)
 
     def _went(self, mark: Mark) -> bool:
-        """Whether a mark was trimmed while it was read."""
+        """Whether a record was trimmed while it was read."""
         if all(frame.segment.is_file() for frame in mark.frames):
             return False
         self._trimmed.add(mark.save_id)
         return True
 
     def _void(self, mark: Mark, error: Damaged | StorageError | str) -> None:
-        """A point cannot be restored: by what is wrong, or by the object that is known to be."""
+        """Notes that a recovery point cannot be restored, with new damage or a known object."""
         if isinstance(error, str):
             self._broken.point.setdefault(mark.save_id, error)
         elif not self._went(mark):
             self._tell(_object_of(error), error)
             self._broken.point.setdefault(mark.save_id, self.problems[-1].object_name)
 
-    def _check_keys(self, head: StretchHead, point: LogPoint, values: Collection[_Value]) -> None:
-        """Whether all processes together have the keys that their arrays imply."""
+    def _check_keys(
+        self, head: StretchHead, point: RecoveryPoint, values: Collection[_Value]
+    ) -> None:
+        """Checks that all processes together have exactly the keys that their arrays imply."""
         keys = {value.key for value in values if not value.file}
         tail = f"/{ocdbt.ZARRAY}"
         described = {
@@ -166,28 +190,16 @@ class _LogAudit:
         }
         try:
             missing = ocdbt.implied(described) ^ keys
-        except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-            missing = {f"descriptions of arrays: {error}"}
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            missing = {f"metadata of arrays: {error}"}
         if missing or (head.dense and not values):
             name = f"{names.LOG}/{head.stretch}, {point}"
             shown = ", ".join(sorted(missing)[:3]) or "no dense leaf"
             self._add(name, "the dense leaves that its arrays imply", f"a difference in {shown}")
             self._broken.point[point.save_id] = name
 
-    def _look_at_break(self, found: Break, era: Era, process: int) -> None:
-        last = None if era.last is None else era.processes[process].by_id.get(era.last)
-        if not found.counts or (last is not None and last.place.seq < found.seq):
-            return
-        name = found.segment.shown(4)
-        # What a later stretch goes on from was there.
-        torn = found.is_last and era.last is None
-        if torn and not _has_frames_behind(found, process):
-            self.notes.append(f"{name}: it ends in a torn frame; its writer was killed, or writes")
-            return
-        self._tell(name, found.problem)
-
     def _look_at_ends(self, era: Era) -> None:
-        """Processes that have not come as far as others."""
+        """Notes processes that have fewer records than others."""
         newest = {
             process: max((one.attempt for one in log.by_id), default=0)
             for process, log in era.processes.items()
@@ -195,33 +207,55 @@ class _LogAudit:
         behind = [process for process in newest if newest[process] < max(newest.values())]
         if behind:
             self.notes.append(
-                f"{names.LOG}/{era.head.stretch}: the processes {behind} have not come as far as "
-                "the others; marks that they lack are no points"
+                f"{names.LOG}/{era.head.stretch}: the processes {behind} are behind the others; "
+                "records that they lack are not recovery points"
             )
 
     def verdicts(self, steps: Mapping[int, SaveId]) -> tuple[PointVerdict, ...]:
-        """Whether each full point can be restored."""
+        """Returns a verdict for each full recovery point."""
         history = self._found.history
         if history is None:
             return ()
         ways, unreached = coverings(history, steps)
         found = [verdict for one in ways for verdict in self._along(one)]
         if self._trimmed:
-            self.notes.append(f"{len(self._trimmed)} marks were trimmed while they were verified")
-        newest = max((step for step in steps if history.has_step(steps[step])), default=-1)
-        # What lies below a step was trimmed, unless something is wrong.
-        lost = [one for one in unreached if one.full and (one.step > newest or self.problems)]
+            self.notes.append(
+                f"{len(self._trimmed)} WAL records were trimmed while they were verified"
+            )
+        lost, losses = self._lost(history, unreached, steps)
+        if lost or losses:
+            # A trainer may roll back or trim the log while it is read.
+            again, steps = Logs(self._opened.log_at).read(), self._opened.restorable()
+            _, unreached = coverings(again, steps)
+            found_again = self._lost(again, unreached, steps)
+            lost = [one for one in lost if one in found_again[0]]
+            losses = in_both(losses, found_again[1])
+        for one in losses:
+            self._tell(one.error.object_name, one.error)
+        for error in history.replaced:
+            self._add(error.object_name, error.expected, error.found, stops="nothing")
+        if self.problems:
+            # Without damage, records below a step were only trimmed.
+            lost = [one for one in unreached if one.full]
         if lost:
-            expected = f"marks from a step that can be restored to {lost[-1]}, and to later ones"
-            self._add(f"{names.LOG}/{lost[-1].stretch}", expected, "that some are missing")
+            expected = f"records from a restorable step to {lost[-1]}, and to later ones"
+            self._add(f"{names.LOG}/{lost[-1].epoch}", expected, "that some are missing")
         found += [
-            PointVerdict(point=point, step=None, broken_by="no step leads to it by whole marks")
+            PointVerdict(point=point, step=None, broken_by="no intact records lead to it")
             for point in lost
         ]
-        return tuple(sorted(found, key=lambda one: (one.point.stretch, one.point.save_id.attempt)))
+        return tuple(sorted(found, key=lambda one: (one.point.epoch, one.point.save_id.attempt)))
+
+    def _lost(
+        self, history: History, unreached: Sequence[RecoveryPoint], steps: Mapping[int, SaveId]
+    ) -> tuple[list[RecoveryPoint], list[Loss]]:
+        """Full recovery points that cannot be reached or replaced, and lost parts of the WAL."""
+        newest = max((step for step in steps if history.has_step(steps[step])), default=-1)
+        lost = [one for one in unreached if one.full and one.step > newest]
+        return lost, losses_of(self._opened, history, newest)
 
     def _along(self, found: Covering) -> Iterator[PointVerdict]:
-        """Verdicts of the points that a way comes by."""
+        """Verdicts on the recovery points along a sequence of records."""
         order = [
             (leg.head.stretch, mark.save_id.attempt, mark.save_id)
             for leg in found.way.legs
@@ -233,7 +267,7 @@ class _LogAudit:
             if not point.full or point.save_id in self._trimmed:
                 continue
             own = self._broken.point.get(point.save_id)
-            place = point.stretch, point.save_id.attempt
+            place = point.epoch, point.save_id.attempt
             before = next((mark for *at, mark in bad if tuple(at) <= place), None)
             broken_by = own or ("" if before is None else self._broken.rows[before])
             step = None if broken_by else found.way.step.step
@@ -243,24 +277,22 @@ class _LogAudit:
         if isinstance(error, Damaged):
             self._add(name, error.expected, error.found)
         else:
-            self._add(name, "what this deltackpt can read", str(error))
+            self._add(name, "data that this deltackpt can read", str(error))
 
-    def _add(self, name: str, expected: str, found: str) -> None:
-        self.problems.append(
-            Problem(object_name=name, expected=expected, found=found, stops="points")
-        )
+    def _add(self, name: str, expected: str, found: str, stops: Stops = "points") -> None:
+        self.problems.append(Problem(object_name=name, expected=expected, found=found, stops=stops))
 
 
 def _object_of(error: Exception) -> str:
     return error.object_name if isinstance(error, Damaged) else names.LOG
 
 
-#: Says of a mark that its dense leaves are not whole: what is wrong, or which object was.
+#: Reports that the dense leaves of a record are incomplete: the error, or the damaged object.
 _Void = Callable[[Mark, Damaged | StorageError | str], None]
 
 
 class _Value(NamedTuple):
-    """A value of a mark: of one that describes an array its bytes, of others none."""
+    """A value of a record; only array metadata has its bytes."""
 
     file: bool
     key: str
@@ -268,27 +300,27 @@ class _Value(NamedTuple):
 
     @classmethod
     def of(cls, file: bool, key: str, data: memoryview) -> _Value:
-        """What is to be known of it."""
+        """Keeps the bytes only if the value is array metadata."""
         return cls(file, key, bytes(data) if key.endswith(f"/{ocdbt.ZARRAY}") else b"")
 
 
 class _DenseCheck:
-    """Checks the dense leaves of the marks of one process, oldest first."""
+    """Checks the dense leaves of one process's records, oldest first."""
 
     def __init__(self, stretch: int, process: int, log: ProcessLog, marks: Sequence[Mark]):
         self._reader = ProcessDense(stretch, process, log)
         self._before = DenseKept()
-        #: Numbers of calls whose marks hold blocks that are not whole, likewise.
+        #: Records with incomplete blocks, by attempt, with the damaged object.
         self._broken_marks: dict[int, str] = {}
         every = [frame for mark in marks for frame in mark.frames_of(Kind.DENSE)]
-        #: Frames that others are the difference to; these alone are kept until then.
+        #: Frames that later ones are differences to; only these are kept.
         self._wanted = {value.against for frame in every for value in frame.head.values}
         self._held: dict[int, dict[str, memoryview]] = {}
-        #: Frames that are not whole, to what was wrong first.
+        #: Incomplete frames, with the damaged object.
         self._broken: dict[int, str] = {}
 
     def check(self, mark: Mark, void: _Void) -> list[_Value]:
-        """The values of a mark."""
+        """Returns the values of a record."""
         found = self._check_blocks(mark, void)
         held: dict[int, dict[str, memoryview]] = {}
         for frame in mark.frames_of(Kind.DENSE):
@@ -344,37 +376,3 @@ class _DenseCheck:
                 data = logged_dense.undiffered(data, before, value.itemsize, frame.name)
             found[value.key] = data
         return found
-
-
-def _has_frames_behind(found: Break, process: int) -> bool:
-    """Whether a frame begins behind the place where a segment breaks off, and its head is whole.
-
-    What stands before a frame is the checksum that its own goes on from.
-    """
-    try:
-        count = found.segment.length() - found.at
-        data = memoryview(bytearray(max(0, count)))
-        found.segment.store.read_into(found.segment.key, found.at, [data])
-    except (Damaged, Missing):
-        return False  # It was trimmed.
-    text, name = bytes(data), found.segment.shown(4)
-    start = text.find(frames.MAGIC, frames.CRC_BYTES)
-    while start >= 0:
-        if _is_frame(text, start, name, process, found.seq):
-            return True
-        start = text.find(frames.MAGIC, start + 1)
-    return False
-
-
-def _is_frame(text: bytes, start: int, name: str, process: int, seq: int) -> bool:
-    """Whether the head of a frame of a process, not before ``seq``, is whole there."""
-    end = start + frames.PREFIX_BYTES
-    if end > len(text):
-        return False
-    try:
-        prefix = frames.prefix_of(text[start:end], name)
-        before = frames.body_crc32c(text[start - frames.CRC_BYTES : start])
-        frames.head_of(prefix, text[end : end + prefix.head_bytes], before, name)
-    except (Damaged, FormatTooNew):
-        return False
-    return prefix.place.process == process and prefix.place.seq >= seq

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verification of one save: records against each other, files against digests, rows against groups.
 
-Of the chain of a save nothing is seen here: ``verify`` judges chains last.
+``verify`` judges the chains.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
@@ -26,14 +25,15 @@ from deltackpt.upkeep.verdicts import Problem, SaveReport, Stops
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StandingSave:
-    """A save that stands somewhere, and which one that was.
+    """A save at some moment.
 
     Attributes:
-      name: its path below the root.
-      item: name of our item in it.
-      step_dir: the step, or the folder ``compacted/<step>``, which may hold bases of other items.
-      folder: what holds its files: the step, or the item in that folder.
-      stamp: of ``folder``.
+      name: its relative path in the checkpoint directory.
+      item: name of deltackpt's item in it.
+      step_dir: the step, or the folder ``compacted/<step>``, which may contain bases of several
+        items.
+      folder: directory of its files: the step, or the item in that folder.
+      stamp: identity of ``folder``.
     """
 
     name: str
@@ -44,7 +44,7 @@ class StandingSave:
 
     @property
     def step(self) -> int:
-        """The step of its name; -1 of a compacted base that has none."""
+        """The step; -1 for a compacted base whose name is not a step."""
         return int(self.step_dir.name) if self.step_dir.name.isdecimal() else -1
 
     @property
@@ -54,22 +54,18 @@ class StandingSave:
 
     @property
     def stands(self) -> bool:
-        """Whether it is still there."""
+        """Returns whether the save still exists."""
         return self.stamp.same(self.folder.stamp())
 
     def nbytes(self) -> int:
-        """Bytes of all its files, of which others may remove some meanwhile."""
-        total = 0
-        for name in self.folder.keys():
-            with contextlib.suppress(StorageError, Damaged):  # Verification says what is wrong.
-                total += (self.folder / name).length()
-        return total
+        """Returns the bytes of all its files; some may be removed concurrently."""
+        return self.folder.tree_bytes()
 
     def read(self) -> StoredSave:
         """Reads and checks its manifests.
 
         Raises:
-          RestoreError, StorageError: as ``saves.read_save``.
+          RestoreError, StorageError: as for ``saves.read_save``.
         """
         if not self.is_base:
             return saves.read_save(self.step_dir, self.item)
@@ -78,7 +74,7 @@ class StandingSave:
 
 
 def standing_saves(root: Steps, item: str) -> Iterator[StandingSave]:
-    """The steps of a root, ascending, then its compacted bases."""
+    """Yields the steps of a directory, ascending, then its compacted bases."""
     at = root.spot
     for step in sorted(root.steps()):
         folder = at / str(step)
@@ -93,14 +89,14 @@ def standing_saves(root: Steps, item: str) -> Iterator[StandingSave]:
 def verify_save(
     save: StandingSave, on_bytes: Callable[[int], None]
 ) -> tuple[SaveReport, SaveInfo | None]:
-    """Re-reads and checks all that a save holds.
+    """Re-reads and checks everything in a save.
 
     Args:
       save: the save.
       on_bytes: called with bytes read, from several threads.
 
     Returns:
-      What was found, and what chains need to know of it; None where its manifest cannot be read.
+      The report, and the information that chains need; None if its manifest cannot be read.
     """
     found = inventory.read_inventory(save.step_dir, save.item, shown=save.name, unreadable=True)
     damage = list(found.damage)
@@ -122,7 +118,7 @@ def verify_save(
             problems += _structure(save)
     notes = ()
     if head is not None and found.scope and not save.is_base:
-        notes = ("another manager committed it: Orbax's files have no digests, not checked",)
+        notes = ("committed by another manager: Orbax's files have no digests, not checked",)
     return (
         SaveReport(
             name=save.name,
@@ -139,15 +135,15 @@ def verify_save(
 
 
 def problem_of(save: StandingSave, error: Damaged) -> Problem:
-    """What is wrong with a save, and what that is in the way of."""
+    """Converts damage of a save to a problem, with its effect on restores."""
     inside = error.object_name.removeprefix(f"{save.name}/").removeprefix(f"{save.item}/")
     ours = inside != error.object_name.removeprefix(f"{save.name}/")
     stops: Stops = "step"
     if ours and inside.endswith("/zarr.json"):
-        stops = "nothing"  # It is there for other readers.
+        stops = "nothing"  # Only other readers use it.
     elif ours and (
         names.is_of_part(inside)
-        # Of a compacted base, which is passed over.
+        # In a compacted base, which readers then ignore.
         or inside.startswith(f"{names.DENSE_ITEM}/")
         or inside in (names.manifest_name(0), names.digests_name(0))
     ):
@@ -161,7 +157,7 @@ def problem_of(save: StandingSave, error: Damaged) -> Problem:
 
 
 def _unknown_files(save: StandingSave, found: Inventory) -> Iterator[Problem]:
-    """Files that no digest knows; not to be told where the digests themselves are damaged."""
+    """Files without a digest; none if the digests themselves are damaged."""
     if found.damage:
         return
     for key in save.folder.keys():
@@ -169,14 +165,14 @@ def _unknown_files(save: StandingSave, found: Inventory) -> Iterator[Problem]:
         if name.startswith(found.scope) and name not in found.files:
             yield Problem(
                 object_name=f"{save.name}/{name}",
-                expected="files that the digests know",
-                found="a file that none of them knows",
+                expected="only files with a digest",
+                found="a file without one",
                 stops="nothing",
             )
 
 
 def _misplaced(save: StandingSave, head: Manifest) -> Iterator[Problem]:
-    """A compacted base that is none, or of another step; chains tell it of steps."""
+    """A compacted base that is not a base, or of another step; for steps, chains show it."""
     wanted = f"a base of step {save.step_dir.name}"
     found = f"a {head.kind} of step {head.save_id.step}"
     if save.is_base and wanted != found:
@@ -192,11 +188,11 @@ def _misplaced(save: StandingSave, head: Manifest) -> Iterator[Problem]:
         except Damaged as error:
             yield problem_of(save, error)
         except (RestoreError, StorageError):
-            return  # Another manager committed it; or the save cannot be read, see below.
+            return  # Committed by another manager, or unreadable: see below.
 
 
 def _structure(save: StandingSave) -> Iterator[Problem]:
-    """What records say that cannot be, although each is as it was written."""
+    """Inconsistencies between records that are intact by themselves."""
     try:
         for name, expected, found in structure_problems(save.read()):
             yield Problem(
@@ -217,7 +213,7 @@ def _structure(save: StandingSave) -> Iterator[Problem]:
 
 
 def once(problems: Iterable[Problem]) -> tuple[Problem, ...]:
-    """One problem for each object: what its records say of it comes first."""
+    """Keeps the first problem of each object."""
     found: dict[str, Problem] = {}
     for problem in problems:
         found.setdefault(problem.object_name, problem)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches: raw Criteo files, or synthetic Zipf traffic.
+"""Batches of raw Criteo files, or of synthetic Zipf traffic.
 
-A batch is a pure function of the source's arguments and the step, so that a resumed run sees what
-an uninterrupted one sees.
+A batch is a pure function of the source's arguments and the step, so a resumed run sees the same
+data as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dlrm_jax.model import NUMERIC
 #: Categorical features of a Criteo sample.
 CATEGORIES = 26
 _FIELDS = 1 + NUMERIC + CATEGORIES
-#: The position of every so many lines of a file is remembered.
+#: The file offset of every such number of lines is indexed.
 _INDEX_LINES = 1024
 _SCAN_BYTES = 64 * 2**20
 
@@ -36,8 +36,8 @@ class Batch(NamedTuple):
     """One batch.
 
     Attributes:
-      numeric: (batch, 13) float32, of the order of 1.
-      ids: table name to the row of each sample, (batch,) int32.
+      numeric: (batch, 13) float32, of order 1.
+      ids: for each table, the row index of each sample, (batch,) int32.
       labels: clicks, (batch,) float32, 0 or 1.
     """
 
@@ -47,22 +47,22 @@ class Batch(NamedTuple):
 
 
 class Source(Protocol):
-    """Where batches come from."""
+    """A source of batches."""
 
     def batch(self, step: int) -> Batch:
-        """The batch of a step; the same each time it is asked for."""
+        """Returns the batch of a step; the same on every call."""
         ...
 
 
 def table_rows(tables: str, scale: float = 1.0) -> dict[str, int]:
-    """Table names C1, C2, ... and their rows.
+    """Returns table names C1, C2, ... with their row counts.
 
     Args:
-      tables: ``thesis``, ``kaggle``, or a text file with one number of rows per line.
-      scale: factor on the rows; no table gets fewer than 3.
+      tables: ``thesis``, ``kaggle``, or a text file with one row count per line.
+      scale: factor on the row counts; every table gets at least 3 rows.
 
     Raises:
-      ValueError: the file holds no list of 1 to 26 numbers.
+      ValueError: the file does not hold 1 to 26 numbers.
     """
     if tables == "thesis":
         rows: Sequence[int] = THESIS_ROWS
@@ -72,7 +72,7 @@ def table_rows(tables: str, scale: float = 1.0) -> dict[str, int]:
         words = Path(tables).read_text().split()
         if not 0 < len(words) <= CATEGORIES or not all(word.isdecimal() for word in words):
             raise ValueError(
-                f"{tables}: expected 1 to {CATEGORIES} numbers of rows, one per line, found "
+                f"{tables}: expected 1 to {CATEGORIES} row counts, one per line, found "
                 f"{' '.join(words[:5])!r}"
             )
         rows = [int(word) for word in words]
@@ -80,20 +80,19 @@ def table_rows(tables: str, scale: float = 1.0) -> dict[str, int]:
 
 
 class CriteoFile:
-    """A Criteo file, read line by line in its order, over and over.
+    """A Criteo file, read in order and repeatedly.
 
-    Two raw formats are told apart by the first line: the tab-separated one of the Kaggle data
-    (label, 13 integers, 26 hexadecimal categories, empty where unknown), and the
-    comma-separated one with a header. Category k is hashed into table ``Ck``, whose row 0
-    stands for unknown.
+    The first line distinguishes two raw formats: the tab-separated one of the Kaggle data (label,
+    13 integers, 26 hexadecimal categories, empty if unknown), and the comma-separated one with a
+    header. Category k is hashed into table ``Ck``, whose row 0 means unknown.
     """
 
     def __init__(self, path: str | Path, rows: Mapping[str, int], batch_size: int):
-        """Finds the lines; nothing is parsed yet.
+        """Indexes the lines; parses nothing yet.
 
         Args:
           path: the file.
-          rows: table name to its rows; table i takes category i.
+          rows: row count of each table, by name; table i holds category i.
           batch_size: samples in each batch.
 
         Raises:
@@ -116,7 +115,7 @@ class CriteoFile:
             raise ValueError(f"{path}: expected samples, found none")
 
     def batch(self, step: int) -> Batch:
-        """See ``Source``: lines from ``step * batch_size`` on; after the last comes the first."""
+        """See ``Source``: lines from ``step * batch_size`` on, wrapping around at the end."""
         lines: list[bytes] = []
         position = step * self._batch_size % self.lines
         while len(lines) < self._batch_size:
@@ -151,7 +150,7 @@ class CriteoFile:
 
 
 def hashed_row(category: bytes, rows: int) -> int:
-    """The row of a category in a table of ``rows`` rows; 0 for the empty one.
+    """Returns the row of a category in a table of ``rows`` rows; 0 for the empty category.
 
     Example:
       >>> hashed_row(b"", 100), hashed_row(b"05db9164", 100), hashed_row(b"05db9164", 1000)
@@ -161,20 +160,20 @@ def hashed_row(category: bytes, rows: int) -> int:
 
 
 class ZipfTraffic:
-    """Synthetic traffic: ids by a Zipf law, clicks that depend on them in a way to be learnt.
+    """Synthetic traffic: Zipf-distributed ids, and clicks that depend on them and are learnable.
 
-    Each row has a hidden weight, and the click's log-odds are the sum of the weights of a
-    sample's rows and of its numeric features.
+    Each row has a hidden weight, and the click's log-odds are the sum of the weights of a sample's
+    rows and of its numeric features.
     """
 
     def __init__(self, rows: Mapping[str, int], batch_size: int, *, exponent: float, seed: int):
-        """Makes the hidden weights of the numeric features.
+        """Draws the hidden weights of the numeric features.
 
         Args:
-          rows: table name to its rows.
+          rows: row count of each table, by name.
           batch_size: samples in each batch.
-          exponent: of the Zipf law; 0 draws ids uniformly.
-          seed: of everything.
+          exponent: exponent of the Zipf law; 0 draws ids uniformly.
+          seed: seed of all random numbers.
         """
         self._rows = dict(rows)
         self._batch_size = batch_size
@@ -196,10 +195,10 @@ class ZipfTraffic:
 
 
 def zipf_rows(random: np.random.Generator, rows: int, count: int, exponent: float) -> np.ndarray:
-    """Draws ``count`` row numbers, int32, from a Zipf law over ``rows`` rows.
+    """Draws ``count`` row indices, int32, from a Zipf law over ``rows`` rows.
 
-    The inverse of the continuous law bounded to [1, rows + 1) is used, and ranks are scattered
-    over the table by a bijection, since real hashed ids do not put popular rows side by side.
+    Inverts the continuous law bounded to [1, rows + 1). A bijection scatters the ranks over the
+    table, since popular rows are not adjacent in real hashed data.
     """
     uniform = random.random(count)
     if exponent == 1.0:
@@ -212,7 +211,7 @@ def zipf_rows(random: np.random.Generator, rows: int, count: int, exponent: floa
 
 
 def _coprime(rows: int) -> int:
-    """A multiplier without a common factor with ``rows``, near its golden section."""
+    """A multiplier coprime to ``rows``, near its golden section."""
     start = max(1, round(rows * 0.618))
     return next(number for number in range(start, 2 * rows + 2) if np.gcd(number, rows) == 1)
 
@@ -220,7 +219,7 @@ def _coprime(rows: int) -> int:
 def _hidden_weights(ids: np.ndarray, table: int) -> np.ndarray:
     """A fixed pseudo-random number in [-1, 1) for each row of a table."""
     mixed = ids.astype(np.uint64) + np.uint64(table << 32)
-    # The finaliser of SplitMix64; overflow is meant.
+    # The finalizer of SplitMix64; the overflow is intended.
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed = mixed ^ (mixed >> np.uint64(31))
@@ -228,7 +227,7 @@ def _hidden_weights(ids: np.ndarray, table: int) -> np.ndarray:
 
 
 def _scaled(numbers: np.ndarray) -> np.ndarray:
-    """Counts brought to the order of 1: log(1 + x), with 0 for negative and unknown ones."""
+    """Scales counts to order 1: log(1 + x), with 0 for negative and unknown ones."""
     known = np.nan_to_num(numbers, nan=0.0)
     return np.log1p(np.maximum(known, 0.0)).astype(np.float32)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills a trainer in the middle of a save, resumes it, and proves that nothing was lost.
+"""Kills a trainer in the middle of a save, resumes it, and shows that nothing was lost.
 
-python examples/dlrm_jax/demo.py                  # synthetic traffic
-python examples/dlrm_jax/demo.py --data train.txt # a Criteo file
+python examples/dlrm_jax/demo.py # synthetic traffic python examples/dlrm_jax/demo.py --data
+train.txt # a Criteo file
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from running import comparison, demonstration
 from running.digest import digest
+from running.progress import Progress
 
 from dlrm_jax import main, trainer
 
@@ -26,7 +27,7 @@ _STEPS, _SAVE_EVERY = 80, 10
 
 
 def run(options: argparse.Namespace) -> int:
-    """The whole demonstration; returns the exit status."""
+    """Runs the demonstration; returns the exit status."""
     console = Console(highlight=False)
     # Orbax warns that a directory opened read-only is read-only.
     logging.getLogger("absl").setLevel(logging.ERROR)
@@ -35,23 +36,22 @@ def run(options: argparse.Namespace) -> int:
         root = Path(place)
         killed, whole = (trainer_of(root, name, options) for name in ("killed", "whole"))
 
-        console.rule("[bold]1. Train, and be killed in the middle of a save")
+        console.rule("[bold]1. Train; SIGKILL in the middle of a save")
         kills = demonstration.kill_in_a_save(killed, console)
         demonstration.show_directory(killed.directory, console)
 
         console.rule("[bold]2. Resume")
         killed.run("--resume")
 
-        console.rule("[bold]3. Compare with a run that nobody interrupted")
-        with console.status("training without interruption"):
-            whole.run(quiet=True)
+        console.rule("[bold]3. Compare with an uninterrupted run")
+        whole.run(progress=Progress(console, "training", whole.journal, _STEPS))
         settings = main.parsed(list(whole.arguments))
         sizes = main.model_options(settings)
         tables, template = trainer.checkpoint_tables(), trainer.init_state(sizes, 0)
         state = demonstration.restored(whole.directory, _STEPS, tables, template)
         equal = demonstration.show_comparison(killed, whole, kills, digest(state), console)
 
-        console.rule("[bold]4. Against stock Orbax, the same state")
+        console.rule("[bold]4. Compare with stock Orbax on the same state")
         step, source = trainer.train_step(sizes), main.batches(settings, sizes.rows)
 
         def train(state: trainer.TrainState) -> trainer.TrainState:
@@ -59,17 +59,16 @@ def run(options: argparse.Namespace) -> int:
                 state, _, _ = step(state, source.batch(int(state.step)))
             return state
 
-        with console.status("saving side by side"):
-            figures = comparison.against_orbax(
-                train, trainer.checkpoint_tables, state, directory=root, rounds=5
-            )
+        figures = comparison.against_orbax(
+            train, trainer.checkpoint_tables, state, directory=root, rounds=5, console=console
+        )
         comparison.show_figures(figures, console)
     console.print(f"done in {time.perf_counter() - started:.0f} s")
     return 0 if equal else 1
 
 
 def trainer_of(root: Path, name: str, options: argparse.Namespace) -> demonstration.Trainer:
-    """``main.py`` with the arguments of the demonstration; nothing is started yet."""
+    """``main.py`` with the arguments of the demonstration; starts nothing yet."""
     arguments = [
         *(f"--steps={_STEPS}", f"--save-every={_SAVE_EVERY}", f"--print-every={_SAVE_EVERY}"),
         *("--batch=512", "--bottom=128", "--top=256-128"),
@@ -88,13 +87,13 @@ def trainer_of(root: Path, name: str, options: argparse.Namespace) -> demonstrat
 
 
 def parsed() -> argparse.Namespace:
-    """The command line's options."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, help="Criteo file; default: synthetic traffic")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor on the tables' rows")
-    parser.add_argument("--directory", type=Path, help="where to make a temporary directory")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on the tables' row counts")
+    parser.add_argument("--directory", type=Path, help="where to create the temporary directory")
     return parser.parse_args()
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills one of two trainers in the middle of a save, and goes on with one, and with four.
+"""Kills one of two trainers in the middle of a save, and resumes with one and with four.
 
 python examples/dlrm_jax/demo_multi.py
 
-Every run has four virtual CPU devices in all, whatever its number of processes.
+Every run has four virtual CPU devices in total, for any number of processes.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ from rich.console import Console
 from rich.table import Table
 from running import demonstration, journal
 from running.digest import digest
+from running.progress import Progress
 
 import deltackpt
 from dlrm_jax import main, trainer
 
 _STEPS, _SAVE_EVERY = 48, 8
-#: Steps committed before a trainer may be killed.
+#: Number of committed steps before a trainer may be killed.
 _COMMITTED_FIRST = 3
 _KILLS = 4
-#: After so long a silent process counts as gone.
+#: A process that is silent for this long counts as dead.
 _PROCESSES_SECS = 15
-#: How long a run may take, and a trainer to report that another is gone.
+#: Time limits of a run, and for a trainer to report that another is missing.
 _RUN_SECS, _REPORT_SECS = 300, 90
-#: A save may be over after 0.1 s; nothing else is in a hurry.
+#: A save may finish within 0.1 s; everything else can be polled less often.
 _SAVE_POLL_SECS, _POLL_SECS = 0.002, 0.1
 #: Relative difference of losses that the order of float32 sums explains: at the first step after a
-#: restart, and at later ones, where training has amplified it.
+#: restart, and at later steps, where training has amplified it.
 _ROUNDING, _AMPLIFIED = 1e-6, 1e-4
 _ARGUMENTS = (
     *(f"--steps={_STEPS}", f"--save-every={_SAVE_EVERY}", f"--print-every={_SAVE_EVERY}"),
@@ -59,7 +60,7 @@ _ARGUMENTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Processes, and the devices of each."""
+    """A number of processes, and the devices of each."""
 
     processes: int
     devices: int
@@ -69,16 +70,16 @@ class Topology:
 
 
 class Run:
-    """``main.py`` in several processes at a time, which share a directory of checkpoints.
+    """``main.py`` in several processes that share a checkpoint directory.
 
     Attributes:
-      topology: where it runs.
-      directory: its checkpoints.
-      sizes: of its model.
+      topology: processes and devices.
+      directory: its checkpoint directory.
+      sizes: sizes of its model.
     """
 
     def __init__(self, root: Path, name: str, topology: Topology, options: argparse.Namespace):
-        """Chooses the arguments; nothing is started yet."""
+        """Chooses the arguments; starts nothing yet."""
         self.topology = topology
         self.directory = root / name
         self._journal = root / f"{name}.jsonl"
@@ -91,7 +92,7 @@ class Run:
 
     @contextlib.contextmanager
     def started(self, *more: str) -> Iterator[list[subprocess.Popen[bytes]]]:
-        """Starts the processes; none outlives the block."""
+        """Starts the processes; all of them end with the block."""
         address = f"127.0.0.1:{free_port()}"
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
@@ -118,17 +119,24 @@ class Run:
                 process.kill()
                 process.wait()
 
-    def run(self, *more: str) -> None:
-        """Runs the processes to their end."""
+    def run(self, *more: str, console: Console) -> None:
+        """Runs the processes to completion, and shows their progress."""
+        progress = self.progress(console)
         with self.started(*more) as processes:
             deadline = time.monotonic() + _RUN_SECS
             while any(process.poll() is None for process in processes):
                 self.check(processes, deadline)
+                progress.show()
                 time.sleep(_POLL_SECS)
             self.check(processes, deadline)
+            progress.show()
+
+    def progress(self, console: Console) -> Progress:
+        """Shows the progress of the run."""
+        return Progress(console, f"training on {self.topology}", self._journal, _STEPS)
 
     def check(self, processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> None:
-        """Ends the demonstration where a process has failed, or all take too long."""
+        """Exits if a process has failed, or all take too long."""
         for number, process in enumerate(processes):
             if process.poll():
                 problem = f"process {number} ended with status {process.returncode}"
@@ -137,31 +145,31 @@ class Run:
             sys.exit(f"{self.topology}: not done after {_RUN_SECS} s\n{self.said(0, lines=30)}")
 
     def said(self, process: int, lines: int = 0) -> str:
-        """What a process printed, or the last lines of it."""
+        """Returns a process's output, or its last lines."""
         text = self._logs[process].read_text(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
     def reported(self, process: int) -> str | None:
-        """The first error of deltackpt in what a process printed, None where there is none."""
+        """Returns the first deltackpt error in a process's output, or None."""
         errors = re.search(r"^deltackpt\.errors\.(.*)$", self.said(process), re.MULTILINE)
         return None if errors is None else errors[1]
 
     def losses(self) -> dict[int, float]:
-        """Step to loss, of every step that was journalled."""
+        """Returns the loss of every step in the journal."""
         return {e["step"]: float.fromhex(e["loss"]) for e in journal.read(self._journal, "step")}
 
     def restarted(self) -> tuple[int, str]:
-        """Step and digest of the state that the run restored."""
+        """Returns the step and digest of the restored state."""
         entry = journal.read(self._journal, "restored")[-1]
         return entry["step"], entry["digest"]
 
     def saved_digest(self, step: int) -> str:
-        """Digest of the state that the run gave to ``save(step)``, gathered from its devices."""
+        """Returns the digest of the state passed to ``save(step)``, gathered from its devices."""
         digests = {e["step"]: e["digest"] for e in journal.read(self._journal, "saved")}
         return digests[step]
 
     def stored_digest(self, step: int) -> str:
-        """Digest of a step on disk, read by this process alone."""
+        """Returns the digest of a step on disk, read by this process alone."""
         with deltackpt.CheckpointManager(
             self.directory,
             handlers={"embeddings": trainer.checkpoint_tables()},
@@ -171,7 +179,7 @@ class Run:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The whole demonstration; returns the exit status."""
+    """Runs the demonstration; returns the exit status."""
     console = Console(highlight=False)
     # Orbax warns that a directory opened read-only is read-only.
     logging.getLogger("absl").setLevel(logging.ERROR)
@@ -186,21 +194,18 @@ def run(options: argparse.Namespace) -> int:
             for topology in (Topology(1, 4), Topology(4, 1))
         ]
 
-        console.rule("[bold]1. Train on 2 processes x 2 devices, without interruption")
+        console.rule("[bold]1. Train on 2 processes x 2 devices, uninterrupted")
         show_sizes(whole.sizes, console)
-        with console.status("training"):
-            whole.run()
+        whole.run(console=console)
 
         console.rule("[bold]2. Train again, and kill one process in the middle of a save")
-        with console.status("training"):
-            kill_in_a_save(killed, console)
+        kill_in_a_save(killed, console)
         demonstration.show_directory(killed.directory, console)
 
-        console.rule("[bold]3. Restart on other numbers of processes, each from a copy")
+        console.rule("[bold]3. Restart on other process counts, each from a copy")
         for other in others:
             shutil.copytree(killed.directory, other.directory)
-            with console.status(f"going on with {other.topology}"):
-                other.run("--resume")
+            other.run("--resume", console=console)
         step = demonstration.committed(killed.directory)[-1]
         equal = show_states(step, killed, others, console)
 
@@ -214,24 +219,26 @@ def run(options: argparse.Namespace) -> int:
 
 
 def free_port() -> int:
-    """A port of the loopback interface on which nobody listens."""
+    """Returns a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def kill_in_a_save(victims: Run, console: Console) -> None:
-    """Kills the last process while a step is partly written; then, once it reported, the other.
+    """Kills the last process while a step is partly written; after its report, the other one.
 
-    A kill that comes too late finds the step committed; the run is then resumed and killed again.
+    If the kill comes too late and the step is committed, the run is resumed and killed again.
     """
     for attempt in range(_KILLS):
         with victims.started(*(["--resume"] if attempt else [])) as processes:
             unfinished, deadline = None, time.monotonic() + _RUN_SECS
+            progress = victims.progress(console)
             while unfinished is None:
                 victims.check(processes, deadline)
+                progress.show()
                 if all(process.poll() == 0 for process in processes):
-                    sys.exit("the trainers ended before one could be killed in a save")
+                    sys.exit("the trainers finished before one could be killed in a save")
                 if len(demonstration.committed(victims.directory)) >= _COMMITTED_FIRST:
                     unfinished = demonstration.save_in_progress(victims.directory)
                 time.sleep(_SAVE_POLL_SECS)
@@ -240,13 +247,14 @@ def kill_in_a_save(victims: Run, console: Console) -> None:
             step = int(unfinished.name.partition(demonstration.UNFINISHED)[0])
             console.print(
                 f"[bold red]SIGKILL[/] to process {len(processes) - 1} (pid {processes[-1].pid}) "
-                f"while step {step} was being written"
+                f"while step {step} was being written",
+                soft_wrap=True,
             )
             show_report(victims, processes[0], console)
         if step not in demonstration.committed(victims.directory):
             return
-        console.print(f"step {step} was committed nevertheless: once more")
-    sys.exit(f"{_KILLS} kills came too late for the save that they were meant for")
+        console.print(f"step {step} was committed before the kill: trying again")
+    sys.exit(f"{_KILLS} kills came too late to interrupt a save")
 
 
 def show_report(victims: Run, survivor: subprocess.Popen[bytes], console: Console) -> None:
@@ -263,24 +271,25 @@ def show_report(victims: Run, survivor: subprocess.Popen[bytes], console: Consol
 
 
 def show_sizes(sizes: trainer.ModelOptions, console: Console) -> None:
-    """The tables and how they are padded."""
+    """Prints the tables and how they are padded."""
     rows = sum(sizes.rows.values())
     padded = sum(count + -count % sizes.row_multiple for count in sizes.rows.values())
     console.print(
-        f"{len(sizes.rows)} tables, {rows:,} rows of {sizes.width}; each table is padded to a "
-        f"multiple of {sizes.row_multiple} rows, {padded:,} in all, so that 4 devices can share it"
+        f"{len(sizes.rows)} tables with {rows:,} rows of {sizes.width} values.\nEach table is "
+        f"padded to a multiple of {sizes.row_multiple} rows ({padded:,} in total), so that 4 "
+        "devices can share it."
     )
 
 
 def show_states(step: int, killed: Run, others: Sequence[Run], console: Console) -> bool:
-    """Prints whether every topology restored what was saved, bit for bit, and returns it."""
+    """Prints whether every topology restored the saved state bit for bit, and returns it."""
     saved = killed.saved_digest(step)
     rows = [
-        (f"given to save() on {killed.topology}", step, saved),
+        (f"passed to save() on {killed.topology}", step, saved),
         ("read from disk by this process", step, killed.stored_digest(step)),
         *((f"restored on {other.topology}", *other.restarted()) for other in others),
     ]
-    table = Table("state", "step", "SHA-256 of every leaf", "", box=box.SIMPLE_HEAD)
+    table = Table("state", "step", "SHA-256 of every leaf", "result", box=box.SIMPLE_HEAD)
     found = []
     for name, at, sha256 in rows:
         found.append((at, sha256) == (step, saved))
@@ -293,7 +302,7 @@ def show_states(step: int, killed: Run, others: Sequence[Run], console: Console)
 def show_losses(
     step: int, whole: Run, killed: Run, others: Sequence[Run], console: Console
 ) -> bool:
-    """Prints how far the losses are from the uninterrupted run's; whether rounding explains it."""
+    """Prints the differences of the losses; returns whether rounding explains them."""
     expected = whole.losses()
     table = Table("losses of", box=box.SIMPLE_HEAD)
     for name in ("steps", "equal bits", "first step", "greatest", "last loss"):
@@ -305,7 +314,7 @@ def show_losses(
     ):
         losses = source.losses()
         if not set(steps) <= set(losses):
-            sys.exit(f"{name}: losses of some of the steps {steps} are missing")
+            sys.exit(f"{name}: expected the losses of steps {steps}, found some missing")
         differences = relative_differences(losses, expected, steps)
         close &= differences[0] <= _ROUNDING and max(differences) <= _AMPLIFIED
         table.add_row(
@@ -320,9 +329,9 @@ def show_losses(
     table.add_row(f"{whole.topology}, whole", whole_steps, "", "", "", last)
     console.print(table)
     console.print(
-        "First step and greatest are relative differences. Other numbers of devices sum the same "
-        f"float32 numbers in another order: up to {_ROUNDING:.0e} at the first step after the "
-        f"restart is rounding, and up to {_AMPLIFIED:.0e} what training may make of it."
+        "The columns hold relative differences. Other device counts sum the same float32 values "
+        f"in another order. At the first step after the restart, up to {_ROUNDING:.0e} is "
+        f"rounding; later, training may amplify it up to {_AMPLIFIED:.0e}."
     )
     return close
 
@@ -330,19 +339,21 @@ def show_losses(
 def relative_differences(
     found: dict[int, float], expected: dict[int, float], steps: Sequence[int]
 ) -> np.ndarray:
-    """|found - expected| / |expected| of each of ``steps``, (steps,) float64."""
+    """Returns |found - expected| / |expected| for each of ``steps``, (steps,) float64."""
     ours = np.array([found[step] for step in steps])
     theirs = np.array([expected[step] for step in steps])
     return np.abs(ours - theirs) / np.abs(theirs)
 
 
 def parsed() -> argparse.Namespace:
-    """The command line's options."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--scale", type=float, default=0.25003, help="factor on the tables' rows")
-    parser.add_argument("--directory", type=Path, help="where to make a temporary directory")
+    parser.add_argument(
+        "--scale", type=float, default=0.25003, help="factor on the tables' row counts"
+    )
+    parser.add_argument("--directory", type=Path, help="where to create the temporary directory")
     return parser.parse_args()
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills two training workers and a restore actor of a Ray job, which recovers from memory.
+"""Kills two training workers and a hot-standby actor of a Ray job, which recovers from memory.
 
 python examples/dlrm_jax/demo_ray.py
 
-Starts a Ray node of its own on the loopback interface, submits ray_cluster/train_dlrm.py to it
-twice, once without interruption, and compares every restored state with what the uninterrupted
-run had at that step. It ends the processes that it started, by their numbers, and no others.
+Starts its own Ray node on the loopback interface, submits ray_cluster/train_dlrm.py to it twice,
+once uninterrupted, and compares every restored state with the uninterrupted run's state at that
+step. It kills only processes that it started, by process id.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from running import demonstration, journal
+from running.progress import Progress
 
 from dlrm_jax import demo_multi
 
@@ -39,7 +40,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 _RAY = str(Path(sys.executable).with_name("ray"))
 _STEPS, _SAVE_EVERY = 160, 10
 _WORKERS, _DEVICES, _SHARDS = 2, 2, 2
-#: Steps committed since the start, or a restart, before somebody is killed.
+#: Number of committed steps after a start or restart before the next kill.
 _COMMITTED_FIRST = 2
 _JOB_SECS, _POLL_SECS = 300, 0.1
 _PR_SET_PDEATHSIG = 1
@@ -47,13 +48,13 @@ _ARGUMENTS = (
     *(f"--steps={_STEPS}", f"--save-every={_SAVE_EVERY}", f"--print-every={_SAVE_EVERY}"),
     *("--batch=512", "--bottom=128", "--top=256-128", "--digests", "--processes-secs=30"),
 )
-#: Of the node and of whoever talks to it. Without the second Ray would listen on the address of
-#: the machine; tokens would be written under the home directory.
+#: Environment of the node and its clients. Without the second setting, Ray would listen on the
+#: machine's address; tokens would be written to the home directory.
 _ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # How often Ray Train looks after its workers, in seconds.
+    # How often Ray Train polls its workers, in seconds.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
 }
 
@@ -62,12 +63,12 @@ class Node:
     """A Ray head on the loopback interface.
 
     Attributes:
-      address: where drivers connect.
-      dashboard: where jobs are submitted.
+      address: address for drivers.
+      dashboard: address for job submission.
     """
 
     def __init__(self, place: Path):
-        """Chooses ports; nothing is started yet."""
+        """Chooses ports; starts nothing yet."""
         self._place = place
         self._ports = {
             name: demo_multi.free_port()
@@ -82,7 +83,7 @@ class Node:
 
     @contextlib.contextmanager
     def started(self) -> Iterator[None]:
-        """Runs the node; nothing that it started outlives the block."""
+        """Runs the node; everything that it started ends with the block."""
         with (self._place / "ray.log").open("wb") as log:
             head = subprocess.Popen(
                 [
@@ -107,7 +108,9 @@ class Node:
 
     def _answers(self, head: subprocess.Popen[bytes]) -> bool:
         if head.poll() is not None:
-            sys.exit(f"Ray ended with {head.returncode}:\n{(self._place / 'ray.log').read_text()}")
+            sys.exit(
+                f"Ray exited with code {head.returncode}:\n{(self._place / 'ray.log').read_text()}"
+            )
         return not subprocess.run(
             [_RAY, "job", "list", f"--address={self.dashboard}"],
             stdout=subprocess.DEVNULL,
@@ -119,12 +122,12 @@ class Job:
     """ray_cluster/train_dlrm.py, submitted to a node."""
 
     def __init__(self, node: Node, root: Path, name: str, scale: float):
-        """Chooses the arguments; nothing is submitted yet.
+        """Chooses the arguments; submits nothing yet.
 
         Args:
-          node: where it runs.
-          root: for its files.
-          name: of the job.
+          node: the node to run on.
+          root: directory for its files.
+          name: name of the job.
           scale: factor on the tables' rows.
         """
         self.directory = root / name
@@ -139,27 +142,31 @@ class Job:
         ]
 
     def submit(self) -> subprocess.Popen[bytes]:
-        """Submits it; the process that is returned ends with the job."""
+        """Submits the job; the returned process ends with the job."""
         with self._log.open("wb") as log:
             return subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT)
 
     def check(self, submission: subprocess.Popen[bytes]) -> None:
-        """Exits with the job's last words where it failed."""
+        """Exits with the end of the job's output if it failed."""
         if submission.poll() not in (None, 0):
             words = self._log.read_text(errors="replace").splitlines()[-40:]
             sys.exit("\n".join([f"the job failed with status {submission.returncode}:", *words]))
 
     def entries(self, event: str) -> list[dict[str, Any]]:
-        """What its journal says."""
+        """Returns the job's journal."""
         return journal.read(self._journal, event) if self._journal.exists() else []
 
+    def progress(self, console: Console) -> Progress:
+        """Shows the progress of the job."""
+        return Progress(console, "training", self._journal, _STEPS)
+
     def digests(self) -> dict[int, str]:
-        """Digest of the state that the run gave to each ``save``."""
+        """Returns the digest of the state that was passed to each ``save``."""
         return {entry["step"]: entry["digest"] for entry in self.entries("saved")}
 
 
 def run(options: argparse.Namespace) -> int:
-    """The whole demonstration; returns the exit status."""
+    """Runs the demonstration; returns the exit status."""
     console = Console(highlight=False)
     started = time.perf_counter()
     for name in [name for name in os.environ if name.startswith("RAY_")]:
@@ -172,7 +179,8 @@ def run(options: argparse.Namespace) -> int:
             node, root = Node(place), Path(folder)
             console.rule("[bold]1. Start a Ray node on the loopback interface")
             with node.started():
-                console.print(f"jobs at {node.dashboard}, its files in {place}")
+                console.print(f"jobs are submitted to {node.dashboard}")
+                console.print(f"Ray writes its files in {place}", soft_wrap=True)
                 equal = interrupted(node, root, options.scale, console)
     finally:
         shutil.rmtree(place, ignore_errors=True)
@@ -184,16 +192,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def interrupted(node: Node, root: Path, scale: float, console: Console) -> bool:
-    """Runs both jobs, kills in the second, and returns whether they are equal."""
+    """Runs both jobs, kills processes of the second, and returns whether they are equal."""
     import ray
 
     from deltackpt import service
 
     whole, killed = Job(node, root, "whole", scale), Job(node, root, "killed", scale)
     console.rule(f"[bold]2. ray job submit: {_WORKERS} workers x {_DEVICES} devices, uninterrupted")
-    with console.status("training"):
-        submission = whole.submit()
-        waited("the job", lambda: finished(whole, submission))
+    submission = whole.submit()
+    waited("the job", lambda: finished(whole, submission), whole.progress(console))
     console.print(f"{_STEPS} steps, a save every {_SAVE_EVERY}")
 
     console.rule("[bold]3. The same job, and SIGKILL to three of its processes")
@@ -204,8 +211,7 @@ def interrupted(node: Node, root: Path, scale: float, console: Console) -> bool:
         kill_a_worker(node, killed, submission, console)
         kill_a_restore_actor(killed, submission, console)
         kill_a_worker(node, killed, submission, console)
-        with console.status("training"):
-            waited("the job", lambda: finished(killed, submission))
+        waited("the job", lambda: finished(killed, submission), killed.progress(console))
     finally:
         ray.shutdown()
 
@@ -216,7 +222,7 @@ def interrupted(node: Node, root: Path, scale: float, console: Console) -> bool:
 def kill_a_worker(
     node: Node, job: Job, submission: subprocess.Popen[bytes], console: Console
 ) -> None:
-    """Kills a training worker once the job has saved, and waits until it goes on."""
+    """Kills a training worker after a save, and waits until the job resumes."""
     from ray.util.state import list_actors
 
     await_saves(job, submission, console)
@@ -229,69 +235,69 @@ def kill_a_worker(
     os.kill(pid, signal.SIGKILL)
     started = time.perf_counter()
     console.print(f"[bold red]SIGKILL[/] to a training worker (pid {pid}) after step {step}")
-    with console.status("Ray starts the workers anew"):
-        waited("the restart", lambda: went_on(job, submission, restarts))
+    waited("the restart", lambda: went_on(job, submission, restarts), job.progress(console))
     event = job.entries("restore")[-1]
     console.print(
-        f"  all workers are back after {time.perf_counter() - started:.0f} s: step "
+        f"  all workers have restarted after {time.perf_counter() - started:.0f} s: step "
         f"{event['step']} restored from [bold]{event['source']}[/] in {event['total_secs']:.2f} s"
     )
 
 
 def kill_a_restore_actor(job: Job, submission: subprocess.Popen[bytes], console: Console) -> None:
-    """Kills one member of the restore service, and waits until it holds the newest step again."""
+    """Kills a hot-standby replica, and waits until it holds the newest step again."""
     from deltackpt import service
 
     await_saves(job, submission, console)
     restore_service = service.connect(job.directory)
-    victim = restore_service.status().members[-1]
+    victim = restore_service.status().replicas[-1]
     assert victim.found is not None
     os.kill(victim.found.pid, signal.SIGKILL)
     started = time.perf_counter()
     console.print(
-        f"[bold red]SIGKILL[/] to the restore actor of {victim.member} (pid {victim.found.pid}), "
-        f"which held step {victim.step}"
+        f"[bold red]SIGKILL[/] to the hot-standby actor of {victim.replica}\n  (pid "
+        f"{victim.found.pid}), which held step {victim.step}"
     )
-    with console.status("Ray starts it anew"):
-        restore_service.wait_ready(demonstration.committed(job.directory)[-1], _JOB_SECS)
-    back = restore_service.status().members[-1]
+    console.print("  waiting until Ray has restarted it and it has read the newest step")
+    restore_service.wait_ready(demonstration.committed(job.directory)[-1], _JOB_SECS)
+    back = restore_service.status().replicas[-1]
     assert back.found is not None
     console.print(
-        f"  it is back as pid {back.found.pid} and holds step {back.step} after "
-        f"{time.perf_counter() - started:.1f} s; training went on"
+        f"  it is back as pid {back.found.pid} with step {back.step} after "
+        f"{time.perf_counter() - started:.1f} s; training continued"
     )
 
 
 def await_saves(job: Job, submission: subprocess.Popen[bytes], console: Console) -> None:
-    """Waits until the job has committed some steps since now."""
+    """Waits until the job has committed some more steps."""
     known = len(demonstration.committed(job.directory)) if job.directory.exists() else 0
 
     def saved() -> bool:
         job.check(submission)
         if submission.poll() is not None:
-            sys.exit("the job ended before everybody was killed: the machine is too fast for it")
+            sys.exit("the job finished before all kills; the machine is too fast for this scale")
         return len(demonstration.committed(job.directory)) >= known + _COMMITTED_FIRST
 
-    with console.status("training"):
-        waited("saves", saved)
+    waited("saves", saved, job.progress(console))
 
 
 def went_on(job: Job, submission: subprocess.Popen[bytes], restarts: int) -> bool:
-    """Whether the job has restored a step once more."""
+    """Returns whether the job has restored another step."""
     job.check(submission)
     return len(job.entries("restored")) > restarts
 
 
 def finished(job: Job, submission: subprocess.Popen[bytes]) -> bool:
-    """Whether the job has ended well."""
+    """Returns whether the job has succeeded."""
     job.check(submission)
     return submission.poll() is not None
 
 
 def show_states(whole: Job, killed: Job, console: Console) -> bool:
-    """Prints whether states are those of the uninterrupted run, bit for bit, and returns it."""
+    """Prints whether the states equal the uninterrupted run's bit for bit, and returns it."""
     expected = whole.digests()
-    table = Table("state", "step", "tables from", "SHA-256 of every leaf", "", box=box.SIMPLE_HEAD)
+    table = Table(
+        "state", "step", "tables from", "SHA-256 of every leaf", "result", box=box.SIMPLE_HEAD
+    )
     found = []
     restores = zip(killed.entries("restore"), killed.entries("restored"), strict=True)
     rows = [("restored", entry, event["source"]) for event, entry in restores]
@@ -307,23 +313,25 @@ def show_states(whole: Job, killed: Job, console: Console) -> bool:
 
 
 def end_with_parent() -> None:
-    """Has the kernel end a child that is about to start, should this process be killed."""
+    """Makes the kernel kill a new child if this process is killed."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM):
         raise OSError(ctypes.get_errno(), "prctl")
 
 
-def waited(what: str, done: Callable[[], bool]) -> None:
-    """Polls until ``done()``; exits where that takes too long."""
+def waited(what: str, done: Callable[[], bool], progress: Progress | None = None) -> None:
+    """Polls until ``done()`` with progress output; exits after a time limit."""
     deadline = time.monotonic() + _JOB_SECS
     while not done():
+        if progress is not None:
+            progress.show()
         if time.monotonic() > deadline:
             sys.exit(f"{what} took more than {_JOB_SECS} s")
         time.sleep(_POLL_SECS)
 
 
 def ended(process: psutil.Process) -> None:
-    """Ends a process and all that it started."""
+    """Ends a process and its descendants."""
     family = [process]
     with contextlib.suppress(psutil.NoSuchProcess):
         family += process.children(recursive=True)
@@ -336,12 +344,14 @@ def ended(process: psutil.Process) -> None:
 
 
 def parsed() -> argparse.Namespace:
-    """The command line's options."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--scale", type=float, default=0.10003, help="factor on the tables' rows")
-    parser.add_argument("--directory", type=Path, help="where to make a temporary directory")
+    parser.add_argument(
+        "--scale", type=float, default=0.10003, help="factor on the tables' row counts"
+    )
+    parser.add_argument("--directory", type=Path, help="where to create the temporary directory")
     return parser.parse_args()
 
 

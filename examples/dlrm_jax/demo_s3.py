@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains against S3, loses the node in the middle of an upload, and goes on on an empty one.
+"""Trains against S3, loses the node in the middle of an upload, and resumes on an empty node.
 
-A real S3 server runs on loopback (make servers). Saves are made in a stage and promoted; trainer
-and promoter are killed while a save is half in the bucket, and the stage is gone with them.
+A real S3 server runs on loopback (make servers). Saves are staged locally and uploaded. The demo
+kills the trainer and the uploader during an upload, and deletes the staging directory.
 
 python examples/dlrm_jax/demo_s3.py
 """
@@ -29,6 +29,7 @@ from rich.table import Table
 from running import demonstration, s3_server
 from running.digest import digest
 from running.journal import size
+from running.progress import Progress
 
 import deltackpt
 from deltackpt import inspect
@@ -38,15 +39,15 @@ from deltackpt.tiers.stage import Stage
 from dlrm_jax import main, trainer
 
 _STEPS, _SAVE_EVERY = 60, 5
-#: Steps at the root before the node is lost.
+#: Number of uploaded steps before the node is lost.
 _AT_ROOT_FIRST = 3
-#: Slow enough for an upload to be hit in its middle.
+#: Slow enough to interrupt an upload halfway.
 _BYTES_PER_SEC = 40e6
 _POLL_SECS = 0.001
 
 
 def run(options: argparse.Namespace) -> int:
-    """The whole demonstration; returns the exit status."""
+    """Runs the demonstration; returns the exit status."""
     console = Console(highlight=False)
     logging.getLogger("absl").setLevel(logging.ERROR)
     started = time.perf_counter()
@@ -60,9 +61,9 @@ def run(options: argparse.Namespace) -> int:
         whole = trainer_of(root, "whole", str(root / "whole"), options)
         tiers = (f"--endpoint={server.endpoint}", f"--bytes-per-sec={_BYTES_PER_SEC}")
 
-        console.rule("[bold]1. Train against S3, and lose the node in the middle of an upload")
+        console.rule("[bold]1. Train against S3; lose the node in the middle of an upload")
         stage = Stage(root / "node")
-        half = lose_node(killed, server, stage, tiers, console)
+        half, lost = lose_node(killed, server, stage, tiers, console)
         show_bill("of the first node", server.requests(), collections.Counter(), console)
 
         console.rule("[bold]2. Resume on an empty node")
@@ -70,9 +71,8 @@ def run(options: argparse.Namespace) -> int:
         killed.run("--resume", f"--stage={root / 'other-node'}", *tiers)
         show_bill("of the second node", server.requests(), before, console)
 
-        console.rule("[bold]3. Compare with a run that nobody interrupted")
-        with console.status("training without interruption"):
-            whole.run(quiet=True)
+        console.rule("[bold]3. Compare with an uninterrupted run")
+        whole.run(progress=Progress(console, "training", whole.journal, _STEPS))
         sizes = main.model_options(main.parsed(list(whole.arguments)))
         reading = deltackpt.ManagerOptions(
             access="read", tiers=deltackpt.Tiers(endpoint=server.endpoint)
@@ -81,10 +81,13 @@ def run(options: argparse.Namespace) -> int:
             url, handlers={"embeddings": trainer.checkpoint_tables()}, options=reading
         ) as manager:
             state = manager.restore(_STEPS, trainer.init_state(sizes, 0)).state
-        equal = demonstration.show_comparison(killed, whole, [half], digest(state), console)
+        verdict = f"no step in the bucket was lost; steps {lost} were trained again"
+        equal = demonstration.show_comparison(
+            killed, whole, [half], digest(state), console, verdict
+        )
         steps = inspect.open(url, endpoint=server.endpoint).steps
         stored = sum(path.stat().st_size for path in server.folder.rglob("*") if path.is_file())
-        console.print(f"{len(steps)} steps in the bucket, {size(stored)} in all")
+        console.print(f"{len(steps)} steps in the bucket, {size(stored)} in total")
     console.print(f"done in {time.perf_counter() - started:.0f} s")
     return 0 if equal else 1
 
@@ -95,14 +98,14 @@ def lose_node(
     stage: Stage,
     tiers: tuple[str, ...],
     console: Console,
-) -> str:
-    """Kills trainer and promoter while a save is half in the bucket, and removes their stage.
+) -> tuple[str, list[int]]:
+    """Kills trainer and uploader in the middle of an upload, and removes the staging directory.
 
     Returns:
-      The step that was on its way.
+      The step whose upload was cut off, and the steps that existed only on the lost node.
     """
     process = victim.start(f"--stage={stage.path}", *tiers)
-    # The server keeps objects as files: to look at these is no request.
+    # The server stores objects as files, so listing them sends no request.
     view = JournalView(spot(server.folder / "demo") / "run")
     half: set[str] = set()
     while not half and process.poll() is None:
@@ -111,7 +114,7 @@ def lose_node(
             found = {*(view.root / "saves").folders()}
             half = found - {prefix.split("/")[1] for prefix in view.state().prefixes}
     if not half:
-        sys.exit("the trainer ended before its node could be lost in an upload")
+        sys.exit("the trainer finished before its node could be lost in an upload")
     orders = stage.orders()
     assert orders is not None
     promoter = stage.progress(orders.holder).pid
@@ -124,11 +127,12 @@ def lose_node(
     lost = sorted(set(made) - {*view.state().steps})
     shutil.rmtree(stage.path)
     console.print(
-        f"[bold red]SIGKILL[/] to trainer {process.pid} and promoter {promoter} while step {step} "
-        f"was being sent; the stage is gone, and with it steps {lost}, for which nobody had waited"
+        f"[bold red]SIGKILL[/] to trainer {process.pid} and uploader {promoter} during the upload "
+        f"of step {step}.\nThe staging directory is gone, and with it steps {lost}: the trainer "
+        "had not waited for their upload."
     )
-    console.print(f"what a reader finds in the bucket: steps {[*view.state().steps]}, all whole")
-    return step
+    console.print(f"A reader finds steps {[*view.state().steps]} in the bucket, all complete.")
+    return step, lost
 
 
 def show_bill(
@@ -137,7 +141,7 @@ def show_bill(
     before: collections.Counter[str],
     console: Console,
 ) -> None:
-    """Prints the requests since."""
+    """Prints the new requests by kind."""
     table = Table(f"requests {what}", "count", box=box.SIMPLE_HEAD)
     for kind, count in sorted((now - before).items()):
         table.add_row(kind, str(count))
@@ -147,7 +151,7 @@ def show_bill(
 def trainer_of(
     root: Path, name: str, directory: str, options: argparse.Namespace
 ) -> demonstration.Trainer:
-    """``main.py`` with the arguments of the demonstration; nothing is started yet."""
+    """``main.py`` with the arguments of the demonstration; starts nothing yet."""
     return demonstration.Trainer(
         script=Path(main.__file__),
         directory=directory,
@@ -161,12 +165,12 @@ def trainer_of(
 
 
 def parsed() -> argparse.Namespace:
-    """The command line's options."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--scale", type=float, default=0.5, help="factor on the tables' rows")
-    parser.add_argument("--directory", type=Path, help="where to make a temporary directory")
+    parser.add_argument("--scale", type=float, default=0.5, help="factor on the tables' row counts")
+    parser.add_argument("--directory", type=Path, help="where to create the temporary directory")
     return parser.parse_args()
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DLRM: bottom MLP, embedding tables, dot interaction, top MLP.
+"""DLRM: bottom MLP, embedding tables, dot-product interaction, top MLP.
 
-Source: Naumov et al., "Deep Learning Recommendation Model for Personalization and
-Recommendation Systems", arXiv:1906.00091.
+Source: Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation
+Systems", arXiv:1906.00091.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Dense = dict[str, list[Layer]]
 def init_tables(
     key: jax.Array, rows: Mapping[str, int], width: int, row_multiple: int = 1
 ) -> dict[str, jax.Array]:
-    """Embedding tables, (rows, width) float32, uniform as in the paper's reference code.
+    """Returns embedding tables, (rows, width) float32, uniform as in the paper's reference code.
 
     Args:
-      key: of the random numbers.
-      rows: table name to its rows.
+      key: PRNG key.
+      rows: row count of each table, by name.
       width: columns of every table.
-      row_multiple: zeros follow the rows, up to a multiple of this.
+      row_multiple: tables are padded with zero rows to a multiple of this.
     """
     keys = jax.random.split(key, len(rows))
     tables = {}
@@ -46,7 +46,7 @@ def init_tables(
 def init_dense(
     key: jax.Array, tables: int, width: int, bottom: Sequence[int], top: Sequence[int]
 ) -> Dense:
-    """Both MLPs; the bottom one ends in a layer of the tables' width, the top one in a logit."""
+    """Returns both MLPs; the bottom one ends in the tables' width, the top one in a logit."""
     bottom_key, top_key = jax.random.split(key)
     vectors = tables + 1
     interactions = vectors * (vectors - 1) // 2
@@ -57,7 +57,7 @@ def init_dense(
 
 
 def logits(dense: Dense, numeric: jax.Array, rows: Sequence[jax.Array]) -> jax.Array:
-    """The click logits of a batch.
+    """Returns the click logits of a batch.
 
     Args:
       dense: both MLPs.
@@ -76,15 +76,15 @@ def logits(dense: Dense, numeric: jax.Array, rows: Sequence[jax.Array]) -> jax.A
 
 
 def cross_entropy(logit: jax.Array, labels: jax.Array) -> jax.Array:
-    """Mean binary cross entropy of logits (batch,) against labels 0 or 1 (batch,)."""
+    """Returns the mean binary cross entropy of logits (batch,) and labels 0 or 1 (batch,)."""
     return jnp.mean(jax.nn.softplus(logit) - logit * labels)
 
 
 def area_under_curve(scores: np.ndarray, labels: np.ndarray) -> float:
-    """Area under the ROC curve; nan where only one class is present.
+    """Returns the area under the ROC curve; nan if only one class is present.
 
     Args:
-      scores: (samples,), higher where a click is likelier.
+      scores: (samples,), higher for likelier clicks.
       labels: (samples,), 0 or 1.
 
     Example:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row-wise Adagrad for embedding tables, at a cost of O(batch) whatever the tables' sizes.
+"""Row-wise Adagrad for embedding tables, at a cost of O(batch) for any table size.
 
 One accumulator per row holds the mean square of the row's gradients, as in FBGEMM's
 ``EXACT_ROWWISE_ADAGRAD``. Only the rows that a batch looked up are read and written; under jit with
@@ -61,7 +61,7 @@ def sum_by_row(
       table_rows: rows of the table.
 
     Returns:
-      Rows (lookups,) int32, distinct and ascending: the ids once each, then numbers past the
+      Row indices (lookups,) int32, distinct and ascending: each id once, then indices past the
       table's end as padding; and their summed gradients (lookups, width), zero for padding.
     """
     lookups = ids.shape[0]

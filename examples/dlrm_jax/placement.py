@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hybrid parallelism: tables split by rows over all devices, batches by samples, MLPs whole.
+"""Hybrid parallelism: tables sharded by rows over all devices, batches by samples, MLPs replicated.
 
 Each device holds a range of rows of every table, with their accumulators and stamps, and a copy of
 both MLPs. It computes the gradients of its share of the batch; XLA inserts the exchange.
@@ -23,8 +23,8 @@ class Placement:
 
     Attributes:
       mesh: the devices of all processes.
-      split: sharding of what is divided by its first axis: rows of tables, samples of a batch.
-      whole: sharding of what every device holds a copy of.
+      split: sharding along the first axis: rows of tables, samples of a batch.
+      whole: fully replicated sharding.
     """
 
     def __init__(self, mesh: Mesh):
@@ -35,20 +35,22 @@ class Placement:
 
     @classmethod
     def over_all_devices(cls) -> Placement:
-        """The placement over every device of every process.
+        """Returns the placement over every device of every process.
 
-        Its axis is an ``Auto`` one: the step says where its results belong, XLA does the rest.
+        Its axis is ``Auto``: the step constrains the sharding of its results, and XLA does the
+        rest.
         """
         mesh = jax.make_mesh((jax.device_count(),), (_AXIS,), axis_types=(AxisType.Auto,))
         return cls(mesh)
 
     def batch(self, batch: Batch) -> Batch:
-        """The same batch as global arrays: samples split, ids whole.
+        """Returns the batch as global arrays: samples sharded, ids replicated.
 
-        A device looks its rows up for the samples of all, so it needs every id.
+        A device looks its rows up for all samples, so it needs every id.
 
         Args:
-          batch: the whole batch, equal in every process; its size is a multiple of the devices.
+          batch: the complete batch, equal in every process; its size is a multiple of the device
+            count.
         """
 
         def placed(array: np.ndarray, sharding: NamedSharding) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training state and one step of it."""
+"""The training state and one training step."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class ModelOptions:
     """Sizes and learning rates.
 
     Attributes:
-      rows: table name to its rows.
-      row_multiple: tables get further rows, of zeros, up to a multiple of this; no id names them.
-        jax splits arrays evenly only, and a number that does not depend on the devices lets a
-        state go from any number of devices to any other that divides it.
+      rows: row count of each table, by name.
+      row_multiple: tables are padded with zero rows to a multiple of this; no id refers to them.
+        JAX shards arrays only evenly, and a multiple that does not depend on the devices lets a
+        state move between any device counts that divide it.
       width: columns of every table.
       bottom: hidden layers of the bottom MLP; a layer of ``width`` follows.
       top: hidden layers of the top MLP; the logit follows.
@@ -45,14 +45,14 @@ class ModelOptions:
 
 
 class TrainState(NamedTuple):
-    """Everything that a run needs to go on.
+    """Everything that a run needs to resume.
 
     Attributes:
       tables: table name to (rows, width) float32, padding rows included.
       accumulators: table name to (rows,) float32, the slots of row-wise Adagrad.
       dense: both MLPs.
       opt_state: optax state of ``dense``.
-      step: steps done, int32 scalar.
+      step: number of completed steps, int32 scalar.
       touched: which rows changed when; never saved.
     """
 
@@ -65,9 +65,10 @@ class TrainState(NamedTuple):
 
 
 def checkpoint_tables(
-    codec: str | deltackpt.BitWidthPolicy | deltackpt.CodecChoice = "raw", slot_codec: str = "raw"
+    codec: str | deltackpt.policies.BitWidthPolicy | deltackpt.policies.CodecChoice = "raw",
+    slot_codec: str = "raw",
 ) -> deltackpt.Tables:
-    """Which leaves of a ``TrainState`` are tables, which are their slots, how both are stored."""
+    """Returns which leaves of a ``TrainState`` are tables and slots, and how both are stored."""
     return deltackpt.Tables(
         select="tables/*",
         slots={"tables/*": {"accumulator": "accumulators/{name}"}},
@@ -77,12 +78,12 @@ def checkpoint_tables(
 
 
 def init_state(options: ModelOptions, seed: int, placement: Placement | None = None) -> TrainState:
-    """A state from which training starts.
+    """Returns an initial training state.
 
     Args:
       options: sizes and rates.
-      seed: of the parameters.
-      placement: each device makes its own part; on one device without.
+      seed: seed of the parameters.
+      placement: if given, each device creates its own part; otherwise one device holds the state.
     """
     if placement is not None:
         init = functools.partial(init_state, options, seed)
@@ -101,7 +102,7 @@ def init_state(options: ModelOptions, seed: int, placement: Placement | None = N
 
 
 def abstract_state(options: ModelOptions, placement: Placement | None = None) -> TrainState:
-    """Shapes and dtypes of a state, and its shardings where it has a placement."""
+    """Returns the shapes and dtypes of a state, and its shardings if it has a placement."""
     shapes = jax.eval_shape(functools.partial(init_state, options, 0))
     if placement is None:
         return shapes
@@ -114,7 +115,7 @@ def abstract_state(options: ModelOptions, placement: Placement | None = None) ->
 
 
 def state_shardings(placement: Placement) -> TrainState:
-    """The shardings of a state, as a prefix of it: one for each of its fields."""
+    """Returns the shardings of a state, as a prefix: one for each of its fields."""
     split: Any = placement.split
     whole: Any = placement.whole
     return TrainState(
@@ -130,13 +131,13 @@ def state_shardings(placement: Placement) -> TrainState:
 def train_step(
     options: ModelOptions, *, mark: bool = True, placement: Placement | None = None
 ) -> Callable[[TrainState, Batch], tuple[TrainState, jax.Array, jax.Array]]:
-    """The jitted step: (state, batch) to (state, loss, logits of the batch before the update).
+    """Returns the jitted step: (state, batch) to (state, loss, logits before the update).
 
     Args:
       options: sizes and rates.
-      mark: False leaves the TouchState alone, to measure what marking costs.
-      placement: of state and batch, where they are spread over devices; loss and logits are then
-        whole on each of them.
+      mark: False does not update the TouchState, to measure the cost of marking.
+      placement: placement of state and batch over several devices; loss and logits are then
+        replicated.
     """
     optimizer = optax.adam(options.dense_rate)
 
@@ -153,8 +154,8 @@ def train_step(
     @functools.partial(jax.jit, donate_argnums=0, **shardings)
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array, jax.Array]:
         numeric, ids_of, labels = jax.tree.map(jnp.asarray, batch)
-        # Each device looks up the rows that it holds, for the samples of all, and is sent those of
-        # its own samples.
+        # Each device looks up the rows that it holds, for all samples, and receives the rows of its
+        # own samples.
         found = [placed(state.tables[name][ids], "whole") for name, ids in ids_of.items()]
         looked_up = [placed(rows, "split") for rows in found]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clicks of users on items, made up, each with its index; and two pipelines of grain over them."""
+"""Synthetic clicks of users on items, each with its index, and two Grain pipelines over them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Pipeline = Literal["dataset", "loader"]
 class Clicks:
     """Samples by index; a user clicks on items of the same parity.
 
-    Grain compares the ``repr`` of a source when a ``DataLoader`` resumes, so it must not hold an
-    address of memory.
+    Grain compares the ``repr`` of a source when a ``DataLoader`` resumes, so it must not contain a
+    memory address.
     """
 
     def __init__(self) -> None:
@@ -41,20 +41,20 @@ class Clicks:
 
 
 def batches(pipeline: Pipeline, *, epochs: int, workers: int = 0, seed: int = 1) -> Any:
-    """An iterator over shuffled batches, every sample once per epoch.
+    """Returns an iterator over shuffled batches, with every sample once per epoch.
 
     Args:
-      pipeline: ``"dataset"``: grain's ``MapDataset``, with threads that read ahead;
-        ``"loader"``: grain's ``DataLoader``.
-      epochs: after which it ends.
-      workers: processes that read ahead; 0 for none.
-      seed: of the shuffle.
+      pipeline: ``"dataset"`` for Grain's ``MapDataset`` with prefetching threads; ``"loader"`` for
+        Grain's ``DataLoader``.
+      epochs: number of epochs.
+      workers: number of prefetching processes; 0 for none.
+      seed: seed of the shuffle.
 
     Returns:
       An iterator over dicts of arrays, each (BATCH,).
     """
     if workers:
-        # Grain's workers are given the flags of absl, which a script without absl never parses.
+        # Grain's workers receive absl's flags, which a script without absl never parses.
         flags.FLAGS.mark_as_parsed()
     if pipeline == "loader":
         sampler = grain.samplers.IndexSampler(

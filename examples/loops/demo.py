@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills a training loop at random moments, resumes it, and shows that no sample is lost.
+"""Kills training loops at random moments, resumes them, and shows that no sample is lost.
 
-python examples/loops/demo.py
+python examples/loops/demo.py                       # the optax loop, then the nnx loop
 python examples/loops/demo.py --loop nnx --pipeline loader --workers 2 --kills 5
 """
 
@@ -26,22 +26,25 @@ from rich.console import Console
 from rich.table import Table
 from running import journal
 from running.demonstration import UNFINISHED
+from running.progress import Progress
 
 from loops import data, lineage
+from loops.options import parsed
 
-#: Steps of one start before it is killed, at most.
+#: Maximum number of steps of a start before it is killed.
 _STEPS_BEFORE_KILL = 16
 _POLL_SECS = 0.001
+_LOOPS = ("optax", "nnx")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A loop, the folder of its checkpoints and journals, and further options of its command line.
+    """A loop, the folder of its checkpoints and journals, and further command-line options.
 
     Attributes:
       loop: ``"optax"`` or ``"nnx"``.
-      folder: made where it does not exist.
-      arguments: of the script.
+      folder: created if it does not exist.
+      arguments: arguments of the script.
     """
 
     loop: str
@@ -50,17 +53,17 @@ class Run:
 
     @property
     def directory(self) -> Path:
-        """The checkpoints."""
+        """The checkpoint directory."""
         return self.folder / "checkpoints"
 
     @property
     def journals(self) -> list[Path]:
-        """Of each start, in their order."""
+        """The journals of all starts, in order."""
         found = self.folder.glob("start-*.jsonl")
         return sorted(found, key=lambda path: int(path.stem.removeprefix("start-")))
 
     def start(self) -> tuple[subprocess.Popen[bytes], Path]:
-        """Starts the loop in a process group of its own; also its new journal."""
+        """Starts the loop in its own process group; also returns its new journal."""
         self.folder.mkdir(exist_ok=True)
         path = self.folder / f"start-{len(self.journals)}.jsonl"
         path.touch()
@@ -73,11 +76,12 @@ class Run:
         )
         return process, path
 
-    def finish(self) -> str:
-        """Runs the loop to its end; the digest of its final state."""
+    def finish(self, console: Console) -> str:
+        """Runs the loop to completion, shows its progress, and returns its final state's digest."""
         process, path = self.start()
+        steps = parsed([*self.arguments, "--directory=."], "").steps
         try:
-            status = process.wait()
+            status = Progress(console, "training", path, steps).wait(process)
         finally:
             end_group(process)
         if status:
@@ -89,11 +93,11 @@ class Run:
         """Starts the loop and kills it after some steps.
 
         Args:
-          rng: decides after how many.
-          in_save: whether to wait until a save is being written.
+          rng: chooses the number of steps.
+          in_save: whether to kill while a save is being written.
 
         Returns:
-          The last step that it trained, and whether a save was cut off.
+          The last step that it trained, and whether a save was interrupted.
         """
         process, path = self.start()
         try:
@@ -106,62 +110,62 @@ class Run:
         return journal.read(path, "step")[-1]["step"], bool(self.unfinished())
 
     def unfinished(self) -> list[Path]:
-        """Steps that are partly written."""
+        """Returns the partly written steps."""
         return list(self.directory.glob(f"*{UNFINISHED}*"))
 
 
 def wait_until(happened: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    """Looks again and again, as long as a process runs."""
+    """Polls a condition while a process is running."""
     while not happened():
         if process.poll() is not None:
-            raise RuntimeError(f"the loop ended with status {process.returncode} before its kill")
+            raise RuntimeError(f"the loop exited with status {process.returncode} before its kill")
         time.sleep(_POLL_SECS)
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Kills a loop with the workers of its data, which would outlive it."""
+    """Kills a loop and its data workers, which would otherwise survive it."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
-        pass  # It has ended, and had no workers.
+        pass  # It has exited, and had no workers.
     process.wait()
 
 
 def whole_epochs(samples: list[list[int]]) -> bool:
-    """Whether every epoch holds every sample exactly once."""
+    """Returns whether every epoch holds every sample exactly once."""
     step = data.STEPS_PER_EPOCH
     epochs = [sum(samples[i : i + step], []) for i in range(0, len(samples), step)]
     return all(sorted(epoch) == list(range(data.SAMPLES)) for epoch in epochs)
 
 
-def run(options: argparse.Namespace, console: Console) -> bool:
-    """The whole demonstration; whether the two runs are equal."""
+def run(loop: str, options: argparse.Namespace, console: Console) -> bool:
+    """Demonstrates one loop; returns whether both runs are equal."""
     rng = random.Random(options.seed)
     arguments = [f"--pipeline={options.pipeline}", f"--workers={options.workers}"]
     with tempfile.TemporaryDirectory(prefix="loops-demo-") as place:
-        killed = Run(loop=options.loop, folder=Path(place, "killed"), arguments=arguments)
-        whole = Run(loop=options.loop, folder=Path(place, "whole"), arguments=arguments)
+        killed = Run(loop=loop, folder=Path(place, "killed"), arguments=arguments)
+        whole = Run(loop=loop, folder=Path(place, "whole"), arguments=arguments)
 
-        console.rule(f"[bold]1. The {options.loop} loop, killed {options.kills} times")
+        console.rule(f"[bold]The {loop} loop, killed {options.kills} times")
         for number in range(options.kills):
             step, cut_off = killed.kill(rng, in_save=number % 2 == 0)
             where = ", in the middle of a save" if cut_off else ""
             console.print(f"[red]SIGKILL[/] after step {step}{where}")
-        digest = killed.finish()
+        digest = killed.finish(console)
         found = lineage.read(killed.journals)
         starts = ", ".join(map(str, found.starts))
-        console.print(f"started at steps {starts}; {found.repeated} steps trained once more")
+        console.print(f"started at steps {starts}; {found.repeated} steps were trained again")
 
-        console.rule("[bold]2. Compared with a run that nobody interrupted")
-        expected_digest = whole.finish()
+        console.rule(f"[bold]The {loop} loop, compared with an uninterrupted run")
+        expected_digest = whole.finish(console)
         expected = lineage.read(whole.journals)
     epochs = len(expected.samples) // data.STEPS_PER_EPOCH
     rows = [
         (f"each sample once in each of {epochs} epochs", whole_epochs(found.samples)),
-        ("the samples behind the final state, in their order", found.samples == expected.samples),
+        ("the samples behind the final state, in order", found.samples == expected.samples),
         (f"every leaf of the final state ({digest[:16]})", digest == expected_digest),
     ]
-    table = Table("behind the final state: as in the other run?", "", box=box.SIMPLE_HEAD)
+    table = Table("equal to the other run", "result", box=box.SIMPLE_HEAD)
     for name, equal in rows:
         table.add_row(name, "[green]yes" if equal else "[red]NO")
     console.print(table)
@@ -170,13 +174,15 @@ def run(options: argparse.Namespace, console: Console) -> bool:
 
 def main() -> int:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(description="Kills a loop and resumes it.")
-    parser.add_argument("--loop", choices=("optax", "nnx"), default="optax")
+    parser = argparse.ArgumentParser(description="Kills a loop at random moments and resumes it.")
+    parser.add_argument("--loop", choices=_LOOPS, action="append", help="default: both")
     parser.add_argument("--pipeline", choices=("dataset", "loader"), default="dataset")
-    parser.add_argument("--workers", type=int, default=0, help="processes that read ahead")
+    parser.add_argument("--workers", type=int, default=0, help="number of prefetching processes")
     parser.add_argument("--kills", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
-    return 0 if run(parser.parse_args(), Console(highlight=False)) else 1
+    parser.add_argument("--seed", type=int, default=0, help="seed of the kills")
+    options, console = parser.parse_args(), Console(highlight=False)
+    equal = [run(loop, options, console) for loop in options.loop or _LOOPS]
+    return 0 if all(equal) else 1
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which samples a state was trained on, from the journal of a loop that was killed and resumed."""
+"""Reconstructs the samples that a state was trained on, from the journals of a run with kills."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from running import journal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lineage:
-    """What the journals of a run say, all its starts together.
+    """The contents of a run's journals, over all starts.
 
     Attributes:
-      samples: of each step behind the newest state, in order: the indices that it was trained on.
-      starts: how many steps the state had behind it at each start.
-      repeated: how many steps were trained more than once: those after the last save before a
-        kill. What they did at first is in no state that was kept.
+      samples: for each step of the newest state, in order, the sample indices it was trained on.
+      starts: number of completed steps at each start.
+      repeated: number of steps that were trained again, because they came after the last save
+        before a kill. Their first execution is not part of the final state.
     """
 
     samples: list[list[int]]
@@ -27,16 +27,17 @@ class Lineage:
 
 
 def read(journals: Iterable[Path]) -> Lineage:
-    """Reads the journals of a run, one for each start, in their order.
+    """Reads the journals of a run, one per start, in order.
 
-    A start at step ``n`` takes the state of step ``n``, so the steps that were journalled beyond
-    it are behind no later state. A step is journalled before it can be saved.
+    A start at step ``n`` discards the later steps in the journal. A step is written to the journal
+    before it can be saved.
     """
     samples: list[list[int]] = []
     starts: list[int] = []
     trained = 0
     for path in journals:
-        for start in journal.read(path, "start"):  # None where it was killed before.
+        # Empty if the process was killed before the first step.
+        for start in journal.read(path, "start"):
             starts.append(start["step"])
             samples = samples[: start["step"]]
         steps = journal.read(path, "step")

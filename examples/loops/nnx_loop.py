@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A flax nnx loop: model and optimizer are objects, which the training step changes in place.
+"""A Flax NNX loop: the training step updates the model and optimizer objects in place.
 
-The dropout draws from the model's own random numbers, whose state is saved with the model.
+Dropout uses the model's own ``Rngs``, which are saved with the model.
 
 python examples/loops/nnx_loop.py --directory run --journal run.jsonl
 """
@@ -31,8 +31,8 @@ WIDTH, HIDDEN = 16, 32
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Trains to the last epoch, from wherever an earlier start got to."""
-    options = parsed(arguments, "A flax nnx loop.")
+    """Trains to the last epoch, resuming from an earlier start if there was one."""
+    options = parsed(arguments, "A Flax NNX loop.")
     journal = Journal(Console(), options.journal)
     batches = data.batches(options.pipeline, epochs=options.epochs, workers=options.workers)
     model = Model(nnx.Rngs(0))
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
         tables=deltackpt.Tables(select="model/*/embedding"),
         every_steps=options.every,
         data=batches,
-        sinks=(journal,),
+        event_handlers=(journal,),
     ) as checkpoints:
         _, done = checkpoints.resume(state)
         journal.write("start", step=done)
@@ -68,7 +68,7 @@ class Model(nnx.Module):
         self.out = nnx.Linear(HIDDEN, 1, rngs=rngs)
 
     def __call__(self, batch: dict[str, Any]) -> jax.Array:
-        """Logits of a batch, (BATCH,)."""
+        """Returns the logits of a batch, (BATCH,)."""
         both = [self.users(batch["user"]), self.items(batch["item"])]
         hidden = nnx.relu(self.hidden(self.dropout(jnp.concatenate(both, axis=1))))
         return self.out(hidden)[:, 0]
@@ -76,14 +76,14 @@ class Model(nnx.Module):
 
 @nnx.jit
 def train_step(model: Model, optimizer: nnx.Optimizer, batch: dict[str, Any]) -> jax.Array:
-    """One step of training in place; returns the loss."""
+    """Runs one training step in place; returns the loss."""
     value, grads = nnx.value_and_grad(loss)(model, batch)
     optimizer.update(model, grads)
     return value
 
 
 def loss(model: Model, batch: dict[str, Any]) -> jax.Array:
-    """Mean cross entropy of a batch."""
+    """Returns the mean cross entropy of a batch."""
     return optax.sigmoid_binary_cross_entropy(model(batch), batch["label"]).mean()
 
 

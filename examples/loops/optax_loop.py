@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plain optax loop: the state is a dict of arrays, the training step a jitted function.
+"""A plain optax loop: the state is a dict of arrays, and the training step a jitted function.
 
 python examples/loops/optax_loop.py --directory run --journal run.jsonl
 """
@@ -29,7 +29,7 @@ OPTIMIZER = optax.adagrad(0.3)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Trains to the last epoch, from wherever an earlier start got to."""
+    """Trains to the last epoch, resuming from an earlier start if there was one."""
     options = parsed(arguments, "A plain optax loop.")
     journal = Journal(Console(), options.journal)
     batches = data.batches(options.pipeline, epochs=options.epochs, workers=options.workers)
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
         tables=deltackpt.Tables(select="params/tables/*"),
         every_steps=options.every,
         data=batches,
-        sinks=(journal,),
+        event_handlers=(journal,),
     ) as checkpoints:
         state, done = checkpoints.resume(first_state(jax.random.key(0)))
         journal.write("start", step=done)
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def first_state(key: jax.Array) -> dict[str, Any]:
-    """The state that a new run begins with."""
+    """Returns the initial state of a new run."""
     keys = jax.random.split(key, 4)
     params = {
         "tables": {
@@ -68,7 +68,7 @@ def first_state(key: jax.Array) -> dict[str, Any]:
 
 @jax.jit
 def train_step(state: dict[str, Any], batch: dict[str, Any]) -> tuple[dict[str, Any], jax.Array]:
-    """One step of training; returns the new state and the loss."""
+    """Runs one training step; returns the new state and the loss."""
     value, grads = jax.value_and_grad(loss)(state["params"], batch)
     updates, opt_state = OPTIMIZER.update(grads, state["opt_state"], state["params"])
     params = optax.apply_updates(state["params"], updates)
@@ -76,7 +76,7 @@ def train_step(state: dict[str, Any], batch: dict[str, Any]) -> tuple[dict[str, 
 
 
 def loss(params: Any, batch: dict[str, Any]) -> jax.Array:
-    """Mean cross entropy of a batch."""
+    """Returns the mean cross entropy of a batch."""
     users = params["tables"]["users"][batch["user"]]
     items = params["tables"]["items"][batch["item"]]
     hidden = jax.nn.relu(jnp.concatenate([users, items], axis=1) @ params["hidden"])

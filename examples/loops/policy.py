@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A toy of reinforcement learning: a policy that learns which action each context is paid for.
+"""A toy reinforcement learning task: a policy learns which action each context rewards.
 
-The trainer keeps the weights twice: in float32, which Adam moves by little steps, and cast to
-bfloat16, which rollouts use. At each step few of the cast numbers change.
+The trainer keeps the weights twice: in float32, which Adam updates in small steps, and cast to
+bfloat16 for rollouts. Few of the bfloat16 values change at each step.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ BITS, ACTIONS, WIDTH = 12, 8, 512
 CONTEXTS = 1 << BITS
 LEARNING_RATE = 2e-5
 OPTIMIZER = optax.adam(LEARNING_RATE)
-#: Where the weights of rollouts stand in the state.
+#: Path of the rollout weights in the state.
 WEIGHTS = "rollout/**"
 
 
 class Rollouts(NamedTuple):
-    """What a policy did.
+    """A batch of a policy's actions.
 
     Attributes:
-      contexts: (n,) int32, what it saw.
-      actions: (n,) int32, what it did.
-      rewards: (n,) float32, what it was paid.
+      contexts: (n,) int32, the observed contexts.
+      actions: (n,) int32, the chosen actions.
+      rewards: (n,) float32, the rewards.
     """
 
     contexts: np.ndarray
@@ -39,7 +39,7 @@ class Rollouts(NamedTuple):
 
 
 def first_state(key: jax.Array) -> dict[str, Any]:
-    """The state that a run begins with; ``visits`` is its table."""
+    """Returns the initial state of a run; ``visits`` is its table."""
     keys = jax.random.split(key, 3)
     scale = WIDTH**-0.5
     params = {
@@ -56,12 +56,12 @@ def first_state(key: jax.Array) -> dict[str, Any]:
 
 
 def cast(params: Any) -> Any:
-    """The weights as rollouts use them."""
+    """Casts the weights for rollouts."""
     return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
 
 
 def logits(params: Any, contexts: jax.Array | np.ndarray) -> jax.Array:
-    """(n, ACTIONS) of (n,) contexts."""
+    """Returns logits (n, ACTIONS) for contexts (n,)."""
     bits = 2 * (contexts[:, None] >> jnp.arange(BITS) & 1) - 1
     hidden = jax.nn.relu(bits.astype(params["bits"].dtype) @ params["bits"])
     hidden = jax.nn.relu(hidden @ params["hidden"])
@@ -70,18 +70,18 @@ def logits(params: Any, contexts: jax.Array | np.ndarray) -> jax.Array:
 
 @jax.jit
 def act(params: Any, key: jax.Array, contexts: jax.Array | np.ndarray) -> jax.Array:
-    """An action for each context, drawn by the policy."""
+    """Samples an action for each context from the policy."""
     return jax.random.categorical(key, logits(params, contexts))
 
 
 def rewards(contexts: np.ndarray, actions: np.ndarray) -> np.ndarray:
-    """1 where the action is the one that the context pays for."""
+    """Returns 1 for each action that its context rewards, otherwise 0."""
     return (actions == contexts % ACTIONS).astype(np.float32)
 
 
 @jax.jit
 def train_step(state: dict[str, Any], seen: Rollouts) -> dict[str, Any]:
-    """One step of REINFORCE with the mean reward as baseline."""
+    """Runs one step of REINFORCE with the mean reward as baseline."""
 
     def loss(params: Any) -> jax.Array:
         chances = jax.nn.log_softmax(logits(params, seen.contexts))
@@ -96,7 +96,7 @@ def train_step(state: dict[str, Any], seen: Rollouts) -> dict[str, Any]:
 
 
 def digest_of(weights: Mapping[str, Any]) -> str:
-    """SHA-256 over the bits of some weights, by their names."""
+    """Returns the SHA-256 of the bits of some weights, by name."""
     total = hashlib.sha256()
     for name in sorted(weights):
         array = np.ascontiguousarray(weights[name])

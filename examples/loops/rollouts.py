@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout process: it acts by the newest weights that the trainer has saved.
+"""A rollout process that acts with the newest weights that the trainer has saved.
 
-It is asked for a batch by a line on its standard input, and answers by one of JSON. Started by
+Each line on its standard input requests a batch, which it returns as a line of JSON. Started by
 ``policy_loop.py``.
 """
 
@@ -24,9 +24,9 @@ _READY_SECS = 120.0
 
 
 def main() -> None:
-    """Answers until its input ends."""
+    """Serves requests until its input ends."""
     parser = argparse.ArgumentParser(description="A rollout process.")
-    parser.add_argument("--directory", required=True, help="of the checkpoints")
+    parser.add_argument("--directory", required=True, help="checkpoint directory")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=512)
     options = parser.parse_args()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the examples share: a run's journal, its digest, kills, and comparisons with Orbax."""
+"""Shared code of the examples: a run's journal, its digest, kills, and comparisons with Orbax."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves of one training state, by deltackpt and by stock Orbax, side by side."""
+"""Compares saves of one training state by deltackpt and by stock Orbax."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from deltackpt.save.flight import SaveReport
 from running.journal import size
 
 DELTACKPT = "deltackpt delta"
-#: The way whose dense weights are stored as in a delta.
+#: The method whose dense weights are stored as in a delta.
 ORBAX_DEFAULTS = "Orbax full save, defaults"
 ORBAX_UNCOMPRESSED = "Orbax full save, use_compression=False"
 Manager = deltackpt.CheckpointManager | ocp.CheckpointManager
@@ -37,10 +37,10 @@ class Sample:
 
     Attributes:
       nbytes: bytes of the step directory.
-      blocked_secs: how long ``save()`` kept the training thread.
-      committed_secs: from ``save()`` until the step was committed.
-      kind: base or delta; None where Orbax saved.
-      dense_nbytes: bytes of the item of dense leaves; None where Orbax saved.
+      blocked_secs: how long ``save()`` blocked the training thread.
+      committed_secs: time from ``save()`` until the step was committed.
+      kind: base or delta; None for Orbax.
+      dense_nbytes: bytes of the item of dense leaves; None for Orbax.
     """
 
     nbytes: int
@@ -52,10 +52,10 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figures:
-    """The saves of one way to save.
+    """The saves of one method.
 
     Attributes:
-      name: of the way.
+      name: name of the method.
       samples: one save per round.
     """
 
@@ -64,12 +64,12 @@ class Figures:
 
     @property
     def nbytes(self) -> float:
-        """Median of the bytes of a step."""
+        """Median size of a step in bytes."""
         return median(sample.nbytes for sample in self.samples)
 
     @property
     def committed_secs(self) -> float:
-        """Median of the times from ``save()`` until the step was committed."""
+        """Median time from ``save()`` until the step was committed."""
         return median(sample.committed_secs for sample in self.samples)
 
 
@@ -80,29 +80,33 @@ def against_orbax(
     *,
     directory: Path,
     rounds: int,
+    console: Console,
 ) -> list[Figures]:
-    """Trains on, and after each ``train`` saves the state in each way in turn.
+    """Trains on, and after each ``train`` call saves the state with each method in turn.
 
     Args:
-      train: the state some steps later; may donate the one that it is given.
-      tables: makes the choice of tables.
-      state: where to start: a named tuple with the TouchState in its field ``touched``.
+      train: returns the state some steps later; may donate its argument.
+      tables: returns the selection of tables.
+      state: initial state: a named tuple with the TouchState in its field ``touched``.
       directory: an existing directory to save under.
-      rounds: of saves by each way.
+      rounds: number of saves by each method.
+      console: prints one line per round.
 
     Returns:
-      Deltas with the durability of ``power``, those of ``process``, and full saves of Orbax with
-      its defaults and without compression.
+      Deltas with durability ``power`` and ``process``, and full Orbax saves with its defaults and
+      without compression.
     """
     found: dict[str, list[Sample]] = {}
     with tempfile.TemporaryDirectory(dir=directory) as place:
         roots = {name: Path(place, str(i)) for i, name in enumerate(_WAYS)}
         ways = {name: make(roots[name], tables) for name, make in _WAYS.items()}
         for number in range(rounds + 1):
+            what = f"round {number} of {rounds}" if number else "first save of each manager"
+            console.print(f"  saving side by side: {what}")
             state = jax.block_until_ready(train(state))
             for name, manager in ways.items():
                 sample = _timed(manager, roots[name], number, state)
-                # The first round is the base, and everybody's first call.
+                # The first round contains the base and every method's first call.
                 if number:
                     found.setdefault(name, []).append(sample)
         for manager in ways.values():
@@ -119,7 +123,7 @@ def _deltas(
         root,
         handlers={"embeddings": tables()},
         options=deltackpt.ManagerOptions(
-            writes=deltackpt.WriteOptions(durability=durability), retention=1
+            writes=deltackpt.WriteOptions(durability=durability), max_to_keep=1
         ),
     )
 
@@ -149,7 +153,7 @@ def _timed(manager: Manager, root: Path, step: int, state: Any) -> Sample:
     if isinstance(manager, deltackpt.CheckpointManager):
         manager.save(step, state)
         blocked_secs = time.perf_counter() - started
-        reports = manager.wait()
+        reports = manager.wait_until_finished()
     else:
         manager.save(step, args=ocp.args.PyTreeSave(state._replace(touched=())))
         blocked_secs = time.perf_counter() - started
@@ -166,15 +170,15 @@ def _timed(manager: Manager, root: Path, step: int, state: Any) -> Sample:
 
 
 def bytes_below(directory: Path) -> int:
-    """Bytes of all files below a directory."""
+    """Returns the total size of all files below a directory."""
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def show_figures(figures: list[Figures], console: Console) -> None:
-    """Prints a table of what each way to save costs, as multiples of the first."""
+    """Prints a table of the cost of each method, relative to the first."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("save", min_width=21)  # the longest word of a name
-    for name in ("bytes", "", "blocked", "committed", ""):
+    for name in ("bytes", "x deltackpt", "blocked", "committed", "x deltackpt"):
         table.add_column(name, justify="right", no_wrap=True)
     ours = figures[0]
     for row in figures:
@@ -188,14 +192,14 @@ def show_figures(figures: list[Figures], console: Console) -> None:
         )
     console.print(table)
     console.print(
-        f"Medians (least to greatest) of {len(ours.samples)} interleaved saves each: how long "
-        "save() blocked, and when the step was committed. The first row survives a power cut; "
-        "Orbax forces its arrays to disk, not its metadata."
+        f"Medians (min-max) of {len(ours.samples)} interleaved saves each: how long save() "
+        "blocked, and when the step was committed. The first row survives a power cut; Orbax "
+        "fsyncs its arrays, but not its metadata."
     )
 
 
 def _spread(secs: list[float]) -> str:
-    """``12 ms``, and below it ``(11-15)``: the median, the least and the greatest."""
+    """Formats ``12 ms`` and, below it, ``(11-15)``: median, minimum and maximum."""
     middle, least, greatest = (1e3 * of(secs) for of in (median, min, max))
     digits = 1 if middle < 10 else 0
     return f"{middle:.{digits}f} ms\n({least:.{digits}f}-{greatest:.{digits}f})"

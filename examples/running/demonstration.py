@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Killing a trainer in the middle of a save, and proving that nothing was lost."""
+"""Kills a trainer in the middle of a save, and shows that nothing was lost."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from rich.table import Table
 import deltackpt
 from running import journal
 from running.comparison import bytes_below
+from running.progress import Progress
 
-#: How Orbax names the directory of a step until it is committed.
+#: How Orbax names a step's directory until it is committed.
 UNFINISHED = ".orbax-checkpoint-tmp"
-#: Steps committed before the trainer may be killed.
+#: Number of committed steps before the trainer may be killed.
 _COMMITTED_FIRST = 3
 _POLL_SECS = 0.0005
 
@@ -31,13 +32,13 @@ State = TypeVar("State")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """An example's ``main.py`` in a process of its own.
+    """An example's ``main.py`` in its own process.
 
     Attributes:
       script: the ``main.py``.
-      directory: its checkpoints; the URL of a bucket is one too.
+      directory: its checkpoint directory or bucket URL.
       journal: its journal.
-      arguments: further options of its command line.
+      arguments: further command-line options.
     """
 
     script: Path
@@ -53,18 +54,18 @@ class Trainer:
             stdout=subprocess.DEVNULL if quiet else None,
         )
 
-    def run(self, *more: str, quiet: bool = False) -> None:
-        """Runs the process to its end."""
-        status = self.start(*more, quiet=quiet).wait()
+    def run(self, *more: str, progress: Progress | None = None) -> None:
+        """Runs the process to completion; shows ``progress``, if given, instead of its output."""
+        process = self.start(*more, quiet=progress is not None)
+        status = process.wait() if progress is None else progress.wait(process)
         if status:
             sys.exit(f"the trainer failed with status {status}")
 
 
 def kill_in_a_save(victim: Trainer, console: Console) -> list[str]:
-    """Kills the trainer while a step is partly written; returns the steps that it was killed in.
+    """Kills the trainer while a step is partly written; returns the interrupted steps.
 
-    A kill that comes too late finds the step committed; the trainer is then resumed and killed
-    again.
+    If the kill comes too late and the step is committed, the trainer is resumed and killed again.
     """
     struck: list[str] = []
     while True:
@@ -75,27 +76,28 @@ def kill_in_a_save(victim: Trainer, console: Console) -> list[str]:
                 unfinished = save_in_progress(Path(victim.directory))
             time.sleep(_POLL_SECS)
         if unfinished is None:
-            sys.exit("the trainer ended before it could be killed in a save")
+            sys.exit("the trainer finished before it could be killed in a save")
         process.send_signal(signal.SIGKILL)
         process.wait()
         struck.append(unfinished.name.partition(UNFINISHED)[0])
         if unfinished.exists():
             console.print(
-                f"[bold red]SIGKILL[/] to process {process.pid} while step {struck[-1]} was "
-                "being written"
+                f"[bold red]SIGKILL[/] to process {process.pid} while step {struck[-1]} was being "
+                "written",
+                soft_wrap=True,
             )
             return struck
-        console.print(f"step {struck[-1]} was committed just before the kill: once more")
+        console.print(f"step {struck[-1]} was committed just before the kill: trying again")
 
 
 def committed(directory: Path) -> list[int]:
-    """Steps that stand in the directory, ascending."""
+    """Returns the committed steps, ascending."""
     names = [path.name for path in directory.glob("*")]
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 def save_in_progress(directory: Path) -> Path | None:
-    """The step directory that is partly written, None where no save is under way."""
+    """Returns the partly written step directory, or None."""
     for step_dir in directory.glob(f"*{UNFINISHED}*"):
         chunks = step_dir.glob("embeddings*/part.*/*/*/c/**/*")
         if any(path.is_file() for path in chunks):
@@ -104,7 +106,7 @@ def save_in_progress(directory: Path) -> Path | None:
 
 
 def show_directory(directory: Path | str, console: Console) -> None:
-    """Prints what the kill left on disk."""
+    """Prints the files that the kill left on disk."""
     directory = Path(directory)
     table = Table("step", "state", "files", "bytes", box=box.SIMPLE_HEAD)
     steps = [path for path in directory.iterdir() if path.name.split(".")[0].isdecimal()]
@@ -120,7 +122,7 @@ def show_directory(directory: Path | str, console: Console) -> None:
 
 
 def restored(directory: Path | str, step: int, tables: deltackpt.Tables, template: State) -> State:
-    """A step of a run that has ended, read from disk."""
+    """Reads a step of a finished run from disk."""
     with deltackpt.CheckpointManager(
         directory,
         handlers={"embeddings": tables},
@@ -130,27 +132,34 @@ def restored(directory: Path | str, step: int, tables: deltackpt.Tables, templat
 
 
 def show_comparison(
-    killed: Trainer, whole: Trainer, kills: list[str], on_disk: str, console: Console
+    killed: Trainer,
+    whole: Trainer,
+    kills: list[str],
+    on_disk: str,
+    console: Console,
+    verdict: str = "nothing was lost",
 ) -> bool:
     """Prints whether both runs are equal bit for bit, and returns it.
 
     Args:
       killed: the run that was killed and resumed.
       whole: the same run without interruption.
-      kills: the steps that it was killed in, as by ``kill_in_a_save``.
+      kills: the interrupted steps, as returned by ``kill_in_a_save``.
       on_disk: digest of the last state of ``whole``, as read back from disk.
       console: where to print.
+      verdict: what to print if they are equal.
     """
     equal = show_equal(killed, whole, on_disk, console)
     console.print(
         f"killed {len(kills)} time(s), last in the save of step {kills[-1]}: "
-        + ("[green]nothing was lost" if equal else "[red]the runs differ")
+        + (f"[green]{verdict}" if equal else "[red]the runs differ"),
+        soft_wrap=True,
     )
     return equal
 
 
 def show_equal(killed: Trainer, whole: Trainer, on_disk: str, console: Console) -> bool:
-    """The table of ``show_comparison``."""
+    """Prints the table of ``show_comparison``."""
     expected = {e["step"]: e["loss"] for e in journal.read(whole.journal, "step")}
     found = journal.read(killed.journal, "step")
     matching = sum(expected.get(entry["step"]) == entry["loss"] for entry in found)
@@ -160,7 +169,7 @@ def show_equal(killed: Trainer, whole: Trainer, on_disk: str, console: Console) 
     every = set(range(first["step"]))
     losses = matching == len(found) and {e["step"] for e in found} == set(expected) == every
     table = Table(
-        "compared bit for bit", "uninterrupted", "killed and resumed", "", box=box.SIMPLE_HEAD
+        "compared bit for bit", "uninterrupted", "killed and resumed", "result", box=box.SIMPLE_HEAD
     )
     rows = [
         (

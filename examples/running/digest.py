@@ -15,10 +15,10 @@ import deltackpt
 
 
 def digest(state: Any) -> str:
-    """SHA-256 over path, dtype, shape and bits of every leaf that a save holds.
+    """Returns the SHA-256 over path, dtype, shape and bits of every leaf that a save holds.
 
-    It does not depend on the placement. Where a state is spread over processes, all of them must
-    call this, and each gathers one leaf at a time.
+    It does not depend on the placement. If a state spans several processes, all of them must call
+    this, and each gathers one leaf at a time.
 
     Args:
       state: any pytree; a ``TouchState`` in it, which is never saved, is left out.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run did, for people on the terminal and for programs as lines of JSON."""
+"""A run's events: progress for the terminal, and JSON lines for programs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from deltackpt import events
 class Journal:
     """Prints progress, and appends one JSON object per line to a file if there is one.
 
-    A line is handed to the operating system at once, so it outlives a killed process. Losses are
-    written as hexadecimal floats: equal text means equal bits.
+    Lines are flushed to the operating system at once, so they survive a kill of the process. Losses
+    are written as hexadecimal floats: equal text means equal bits.
     """
 
     def __init__(self, console: Console, path: Path | None, processes: int = 1):
@@ -27,15 +27,15 @@ class Journal:
 
         Args:
           console: where to print.
-          path: the file, None for none.
-          processes: of the run; the figures of a save are those of one of its parts.
+          path: the file, or None.
+          processes: number of processes; the figures of a save cover one process's shard.
         """
         self._console = console
         self._processes = processes
         self._file: IO[str] | None = None if path is None else path.open("a")
 
     def receive(self, event: events.Event) -> None:
-        """A save or a restore ended, well or not (``deltackpt.events.Sink``)."""
+        """Handles the end of a save or a restore (``deltackpt.events.EventHandler``)."""
         if isinstance(event, events.SaveEvent):
             self.write("save", **dataclasses.asdict(event))
             share = event.rows / event.total_rows
@@ -43,19 +43,21 @@ class Journal:
             written_secs = event.encode_secs + event.write_secs + event.digest_secs
             part = f"part {event.process} of {self._processes}: " if self._processes > 1 else ""
             self._console.print(
-                f"  step {event.step} saved: [bold]{event.kind}[/], {part}{event.rows:,} rows "
-                f"({share:.1%}), {size(event.bytes_written)}{error}; blocked "
-                f"{event.blocked_secs * 1e3:.0f} ms, written in {written_secs * 1e3:.0f} ms"
+                f"  saved step {event.step}: [bold]{event.kind}[/], {part}{event.rows:,} rows "
+                f"({share:.1%}), {size(event.bytes_written)}{error}, blocked "
+                f"{event.blocked_secs * 1e3:.0f} ms, wrote {written_secs * 1e3:.0f} ms",
+                soft_wrap=True,
             )
         elif isinstance(event, events.RestoreEvent):
             self.write("restore", **dataclasses.asdict(event))
-        elif isinstance(event, events.LogEvent):
+        elif isinstance(event, events.AppendEvent):
             self.write("durable", **dataclasses.asdict(event))
-        elif isinstance(event, events.PromotionEvent):
+        elif isinstance(event, events.UploadEvent):
             self.write("promotion", **dataclasses.asdict(event))
             self._console.print(
-                f"  step {event.step} is at the root: {size(event.bytes_sent)} in {event.objects} "
-                f"objects, {event.lag_secs:.2f} s after it was made; {event.waiting} wait"
+                f"  uploaded step {event.step}: {size(event.bytes_sent)} in {event.objects} "
+                f"objects, {event.lag_secs:.2f} s after its save; {event.waiting} steps wait",
+                soft_wrap=True,
             )
         else:
             self.write("failure", **dataclasses.asdict(event))
@@ -65,8 +67,8 @@ class Journal:
         for i, loss in enumerate(losses):
             self.write("step", step=first + i, loss=float(loss).hex())
 
-    def logged(self, logged: deltackpt.Logged) -> None:
-        """``log()`` returned."""
+    def logged(self, logged: deltackpt.Appended) -> None:
+        """Records that ``append()`` returned."""
         recovery = logged.recovery
         self.write(
             "logged",
@@ -74,7 +76,7 @@ class Journal:
             step=logged.step,
             kind=logged.kind,
             blocked_secs=logged.blocked_secs,
-            recovery=recovery.step if isinstance(recovery, deltackpt.LogPoint) else recovery,
+            recovery=recovery.step if isinstance(recovery, deltackpt.RecoveryPoint) else recovery,
         )
 
     def write(self, event: str, **figures: Any) -> None:
@@ -90,18 +92,18 @@ class Journal:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """All lines, oldest first; the last one may be cut off by a kill."""
+    """Returns all lines, oldest first; a kill may truncate the last one."""
     whole = path.read_text().splitlines(keepends=True)
     return [json.loads(line) for line in whole if line.endswith("\n")]
 
 
 def read(path: Path, event: str) -> list[dict[str, Any]]:
-    """The lines of one kind of event."""
+    """Returns the lines of one kind of event."""
     return [entry for entry in lines(path) if entry["event"] == event]
 
 
 def size(nbytes: float) -> str:
-    """Bytes for people: 1.3 MB.
+    """Formats bytes for people: 1.3 MB.
 
     Example:
       >>> size(512), size(1_300_000), size(2.5e9)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lloyd's k-means that survives at every iteration: its state, its step, and its checkpoints.
+"""Lloyd's k-means with a checkpoint of every iteration: its state, its step and its checkpoints.
 
-The points are a table whose rows never change, so that only the first save holds them;
-assignments and centroids are dense leaves, which every save holds whole: 0.27 MB beside 188 MB of
-points. As tables they would cost marks in every iteration, and save bytes only once few points
-still move.
+The points are a table whose rows never change, so only the first save contains them. Assignments
+and centroids are dense leaves, which every save contains: 0.27 MB, compared with 188 MB of points.
+As tables they would need marking in every iteration, and would save bytes only once few points
+move.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import numpy as np
 
 import deltackpt
 
-#: As MNIST: images of 28 x 28, ten digits.
+#: The size of MNIST: images of 28 x 28, ten digits.
 POINTS, WIDTH, CLUSTERS = 60_000, 784, 10
 
 State = dict[str, jax.Array]
 
 
 def begin(points: int = POINTS, seed: int = 0) -> State:
-    """Made-up points around as many centres as there are clusters, none of them assigned."""
+    """Returns synthetic points around as many centers as there are clusters, unassigned."""
     random = np.random.default_rng(seed)
     centres = random.standard_normal((CLUSTERS, WIDTH), np.float32)
     values = random.standard_normal((points, WIDTH), np.float32)
-    # So close that points go on moving for a long time.
+    # Close enough that points keep moving for a long time.
     values += 0.03 * centres[random.integers(CLUSTERS, size=points)]
     return {
         "points": jnp.asarray(values),
@@ -42,9 +42,9 @@ def begin(points: int = POINTS, seed: int = 0) -> State:
 
 @jax.jit
 def iterate(state: State) -> State:
-    """Assigns each point to the nearest centroid, and moves these to the middle of their points."""
+    """Assigns each point to the nearest centroid, and moves centroids to their points' mean."""
     points, centroids = state["points"], state["centroids"]
-    # Of the squared distances, what differs between centroids.
+    # The part of the squared distances that differs between centroids.
     distances = jnp.sum(centroids**2, axis=1) - 2 * points @ centroids.T
     assignments = jnp.argmin(distances, axis=1).astype(jnp.int32)
     members = jax.nn.one_hot(assignments, CLUSTERS, dtype=points.dtype)
@@ -64,7 +64,7 @@ def _no_rows(marks: deltackpt.TouchState) -> deltackpt.TouchState:
 
 
 def passed(marks: deltackpt.TouchState | None, state: State) -> deltackpt.TouchState:
-    """Says of an iteration that it changed no point."""
+    """Declares that an iteration changed no point."""
     return _no_rows(marks or deltackpt.touched.init({"points": state["points"]}))
 
 
@@ -74,46 +74,46 @@ def _tables() -> deltackpt.Tables:
 
 
 def open_manager(
-    url: str, stage: Path, extents: deltackpt.Extents, **tiers: Any
+    url: str, stage: Path, extents: deltackpt.tiers.Extents, **tiers: Any
 ) -> deltackpt.CheckpointManager:
-    """Checkpoints in memory of the node and on its disk; the root follows in the background.
+    """Opens checkpoints in the node's memory and on its disk, with background uploads.
 
     Args:
-      url: the root.
-      stage: a directory in memory.
-      extents: on a disk.
+      url: URL of the checkpoint directory.
+      stage: a staging directory in memory.
+      extents: a directory on a disk.
       **tiers: further options of ``deltackpt.Tiers``.
     """
-    # No base after the first: points would be written again.
-    policy = deltackpt.Consecutive(max_chain=1_000_000, max_restore_ratio=1e9)
+    # No base after the first: it would write the points again.
+    policy = deltackpt.policies.Consecutive(max_chain=1_000_000, max_restore_ratio=1e9)
     return deltackpt.CheckpointManager(
         url,
         handlers={"embeddings": _tables()},
         options=deltackpt.ManagerOptions(
             deltas=deltackpt.DeltaOptions(policy=policy),
             tiers=deltackpt.Tiers(
-                **{"stage": str(stage), "extents": extents, "wait_for": "stage", **tiers}
+                **{"staging_dir": str(stage), "extents": extents, "wait_for": "staging", **tiers}
             ),
         ),
     )
 
 
 class Clustering:
-    """A clustering and its checkpoints; goes on from the newest one.
+    """A clustering and its checkpoints; resumes from the newest one.
 
     Attributes:
-      iteration: how many there were.
-      state: after that.
-      source: where the checkpoint that it goes on from was held; () if it began anew.
+      iteration: number of completed iterations.
+      state: the state after them.
+      source: where the restored checkpoint was found; () for a new run.
     """
 
     def __init__(self, manager: deltackpt.CheckpointManager, points: int = POINTS, seed: int = 0):
-        """Restores, or begins.
+        """Restores the newest checkpoint, or starts from scratch.
 
         Args:
-          manager: of ``open_manager``.
-          points: how many are made up.
-          seed: what they are drawn from.
+          manager: the result of ``open_manager``.
+          points: number of synthetic points.
+          seed: seed of the points.
         """
         self._manager = manager
         template = jax.eval_shape(functools.partial(_empty, points))
@@ -124,22 +124,22 @@ class Clustering:
         self._marks = None if found is None else found.touched
 
     def advance(self) -> None:
-        """One iteration."""
+        """Runs one iteration."""
         self.state = iterate(self.state)
         self._marks = passed(self._marks, self.state)
         self.iteration += 1
 
     def save(self) -> None:
-        """Saves what is there; in the background but for what must be taken at once."""
+        """Saves the state; mostly in the background."""
         self._manager.save(self.iteration, self.state, touched=self._marks)
 
     def wait(self) -> None:
-        """Until it is in memory and on disk."""
-        self._manager.wait()
+        """Waits until the save is in memory and on disk."""
+        self._manager.wait_until_finished()
 
 
 def _empty(points: int) -> State:
-    """A state, for its shapes."""
+    """An abstract state."""
     return {
         "points": jnp.zeros((points, WIDTH), jnp.float32),
         "assignments": jnp.zeros(points, jnp.int32),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Restoring a run behind a progress bar."""
+"""Restores a run with a progress bar."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ State = TypeVar("State")
 def resumed(
     manager: deltackpt.CheckpointManager, template: State, console: Console
 ) -> State | None:
-    """The newest intact step; None where there is none, and the run starts at step 0.
+    """Restores the newest intact step; returns None if no step was committed.
 
     Args:
-      manager: of the run's directory.
+      manager: manager of the run's directory.
       template: an abstract state.
-      console: where to say what was restored, and which steps were skipped.
+      console: prints what was restored and which steps were skipped.
     """
     bar = Progress(
         TextColumn("restoring"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real S3 server on loopback, for a demonstration: versitygw over a directory."""
+"""Runs a real S3 server on loopback for a demonstration: versitygw over a directory."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _BUILT = Path(__file__).resolve().parents[2] / "build" / "servers" / "bin" / "versitygw"
-#: What the log of a request says of its kind, and of how it ended.
+#: The kind and the outcome of a request in the server's log.
 _LINE = re.compile(r" s3_(\w+) .*? (\d{3}) ")
 _START_SECS = 30
 
 
 class Server:
-    """A server that runs; credentials are in the environment of this process, and of its children.
+    """A running server; the environment of this process and its children holds the credentials.
 
     Attributes:
       endpoint: its address.
-      log: a line for each request.
-      folder: where it keeps its buckets.
+      log: log file with a line per request.
+      folder: directory of its buckets.
     """
 
     def __init__(self, endpoint: str, log: Path, folder: Path):
-        """Made by ``running``."""
+        """Created by ``running``."""
         self.endpoint, self.log, self.folder = endpoint, log, folder
 
     def bucket(self, name: str) -> str:
-        """URL of a fresh bucket."""
+        """Creates a bucket and returns its URL."""
         (self.folder / name).mkdir()
         return f"s3://{name}"
 
     def requests(self) -> collections.Counter[str]:
-        """How many requests there were so far, by kind."""
+        """Returns the number of requests so far, by kind."""
         text = self.log.read_text() if self.log.exists() else ""
         return collections.Counter(match[1] for match in _LINE.finditer(text))
 
 
 @contextlib.contextmanager
 def running(folder: Path) -> Iterator[Server]:
-    """Starts a server, and ends it by its process id."""
+    """Starts a server, and stops it by its process id."""
     program = str(_BUILT) if _BUILT.exists() else shutil.which("versitygw")
     if program is None:
-        sys.exit("versitygw is not built: run make servers")
+        sys.exit("versitygw: expected a built server, found none; run make servers")
     buckets, log = folder / "buckets", folder / "requests.log"
     buckets.mkdir(parents=True)
     keys = {"AWS_ACCESS_KEY_ID": "demo", "AWS_SECRET_ACCESS_KEY": "demonstration"}

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills a trainer of T5 in the middle of a save: see ``t5_jax/demo.py``."""
+"""Kills a T5 trainer in the middle of a save: see ``t5_jax/demo.py``."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-# What the examples share lies beside them.
+# Code that the examples share.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from t5_jax.demo import main

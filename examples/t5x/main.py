@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a T5 and saves touched-row checkpoints while it does: see ``t5_jax/main.py``."""
+"""Trains a T5 and saves touched-row checkpoints: see ``t5_jax/main.py``."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-# What the examples share lies beside them.
+# Code that the examples share.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from t5_jax.main import main

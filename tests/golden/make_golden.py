@@ -10,6 +10,7 @@ change; ``rolling-v<n>`` the states of ``v<n>`` as a base that rolls over two sa
 ``dense-v<n>`` holds deltas whose dense leaves are blocks by every codec, and a compacted base.
 ``log-v<n>`` holds a base and the logs of two runs, the second of which goes on from a point;
 from ``log-v2`` on dense leaves are blocks, and arrays are compressed.
+``layers-v<n>`` holds a layer, and layers appended to a file with a torn tail.
 ``extents-v<n>`` holds made-up packs in a file of extents, ``pack-v<n>`` a pack and its files.
 """
 
@@ -37,8 +38,12 @@ import numpy as np
 
 import deltackpt
 from deltackpt.format import extents, frames, names
+from deltackpt.format.blocks import rows_of
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.records import FORMAT_VERSION
+from deltackpt.layers import footer
+from deltackpt.layers.footer import EpochRef, LayerManifest
+from deltackpt.layers.write import ArrayInput, LayerFile, RowGroupInput, WriteBuffers
 from deltackpt.storage.crc import crc32c
 from deltackpt.tiers import packing
 from deltackpt.tiers.extents import ExtentFile
@@ -71,17 +76,17 @@ def handlers(**codecs: Any) -> dict[str, deltackpt.Tables]:
 HANDLERS = handlers(codec={"tables/coarse": "bf16"})
 #: Touched rows are stored as bf16, the shares of all rows raw.
 ROLLING_HANDLERS = handlers(
-    codec={"tables/coarse": deltackpt.CodecChoice(delta="bf16", base="raw")}
+    codec={"tables/coarse": deltackpt.policies.CodecChoice(delta="bf16", base="raw")}
 )
 #: Every layout of codes, in bases too, with rows beside them.
 ENCODED_HANDLERS = handlers(
     codec={
-        "tables/users": deltackpt.CodecChoice(delta="adaptive4", base="int8"),
-        "tables/items": deltackpt.CodecChoice(delta="int3", base="adaptive2"),
-        "tables/half": deltackpt.CodecChoice(delta="symmetric4", base="lossless"),
-        "tables/coarse": deltackpt.CodecChoice(delta="bf16", base="fp16"),
+        "tables/users": deltackpt.policies.CodecChoice(delta="adaptive4", base="int8"),
+        "tables/items": deltackpt.policies.CodecChoice(delta="int3", base="adaptive2"),
+        "tables/half": deltackpt.policies.CodecChoice(delta="symmetric4", base="lossless"),
+        "tables/coarse": deltackpt.policies.CodecChoice(delta="bf16", base="fp16"),
     },
-    slot_codec={"tables/users": deltackpt.CodecChoice(delta="lossless", base="bf16")},
+    slot_codec={"tables/users": deltackpt.policies.CodecChoice(delta="lossless", base="bf16")},
 )
 
 
@@ -197,13 +202,13 @@ def write(
     root: Path,
     handlers: dict[str, Any],
     state_of: Callable[[int], dict],
-    policy: deltackpt.policy.BaseOrDelta | None = None,
+    policy: deltackpt.policies.BaseOrDelta | None = None,
 ) -> None:
     """Writes the steps of one golden directory."""
     touched = deltackpt.touched.init(
         {f"tables/{name}": leaf for name, leaf in state_of(10)["tables"].items()}
     )
-    policy = policy or deltackpt.Consecutive(max_restore_ratio=100)
+    policy = policy or deltackpt.policies.Consecutive(max_restore_ratio=100)
     options = deltackpt.ManagerOptions(deltas=deltackpt.DeltaOptions(policy=policy))
     with deltackpt.CheckpointManager(root, handlers=handlers, options=options) as manager:
         for step in STEPS:
@@ -244,6 +249,64 @@ def write_extents(directory: Path) -> None:
     (directory / "extents.lock").unlink()
 
 
+def layer_groups(step: int) -> list[RowGroupInput]:
+    """Every kind of row group and of compression, from a formula."""
+    rows = np.array([3, 4, 260, 70_000, 70_001]) + step
+    values = np.arange(20, dtype=np.float32).reshape(5, 4) / 8 + step
+    blocks = (np.arange(3 * 256 * 4, dtype=np.uint32) % (step + 2)).astype(np.uint8)
+    count = np.full(3000, step, np.uint16)
+    item = np.frombuffer(json.dumps({"step": step}).encode(), np.uint8)
+    left = [ArrayInput.of("values", values[:, :3]), ArrayInput.of("slot.m", values[:, 0] * 2)]
+    right = [ArrayInput.of("values", values[:, 3:])]
+    every = [ArrayInput.of("slot.count", count, "zstd")]
+    coded = [ArrayInput.of("blocks", blocks.reshape(3, 256, 4), "planes")]
+    return [
+        RowGroupInput("users.0", "users", rows, left, columns=(0, 3), codecs={"values": "raw"}),
+        RowGroupInput("users.1", "users", rows, right, columns=(3, 4)),
+        RowGroupInput("users.count", "users", range(3000), every),
+        RowGroupInput(
+            "float32",
+            "float32",
+            rows_of([(1, 3), (9, 10)]),
+            coded,
+            "blocks",
+            codecs={"blocks": "planes"},
+        ),
+        RowGroupInput(
+            "metrics", "metrics", range(len(item)), [ArrayInput.of("bytes", item)], "item"
+        ),
+    ]
+
+
+def write_layers(directory: Path) -> None:
+    """Writes the layer of a step; and four layers of a WAL, the last of which is cut."""
+    directory.mkdir()
+    run, buffers, found = "0123456789abcdef0123456789abcdef", WriteBuffers(), {}
+    for name, steps in (("step", (3,)), ("wal", (4, 5, 6, 7))):
+        file = LayerFile(directory / name, buffers, chunk_bytes=2048)
+        for step in steps:
+            manifest = LayerManifest(
+                save_id=SaveId(run, step, step),
+                parent=SaveId(run, step - 1, step - 1),
+                epoch=None if name == "step" else EpochRef(number=2, crc32c=0x01020304),
+                schema=b"schema" if name == "step" else b"",
+            )
+            written = file.append(manifest, layer_groups(step))
+            found[str(step)] = {"file": name, "start": written.start, "digest": written.digest}
+            for group in layer_groups(step):
+                arrays = {}
+                for given in group.arrays:
+                    held = np.empty(given.shape, given.dtype)
+                    given.fill(0, len(held), held)
+                    arrays[given.name] = hashlib.sha256(held.tobytes()).hexdigest()
+                found[str(step)][group.name] = arrays
+        file.close()
+    del found["7"]
+    os.truncate(directory / "wal", written.stop - 4096)
+    buffers.close()
+    (directory / "expected.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
 def write_pack(directory: Path) -> None:
     """Writes a pack of a few files, and these."""
     for name, data in PACKED.items():
@@ -273,7 +336,7 @@ LOGGED_HANDLERS = {
     "embeddings": deltackpt.Tables(
         select="tables/*",
         slots={"tables/users": {"accumulator": "slots/users"}},
-        codec={"tables/coarse": deltackpt.CodecChoice(delta="int8", base="raw")},
+        codec={"tables/coarse": deltackpt.policies.CodecChoice(delta="int8", base="raw")},
     )
 }
 #: The step below the logs, the point that the second run goes on from, and where both end.
@@ -321,10 +384,10 @@ def logged_blocks_at(step: int, run: int) -> dict:
     return state
 
 
-def log_run(root: Path, run: int, steps: range, logged: Logged) -> None:
+def log_run(root: Path, run: int, steps: range, logged: Appended) -> None:
     """Logs the steps of a run, which begins with a base, or goes on from a point."""
     options = deltackpt.ManagerOptions(
-        log=deltackpt.LogOptions(dense=logged.modes[run]),
+        wal=deltackpt.WalOptions(dense=logged.modes[run]),
         dense=deltackpt.Dense(codec=logged.codec, max_error=None),
     )
     with deltackpt.CheckpointManager(root, handlers=logged.handlers, options=options) as manager:
@@ -334,7 +397,7 @@ def log_run(root: Path, run: int, steps: range, logged: Logged) -> None:
         )
         if run == 0:
             manager.save(LOGGED_FROM, before, touched=touched)
-            manager.wait()
+            manager.wait_until_finished()
         else:
             touched = manager.restore(GOES_ON_FROM, before).touched
             assert touched is not None
@@ -344,7 +407,7 @@ def log_run(root: Path, run: int, steps: range, logged: Logged) -> None:
             fails = mock.patch.object(os, "fdatasync", side_effect=OSError(errno.EIO, "injected"))
             with warnings.catch_warnings(), fails if step == REFUSED else mock.MagicMock():
                 warnings.simplefilter("ignore")
-                manager.log(
+                manager.append(
                     step,
                     logged.state_at(step, run),
                     touched=touched,
@@ -352,8 +415,8 @@ def log_run(root: Path, run: int, steps: range, logged: Logged) -> None:
                     full=False if step in SOFT else None,
                 )
                 try:
-                    manager.wait_logged()
-                except deltackpt.errors.LogFailed:
+                    manager.wait_appended()
+                except deltackpt.errors.AppendFailed:
                     assert step == REFUSED
 
 
@@ -363,7 +426,7 @@ def _with_odd(rows: jnp.ndarray) -> jnp.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Logged:
+class Appended:
     """What the golden logs of a version hold.
 
     Attributes:
@@ -381,16 +444,16 @@ class Logged:
 
 #: By version of frames. Those of the first had ``xor`` in the place of ``delta``.
 LOGGED = {
-    1: Logged(logged_state_at),
-    2: Logged(
+    1: Appended(logged_state_at),
+    2: Appended(
         logged_blocks_at,
         modes=("delta", "delta"),
         handlers={
             "embeddings": dataclasses.replace(
                 LOGGED_HANDLERS["embeddings"],
                 codec={
-                    "tables/coarse": deltackpt.CodecChoice(delta="int8", base="raw"),
-                    "tables/users": deltackpt.CodecChoice(delta="lossless", base="raw"),
+                    "tables/coarse": deltackpt.policies.CodecChoice(delta="int8", base="raw"),
+                    "tables/users": deltackpt.policies.CodecChoice(delta="lossless", base="raw"),
                 },
             )
         },
@@ -399,7 +462,7 @@ LOGGED = {
 }
 
 
-def write_log(root: Path, logged: Logged) -> None:
+def write_log(root: Path, logged: Appended) -> None:
     """Writes a base and the logs of two runs, and what its points hold."""
     log_run(root, 0, range(LOGGED_FROM + 1, FIRST_END + 1), logged)
     log_run(root, 1, range(GOES_ON_FROM + 1, SECOND_END + 1), logged)
@@ -408,7 +471,7 @@ def write_log(root: Path, logged: Logged) -> None:
     found = {}
     options = deltackpt.ManagerOptions(access="read")
     with deltackpt.CheckpointManager(root, handlers=logged.handlers, options=options) as manager:
-        for point in manager.points():
+        for point in manager.recovery_points():
             run = int(point.step > GOES_ON_FROM)
             state = manager.restore(point, logged.state_at(point.step, run)).state
             found[str(point.step)] = digests(state)
@@ -453,8 +516,8 @@ def dense_state_at(step: int) -> dict:
 
 def write_dense(root: Path) -> None:
     """Writes a base, deltas with dense leaves as blocks, and a compacted base among them."""
-    dense = deltackpt.Dense(deltas="own", codec=DENSE_CODECS)
-    policy = deltackpt.Consecutive(max_restore_ratio=100)
+    dense = deltackpt.Dense(deltas="blocks", codec=DENSE_CODECS)
+    policy = deltackpt.policies.Consecutive(max_restore_ratio=100)
     deltas = deltackpt.DeltaOptions(policy=policy)
     options = deltackpt.ManagerOptions(dense=dense, deltas=deltas)
     touched = deltackpt.touched.init({"tables/users": dense_state_at(10)["tables"]["users"]})
@@ -466,7 +529,7 @@ def write_dense(root: Path) -> None:
                 row = jnp.array([STEPS.index(step)])
                 touched = deltackpt.touched.mark(touched, {"users": row})
             manager.save(step, dense_state_at(step), touched=touched)
-            manager.wait()
+            manager.wait_until_finished()
             found[str(step)] = digests(manager.restore(step, dense_state_at(step)).state)
     compact.compact(root, step=COMPACTED, workers=1)
     (root / names.COMPACTED / names.COMPACTION_LOCK).unlink()
@@ -488,10 +551,13 @@ def main() -> None:
         write(repeated, HANDLERS, state_at)
     rolling = HERE / f"rolling-v{FORMAT_VERSION}"
     if not rolling.exists():
-        write(rolling, ROLLING_HANDLERS, state_at, deltackpt.Rolling(window=2))
+        write(rolling, ROLLING_HANDLERS, state_at, deltackpt.policies.Rolling(window=2))
     held = HERE / f"extents-v{extents.VERSION}"
     if not held.exists():
         write_extents(held)
+    layers = HERE / f"layers-v{footer.VERSION}"
+    if not layers.exists():
+        write_layers(layers)
     packed = HERE / "pack-v1"
     if not packed.exists():
         write_pack(packed)

@@ -76,7 +76,7 @@ def save_and_overwrite(manager: deltackpt.CheckpointManager, step: int, state, t
     for _ in range(3):
         state = overwrite(state)
     assert all(leaf.is_deleted() for leaf in given)
-    manager.wait()
+    manager.wait_until_finished()
     return jax.tree.map(np.asarray, kept), saved
 
 
@@ -128,7 +128,7 @@ def test_delta_of_tables_that_are_overwritten_at_once_restores_exactly(
     touched = deltackpt.touched.init(state["tables"])
     with open_manager(tmp_path, codec) as manager:
         manager.save(0, state, touched=touched)
-        manager.wait()
+        manager.wait_until_finished()
         # Nobody waits for the steps before the save either.
         for seed in (1, 2):
             state, touched = train(state, touched, some_ids(seed))
@@ -180,7 +180,7 @@ def test_delta_above_the_staging_budget_restores_exactly(device, codec, tmp_path
     touched = deltackpt.touched.init(state["tables"])
     with open_manager(tmp_path, codec, staging_bytes=1 << 10) as manager:
         manager.save(0, state, touched=touched)
-        manager.wait()
+        manager.wait_until_finished()
         state, touched = train(state, touched, some_ids(1))
         expected, saved = save_and_overwrite(manager, 1, state, touched)
         assert saved.kind == "delta"

@@ -8,23 +8,31 @@ state that was put together from two branches, or lacks rows, is told by replayi
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
+import shutil
 import time
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+import surroundings
+from surroundings import Surroundings
 
 import deltackpt
 from deltackpt import touched
-from deltackpt.errors import FencedError, SaveFailed
+from deltackpt.errors import DeltackptError, FencedError, SaveFailed
 from deltackpt.options import DeltaOptions, ManagerOptions, Tiers, Timeouts
+from deltackpt.storage import buckets
 
 ROWS, WIDTH = 300, 4
+#: Until a trainer that waits for the staging directory only learns that the root was emptied.
+_NOTICED_SECS = 60
 #: Steps that a state can remember.
 MOST = 4000
 HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
@@ -52,12 +60,14 @@ def fresh() -> dict[str, Any]:
     }
 
 
-def trained(state: dict[str, Any], marks: Any, step: int, branch: int) -> tuple[Any, Any]:
-    """One step of a branch."""
-    rows = jnp.asarray(rows_of(step))
-    words = state["tables"]["words"].at[rows].add(1.0 + (branch * 31 + step) % 97)
-    history = state["history"].at[step].set(branch)
-    return {"tables": {"words": words}, "history": history}, touched.mark(marks, {"words": rows})
+def trained(state: Any, marks: Any, step: int, branch: int, around: Surroundings) -> Any:
+    """The state and marks after one step of a branch."""
+    rows = rows_of(step)
+    words, history = np.array(state["tables"]["words"]), np.array(state["history"])
+    words[rows] += np.float32(1 + (branch * 31 + step) % 97)
+    history[step] = branch
+    state = around.placed({"tables": {"words": words}, "history": history})
+    return state, touched.mark(marks, {"words": jnp.asarray(rows)})
 
 
 def check(state: Any, step: int) -> list[int]:
@@ -72,9 +82,11 @@ def check(state: Any, step: int) -> list[int]:
 def options(stage: str, endpoint: str, wait_for: Any) -> ManagerOptions:
     """Of a trainer: bases are frequent, and few steps stay."""
     return ManagerOptions(
-        deltas=DeltaOptions(policy=deltackpt.Consecutive(max_chain=3), sampled_proof=False),
-        retention=5,
-        tiers=Tiers(stage=stage, endpoint=endpoint, keep_local=1, wait_for=wait_for),
+        deltas=DeltaOptions(
+            policy=deltackpt.policies.Consecutive(max_chain=3), sampled_proof=False
+        ),
+        max_to_keep=5,
+        tiers=Tiers(staging_dir=stage, endpoint=endpoint, keep_local=1, wait_for=wait_for),
         timeouts=Timeouts(store_secs=10.0, close_secs=60.0, save_secs=60.0),
     )
 
@@ -88,6 +100,7 @@ def train(
     branch: int,
     seed: int,
     steps: int | None,
+    may_empty: bool,
 ) -> None:
     """Goes on from the newest step, or an older one, until it is killed, or has made some steps.
 
@@ -100,6 +113,7 @@ def train(
       branch: what tells this training from all others.
       seed: of what is drawn.
       steps: how many to make; None for as many as it comes to.
+      may_empty: whether it may remove every object of the root in mid-run.
     """
     os.environ.update(environment)
     warnings.simplefilter("ignore")
@@ -109,55 +123,170 @@ def train(
         def tell(what: str, **more: Any) -> None:
             told.write(json.dumps({"what": what, "branch": branch, **more}).encode() + b"\n")
 
-        wait_for = "root" if draw.random() < 0.7 else "stage"
+        wait_for = "remote" if draw.random() < 0.7 else "staging"
         with contextlib.ExitStack() as stack:
             try:
-                manager = stack.enter_context(
-                    deltackpt.CheckpointManager(
+                drawn = surroundings.draw(draw)
+                around = Surroundings(**drawn)
+                with around.entered():
+                    manager = deltackpt.CheckpointManager(
                         url, handlers=HANDLERS, options=options(stage, endpoint, wait_for)
                     )
-                )
-                tell("opened", steps=manager.all_steps())
-                _train(manager, draw, branch, steps, tell, wait_for)
+                stack.enter_context(manager)
+                tell("opened", steps=manager.all_steps(), surroundings=drawn)
+                train_on = Training(around.around(manager), around, draw, branch, Path(stage), tell)
+                train_on.empty_root = functools.partial(empty, url, endpoint) if may_empty else None
+                train_on.train(steps, wait_for)
                 tell("done")
-            except (FencedError, SaveFailed) as error:
-                if not isinstance(error.__cause__ or error, FencedError):
+            except StageLost:
+                tell("lost its stage")
+                os._exit(4)
+            except RootEmptied:
+                tell("emptied")
+                os._exit(5)
+            except DeltackptError as error:
+                if not is_fenced(error):
                     raise
                 tell("fenced")
                 os._exit(3)
 
 
-def _train(
-    manager: Any, draw: random.Random, branch: int, steps: int | None, tell: Any, wait_for: str
-) -> None:
-    template = jax.eval_shape(fresh)
-    found = manager.restore_latest(template)
-    back = draw.random() < 0.15 and steps is None
-    if found is not None and back and len(manager.all_steps()) > 1:
-        older = draw.choice(manager.all_steps()[:-1])
-        found = manager.restore(older, template)
-    state = fresh() if found is None else found.state
-    step = 0 if found is None else found.step + 1
-    if found is not None:
-        history = check(state, found.step)
-        # Said before anything follows from it.
-        tell("goes on", step=found.step, history=history, back=back)
-    else:
-        tell("begins")
-    marks = touched.init(state["tables"]) if found is None else found.touched
-    made = 0
-    while steps is None or made < steps:
-        if step >= MOST - 1:
+class StageLost(Exception):
+    """The stage of a trainer was removed."""
+
+
+class RootEmptied(Exception):
+    """Every object of the root was removed, and the trainer reported that."""
+
+
+def empty(url: str, endpoint: str) -> None:
+    """Removes every object below a root, until there is none at one moment."""
+    store = buckets.place(url, endpoint=endpoint).open().store
+    while keys := store.keys(""):
+        store.delete(keys)
+
+
+def is_fenced(error: DeltackptError) -> bool:
+    """Whether another trainer has taken the root."""
+    cause = error.__cause__ if isinstance(error, SaveFailed) else None
+    return isinstance(cause or error, FencedError)
+
+
+def away_of(stage: Path) -> Path:
+    """Where a stage is while it is moved."""
+    return stage.with_name(f"{stage.name}.away")
+
+
+class Training:
+    """A loop that saves, and tells what it does."""
+
+    def __init__(
+        self,
+        manager: Any,
+        around: Surroundings,
+        draw: random.Random,
+        branch: int,
+        stage: Path,
+        tell: Any,
+    ):
+        self._manager: deltackpt.CheckpointManager = manager
+        self._around, self._draw, self._branch = around, draw, branch
+        self._stage, self._tell = stage, tell
+        self.empty_root: Callable[[], None] | None = None
+        self._step, self._state, self._marks = -1, around.placed(fresh()), None
+
+    def train(self, steps: int | None, wait_for: str) -> None:
+        """Goes on from the newest step, or an older one, and makes some."""
+        draw = self._draw
+        self._begin(may_go_back=steps is None)
+        made = 0
+        while (steps is None or made < steps) and self._step < MOST - 2:
+            self._save()
+            made += 1
+            if draw.random() < 0.3:
+                self._manager.wait_until_finished()
+                if wait_for == "remote":
+                    history = np.asarray(self._state["history"])[: self._step + 1].tolist()
+                    self._tell("acked", step=self._step, history=history)
+            elif draw.random() < 0.3:
+                time.sleep(draw.random() * 0.05)
+            elif steps is None and draw.random() < 0.15:
+                self._without_stage(removed=draw.random() < 0.3)
+            elif self.empty_root is not None and draw.random() < 0.1:
+                self._without_root(wait_for)
+        self._manager.wait_until_finished()
+
+    def _begin(self, *, may_go_back: bool) -> None:
+        manager, draw = self._manager, self._draw
+        template = self._around.abstract(fresh())
+        found = manager.restore_latest(template)
+        back = draw.random() < 0.15 and may_go_back
+        if found is not None and back and len(manager.all_steps()) > 1:
+            older = draw.choice(manager.all_steps()[:-1])
+            found = manager.restore(older, template)
+        if found is None:
+            self._tell("begins")
+            with self._around.entered():
+                self._marks = touched.init(self._state["tables"])
             return
-        state, marks = trained(state, marks, step, branch)
-        manager.save(step, state, touched=marks)
-        tell("saved", step=step)
-        made += 1
-        if draw.random() < 0.3:
-            manager.wait()
-            if wait_for == "root":
-                tell("acked", step=step, history=np.asarray(state["history"])[: step + 1].tolist())
-        elif draw.random() < 0.3:
-            time.sleep(draw.random() * 0.05)
-        step += 1
-    manager.wait()
+        history = check(found.state, found.step)
+        assert (wrong := self._around.misplaced(found.state)) is None, wrong
+        # Said before anything follows from it.
+        self._tell("goes on", step=found.step, history=history, back=back)
+        self._step, self._state, self._marks = found.step, found.state, found.touched
+
+    def _save(self) -> None:
+        self._step += 1
+        self._state, self._marks = trained(
+            self._state, self._marks, self._step, self._branch, self._around
+        )
+        self._manager.save(self._step, self._state, touched=self._marks)
+        self._tell("saved", step=self._step)
+
+    def _without_stage(self, *, removed: bool) -> None:
+        """Saves fail while the stage is elsewhere, which is not made anew."""
+        self._manager.wait_until_finished()
+        away = away_of(self._stage)
+        self._stage.rename(away)
+        self._tell("moves its stage", removed=removed)
+        if removed:
+            shutil.rmtree(away)
+        try:
+            assert not self._is_saved(), "a save is acknowledged without a stage"
+            assert not self._stage.exists()
+        finally:
+            if not removed:
+                away.rename(self._stage)
+        if removed:
+            raise StageLost("removed")
+        assert any(self._is_saved() for _ in range(6)), "a stage that came back takes no save"
+
+    def _without_root(self, wait_for: str) -> None:
+        """Nothing that should be in the root is acknowledged once it was emptied."""
+        assert self.empty_root is not None
+        self._tell("empties")
+        self.empty_root()
+        deadline = time.monotonic() + _NOTICED_SECS
+        try:
+            if self._draw.random() < 0.5:
+                self._save()
+            self._manager.wait_until_finished()
+            assert wait_for != "remote", "a save is acknowledged in a root that was emptied"
+            while time.monotonic() < deadline:
+                self._save()
+                self._manager.wait_until_finished()
+                time.sleep(0.1)
+        except DeltackptError as error:
+            assert is_fenced(error), error
+            raise RootEmptied from error
+        raise AssertionError("training never learns that the root was emptied")
+
+    def _is_saved(self) -> bool:
+        try:
+            self._save()
+            self._manager.wait_until_finished()
+        except DeltackptError as error:
+            if is_fenced(error):
+                raise
+            return False
+        return True

@@ -21,8 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import surroundings
 import trainee
 from machine import required
+
+from deltackpt.format import names
 
 HERE = Path(__file__).resolve().parent
 #: A training process that says nothing for so long hangs.
@@ -67,7 +70,7 @@ class Trainees:
         self._diagnosis = directory / "diagnosis.txt"
         self._numbers = itertools.count()
         environment = {**os.environ, "LD_PRELOAD": str(_shim(directory)), "JAX_PLATFORMS": "cpu"}
-        environment["XLA_FLAGS"] = ""
+        environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
         # What each process would compile anew: most of the time until its first save.
         environment["JAX_COMPILATION_CACHE_DIR"] = str(directory / "compiled")
         environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -242,6 +245,10 @@ class Expected:
                 self.inexact += self._encoded.check(note)
             elif kind == "encoded":
                 self._encoded.take(note)
+            elif kind == "removed":
+                self.waited_for, self._may_be, saved = 0, {}, None
+            elif kind == "failed":
+                saved = None
             elif kind == "rolling":
                 self.waited_for = min(self.waited_for, note["step"])
             elif kind == "begun":
@@ -270,9 +277,9 @@ def draw_life(random_: random.Random, life: int, doings: int) -> dict[str, Any]:
       doings: how many things it does.
     """
     drawn: list[list[str | int]] = []
-    names = ("save", "keep", "back", "init", "look", "roll", "save_if_due", "compact")
-    for doing in random_.choices(names, (8, 2, 2, 1, 2, 1, 1, 1), k=doings):
-        if doing in ("keep", "compact"):
+    kinds = ("save", "keep", "back", "init", "look", "roll", "save_if_due", "compact", "move")
+    for doing in random_.choices(kinds, (8, 2, 2, 1, 2, 1, 1, 1, 1), k=doings):
+        if doing in ("keep", "compact", "move"):
             drawn.append([doing])
         elif doing in ("look", "roll"):
             drawn.append([doing, random_.randrange(4)])
@@ -283,21 +290,29 @@ def draw_life(random_: random.Random, life: int, doings: int) -> dict[str, Any]:
             drawn.append(["wait"])
     policy = random_.choice(("consecutive", "consecutive", "one_shot", "rolling"))
     return {
-        "doings": drawn,
+        **draw_around(random_, drawn),
         "branch": 1000 * life,
         "when_busy": random_.choice(("wait", "wait", "skip", "coalesce")),
-        "retention": random_.choice((1, 2, 2, 4)),
+        "max_to_keep": random_.choice((1, 2, 2, 4)),
         "policy": policy,
         "bases": "periodic" if policy == "rolling" else random_.choice(("periodic", "compacted")),
         "dense": draw_dense(random_),
     }
 
 
+def draw_around(
+    random_: random.Random, doings: list[list[str | int]], *, log: bool = False
+) -> dict[str, Any]:
+    """What a life does, where its root may go at the end, and what is around its calls."""
+    gone = [["remove"]] if random_.random() < 0.05 else []
+    return {"doings": [*doings, *gone], "surroundings": surroundings.draw(random_, log=log)}
+
+
 def draw_dense(random_: random.Random) -> dict[str, Any]:
     """Options of ``Dense``: each life goes on from what one with others has saved."""
     return {
-        "deltas": random_.choice(("orbax", "own", "own", "own")),
-        "codec": random_.choice(("exact", trainee.LOSSY, trainee.LOSSY)),
+        "deltas": random_.choice(("whole", "blocks", "blocks", "blocks")),
+        "codec": random_.choice(("lossless", trainee.LOSSY, trainee.LOSSY)),
         "max_error": trainee.MAX_ERROR,
         # Mostly room for all leaves, else for some of them.
         "max_reference_bytes": random_.choice((1 << 30, 1 << 30, 30_000)),
@@ -374,6 +389,63 @@ MATCHES = {
     "removal: rename into the trash": "rename /deleted",
     "rollback: later steps aside": "rolled-back",
 }
+
+
+def put_back(root: Path, ended: Ended) -> None:
+    """Puts a root back that a process has moved and not moved back, unless it was removed."""
+    moved = trainee.moved_of(root)
+    if ended.noted("removed"):
+        for place in (moved, root):  # A power cut may have undone it.
+            shutil.rmtree(place, ignore_errors=True)
+    elif moved.exists():
+        assert not root.exists(), [*root.rglob("*")]
+        moved.rename(root)
+
+
+class Outside:
+    """Files outside of roots, to which links in them lead; none of them is ever removed."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        # With names of what is removed below a root.
+        for name in ("file", "1/embeddings/file", "embeddings/file"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(name)
+        self._files = self._found()
+
+    def plant(self, random_: random.Random, root: Path) -> None:
+        """Half of the time makes a link in a root, where something is removed sooner or later."""
+        run = f"{random_.getrandbits(128):032x}"
+        places = [
+            f"{names.TRASH}/{run}",
+            f"{names.TRASH}/{run}/1",
+            f"{names.ROLLED_BACK}/{run}",
+            f"{names.COMPACTED}/3.{run}.tmp",
+            f"{names.COMPACTED}/3.{run}.tmp/embeddings",
+            f"9000{names.TEMPORARY}-{run}-0",
+            f"9000{names.TEMPORARY}-{run}-0/embeddings",
+            *(f"{step}/{run}" for step in steps_in(root)[:1]),
+        ]
+        place = root / random_.choice(places)
+        if random_.random() < 0.5 and root.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.symlink_to(self._folder)
+
+    def check(self) -> None:
+        """All of them are there."""
+        assert self._found() == self._files
+
+    def _found(self) -> dict[str, str]:
+        return {str(one): one.read_text() for one in self._folder.rglob("*") if one.is_file()}
+
+
+@contextlib.contextmanager
+def telling(*what: Any) -> Iterator[None]:
+    """Adds what repeats a failure to it."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError("\n".join(map(str, [*what, error]))) from error
 
 
 def steps_in(root: Path) -> list[int]:

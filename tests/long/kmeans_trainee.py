@@ -68,7 +68,7 @@ def cluster(
     if not promotes:
         running.Running.start = lambda self: None
     draw = random.Random(seed)
-    extents = deltackpt.Extents(
+    extents = deltackpt.tiers.Extents(
         directory=disk, nbytes=_EXTENTS * _EXTENT_BYTES, extent_bytes=_EXTENT_BYTES
     )
     with open(journal, "ab", 0) as told:

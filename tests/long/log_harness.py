@@ -16,9 +16,11 @@ _DOINGS = {
     "save": 4,
     "look": 1,
     "roll": 1,
-    "wait_logged": 3,
+    "forget": 1,
+    "wait_appended": 3,
     "wait": 1,
     "compact": 1,
+    "move": 1,
 }
 
 PHASES = (
@@ -45,11 +47,12 @@ def phase(call: str, path: str) -> str:
     top, _, below = path.lstrip("/").partition("/")
     if top != "log":
         return harness.phase(call, path)
-    if below.endswith("progress"):
+    name = below.rpartition("/")[2]
+    if "progress" in name:
         return "log: progress"
     if call == "unlink":
         return "log: trimming"
-    if "/" not in below:
+    if name == below or "head" in name:
         return "log: head"
     if call == "write":
         return "log: frames"
@@ -112,6 +115,8 @@ class Offers:
                 self._ever.add(note["history"])
             elif kind == "withdrawn":
                 offered.pop()
+            elif kind == "removed":
+                offered = [Offer(0, "")]
             elif kind == "acknowledged":
                 offered = _acknowledged(offered, note.get("step"))
         self._standing = offered
@@ -145,16 +150,16 @@ def draw_log_life(random_: random.Random, life: int, doings: int) -> dict[str, A
     """
     drawn: list[list[str | int]] = [["save", 1]] if life == 1 else []
     for doing in random_.choices(list(_DOINGS), list(_DOINGS.values()), k=doings):
-        if doing.startswith("wait") or doing == "compact":
+        if doing.startswith("wait") or doing in ("compact", "move"):
             drawn.append([doing])
         elif doing in ("look", "roll"):
             drawn.append([doing, random_.randrange(8)])
         else:
             drawn.append([doing, random_.choice((1, 1, 2, 5))])
     return {
-        "doings": drawn,
+        **harness.draw_around(random_, drawn, log=True),
         "branch": 1000 * life,
-        "retention": random_.choice((1, 2, 2, 4)),
+        "max_to_keep": random_.choice((1, 2, 2, 4)),
         "policy": random_.choice(("consecutive", "one_shot", "intermittent", "rolling")),
         "dense": harness.draw_dense(random_),
         "ids": random_.random() < 0.5,
@@ -162,7 +167,7 @@ def draw_log_life(random_: random.Random, life: int, doings: int) -> dict[str, A
             "dense": random_.choice(("whole", "delta", "delta")),
             "dense_every": random_.choice((1, 1, 3)),
             # So that log() saves some of the steps by itself.
-            "most_bytes": random_.choice((1.0, 1.0, 1e-3)),
+            "max_wal_ratio": random_.choice((1.0, 1.0, 1e-3)),
             # A segment has a few marks, so that they are closed and trimmed.
             "backend": {"segment_bytes": random_.choice((1 << 16, 1 << 20))},
         },

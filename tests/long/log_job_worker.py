@@ -23,8 +23,8 @@ class Worker(many_worker.Worker):
     def open(self, log: dict[str, Any], **options: Any) -> None:
         """Makes the manager, with a log of these options; see there."""
         log = dict(log)
-        backend = deltackpt.LocalLog(**log.pop("backend"))
-        super().open(log=deltackpt.LogOptions(backend=backend, **log), **options)
+        backend = deltackpt.wal.LocalWal(**log.pop("backend"))
+        super().open(wal=deltackpt.WalOptions(backend=backend, **log), **options)
 
     def logs(self, seed: int, begins: bool) -> None:
         """Trains, logs and saves until it is killed; says of which step each call is.
@@ -41,13 +41,13 @@ class Worker(many_worker.Worker):
                 self._manager.save(self._step, self._state, touched=self._marks)
                 begins = False
                 if draw.random() < 0.5:
-                    self._manager.wait()
+                    self._manager.wait_until_finished()
                     self._acknowledged(self._step)
                 continue
-            logged = self._manager.log(self._step, self._state, touched=self._marks)
+            logged = self._manager.append(self._step, self._state, touched=self._marks)
             recovery = logged.recovery
             if draw.random() < 0.2:
-                recovery = self._manager.wait_logged() or recovery
+                recovery = self._manager.wait_appended() or recovery
             if recovery is not None:
                 self._acknowledged(recovery if isinstance(recovery, int) else recovery.step)
 

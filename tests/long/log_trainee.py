@@ -19,17 +19,20 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax
 import trainee
-from trainee import POLICIES, changed, difference, history_of, inexact, name, note
+from surroundings import Surroundings
+from trainee import POLICIES, changed, difference, name, note
 
 import deltackpt
 from deltackpt import events
 from deltackpt.errors import DeltackptError
+from deltackpt.save import proof
+from deltackpt.wal import audit
 
 
-def log_options(given: dict[str, Any]) -> deltackpt.LogOptions:
+def log_options(given: dict[str, Any]) -> deltackpt.WalOptions:
     """The options of a log, from JSON."""
-    backend = deltackpt.LocalLog(**given.get("backend", {}))
-    return deltackpt.LogOptions(
+    backend = deltackpt.wal.LocalWal(**given.get("backend", {}))
+    return deltackpt.WalOptions(
         backend=backend, **{k: v for k, v in given.items() if k != "backend"}
     )
 
@@ -37,8 +40,8 @@ def log_options(given: dict[str, Any]) -> deltackpt.LogOptions:
 class Logging(trainee.Training):
     """A loop that also logs."""
 
-    def __init__(self, saver: deltackpt.CheckpointManager, root: Path, branch: int, ids: bool):
-        super().__init__(saver, root, branch)
+    def __init__(self, saver: Any, root: Path, branch: int, surroundings: Surroundings, ids: bool):
+        super().__init__(saver, root, branch, surroundings)
         self._ids = ids
         #: What was trained since the last log() that took something.
         self._unlogged: list[tuple[int, int]] = []
@@ -46,7 +49,7 @@ class Logging(trainee.Training):
     def start(self) -> None:
         """Goes on from the newest step or point."""
         note("restoring")
-        result = self._saver.restore_latest(trainee.template())
+        result = self._saver.restore_latest(self.template())
         found = {"step": 0, "wrong": None, "history": name(()), "items": None, "log": False}
         found["inexact"] = {}
         if result is not None:
@@ -81,14 +84,23 @@ class Logging(trainee.Training):
         else:
             note("taken", save=saved.kind)
 
+    def forget(self, steps: int = 1) -> None:
+        """Saves, then logs steps whose rows are not marked: that saves a base instead."""
+        self.save()
+        self.wait()  # No point above this step is acknowledged, and so none is lost.
+        kept = self.marks
+        self.train(steps)
+        self.marks = kept
+        self._log()
+
     def wait(self) -> None:
         """Until all saves are committed."""
-        self._saver.wait()
+        self._saver.wait_until_finished()
         note("acknowledged", by="wait")
 
-    def wait_logged(self) -> None:
+    def wait_appended(self) -> None:
         """Until all marks are durable."""
-        _acknowledge("wait_logged", self._saver.wait_logged())
+        _acknowledge("wait_appended", self._saver.wait_appended())
 
     def look(self, which: int = 0) -> None:
         """Restores a step or a point, compares it, and goes on with what is in memory."""
@@ -105,7 +117,7 @@ class Logging(trainee.Training):
             self._offer("roll")
 
     def _any(self, which: int) -> Any:
-        standing: list[Any] = [*self._saver.all_steps(), *self._saver.points()]
+        standing: list[Any] = [*self._saver.all_steps(), *self._saver.recovery_points()]
         return self._reached(standing[which % len(standing)]) if standing else None
 
     def _log(self) -> None:
@@ -117,7 +129,7 @@ class Logging(trainee.Training):
                     ids[f"tables/{key}"].append(rows)
             ids = {key: jax.numpy.concatenate(rows) for key, rows in ids.items()}
         self._offer("log")
-        logged = self._saver.log(
+        logged = self._saver.append(
             self.step,
             self._state(),
             touched=self.marks,
@@ -136,8 +148,16 @@ class Logging(trainee.Training):
     def _offer(self, by: str) -> None:
         note("offered", by=by, step=self.step, history=name(self.history))
 
-    def _state(self) -> Any:
-        return jax.device_put(self._replay.at(self.history))
+    def _drain(self) -> None:
+        self._saver.wait_appended()
+        self.wait()
+
+    def _call(self) -> None:
+        self.log()
+        self.wait_appended()
+
+    def _not_kept(self) -> None:
+        """Nothing is withdrawn: what was offered may be there or not."""
 
     def _adopt(self, result: Any) -> None:
         super()._adopt(result)
@@ -145,16 +165,13 @@ class Logging(trainee.Training):
 
     def _found(self, result: deltackpt.Restored) -> dict[str, Any]:
         return {
-            "step": result.step,
-            "wrong": difference(result.state, result.step, trainee.Replay()),
-            "inexact": inexact(result.state, trainee.Replay()),
-            "history": name(history_of(result.state)),
+            **super()._found(result),
             "items": result.items.get("history"),
             "log": result.point is not None,
         }
 
 
-def _acknowledge(by: str, found: deltackpt.LogPoint | int | None) -> None:
+def _acknowledge(by: str, found: deltackpt.RecoveryPoint | int | None) -> None:
     if found is not None:
         step = found if isinstance(found, int) else found.step
         note("acknowledged", by=by, step=step)
@@ -165,24 +182,28 @@ def log(task: dict[str, Any]) -> None:
     root = Path(task["root"])
     trainee._arm(task, root)
     trainee.watch_encoders()
-    with trainee.manager(
-        root,
+    if any(doing == "forget" for doing, *_ in task["doings"]):
+        # Every row is looked at, as in a state that is smaller than the sample.
+        proof.ROWS, audit._ROWS, audit._EVERY = 1 << 20, 1 << 20, 1
+    with trainee.around(
+        task,
         policy=POLICIES[task.get("policy", "consecutive")](),
         dense=deltackpt.Dense(**task.get("dense", {})),
-        retention=task.get("retention", 2),
+        max_to_keep=task.get("max_to_keep", 2),
         durability=task.get("durability", "power"),
-        log=log_options(task.get("log_options", {})),
-    ) as saver:
-        training = Logging(saver, root, task["branch"], task.get("ids", False))
+        wal=log_options(task.get("log_options", {})),
+    ) as (saver, surroundings):
+        training = Logging(saver, root, task["branch"], surroundings, task.get("ids", False))
         training.start()
         for doing, *number in task["doings"]:
             getattr(training, doing)(*number)
-    note("acknowledged", by="close")
+    if root.exists():
+        note("acknowledged", by="close")
     note("done", calls=trainee._calls())
 
 
 class Noted:
-    """Notes what is durable and what failed (``deltackpt.events.Sink``)."""
+    """Notes what is durable and what failed (``deltackpt.events.EventHandler``)."""
 
     def receive(self, event: events.Event) -> None:
         """A save or a batch ended, well or not; space is freed once one did not."""
@@ -195,7 +216,7 @@ def log_through_faults(task: dict[str, Any]) -> None:
     """Trains, saves and logs while an I/O call fails; then logs on, and restores."""
     root = Path(task["root"])
     trainee._arm(task, root)
-    replay, marks, step = trainee.Replay(), trainee.new_marks(), 0
+    replay, marks, step = trainee.Replay(), trainee.new_marks(Surroundings()), 0
     mark = jax.jit(deltackpt.touched.mark)
     with contextlib.ExitStack() as stack:
         saver = None
@@ -208,13 +229,13 @@ def log_through_faults(task: dict[str, Any]) -> None:
                     saver = stack.enter_context(_through_faults(root, task))
                 if step % task["every"] == 1:
                     saver.save(step, state, touched=marks)
-                    saver.wait()
+                    saver.wait_until_finished()
                     note("acknowledged", by="wait", step=step)
                 else:
-                    logged = saver.log(step, state, touched=marks)
+                    logged = saver.append(step, state, touched=marks)
                     note("logged", mark=logged.kind, step=step, reason=logged.reason)
                 if step % task["waits"] == 0:
-                    _acknowledge("wait_logged", saver.wait_logged())
+                    _acknowledge("wait_appended", saver.wait_appended())
             except DeltackptError as error:
                 trainee._refused(error)
         trainee._shim_call("faults_disarm")
@@ -222,8 +243,8 @@ def log_through_faults(task: dict[str, Any]) -> None:
         note("last", step=step)
         with contextlib.suppress(DeltackptError):
             # A failure that nobody was told of yet, told now.
-            saver.wait()
-    with trainee.manager(root, access="read", log=log_options({})) as reader:
+            saver.wait_until_finished()
+    with trainee.manager(root, access="read", wal=log_options({})) as reader:
         result = reader.restore_latest(trainee.template())
         assert result is not None
         note("restored", step=result.step, wrong=difference(result.state, result.step, replay))
@@ -233,8 +254,8 @@ def _through_faults(root: Path, task: dict[str, Any]) -> deltackpt.CheckpointMan
     return deltackpt.CheckpointManager(
         root,
         handlers={"embeddings": deltackpt.Tables(select=trainee.SELECT, slots=trainee.SLOTS)},
-        options=deltackpt.ManagerOptions(retention=2, log=log_options(task["log_options"])),
-        sinks=(Noted(),),
+        options=deltackpt.ManagerOptions(max_to_keep=2, wal=log_options(task["log_options"])),
+        event_handlers=(Noted(),),
     )
 
 

@@ -13,10 +13,12 @@ import functools
 import random
 import threading
 from collections import Counter
+from collections.abc import Mapping
 
 import proxy
 import pytest
 import servers
+from damages import DAMAGES, HOWS
 from faulty_buckets import chain, faulty, fresh, opened
 
 from deltackpt.errors import BrokenChain, FencedError, StorageError, TargetDiffers
@@ -25,7 +27,7 @@ from deltackpt.format.manifest import ParentRef, SaveId
 from deltackpt.ledger import entries
 from deltackpt.ledger.entries import Standing, Unit
 from deltackpt.ledger.journal import Journal
-from deltackpt.ledger.view import JournalView
+from deltackpt.ledger.view import JournalView, entry_name
 from deltackpt.storage.store import Missing, Spot
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
@@ -52,8 +54,10 @@ def _tried(work, times: int = 6):
 class _Trainer:
     """A trainer; it goes on from the newest step, until it is fenced, and then claims again."""
 
-    def __init__(self, root: Spot, drawn: random.Random, claims: int = 3):
-        self.root, self.drawn, self.claims = root, drawn, claims
+    def __init__(self, root: Spot, drawn: random.Random, damaged: dict[str, bytes]):
+        self.root, self.drawn, self.claims = root, drawn, 3
+        #: Entries that were damaged, as they were.
+        self.damaged = damaged
         self.committed: list[tuple[str, Standing]] = []
         self.fenced = 0
 
@@ -74,6 +78,10 @@ class _Trainer:
             parent = self._save(
                 ledger, SaveId(run, parent.step + 1 if parent else 0, attempt), parent
             )
+            if self.drawn.random() < 0.5:
+                _tried(ledger.copy_newest)
+                if self.drawn.random() < 0.5:
+                    self._damage(ledger.known.entry.number)
             if self.drawn.random() < 0.3:
                 steps = [*_tried(ledger.state).steps.values()]
                 first = max((n for n, one in enumerate(steps) if one.kind == "base"), default=0)
@@ -83,6 +91,19 @@ class _Trainer:
                 _tried(ledger.sweep)
         if parent is not None and self.drawn.random() < 0.3:
             _tried(lambda: ledger.roll_back(parent.step - 1, run))
+
+    def _damage(self, number: int) -> None:
+        """Removes or alters an entry that has a copy."""
+        at = self.root / entry_name(number)
+        with contextlib.suppress(Missing):
+            data = _tried(lambda: at.store.get(at.key))
+            if self.damaged.setdefault(at.name, data) is not data:
+                return
+            altered = DAMAGES[self.drawn.choice(HOWS)](data)
+            if altered is None:
+                _tried(lambda: at.store.delete([at.key]))
+            else:
+                _tried(lambda: at.store.put(at.key, altered))
 
     def _save(self, ledger: Journal, save_id: SaveId, parent: Standing | None) -> Standing:
         unit = Unit(save_id.step)
@@ -137,8 +158,10 @@ def _read(root: Spot, over: threading.Event) -> int:
     return read
 
 
-def _check(root: Spot, trainers: list[_Trainer]) -> list[entries.Entry]:
-    history = chain(root)
+def _check(
+    root: Spot, trainers: list[_Trainer], damaged: Mapping[str, bytes]
+) -> list[entries.Entry]:
+    history = chain(root, damaged)
     epochs = [one.lease.epoch for one in history[-1].claims]
     assert epochs == [*range(1, len(epochs) + 1)]
     ever = {one.prefix for entry in history for one in entry.standings}
@@ -182,7 +205,8 @@ def _round(
     def root() -> Spot:
         return opened(network, where, _DEADLINE_SECS, retries=drawn.random() < 0.5)
 
-    trainers = [_Trainer(root(), random.Random(drawn.getrandbits(32))) for _ in range(2)]
+    damaged: dict[str, bytes] = {}
+    trainers = [_Trainer(root(), random.Random(drawn.getrandbits(32)), damaged) for _ in range(2)]
     over = threading.Event()
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         read = pool.submit(_read, root(), over)
@@ -194,8 +218,9 @@ def _round(
         reads = read.result()
     network.plan(where, proxy.at({}))
     plan.tell()
-    history = _check(opened(network, where, 60), trainers)
+    history = _check(opened(network, where, 60), trainers, damaged)
     committed = sum(len(trainer.committed) for trainer in trainers)
     fenced = sum(trainer.fenced for trainer in trainers)
     found = Counter(rounds=1, entries=len(history), commits=committed, fenced=fenced, reads=reads)
+    found["damaged"] = len(damaged)
     return found, Counter(kind for _, kind in plan.struck)

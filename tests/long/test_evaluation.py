@@ -17,7 +17,7 @@ def test_a_reader_beside_trainer_and_retention_always_gets_a_whole_step(
     root = tmp_path / "root"
     first = trainees.run("train", root, doings=SAVE, branch=0)
     assert first.status == 0, trainees.diagnosis()
-    training = trainees.start("train", root, doings=SAVE, branch=1, rounds=10**6, retention=1)
+    training = trainees.start("train", root, doings=SAVE, branch=1, rounds=10**6, max_to_keep=1)
     reading = second_trainees.run("evaluate", root, secs=SECS)
     training.kill()
     for _ in training:

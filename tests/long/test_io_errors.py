@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import errno
-import random
 
 import harness
 import pytest
@@ -13,7 +12,7 @@ import trainee
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
-FAULTS = 60
+FAULTS = 240
 SAVES = 5
 
 
@@ -27,16 +26,16 @@ SAVES = 5
     ids=["one EIO", "one ENOSPC", "ENOSPC until space is freed"],
 )
 def test_a_failed_io_call_is_a_typed_error_and_the_next_save_loses_nothing(
-    trainees, tmp_path, record, action, number
+    trainees, tmp_path, campaign, record, action, number
 ):
     rehearsal = trainees.run("suffer", tmp_path / "rehearsal", saves=SAVES)
     assert rehearsal.status == 0, trainees.diagnosis()
-    random_ = random.Random(number)
-    calls = len(rehearsal.calls)
+    random_ = campaign.random("faults", action, number)
+    calls, faults = len(rehearsal.calls), campaign.count(FAULTS)
     outcomes: collections.Counter[str] = collections.Counter()
-    for fault in range(FAULTS):
+    for fault in range(faults):
         # One from each stretch of the calls.
-        at = random_.randrange(calls * fault // FAULTS, calls * (fault + 1) // FAULTS) + 1
+        at = random_.randrange(calls * fault // faults, calls * (fault + 1) // faults) + 1
         root = tmp_path / f"root{fault}"
         ended = trainees.run("suffer", root, saves=SAVES, action=action, at=at, errno=number)
         where = ended.calls.get(at)
@@ -49,6 +48,6 @@ def test_a_failed_io_call_is_a_typed_error_and_the_next_save_loses_nothing(
         assert ended.last("restored", "step") >= ended.last("committed", "step"), (where, ended)
         assert ended.last("restored", "wrong") is None, (where, ended.notes)
         assert harness.newest(root) == ended.last("restored", "step")
-    record(f"{FAULTS} faults over {calls} calls:")
+    record(f"{faults} faults over {calls} calls:")
     for name, count in outcomes.most_common():
         record(f"  {count:4d} {name}")

@@ -41,6 +41,7 @@ def test_killed_anywhere_the_newest_committed_step_restores_exactly(
     kinds: collections.Counter[str] = collections.Counter()
     lives = restores = inexact = 0
     root, expected, told = tmp_path / "root", Expected(), []
+    outside = harness.Outside(tmp_path / "outside")
     while phases.total() < kills or 0 in phases.values():
         if lives % LIVES == 0:
             root, expected = tmp_path / f"root{lives}", Expected()
@@ -49,15 +50,16 @@ def test_killed_anywhere_the_newest_committed_step_restores_exactly(
         missing = phases.total() >= kills
         kill, since, after = draw_kill(random_, phases, calls, moments, missing=missing)
         task = {**harness.draw_life(random_, lives % LIVES + 1, DOINGS), **kill}
+        outside.plant(random_, root)
         standing, compared = harness.newest(root), (expected.restored, expected.inexact)
         running = trainees.start("train", root, **task)
         ended = running.end(since, after, running.kill)
         told = [*told[-2:], json.dumps({"task": task, "notes": ended.notes})]
-        try:
+        with harness.telling(root, *told):
             assert ended.status in (0, -9), trainees.diagnosis()
             expected.check(ended, standing)
-        except AssertionError as error:
-            raise AssertionError("\n".join([str(root), *told, str(error)])) from error
+            harness.put_back(root, ended)
+            outside.check()
         restores += expected.restored - compared[0]
         inexact += expected.inexact - compared[1]
         if ended.status == -9 and ended.calls:
@@ -82,7 +84,7 @@ def rehearsed(trainees: harness.Trainees, root) -> tuple[int, dict[str, float]]:
     """
     life: dict[str, Any] = {
         "doings": [*([["save", 1 + number % 2] for number in range(DOINGS)]), ["compact"]],
-        "dense": {"deltas": "own", "codec": trainee.LOSSY},
+        "dense": {"deltas": "blocks", "codec": trainee.LOSSY},
     }
     calls, secs = 0, {}
     for number in (1, 2):

@@ -25,7 +25,8 @@ from typing import Any
 
 import pytest
 from left_running import promoters
-from node_processes import node_process
+
+from deltackpt.testing import node_process
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -162,7 +163,7 @@ def _check(
             assert one["digests"] == expected[iteration], one
             if iteration:
                 restored += 1
-                where = {"extents"} if stage == "removed" else {"stage"}
+                where = {"extents"} if stage == "removed" else {"staging"}
                 assert {*one["source"]} <= where, one
             # What was not acknowledged may be gone, and is then made again.
             held = begun = iteration

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import collections
 import errno
-import random
 import shutil
 
+import harness
 import log_harness
 import pytest
 import trainee
@@ -24,7 +24,7 @@ DOINGS = 80
 #: Then a new directory is begun: the longer a history, the longer is its replay.
 LIVES = 20
 _LONGEST_CUT_SECS = 1.0
-FAULTS = 40
+FAULTS = 160
 #: Of a training, how often it saves, and how often it waits for its marks.
 STEPS, EVERY, WAITS = 12, 5, 3
 _FAULTS = {
@@ -41,6 +41,7 @@ def test_a_mark_that_was_acknowledged_survives_a_power_cut(
     phases: collections.Counter[str] = collections.Counter()
     cuts = restores = of_points = 0
     root, offers = disk.mount / "root", Offers()
+    outside = harness.Outside(tmp_path / "outside")
     while cuts < campaign.count(CUTS) / len(KINDS):
         if cuts % LIVES == 0:
             restores, of_points = restores + offers.restored, of_points + offers.of_points
@@ -48,16 +49,20 @@ def test_a_mark_that_was_acknowledged_survives_a_power_cut(
             root, offers = disk.mount / f"root{cuts}", Offers()
         cuts += 1
         life = log_harness.draw_log_life(random_, (cuts - 1) % LIVES + 1, DOINGS)
+        outside.plant(random_, root)
         running = log_trainees.start("log", root, **life)
         ended = running.end(
             "ready",
             random_.uniform(0, _LONGEST_CUT_SECS),
             lambda killed=running: (disk.cut(), killed.kill()),
         )
-        assert ended.noted("ready"), (ended.notes, log_trainees.diagnosis())
         disk.restart()
-        # What it found had survived the cut before; what it was promised must survive this one.
-        offers.check(ended)
+        with harness.telling(root, life):
+            assert ended.noted("ready"), (ended.notes, log_trainees.diagnosis())
+            # What it found had survived the cut before; what it was promised must survive this one.
+            offers.check(ended)
+            harness.put_back(root, ended)
+            outside.check()
         if ended.calls:
             phases[log_harness.phase(*ended.calls[max(ended.calls)])] += 1
     figures(
@@ -72,7 +77,7 @@ def test_a_mark_that_was_acknowledged_survives_a_power_cut(
 @pytest.mark.parametrize("on_failure", ["save", "raise"])
 @pytest.mark.parametrize("fault", _FAULTS)
 def test_a_failed_io_call_is_told_and_no_row_is_lost(
-    log_trainees, tmp_path, record, fault, on_failure
+    log_trainees, tmp_path, campaign, record, fault, on_failure
 ):
     action, number = _FAULTS[fault]
     task = {
@@ -85,12 +90,13 @@ def test_a_failed_io_call_is_told_and_no_row_is_lost(
     assert rehearsal.status == 0, log_trainees.diagnosis()
     assert rehearsal.last("restored", "step") == STEPS and not rehearsal.noted("failure")
     of_log = [call for call, (_, path) in rehearsal.calls.items() if path.startswith("/log")]
-    random_ = random.Random(number)
+    random_ = campaign.random("faults under the log", fault, on_failure)
+    faults = campaign.count(FAULTS)
     outcomes: collections.Counter[str] = collections.Counter()
-    for fault_number in range(FAULTS):
+    for fault_number in range(faults):
         # Half of them hit the log; the others one from each stretch of the calls.
         calls = len(rehearsal.calls)
-        at = random_.randrange(calls * fault_number // FAULTS, calls * (fault_number + 1) // FAULTS)
+        at = random_.randrange(calls * fault_number // faults, calls * (fault_number + 1) // faults)
         at = random_.choice(of_log) if fault_number % 2 else at + 1
         root = tmp_path / f"root{fault_number}"
         fault_at = {"action": action, "at": at, "errno": number}
@@ -110,6 +116,6 @@ def test_a_failed_io_call_is_told_and_no_row_is_lost(
         assert ended.last("restored", "step") >= ended.last("acknowledged", "step"), (where, ended)
         if fault_number % 2 and ended.calls and at < len(ended.calls) // 2:
             assert ended.last("acknowledged", "step") == STEPS, (where, ended.notes)
-    record(f"{FAULTS} faults over {len(rehearsal.calls)} calls, {len(of_log)} of them of the log:")
+    record(f"{faults} faults over {len(rehearsal.calls)} calls, {len(of_log)} of them of the log:")
     for name, count in outcomes.most_common():
         record(f"  {count:4d} {name}")

@@ -17,6 +17,7 @@ import signal
 import time
 from typing import Any
 
+import harness
 import log_harness
 import log_job_worker
 import many_worker
@@ -53,6 +54,7 @@ def test_killed_anywhere_no_acknowledged_mark_is_lost_and_every_bit_is_right(
     phases: collections.Counter[str] = collections.Counter({name: 0 for name in log_harness.PHASES})
     lives = restores = of_points = inexact = 0
     root, offers, told = tmp_path / "root", Offers(), []
+    outside = harness.Outside(tmp_path / "outside")
     while phases.total() < kills:
         if lives % LIVES == 0:
             restores, of_points = restores + offers.restored, of_points + offers.of_points
@@ -62,14 +64,15 @@ def test_killed_anywhere_no_acknowledged_mark_is_lost_and_every_bit_is_right(
         assert lives < 5 * kills, f"most lives end by themselves: {phases}"
         kill, since, after = draw_kill(random_, phases, calls, moments)
         task = {**log_harness.draw_log_life(random_, (lives - 1) % LIVES + 1, DOINGS), **kill}
+        outside.plant(random_, root)
         running = log_trainees.start("log", root, **task)
         ended = running.end(since, after, running.kill)
         told = [*told[-2:], json.dumps({"task": task, "notes": ended.notes})]
-        try:
+        with harness.telling(root, *told):
             assert ended.status in (0, -signal.SIGKILL), log_trainees.diagnosis()
             offers.check(ended)
-        except AssertionError as error:
-            raise AssertionError("\n".join([str(root), *told, str(error)])) from error
+            harness.put_back(root, ended)
+            outside.check()
         if ended.status == -signal.SIGKILL and ended.calls:
             phases[log_harness.phase(*killing_call(ended, kill))] += 1
     figures(
@@ -86,8 +89,15 @@ def test_killed_anywhere_no_acknowledged_mark_is_lost_and_every_bit_is_right(
 def rehearsed(trainees, root) -> tuple[int, dict[str, float]]:
     """I/O calls and seconds of a life that nobody ends, as ``test_kills.rehearsed``."""
     life: dict[str, Any] = {
-        "doings": [["save", 1], ["log", 3], ["union", 2], ["save", 1], ["log", 5], ["wait_logged"]],
-        "dense": {"deltas": "own", "codec": trainee.LOSSY},
+        "doings": [
+            ["save", 1],
+            ["log", 3],
+            ["union", 2],
+            ["save", 1],
+            ["log", 5],
+            ["wait_appended"],
+        ],
+        "dense": {"deltas": "blocks", "codec": trainee.LOSSY},
         "log_options": {"dense": "delta"},
     }
     calls, secs = 0, {}
@@ -163,8 +173,8 @@ def test_one_of_several_is_killed_and_what_all_have_acknowledged_is_there(
 def _drawn(random_: random.Random) -> dict:
     return {
         "policy": random_.choice(("consecutive", "one_shot", "intermittent")),
-        "retention": random_.choice((1, 2, 4)),
-        "dense": random_.choice(("orbax", "own")),
+        "max_to_keep": random_.choice((1, 2, 4)),
+        "dense": random_.choice(("whole", "blocks")),
         "log": {
             "dense": random_.choice(("whole", "delta")),
             "dense_every": random_.choice((1, 1, 3)),

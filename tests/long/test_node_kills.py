@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import random
 import shutil
 import signal
 import time
@@ -20,8 +21,11 @@ import pytest
 import servers
 from left_running import promoters
 from many import Job, Server
+from test_bad_bundles import FILES, Bundle, bytes_of, name_of, parts, remade, with_files
 
+from deltackpt.errors import OutOfSpace
 from deltackpt.ledger.opening import open_steps
+from deltackpt.tiers.extents import ExtentFile
 from deltackpt.upkeep.verify import verify_root
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(7200)]
@@ -29,6 +33,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(7200)]
 KILLS = 200
 PEERS_SECS = 6.0
 PLACE = {"mesh": [2, 2]}
+EXTENTS = {"nbytes": 8 << 20, "extent_bytes": 128 << 10}
 
 
 @pytest.fixture
@@ -53,9 +58,38 @@ class Nodes:
     def node(self, number: int) -> Path:
         return self.folder / f"node{number}"
 
+    def plant(self, draw: random.Random) -> int:
+        """Puts a bundle that somebody made by hand into the extents of some nodes."""
+        count = 0
+        for place in sorted(self.extents.glob("process-*")):
+            if draw.random() < 0.5:
+                continue
+            with contextlib.closing(ExtentFile(place, **EXTENTS)) as file:
+                if not (labels := file.labels()):
+                    continue
+                body, _ = parts(Bundle(labels[-1].key, bytes_of(file, labels[-1])))
+                name = draw.choice(sorted(FILES))
+                files, payload = FILES[name]
+                body = with_files(body, files)
+                print("bad bundle", place.name, name)
+                with contextlib.suppress(OutOfSpace):
+                    file.hold(remade(body, payload, name_of(body).key))
+                    count += 1
+        return count
+
+    @property
+    def extents(self) -> Path:
+        """Of the processes, a folder each."""
+        return self.folder / "extents"
+
     def open(self, job: Job) -> None:
         for number, process in enumerate(job.processes):
-            tiers = {"stage": str(self.node(number)), "endpoint": self.endpoint, "shared": False}
+            tiers = {
+                "staging_dir": str(self.node(number)),
+                "endpoint": self.endpoint,
+                "shared": False,
+            }
+            tiers["extents"] = {"directory": str(self.extents), **EXTENTS}
             process.ask("open", root=self.url, tiers=tiers, processes_secs=PEERS_SECS)
         for answer in job.answers():
             assert "error" not in answer and "ended" not in answer, answer
@@ -77,8 +111,9 @@ def test_whatever_is_killed_on_nodes_the_root_has_what_all_waited_for(
     draw, kills = campaign.random("nodes"), campaign.count(KILLS)
     nodes = Nodes(tmp_path, bucket.bucket("nodes") + "/run", bucket.endpoint)
     hits: collections.Counter[str] = collections.Counter()
-    acked, step, saves = -1, -1, 0
+    acked, step, saves, bundles = -1, -1, 0, 0
     while hits.total() < kills:
+        bundles += nodes.plant(draw)
         count = draw.choice([2, 2, 2, 4])
         with Job(server, tmp_path / "jobs", processes=count, devices=4 // count) as job:
             nodes.open(job)
@@ -137,4 +172,9 @@ def test_whatever_is_killed_on_nodes_the_root_has_what_all_waited_for(
         job.close()
     assert step + 1 in open_steps(nodes.url, endpoint=nodes.endpoint).steps()
     assert verify_root(nodes.url, endpoint=nodes.endpoint).intact
-    figures("kills on nodes of a job", hits=dict(hits), saves={"waited for by all": saves})
+    figures(
+        "kills on nodes of a job",
+        hits=dict(hits),
+        saves={"waited for by all": saves},
+        bad_bundles=bundles,
+    )

@@ -131,32 +131,35 @@ def test_a_step_that_was_waited_for_survives_a_power_cut(
     phases: collections.Counter[str] = collections.Counter()
     cuts = in_flight = restores = 0
     root, expected = disk.mount / "root", Expected()
+    outside = harness.Outside(tmp_path / "outside")
     while cuts < campaign.count(CUTS) / len(KINDS):
         if cuts % LIVES == 0:
             shutil.rmtree(root, ignore_errors=True)
             root, expected = disk.mount / f"root{cuts}", Expected()
         cuts += 1
+        outside.plant(random_, root)
         standing, compared = harness.newest(root), expected.restored
-        running = trainees.start(
-            "train",
-            root,
-            **harness.draw_life(random_, cuts % LIVES + 1, DOINGS),
-        )
+        life = harness.draw_life(random_, cuts % LIVES + 1, DOINGS)
+        running = trainees.start("train", root, **life)
         ended = running.end(
             "begun",
             random_.uniform(0, _LONGEST_CUT_SECS),
             lambda killed=running: (disk.cut(), killed.kill()),
         )
-        assert ended.noted("ready"), (ended.notes, trainees.diagnosis())
-        expected.check(ended, standing)
+        with harness.telling(root, life):
+            assert ended.noted("ready"), (ended.notes, trainees.diagnosis())
+            expected.check(ended, standing)
         restores += expected.restored - compared
         begun, waited = ended.last("saving", "step"), expected.waited_for
         in_flight += begun is not None and begun > waited
         disk.restart()
         if ended.calls:
             phases[harness.phase(*ended.calls[max(ended.calls)])] += 1
-        assert harness.newest(root) >= waited, _told(root, ended, expected)
-        _check_with_stock_orbax(root, harness.newest(root))
+        with harness.telling(root, life):
+            harness.put_back(root, ended)
+            outside.check()
+            assert harness.newest(root) >= waited, _told(root, ended, expected)
+            _check_with_stock_orbax(root, harness.newest(root))
     figures(
         f"power cuts of {disk.kind}",
         cuts=cuts,

@@ -18,6 +18,7 @@ DEMO = Path(__file__).resolve().parents[2] / "examples" / "dlrm_jax" / "demo_ray
 
 
 @pytest.mark.long
+@pytest.mark.drawn("demos", 2)
 @pytest.mark.timeout(1200)
 def test_demo_recovers_from_the_service_and_leaves_no_process(tmp_path):
     done = subprocess.run(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Restore actors, nodes and the trainer are killed at random moments: never a wrong bit.
 
-Neither in what is restored then, nor in what was restored before, which is memory of a member.
+Neither in what is restored then, nor in what was restored before, which is memory of a replica.
 """
 
 # ruff: noqa: E402
@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -26,14 +25,15 @@ import pytest
 pytest.importorskip("ray.cluster_utils", reason="needs deltackpt[ray]", exc_type=ImportError)
 
 import ray_nodes
-from ray_nodes import HANG_SECS, assert_same, pids, remove_arrays, wait_until
+from ray_nodes import HANG_SECS, pids, remove_arrays, wait_until
 
 from deltackpt import service
 from deltackpt.service import ServiceOptions
+from deltackpt.testing.states import assert_same
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900), *ray_nodes.IGNORED]
 
-KILLS = {"actor": 22, "node": 4, "trainer": 8}
+KILLS = {"actor": 60, "node": 20, "trainer": 20}
 #: A restore waits so long for the service.
 SERVICE_SECS = 3.0
 #: A moment is random within.
@@ -72,15 +72,15 @@ def newest(root: Path) -> int:
     return max((int(path.name) for path in root.glob("*") if path.name.isdecimal()), default=0)
 
 
-def test_killed_at_any_moment_each_restore_is_that_of_the_model(tmp_path, record):
-    draw = random.Random(0)
+def test_killed_at_any_moment_each_restore_is_that_of_the_model(tmp_path, campaign, record):
+    draw = campaign.random("kills under the service")
     root, model = tmp_path / "root", Model()
     whole = model.at(0)
     devices = np.array(jax.devices()[:2])
     by_rows = jax.sharding.NamedSharding(
         jax.sharding.Mesh(devices, ("x",)), jax.sharding.PartitionSpec("x")
     )
-    # Of each member what it holds is mapped so.
+    # Of each replica what it holds is mapped so.
     halves = jax.tree.map_with_path(
         lambda path, leaf: (
             leaf
@@ -90,7 +90,7 @@ def test_killed_at_any_moment_each_restore_is_that_of_the_model(tmp_path, record
         whole,
     )
     kept: collections.deque[Any] = collections.deque(maxlen=3)
-    victims = [kind for kind, count in KILLS.items() for _ in range(count)]
+    victims = [kind for kind, count in KILLS.items() for _ in range(campaign.count(count))]
     draw.shuffle(victims)
     sources: dict[str, collections.Counter[str]] = {
         kind: collections.Counter() for kind in [*KILLS, "later"]
@@ -119,8 +119,8 @@ def test_killed_at_any_moment_each_restore_is_that_of_the_model(tmp_path, record
             before = newest(root)
             threading.Event().wait(draw.uniform(0, MOMENT_SECS))
             if victim == "actor":
-                members = pids(running.status())
-                for pid in draw.sample(members, min(len(members), draw.choice([1, 1, 2, 4]))):
+                replicas = pids(running.status())
+                for pid in draw.sample(replicas, min(len(replicas), draw.choice([1, 1, 2, 4]))):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
             elif victim == "node":
@@ -143,6 +143,5 @@ def test_killed_at_any_moment_each_restore_is_that_of_the_model(tmp_path, record
         assert ({*found.source}, found.step) == ({"service"}, newest(root))
         assert len(pids(running.status())) == 4
         service.stop(root)
-    assert sum(KILLS.values()) >= 30
     told = ", ".join(f"{kind}: {dict(found)}" for kind, found in sources.items())
-    record(f"{sum(KILLS.values())} kills, {newest(root)} steps; restores after {told}")
+    record(f"{len(victims)} kills, {newest(root)} steps; restores after {told}")

@@ -13,16 +13,20 @@ before each save: what a checkpoint of a step must hold is computed, not remembe
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import dataclasses
 import hashlib
 import json
+import logging
 import os
+import shutil
 import sys
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flat_options import manager_options
+from surroundings import Surroundings
 
 import deltackpt
 import deltackpt.manager  # And with it Orbax, which the package imports when it is needed.
@@ -60,12 +65,14 @@ SLOTS = {f"tables/{name}": {"accumulator": f"slots/{name}"} for name in TABLES}
 LOSSY = {"dense/weights": "ef4", "dense/mu": "int8", "dense/nu": "log4"}
 MAX_ERROR = 0.05
 POLICIES = {
-    "consecutive": lambda: deltackpt.Consecutive(max_chain=3),
-    "one_shot": deltackpt.OneShot,
-    "intermittent": deltackpt.Intermittent,
-    "rolling": lambda: deltackpt.Rolling(window=3),
+    "consecutive": lambda: deltackpt.policies.Consecutive(max_chain=3),
+    "one_shot": deltackpt.policies.OneShot,
+    "intermittent": deltackpt.policies.Intermittent,
+    "rolling": lambda: deltackpt.policies.Rolling(window=3),
 }
 LOG_ONLY, KILL, FAIL_ONCE, FAIL_FROM = range(4)
+#: Calls after which a root that is gone has made itself heard.
+_ENOUGH = 6
 
 
 #: Runs of steps on one branch: first step, last step, branch.
@@ -214,10 +221,18 @@ def watch_encoders() -> None:
 
     def coded(self: TakenDense, *arguments: Any, **options: Any) -> Any:
         found = real(self, *arguments, **options)
-        leaves = {}
+        chunks: dict[str, dict[int, np.ndarray]] = collections.defaultdict(dict)
         for one in found.values:
             decoded = dataclasses.replace(one.taken, data=np.asarray(one.decoded))
-            leaves[one.taken.leaf] = decoded.array
+            # Leaves are sharded by their first axis.
+            number = one.taken.key.rpartition("/")[2].partition(".")[0]
+            chunks[one.taken.leaf][int(number) if number.isdecimal() else 0] = decoded.array
+        leaves = {
+            leaf: np.concatenate([parts[number] for number in sorted(parts)])
+            if len(parts) > 1
+            else parts[0]
+            for leaf, parts in chunks.items()
+        }
         held = {path: digest(leaves[path].tobytes()) for path in LOSSY}
         history = history_of({"dense": {"history": leaves["dense/history"]}})
         note("encoded", history=name(history), leaves=held)
@@ -245,21 +260,24 @@ def note(kind: str, **what: Any) -> None:
     os.write(1, (json.dumps({"note": kind, **what}) + "\n").encode())
 
 
-def new_marks() -> touched.TouchState:
+def new_marks(surroundings: Surroundings) -> touched.TouchState:
     """A TouchState, as a loop makes one."""
-    return touched.init(
-        {
-            f"tables/{name}": jax.ShapeDtypeStruct(shape, np.float32)
-            for name, shape in TABLES.items()
-        }
-    )
+    tables = surroundings.placed(Replay().at(()))["tables"]
+    with surroundings.entered():
+        return touched.init({f"tables/{name}": table for name, table in tables.items()})
+
+
+def moved_of(root: Path) -> Path:
+    """Where a root is while it is moved."""
+    return root.with_name(f"{root.name}.moved")
 
 
 class Training:
     """A loop that does what it is told, and tells what it does."""
 
-    def __init__(self, saver: deltackpt.CheckpointManager, root: Path, branch: int):
-        self._saver = saver
+    def __init__(self, saver: Any, root: Path, branch: int, surroundings: Surroundings):
+        self._saver: deltackpt.CheckpointManager = surroundings.around(saver)
+        self._surroundings = surroundings
         self._root = root
         self._replay = Replay()
         self._mark = jax.jit(touched.mark)
@@ -267,7 +285,7 @@ class Training:
         self._branch = branch
         self.step = 0
         self.history: History = ()
-        self.marks = new_marks()
+        self.marks = new_marks(surroundings)
         self._kept = (self.history, self.marks)
         #: Whose marks the newest save had, or the restore that training goes on from.
         self._known = touched.UNKNOWN
@@ -277,15 +295,19 @@ class Training:
     def start(self, leftovers: list[str]) -> None:
         """Goes on from the newest step."""
         note("restoring")
-        result = self._saver.restore_latest(template())
+        result = self._saver.restore_latest(self.template())
         if result is not None:
-            found = _found(result, self._replay)
+            found = self._found(result)
             self._adopt(result)
         else:
             found = {"step": 0, "wrong": None, "history": name(()), "inexact": {}}
         skipped = len(result.skipped) if result is not None else 0
         note("ready", **found, leftovers=leftovers, skipped=skipped)
         self.keep()
+
+    def template(self) -> Any:
+        """What a restore gets."""
+        return self._surroundings.abstract(Replay().at(()))
 
     def train(self, steps: int) -> None:
         """Some steps; where a save is due, it is taken."""
@@ -307,7 +329,7 @@ class Training:
 
     def wait(self) -> None:
         """Until all is committed."""
-        self._saver.wait()
+        self._saver.wait_until_finished()
         note("waited")
 
     def keep(self) -> None:
@@ -322,7 +344,7 @@ class Training:
 
     def init(self, steps: int = 1) -> None:
         """Tracks anew, as at each epoch."""
-        self.marks = new_marks()
+        self.marks = new_marks(self._surroundings)
         self.save(steps)
 
     def look(self, which: int = 0) -> None:
@@ -339,12 +361,63 @@ class Training:
 
     def compact(self) -> None:
         """Folds the newest chain into a base, beside the save in flight."""
-        with contextlib.suppress(AlreadyCompacting, StepGone, StepNotFound):
+        with (
+            self._surroundings.entered(),
+            contextlib.suppress(AlreadyCompacting, StepGone, StepNotFound),
+        ):
             done = compact.compact(self._root)
             note("compacted", step=done and done.step)
 
+    def move(self) -> None:
+        """The root is elsewhere for a moment; what failed meanwhile is saved again."""
+        self._drain()
+        self._root.rename(moved_of(self._root))
+        self._must_fail()
+        moved_of(self._root).rename(self._root)
+        for _ in range(_ENOUGH):
+            try:
+                self.save()
+                return self.wait()
+            except DeltackptError:  # What failed meanwhile is told once.
+                self._not_kept()
+        raise AssertionError("a root that was moved back takes no save")
+
+    def remove(self) -> None:
+        """The root goes, and does not come back."""
+        self._drain()
+        self._root.rename(moved_of(self._root))
+        note("removed")
+        shutil.rmtree(moved_of(self._root))
+        self._must_fail()
+
+    def _must_fail(self) -> None:
+        """Calls fail by one of our errors, and make nothing anew."""
+        for _ in range(_ENOUGH):
+            try:
+                self._call()
+            except DeltackptError as error:
+                note("refused", error=type(error).__name__, text=str(error))
+                self._not_kept()
+                break
+        else:
+            raise AssertionError("nothing was said of a root that is gone")
+        assert not self._root.exists(), [*self._root.rglob("*")]
+
+    def _drain(self) -> None:
+        """Until nothing is under way."""
+        self.wait()
+
+    def _call(self) -> None:
+        """A call that cannot be served without the root."""
+        self.save()
+        self.wait()
+
+    def _not_kept(self) -> None:
+        """The harness is told that the save which was begun last has failed."""
+        note("failed")
+
     def _save(self, save: Any) -> None:
-        state = jax.device_put(self._replay.at(self.history))
+        state = self._state()
         if self._looked is not None and int(self.marks.identity) != self._known:
             # Marks of which there is no save do not say that the step was only looked at.
             note("rolling", step=self._looked)
@@ -356,20 +429,23 @@ class Training:
             self._known, self._looked = int(self.marks.identity), None
             note("saving", step=self.step, save=saved.kind)
 
+    def _state(self) -> Any:
+        return self._surroundings.placed(self._replay.at(self.history))
+
     def _restored(self, which: int) -> Any:
         standing = self._saver.all_steps()
         if not standing:
             return None
         result = self._reached(standing[which % len(standing)])
         if result is not None:
-            note("looked", **_found(result, Replay()))
+            note("looked", **self._found(result))
             self._looked = result.step
         return result
 
     def _reached(self, step: Any) -> Any:
         """Restores a step or point; None where it has gone, or is a part of others."""
         try:
-            return self._saver.restore(step, template())
+            return self._saver.restore(step, self.template())
         except (StepGone, StepNotFound):  # Once the save in flight was committed.
             return None
         except BrokenChain:
@@ -384,14 +460,31 @@ class Training:
         self._known, self._looked = int(self.marks.identity), None
         self._branch += 1
 
+    def _found(self, result: deltackpt.Restored) -> dict[str, Any]:
+        replay = Replay()
+        return {
+            "step": result.step,
+            "wrong": difference(result.state, result.step, replay)
+            or self._surroundings.misplaced(result.state),
+            "history": name(history_of(result.state)),
+            "inexact": inexact(result.state, replay),
+        }
 
-def _found(result: deltackpt.Restored, replay: Replay) -> dict[str, Any]:
-    return {
-        "step": result.step,
-        "wrong": difference(result.state, result.step, replay),
-        "history": name(history_of(result.state)),
-        "inexact": inexact(result.state, replay),
-    }
+
+@contextlib.contextmanager
+def around(task: dict[str, Any], **options: Any) -> Iterator[tuple[Any, Surroundings]]:
+    """A manager that is made in what a task draws; its root may go before its end."""
+    surroundings = Surroundings(**task.get("surroundings", {}))
+    if surroundings.context == "others":  # Among them one that logs all that is compiled.
+        logging.getLogger("jax").setLevel(logging.ERROR)
+    with surroundings.entered():
+        saver = manager(Path(task["root"]), **options)
+    try:
+        with saver:
+            yield saver, surroundings
+    except DeltackptError:
+        if Path(task["root"]).exists():
+            raise
 
 
 def train(task: dict[str, Any]) -> None:
@@ -403,14 +496,14 @@ def train(task: dict[str, Any]) -> None:
         "policy": POLICIES[task.get("policy", "consecutive")](),
         "bases": task.get("bases", "periodic"),
         "dense": deltackpt.Dense(**task.get("dense", {})),
-        "retention": task.get("retention", 2),
+        "max_to_keep": task.get("max_to_keep", 2),
         "durability": task.get("durability", "power"),
         "when_busy": task.get("when_busy", "wait"),
     }
-    with manager(root, **options) as saver:
+    with around(task, **options) as (saver, surroundings):
         leftovers = [path.name for path in root.glob("*.orbax-checkpoint-tmp*")]
         leftovers += [path.name for path in root.glob(f"{names.TRASH}/*/*")]
-        training = Training(saver, root, task["branch"])
+        training = Training(saver, root, task["branch"], surroundings)
         training.start(leftovers)
         for _ in range(task.get("rounds", 1)):
             for doing, *number in task["doings"]:
@@ -424,11 +517,13 @@ def suffer(task: dict[str, Any]) -> None:
     mark = jax.jit(touched.mark)
     _arm(task, root)
     step = 0
-    marks = new_marks()
+    marks = new_marks(Surroundings())
     for life in range(2):
         # The second manager starts after the fault, with the marks of the first.
         try:
-            with manager(root, retention=2, policy=deltackpt.Consecutive(max_chain=3)) as saver:
+            with manager(
+                root, max_to_keep=2, policy=deltackpt.policies.Consecutive(max_chain=3)
+            ) as saver:
                 for _ in range(task["saves"]):
                     step += 1
                     ids = {f"tables/{name}": rows for name, rows in changed(step).items()}
@@ -436,13 +531,13 @@ def suffer(task: dict[str, Any]) -> None:
                     state = jax.tree.map(jnp.asarray, replay.at(plain(step)))
                     try:
                         saver.save(step, state, touched=marks)
-                        saver.wait()
+                        saver.wait_until_finished()
                         note("committed", step=step)
                     except DeltackptError as error:
                         _refused(error)
-                        if isinstance(error, SaveFailed) and error.taken is not None:
+                        if isinstance(error, SaveFailed) and error.saved is not None:
                             # An earlier save failed late; this one was taken.
-                            saver.wait()
+                            saver.wait_until_finished()
                             note("committed", step=step)
         except DeltackptError as error:
             _refused(error)

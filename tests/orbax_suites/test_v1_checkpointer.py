@@ -48,8 +48,8 @@ class EmbeddingsBesideTest(_Registered, CheckpointerTestBase.Test):
         custom_metadata: Any = None,
     ) -> bool:
         table = jnp.full((6, 4), step, jnp.float32)
-        split = deltackpt.split({"table": table}, deltackpt.Tables(select="table"))
-        embeddings = deltackpt.Embeddings(split=split)
+        split = deltackpt.handlers.split({"table": table}, deltackpt.Tables(select="table"))
+        embeddings = deltackpt.handlers.Embeddings(split=split)
         both = {STATE_CHECKPOINTABLE_KEY: state, "embeddings": embeddings}
         saved = checkpointer.save_checkpointables(
             step, both, metrics=metrics, custom_metadata=custom_metadata

@@ -12,7 +12,7 @@ from flax import nnx
 from deltackpt import CheckpointManager, DeltaOptions, ManagerOptions
 
 BEST = ocp.checkpoint_managers.BestN(get_metric_fn=lambda m: m["loss"], reverse=True, n=3)
-KEPT = ManagerOptions(deltas=DeltaOptions(tracking="fingerprints"), retention=BEST)
+KEPT = ManagerOptions(deltas=DeltaOptions(tracking="fingerprints"), preservation_policy=BEST)
 
 
 class Model(nnx.Module):
@@ -53,7 +53,8 @@ def main(root: str, steps: int) -> None:
             seen, state = seen + 20, nnx.to_pure_dict(nnx.state((model, optimizer)))
             done, scores = {"seen": seen}, {"loss": float(loss)}
             manager.save(step, state, items={"done": ocp.args.JsonSave(done)}, metrics=scores)
-    print(manager.latest_step(), manager.best_step(), float(loss).hex())
+    with CheckpointManager(root, options=KEPT) as manager:
+        print(manager.latest_step(), manager.best_step(), float(loss).hex())
 
 
 if __name__ == "__main__":

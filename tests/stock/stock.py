@@ -53,7 +53,8 @@ def main(root: str, steps: int) -> None:
             done, scores = {"seen": seen}, {"loss": float(loss)}
             kinds = {"state": ocp.args.StandardSave(state), "done": ocp.args.JsonSave(done)}
             manager.save(step, args=ocp.args.Composite(**kinds), metrics=scores)
-    print(manager.latest_step(), manager.best_step(), float(loss).hex())
+    with CheckpointManager(root, options=KEPT) as manager:
+        print(manager.latest_step(), manager.best_step(), float(loss).hex())
 
 
 if __name__ == "__main__":

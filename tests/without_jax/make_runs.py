@@ -33,8 +33,8 @@ STEPS = 4
 def main(out: Path) -> None:
     every_kind_of_leaf(out / "kinds")
     every_codec(out / "codecs")
-    trained(out / "one-shot", policy=deltackpt.OneShot())
-    trained(out / "intermittent", policy=deltackpt.Intermittent())
+    trained(out / "one-shot", policy=deltackpt.policies.OneShot())
+    trained(out / "intermittent", policy=deltackpt.policies.Intermittent())
     trained(out / "always", always=("accumulator",))
     trained(out / "compacted")
     compact.compact(out / "compacted" / "steps", step=STEPS - 2, memory_bytes=64 << 20)
@@ -52,7 +52,7 @@ def every_codec(out: Path) -> None:
     rng = np.random.default_rng(0)
     state = {name: rng.normal(size=(40, 16)).astype(np.float32) for name in codecs.names()}
     chosen = {
-        name: deltackpt.CodecChoice(delta=name, base="raw" if number % 2 else name)
+        name: deltackpt.policies.CodecChoice(delta=name, base="raw" if number % 2 else name)
         for number, name in enumerate(state)
     }
     handlers = {"embeddings": deltackpt.Tables(select="*", codec=chosen)}
@@ -61,7 +61,7 @@ def every_codec(out: Path) -> None:
     with deltackpt.CheckpointManager(root, handlers=handlers) as manager:
         for step in range(3):
             manager.save(step, state, touched=touched)
-            manager.wait()
+            manager.wait_until_finished()
             rows = np.arange(step, 40, 2 + step)
             state = {name: table.copy() for name, table in state.items()}
             for table in state.values():
@@ -82,13 +82,13 @@ def trained(out: Path, *, always=(), policy=None) -> None:
         root,
         handlers=handlers,
         options=deltackpt.ManagerOptions(
-            deltas=deltackpt.DeltaOptions(policy=policy or deltackpt.Consecutive()),
+            deltas=deltackpt.DeltaOptions(policy=policy or deltackpt.policies.Consecutive()),
             writes=deltackpt.WriteOptions(durability="process"),
         ),
     ) as manager:
         for step in range(STEPS):
             manager.save(step, state, touched=touched)
-            manager.wait()
+            manager.wait_until_finished()
             state, touched = model.train(state, touched, step, rows=90)
     write_expected(root, handlers)
 
@@ -134,7 +134,7 @@ def every_kind_of_leaf(out: Path) -> None:
     with deltackpt.CheckpointManager(root, handlers=handlers) as manager:
         for step in range(3):
             manager.save(step, state, touched=touched)
-            manager.wait()
+            manager.wait_until_finished()
             rows = jnp.arange(step, 20, 3)
             tables = {name: t.at[rows].add(1) for name, t in state["tables"].items()}
             state = {**state, "tables": tables}
@@ -147,9 +147,9 @@ def stock(out: Path) -> None:
     root, state = out / "steps", model.initial()
     handlers = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
     part = {key: state[key] for key in ("tables", "slots")}
-    split = deltackpt.split(part, handlers["embeddings"])
+    split = deltackpt.handlers.split(part, handlers["embeddings"])
     registry = ocp_v1.handlers.local_registry(include_global_registry=True)
-    registry.add(deltackpt.DeltaCheckpointableHandler)
+    registry.add(deltackpt.handlers.DeltaCheckpointableHandler)
     root.mkdir(parents=True)
     context = ocp_v1.Context(
         checkpointables_options=ocp_v1.options.CheckpointablesOptions(registry=registry)
@@ -157,7 +157,7 @@ def stock(out: Path) -> None:
     with context:
         ocp_v1.save_checkpointables(
             root / "0",
-            {"embeddings": deltackpt.Embeddings(split=split), "pytree": state["dense"]},
+            {"embeddings": deltackpt.handlers.Embeddings(split=split), "pytree": state["dense"]},
         )
     arrays = {
         "tables": {n: np.asarray(t) for n, t in state["tables"].items()},
@@ -183,6 +183,8 @@ def write_step(out: Path, step: int, state: Any) -> None:
             for key, child in items:
                 visit(f"{name}/{key}" if name else str(key), child)
         elif isinstance(node, (jax.Array, np.ndarray, np.generic)):
+            if jax.dtypes.issubdtype(node.dtype, jax.dtypes.prng_key):
+                node = jax.random.key_data(node)
             array = np.asarray(node)
             others[name] = {"shape": array.shape, "dtype": array.dtype.name}
             arrays[name] = np.frombuffer(array.tobytes(), np.uint8)

@@ -75,7 +75,7 @@ def test_leaves_say_what_they_are(runs):
     assert kinds["key"] == kinds["keys"] == "key" and kinds["text"] == "string"
     assert kinds["none"] == "None" and kinds["empty dict"] == "empty"
     assert kinds["whole"] == kinds["real"] == kinds["yes"] == "scalar"
-    assert dense["dense/keys"].prng_impl == "rbg"
+    assert dense["dense/keys"].prng_impl == "rbg" and "key<rbg>" in repr(dense["dense/keys"])
     assert dense["dense/big"][3:5, ::7].shape == (2, 143)
     assert dense["dense/no elements"][:].shape == (0, 3)
     assert all(repr(leaf) for leaf in dense.dense.values())
@@ -228,7 +228,7 @@ COMMANDS = (
     "history {root} tables/users 3 4",
     "verify {root}",
     "plan {root}",
-    "collect {root} --dry-run",
+    "gc {root} --dry-run",
     "copy {root} {out}/copied",
     "report {root} -o {out}/report.html",
     "export safetensors {root} {out}/tensors",

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T5X's names: which of its leaves are tables and slots, and how it finds steps. Needs no t5x.
+"""T5X names: which leaves are tables and slots, and how T5X finds steps. Does not need t5x.
 
-T5X finds what to resume by listing ``<model_dir>/checkpoint_<step>``. Each step of ours stands in
-``<model_dir>/deltackpt/<step>``, and a symbolic link gives it T5X's name::
+T5X lists ``<model_dir>/checkpoint_<step>`` to find what to resume. deltackpt stores each step in
+``<model_dir>/deltackpt/<step>`` and adds a symbolic link with T5X's name::
 
     <model_dir>/
       deltackpt/0/, deltackpt/1000/, ...   the directory of deltackpt.CheckpointManager
       checkpoint_0 -> deltackpt/0
       checkpoint_1000 -> deltackpt/1000
 
-A link is made before its save is committed, so that T5X finds every committed step wherever the
-process was killed. It leads nowhere where the save was cut off.
+A link is created before its save commits, so T5X finds every committed step even if the process is
+killed. After an interrupted save the link dangles.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from typing import Any
 
 from flax import traverse_util
 
+from deltackpt.errors import UnsupportedRoot
 from deltackpt.format import globs
 from deltackpt.state.choice import Tables
 from deltackpt.state.groups import CodecOption
 from deltackpt.storage import files
 
-#: The directory of our steps in T5X's model directory.
+#: The checkpoint directory below T5X's model directory.
 ROOT = "deltackpt"
-#: Of a T5X state dict: the parameters, and the optimizer's state.
+#: Keys of a T5X state dict: the parameters, and the optimizer state.
 _TARGET = "target/"
 _STATE = "state/"
-#: Statistics that T5X's Adafactor moves for every row at each step; its momentum ``m`` stays
-#: zero until a row has a gradient.
+#: Statistics that T5X's Adafactor updates for every row at each step. Its momentum ``m`` stays zero
+#: until a row has a gradient.
 _ALWAYS = frozenset({"v", "v_row", "v_col"})
 _CHECKPOINT = re.compile(r"checkpoint_(\d+)")
 
@@ -46,19 +47,20 @@ def tables_of(
     codec: CodecOption = "raw",
     slot_codec: CodecOption = "raw",
 ) -> Tables:
-    """The tables of a T5X state dict, with their slots.
+    """Finds the tables of a T5X state dict, with their slots.
 
-    A slot is what a T5X optimizer keeps of a table below ``state/param_states/<table>/``, or what
-    an optax optimizer keeps in a tree that has the names of the parameters, if its first axis is
-    the table's. What is not found stays dense: whole, and right.
+    A slot is a leaf of the optimizer state whose first axis is the table's. T5X optimizers keep it
+    below ``state/param_states/<table>/``; optax optimizers keep it in a tree that mirrors the
+    parameter names. A leaf that is not recognized is saved as a dense leaf: correct, but whole at
+    every save.
 
     Args:
-      state: ``train_state.state_dict()`` with leaves that have a shape.
+      state: ``train_state.state_dict()``; its leaves must have a shape.
       select: path patterns of the tables.
-      codec: how the tables' rows are stored, as for ``Tables``.
-      slot_codec: how their slots' rows are stored.
+      codec: codec of the tables' rows, as for ``Tables``.
+      slot_codec: codec of the slots' rows.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> kept = {"v_row": jnp.zeros(4), "v_col": jnp.zeros(2), "v": jnp.zeros(1)}
       >>> state = {
@@ -99,7 +101,7 @@ def tables_of(
 
 
 def _mirrors(leaves: Mapping[str, Any], params: Collection[str]) -> list[str]:
-    """Parts of the optimizer's state that have a leaf for every parameter, and no other leaf."""
+    """Subtrees of the optimizer state with exactly one leaf per parameter."""
     first = min(params, default="")
     ends = (name for name in leaves if name.startswith(_STATE) and name.endswith(f"/{first}"))
     found = []
@@ -113,19 +115,29 @@ def _mirrors(leaves: Mapping[str, Any], params: Collection[str]) -> list[str]:
 
 
 def model_dir_of(directory: str | os.PathLike[str]) -> Path:
-    """The model directory where T5X may have given one of its checkpoints."""
+    """Returns the model directory; ``directory`` may also be one of its checkpoints.
+
+    Raises:
+      UnsupportedRoot: the directory is a URL.
+    """
+    if "://" in os.fspath(directory):
+        raise UnsupportedRoot(
+            f"{os.fspath(directory)}: expected a model directory in a file system, found a URL; "
+            "T5X finds deltackpt steps by symbolic links, which object stores do not support. Set "
+            "MODEL_DIR to a local or network directory"
+        )
     path = Path(directory)
     return path.parent if _CHECKPOINT.fullmatch(path.name) else path
 
 
 class StepLinks:
-    """T5X's names for the steps below ``<model_dir>/deltackpt``.
+    """Manages T5X's names for the steps below ``<model_dir>/deltackpt``.
 
-    Whatever else has a name of T5X's, such as a checkpoint of its own, is left alone.
+    Other entries with a T5X name, such as T5X's own checkpoints, are not touched.
     """
 
     def __init__(self, model_dir: str | os.PathLike[str]):
-        """Touches nothing.
+        """Stores the path; does no I/O.
 
         Args:
           model_dir: T5X's model directory.
@@ -134,21 +146,24 @@ class StepLinks:
 
     @property
     def root(self) -> Path:
-        """The directory of our steps."""
+        """The checkpoint directory below the model directory."""
         return self.model_dir / ROOT
 
     def steps(self) -> list[int]:
-        """Steps that have a link, ascending; they need not be committed."""
+        """Returns the steps that have a link, ascending; they need not be committed."""
         return [step for step in self._named() if self._is_link(step)]
 
     def others(self) -> list[int]:
-        """Steps whose name of T5X's is something else's, ascending: its own checkpoints."""
+        """Returns the steps whose T5X name is not one of these links, ascending.
+
+        They are checkpoints that T5X itself wrote.
+        """
         return [
             step for step in self._named() if self._path(step).is_dir() and not self._is_link(step)
         ]
 
     def newest_of(self, steps: Collection[int]) -> int | None:
-        """The newest of these steps that has a link; None where none has.
+        """Returns the newest of these steps that has a link, or None.
 
         Args:
           steps: the committed steps.
@@ -156,10 +171,10 @@ class StepLinks:
         return max(set(self.steps()) & set(steps), default=None)
 
     def add(self, step: int) -> None:
-        """Makes a step's link, durably; a name that is taken stays.
+        """Creates a step's link durably; an existing name is kept.
 
         Raises:
-          StorageError: the store refused.
+          StorageError: the file system reported an error.
         """
         path = self._path(step)
         if os.path.lexists(path):
@@ -169,13 +184,13 @@ class StepLinks:
             files.fsync_path(self.model_dir)
 
     def match(self, steps: Collection[int]) -> None:
-        """Gives each of these steps a link, and removes those of others.
+        """Creates a link for each of these steps, and removes all other links.
 
         Args:
           steps: the committed steps, and the one in flight.
 
         Raises:
-          StorageError: the store refused.
+          StorageError: the file system reported an error.
         """
         for step in set(self.steps()) - set(steps):
             with files.typed_errors(self._path(step), "remove a link"):
@@ -189,7 +204,7 @@ class StepLinks:
     def _is_link(self, step: int) -> bool:
         try:
             return os.readlink(self._path(step)) == f"{ROOT}/{step}"
-        except OSError:  # No link; or the trainer beside this reader has removed it.
+        except OSError:  # Not a link, or the trainer removed it concurrently.
             return False
 
     def _named(self) -> list[int]:

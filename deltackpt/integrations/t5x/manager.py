@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manager that T5X is given, and the settings that make it."""
+"""The checkpoint manager for T5X, and the factory that configures it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from deltackpt.integrations.t5x.layout import StepLinks, model_dir_of, tables_of
 from deltackpt.integrations.t5x.model import ModelLeaves, cast, flat, leaves_of, taken
 from deltackpt.integrations.t5x.modules import checkpoints
 from deltackpt.integrations.t5x.resuming import resume_with
-from deltackpt.integrations.t5x.retention import retention_of
+from deltackpt.integrations.t5x.retention import policy_of
 from deltackpt.integrations.t5x.settings import Settings, Wait
 from deltackpt.manager import CheckpointManager
 from deltackpt.options import ManagerOptions
@@ -38,7 +38,7 @@ from deltackpt.outcomes import Saved
 from deltackpt.state.groups import CodecOption
 from deltackpt.storage import digests
 
-#: T5X's name of the item that holds the position of the data.
+#: T5X's name of the item that holds the data position.
 _DATASET = "dataset"
 
 
@@ -50,25 +50,26 @@ def checkpoint_manager(
     options: ManagerOptions | None = None,
     wait: Wait = "deferred",
 ) -> Callable[..., DeltaCheckpointManager]:
-    """Returns what T5X calls to make its checkpoint manager, and makes T5X resume with it.
+    """Returns a factory for T5X's checkpoint manager, and makes T5X resume with it.
 
-    The same settings give the same object, because T5X compares the one that saves with the one
-    that restores by ``is``. T5X's ``train()`` builds the configuration that it resumes with by
-    itself, without asking for a class: see ``resume_with``, which this calls.
+    The same settings return the same object, because T5X compares the saving and the restoring
+    class by ``is``. T5X's ``train()`` builds its resume configuration without a way to set the
+    class; this function therefore calls ``resume_with``.
 
     Args:
-      tables: path patterns of the tables in T5X's state dict; ``target/`` are the parameters. The
-        default finds the token embeddings of T5X's models, and not their ``rel_embedding``.
-      codec: how the tables' rows are stored: the name of a codec, or what ``Tables`` takes.
-      slot_codec: how their slots' rows are stored.
-      options: how to save; ``tracking`` is set here, ``retention`` counts where T5X's
-        ``keep`` and its like say nothing.
-      wait: what T5X's wait after each save does: ``"deferred"``: it lets training go on;
-        ``"each"``: it waits, as with T5X's own manager. See
+      tables: path patterns of the tables in T5X's state dict, whose parameters are below
+        ``target/``. The default selects the token embeddings of T5X's models, but not
+        ``rel_embedding``.
+      codec: codec of the tables' rows: a name, or any value that ``Tables`` accepts.
+      slot_codec: codec of the slots' rows.
+      options: options of the manager; this integration sets ``tracking``. ``max_to_keep`` or
+        ``preservation_policy`` apply if T5X does not set ``keep``.
+      wait: behavior of T5X's wait after each save. ``"deferred"`` returns immediately, so that
+        training continues; ``"each"`` waits, as T5X's own manager does. See
         ``DeltaCheckpointManager.wait_until_finished``.
 
     Raises:
-      OptionError: a setting has a value that cannot work.
+      OptionError: a setting has an invalid value.
     """
     given = options or ManagerOptions()
     settings = Settings(
@@ -88,25 +89,25 @@ def checkpoint_manager(
     return found
 
 
-#: What ``checkpoint_manager`` has returned, each for settings of its own.
+#: One factory per distinct settings.
 _made: list[functools.partial[DeltaCheckpointManager]] = []
 
 
 class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
-    """T5X's manager of checkpoints, over a ``deltackpt.CheckpointManager``.
+    """T5X's checkpoint manager on top of ``deltackpt.CheckpointManager``.
 
-    Made by T5X, through what ``checkpoint_manager`` returns. A training job takes the lease of
-    ``<model_dir>/deltackpt`` at once. A job that only reads, which has no save configuration, takes
-    none and writes nothing, so that the trainer beside it goes on.
+    T5X creates it through the factory that ``checkpoint_manager`` returns. A training job takes the
+    lease of ``<model_dir>/deltackpt`` at once. A job without a save configuration only reads: it
+    takes no lease and writes nothing, so a concurrent trainer is not disturbed.
 
-    Saved is T5X's own state dict with its names, after the state transformations of its save
+    It saves T5X's state dict with T5X's names, after the state transformations of the save
     configuration; ``target`` is cast to the configuration's ``dtype``.
 
-    Checkpoints that T5X itself wrote stay what they are, and are restored by T5X's code: a run can
-    go on from one with deltackpt, and its first save is a base.
+    Checkpoints that T5X wrote are left unchanged and are restored by T5X's code. A run can resume
+    from one with deltackpt; its first save is then a base.
 
-    In a job of several processes each makes one, and calls it at the same points; ``all_steps`` and
-    ``latest_step`` are answered by each for itself. What is restored process 0 chooses.
+    In a multi-process job, each process creates one and calls it at the same points. ``all_steps``
+    and ``latest_step`` are local to each process; process 0 chooses the step to restore.
     """
 
     def __init__(
@@ -128,32 +129,34 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         *,
         settings: Settings,
     ):
-        """Takes T5X's arguments; T5X's own constructor is not called, which would open Orbax.
+        """Takes T5X's arguments. Does not call T5X's own constructor, which would open Orbax.
 
         Args:
           directory: T5X's model directory, or one of its checkpoints to read.
-          train_state: T5X's train state with abstract leaves.
+          train_state: T5X train state with abstract leaves.
           partitioner: T5X's partitioner.
-          dataset_iterator: position of the data, saved and restored with the state.
-          save_dtype: dtype of ``target`` in the checkpoints; None for that of the state.
-          restore_dtype: dtype of the restored ``target``; None for that of the checkpoint.
-          keep: how many newest steps stay, or best ones with ``metric_name_to_monitor``.
-          period: steps between two saves; only ``should_save`` asks for it. A job without it and
-            without a ``save_dtype`` only reads.
-          checkpoint_steps: not used, T5X's loop sees to them.
-          keep_dataset_checkpoints: not used, each position of the data stays with its step.
-          force_keep_period: steps that it divides stay as well.
+          dataset_iterator: data iterator whose position is saved and restored with the state.
+          save_dtype: dtype of ``target`` in the checkpoints; None keeps the state's dtype.
+          restore_dtype: dtype of the restored ``target``; None keeps the checkpoint's dtype.
+          keep: how many of the newest steps to keep, or of the best with
+            ``metric_name_to_monitor``.
+          period: steps between two saves, used by ``should_save`` only. A job with neither
+            ``period`` nor ``save_dtype`` only reads.
+          checkpoint_steps: not used; T5X's loop handles them.
+          keep_dataset_checkpoints: not used; each data position is part of its step.
+          force_keep_period: also keeps the steps that are multiples of it.
           metric_name_to_monitor: ``<folder>/<tag>`` of a TensorBoard summary below the model
-            directory; the best steps stay, not the newest.
-          metric_mode: whether the greatest or the least is the best.
-          keep_checkpoints_without_metrics: steps without a value stay as well.
-          settings: of ``checkpoint_manager``.
+            directory; keeps the best steps instead of the newest.
+          metric_mode: whether the largest or the smallest value is best.
+          keep_checkpoints_without_metrics: also keeps steps without a value.
+          settings: the settings of ``checkpoint_manager``.
 
         Raises:
           UnsupportedRoot: the directory is not in a file system.
-          OptionError: both T5X and ``options.retention`` say which steps stay; or there are steps
-            of ours that T5X did not see.
-          ProcessFailed, ProcessMissing: another process could not make its own, or did not come.
+          OptionError: both T5X and the options specify which steps to keep, or there are deltackpt
+            steps that T5X did not see.
+          ProcessFailed, ProcessMissing: another process failed to create its manager, or did not
+            call.
         """
         self._train_state = train_state
         self._partitioner = partitioner
@@ -171,7 +174,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         self._newest_link = self._processes.of_first(
             "looking for checkpoints", lambda: max(self._links.steps(), default=None)
         )
-        retention = retention_of(
+        kept = policy_of(
             self._links.model_dir,
             keep,
             force_keep_period,
@@ -179,25 +182,26 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             metric_mode,
             keep_checkpoints_without_metrics,
         )
-        if retention is None:
-            retention = settings.options.retention
-        elif settings.options.retention is not None:
-            raise OptionError(
-                "options.retention: expected none beside keep, force_keep_period or "
-                "metric_name_to_monitor of T5X's save configuration, found both; give one of them"
-            )
-        self._options = dataclasses.replace(settings.options, retention=retention)
+        self._options = settings.options
+        if kept is not None:
+            if self._options.max_to_keep or self._options.preservation_policy:
+                raise OptionError(
+                    "options.max_to_keep, options.preservation_policy: expected neither together "
+                    "with keep, force_keep_period or metric_name_to_monitor of T5X's save "
+                    "configuration, found both; set one of them"
+                )
+            self._options = dataclasses.replace(self._options, preservation_policy=kept)
         data_layout = partitioner.get_data_layout()
         self._handlers: dict[str, Any] = {}
         if dataset_iterator is not None:
-            # The name and the condition of T5X's own manager.
+            # Name and condition of T5X's own manager.
             self._handlers[_DATASET] = checkpoints.DatasetCheckpointHandler(
                 f"train_ds-{data_layout.shard_id:03}-of-{data_layout.num_shards:03}",
                 data_layout.is_first_host_in_replica_set,
             )
-        #: The step that the state of this run has in this directory.
+        #: The step in this directory at which this run's state is.
         self._at: int | None = None
-        #: Whether no step of ours has a name yet; the same on every process.
+        #: Whether no deltackpt step has a T5X name yet; the same on every process.
         self._unnamed = False
         self._writer: CheckpointManager | None = None
         if save_dtype is not None or period is not None:
@@ -209,15 +213,18 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         return epath.Path(self._links.model_dir)
 
     def all_steps(self) -> Sequence[int]:
-        """Steps of the model directory, ascending: committed ones of ours, and T5X's own."""
+        """Returns the steps of the model directory, ascending.
+
+        They are committed deltackpt steps and T5X's own checkpoints.
+        """
         return sorted({*self._committed(), *self._links.others()})
 
     def latest_step(self) -> int | None:
-        """The newest of ``all_steps``; None where there is none."""
+        """Returns the newest of ``all_steps``, or None."""
         return max(self.all_steps(), default=None)
 
     def should_save(self, step: int) -> bool:
-        """Whether the period of the save configuration asks for a save."""
+        """Returns whether a save is due according to the save configuration's period."""
         step = names.as_step(step)
         return step != self._at and step % (self._period or 1) == 0
 
@@ -227,24 +234,26 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         state_transformation_fns: Sequence[Callable[..., Any]] = (),
         force: bool = True,
     ) -> bool:
-        """Saves a train state; returns as soon as training may go on.
+        """Saves a train state; returns as soon as training may continue.
 
-        The very first save is waited for: until it is committed nothing may have a name that T5X
-        would resume from. Every later one has its name first, so that T5X finds it wherever the
-        process is killed. While an exception is handled, as by T5X before a preemption, the failure
-        of an earlier save is no error: this one is waited for, and a warning tells of the other.
+        The first save blocks until it is committed: before that, nothing may have a name that T5X
+        would resume from. Later saves get their name first, so T5X finds them even if the process
+        is killed. While an exception is being handled, as by T5X before a preemption, an earlier
+        failed save only causes a warning, and this save blocks until it is committed.
 
         Args:
           train_state: T5X's train state.
-          state_transformation_fns: of T5X's save configuration; the tables keep their paths.
-          force: whether ``should_save`` is not asked.
+          state_transformation_fns: those of T5X's save configuration; they must not change the
+            tables' paths.
+          force: whether to skip the ``should_save`` check.
 
         Returns:
-          Whether it was taken; False for the step that is committed or restored already, as when
-          T5X stops early just after a save: that save is waited for, and taken anew if it failed.
+          Whether a save was started. False if the step is already committed or was just restored,
+          as when T5X stops early right after a save; the call waits for that save and repeats it if
+          it failed.
 
         Raises:
-          SaveFailed: an earlier save failed in the background; this one was taken.
+          SaveFailed: an earlier background save failed; this one was captured.
           FencedError: another trainer has taken over the model directory.
         """
         step = names.as_step(np.asarray(checkpoints.get_local_data(train_state.step)))
@@ -262,7 +271,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         try:
             self._writer.save(step, state, items=self._items())
         except SaveFailed as error:
-            if not isinstance(error.taken, Saved):
+            if not isinstance(error.saved, Saved):
                 self._at = None
                 raise
             failure = error
@@ -275,16 +284,16 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         return True
 
     def wait_until_finished(self) -> None:
-        """What T5X calls after each periodic save, before it goes on to train.
+        """Called by T5X after each periodic save, before training continues.
 
-        With ``wait="deferred"`` it returns at once, or T5X would never train while it saves. That
-        is safe: what a save in flight still reads are buffers of its own, or ones that it holds
-        against donation; T5X's evaluations use the live state; and a save that fails is raised by
-        the next one, or by ``close()``. While an exception is handled the wait is real: T5X's
-        emergency save before a preemption calls this in its ``except`` block.
+        With ``wait="deferred"`` it returns immediately; otherwise T5X would never train during a
+        save. This is safe: a save in flight reads only its own buffers, or buffers that it protects
+        from donation. T5X's evaluations use the live state. The next save or ``close()`` raises the
+        error of a failed save. While an exception is being handled it does wait, because T5X's
+        emergency save before a preemption calls it in an ``except`` block.
 
         Raises:
-          SaveFailed: a save failed in the background.
+          SaveFailed: a background save failed.
         """
         if self._writer is None:
             return
@@ -292,22 +301,24 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             self._wait(self._writer)
 
     def close(self) -> None:
-        """Waits for the save in flight and gives the directory back.
+        """Waits for the save in flight and releases the directory.
 
         Raises:
-          SaveFailed: a save failed in the background.
+          SaveFailed: a background save failed.
         """
         writer, self._writer = self._writer, None
         if writer is None:
             return
-        try:
-            writer.close()
-        finally:
-            if self._keeps_names(writer):
+        with contextlib.closing(writer):
+            if not self._keeps_names(writer):
+                return
+            try:
+                writer.wait_until_finished()
+            finally:
                 committed = self._committed()
                 newest = max(committed, default=-1)
-                # None is made, or a run that has gone back and saved nothing would undo that. Above
-                # the newest a trainer that starts just now may have a save in flight.
+                # Creates no name: that would undo a rollback after which nothing was saved yet.
+                # Above the newest step, a trainer that is just starting may have a save in flight.
                 named = self._links.steps()
                 self._links.match([step for step in named if step in committed or step > newest])
 
@@ -319,36 +330,38 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         state_transformation_fns: Sequence[Callable[..., Any]] = (),
         lazy_parameters: bool | None = False,
     ) -> Any:
-        """Restores a train state, placed as the partitioner says.
+        """Restores a train state, placed by the partitioner.
 
-        Asked for the newest step of its own model directory, a trainer goes on from the newest one
-        that is intact, with a warning where that is another: a save that was cut off leaves a name
-        behind. An older step is that step: the next save moves the later ones aside. So it is where
-        the newest names were removed, which is how one goes back in T5X.
+        If the newest step of its own model directory is requested, a trainer resumes from the
+        newest intact step. It warns if that is a different one, because an interrupted save leaves
+        a name behind. If an older step is requested, that step is restored, and the next save moves
+        the later ones aside. Removing the newest names, which is how T5X users roll back, has the
+        same effect.
 
-        Of several processes process 0 chooses, and where one cannot read its part none goes on.
+        In a multi-process job process 0 chooses the step, and all processes fail if one cannot read
+        its part.
 
         Args:
-          step: of the model directory; the newest where neither it nor a path is given.
+          step: step of the model directory; the newest if neither ``step`` nor ``path`` is given.
           path: ``<model_dir>/checkpoint_<step>``, of this model directory or another.
-          fallback_state: state dict that gives the leaves which the checkpoint lacks.
-          state_transformation_fns: called with the checkpoint's tree and the state dict of this
-            model. As in T5X's own manager the leaves of the tree know their shape and dtype, and
-            only what the functions leave is read: leaves may be renamed and dropped.
-          lazy_parameters: not used, as in T5X's own manager.
+          fallback_state: state dict that provides leaves missing from the checkpoint.
+          state_transformation_fns: called with the checkpoint's tree and this model's state dict.
+            As in T5X's own manager, leaves have a shape and dtype, may be renamed or dropped, and
+            only the remaining ones are read.
+          lazy_parameters: not used (as in T5X's own manager).
 
         Returns:
           The train state.
 
         Raises:
           ValueError: both a step and a path were given.
-          OptionError: a trainer goes back to a checkpoint of T5X's own from which steps of ours go
-            on.
-          RestoreError: what is wrong with the step.
-          ProcessFailed, ProcessMissing: another process could not go on, or did not come.
+          OptionError: a trainer rolls back to one of T5X's own checkpoints although later deltackpt
+            steps exist.
+          RestoreError: the step cannot be restored.
+          ProcessFailed, ProcessMissing: another process failed, or did not call.
         """
         if step is not None and path is not None:
-            raise ValueError("expected a step or a path, found both; give one of them")
+            raise ValueError("expected a step or a path, found both; pass one of them")
         step = None if step is None else names.as_step(step)
         found_path, is_stock = self._processes.of_first(
             "choosing a checkpoint", lambda: self._checkpoint(step, path)
@@ -370,11 +383,11 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
                 leaves = self._model.chosen(leaves_of(found), state_transformation_fns)
                 leaves = self._model.read(leaves)
             state = self._model.placed(leaves, fallback_state or {}, self._restore_dtype)
-            with self._processes.together(f"restoring the position of the data of step {chosen}"):
+            with self._processes.together(f"restoring the data position of step {chosen}"):
                 self._restore_data(found)
         return self._train_state.restore_state(state)
 
-    # What is saved.
+    # Saving.
 
     def _open_writer(self) -> CheckpointManager:
         tables = tables_of(
@@ -395,29 +408,29 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             if steps and self._newest_link is None:
                 raise OptionError(
                     f"{self._links.model_dir}: expected a checkpoint_<step> for each step in "
-                    f"{self._links.root.name}, found the steps {steps} and none, so T5X did not "
-                    "resume; they are there now: start again"
+                    f"{self._links.root.name}, found steps {steps} without one, so T5X did not "
+                    "resume; the names exist now: start the job again"
                 )
             self._unnamed = not steps
             stack.pop_all()
             return manager
 
     def _named(self, manager: CheckpointManager) -> list[int]:
-        """The committed steps, which have their names now."""
+        """The committed steps, after giving each a name."""
         steps = manager.all_steps()
-        # A name that was removed to go back does not come again.
+        # Do not recreate a name that was removed to roll back.
         newest = self._links.newest_of(steps)
         self._links.match([step for step in steps if newest is None or step <= newest])
         return steps
 
     def _keeps_names(self, writer: CheckpointManager) -> bool:
-        """Whether T5X's names are this process's to change: it holds the directory's lease."""
+        """Whether this process may change T5X's names: it holds the directory's lease."""
         if processes.index() > 0:
             return False
         try:
             writer.check_lease()
         except FencedError:
-            # The commit of the save says it, to all processes.
+            # The commit reports it to all processes.
             return False
         return True
 
@@ -430,8 +443,8 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             self._wait(self._writer)
         except SaveFailed as error:
             failure = error
-        # A process that waited in vain may not know that process 0 has committed.
-        committed = self._processes.of_first("asking for the last save", lambda: failure is None)
+        # A process that timed out may not know that process 0 has committed.
+        committed = self._processes.of_first("checking the last save", lambda: failure is None)
         if committed:
             self._at = at
         if failure is not None:
@@ -440,15 +453,15 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         return committed
 
     def _wait(self, writer: CheckpointManager) -> None:
-        """Waits for the save in flight; where it failed, its step may be saved again."""
+        """Waits for the save in flight; if it failed, its step may be saved again."""
         try:
-            writer.wait()
+            writer.wait_until_finished()
         except SaveFailed:
             self._at = None
             raise
 
     def _tell(self, writer: CheckpointManager, failure: SaveFailed | None) -> None:
-        """Raises the failure of an earlier save; not in the place of an exception under way."""
+        """Raises the failure of an earlier save, unless an exception is being handled."""
         if failure is None:
             return
         if not _handles_exception():
@@ -462,7 +475,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         """The state dict as it is saved."""
         state = train_state.state_dict()
         if transformation_fns:
-            # T5X's own record of each parameter, which its functions are given and give back.
+            # T5X's per-parameter record, which its functions receive and return.
             infos = checkpoints._construct_orbax_param_infos(self._train_state, self._partitioner)
             for fn in transformation_fns:
                 state, infos = fn(state, infos)
@@ -478,18 +491,18 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             return list(self._writer.all_steps())
         return inspect.open(self._links.root).steps if self._links.root.is_dir() else []
 
-    # What is restored: leaves by their '/'-joined paths.
+    # Restoring: leaves by their '/'-joined paths.
 
     def _resumed(
         self, writer: CheckpointManager, step: int, transformation_fns: Sequence[Callable[..., Any]]
     ) -> dict[str, Any]:
-        """Leaves of a step of this run, from which the manager that saves goes on."""
+        """Leaves of a step of this run, from which the saving manager continues."""
         step, newest, later = self._processes.of_first("choosing a step", lambda: self._goal(step))
         if later:
             events.warn(
-                f"{self._links.model_dir}: going back to step {step}, the newest with a "
-                f"checkpoint_<step>; the later steps {later} have none, the next save moves them "
-                "aside"
+                f"{self._links.model_dir}: rolling back to step {step}, the newest with a "
+                f"checkpoint_<step>; the later steps {later} have none and will be moved aside by "
+                "the next save"
             )
         stored = self._newest_leaves() if newest else self._stored_leaves(step)
         chosen = self._model.chosen(stored, transformation_fns)
@@ -501,7 +514,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
                 restored = writer.restore(step, template, items=self._items())
         except TemplateMismatch as error:
             raise TemplateMismatch(
-                f"{error}; in T5X: give checkpoint_manager.tables, and save_dataset, as in the run "
+                f"{error}; in T5X: set checkpoint_manager.tables and save_dataset as in the run "
                 "that saved, or start in another model directory"
             ) from error
         if restored is None:
@@ -509,17 +522,17 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         if restored.step != step:
             events.warn(
                 f"checkpoint_{step} in {self._links.model_dir} is not the newest intact step; "
-                f"going on from step {restored.step}"
+                f"resuming from step {restored.step}"
             )
         self._at = restored.step
         return taken(chosen, stored, flat(restored.state))
 
     def _goal(self, step: int) -> tuple[int, bool, list[int]]:
-        """Where a run that is to resume from a step goes on.
+        """Determines where a run that asks to resume from a step resumes.
 
         Returns:
-          The step; whether it means the newest intact one; and the later steps, where the names of
-          the newest were removed to go back.
+          The step, whether it means the newest intact one, and the later steps if the newest names
+          were removed to roll back.
         """
         committed = self._committed()
         newest = step == self._newest_link or step >= max(committed, default=step)
@@ -530,7 +543,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         return step, newest, []
 
     def _checkpoint(self, step: int | None, path: str | None) -> tuple[str, bool]:
-        """The path of the checkpoint that is meant, and whether T5X itself wrote it."""
+        """Returns the requested checkpoint's path, and whether T5X wrote it."""
         if path is None:
             step = max(self.all_steps(), default=0) if step is None else step
             path = os.fspath(self._links.model_dir / f"checkpoint_{step}")
@@ -542,11 +555,14 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         return os.fspath(path), is_stock
 
     def _is_own(self, links: StepLinks) -> bool:
-        """Whether these are the names in the model directory of this job."""
+        """Whether these names are in this job's model directory."""
         return links.model_dir.resolve() == self._links.model_dir.resolve()
 
     def _readable(self, links: StepLinks, step: int) -> int:
-        """The step, or the newest where it is not committed yet: somebody else may be writing."""
+        """Returns the step, or the newest one if it is not committed yet.
+
+        Another job may be writing.
+        """
 
         def committed() -> int:
             newest = inspect.open(links.root).newest
@@ -560,22 +576,22 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         return found
 
     def _check_none_above(self, step: int) -> None:
-        """Checks that a run can go on from a checkpoint of T5X's own."""
+        """Checks that a run can continue from a checkpoint that T5X wrote."""
         above = [found for found in self._committed() if found > step]
         if above:
             raise OptionError(
-                f"{self._links.model_dir}: expected no step of deltackpt above checkpoint_{step}, "
+                f"{self._links.model_dir}: expected no deltackpt step after checkpoint_{step}, "
                 f"which T5X itself wrote, found {above}; resume from checkpoint_{above[-1]}, or "
-                f"move {self._links.root} away to go back"
+                f"move {self._links.root} away to roll back"
             )
 
     def _restore_data(self, step: inspect.Step) -> None:
-        """Moves the iterator of the data to where it was at a step.
+        """Sets the data iterator to its position at a step.
 
         Raises:
-          TemplateMismatch: the step was saved without it.
-          Damaged: a file of it is missing or altered; the iterator stays where it is.
-          StepGone: the step was removed meanwhile.
+          TemplateMismatch: the step was saved without a data position.
+          Damaged: one of its files is missing or altered; the iterator is not moved.
+          StepGone: the step was removed concurrently.
         """
         if self._dataset_iterator is None:
             return
@@ -590,19 +606,20 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         step.check_stands()
 
     def _check_position(self, step: inspect.Step) -> None:
-        """Checks that a step holds the position of the data, of as many processes as there are.
+        """Checks that a step holds the data position of the current number of processes.
 
         Raises:
-          TemplateMismatch: the step was saved without it, or by more or fewer processes.
-          StepGone: the step was removed meanwhile.
+          TemplateMismatch: the step was saved without it, or by another number of processes.
+          StepGone: the step was removed concurrently.
         """
         if not (step.path / _DATASET).is_dir():
             step.check_stands()
             raise TemplateMismatch(
-                f"{step.path}: expected the position of the data ({_DATASET}), found that it was "
-                "saved without; leave restore_dataset, and save_dataset, off to start from it"
+                f"{step.path}: expected a data position ({_DATASET}), found none; turn "
+                "restore_dataset and save_dataset off to start from this step"
             )
-        # T5X's names. Any of them, so that every process finds the same: not each has its own.
+        # T5X's file names. Any of them will do: every process must see the same, and not each has
+        # its own.
         name = f"train_ds-*-of-{self._partitioner.get_data_layout().num_shards:03}"
         if processes.count() > 1:
             name = f"process_*-of-{processes.count()}/{name}"
@@ -611,13 +628,13 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             files = (step.path / _DATASET).rglob("train_ds-*")
             found = sorted({path.name.partition(".")[0] for path in files})
             raise TemplateMismatch(
-                f"{step.path}: expected the position of the data as {name}, found "
-                f"{', '.join(found) or 'none'}; start as many processes as saved it, or leave "
-                "restore_dataset, and save_dataset, off to start from it"
+                f"{step.path}: expected the data position as {name}, found "
+                f"{', '.join(found) or 'none'}; start as many processes as saved it, or turn "
+                "restore_dataset and save_dataset off to start from this step"
             )
 
     def _stored_leaves(self, step: int) -> dict[str, Any]:
-        with self._processes.together(f"reading what step {step} holds"):
+        with self._processes.together(f"reading the contents of step {step}"):
             found = inspect.open(self._links.root).at(step)
             if self._dataset_iterator is not None:
                 self._check_position(found)
@@ -630,12 +647,12 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
             try:
                 return self._stored_leaves(step)
             except RestoreError as error:
-                # restore_latest() says what is wrong with it.
+                # restore_latest() reports what is wrong with it.
                 if not error.another_step_may_do:
                     raise
         raise NoIntactStep(
-            f"{self._links.root}: expected a step that can be read, found none; copy the directory "
-            "back from a backup, or start again in an empty model directory"
+            f"{self._links.root}: expected a readable step, found none; restore the directory from "
+            "a backup, or start again in an empty model directory"
         )
 
     def _restore_stock(
@@ -644,7 +661,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         fallback_state: Mapping[str, Any] | None,
         transformation_fns: Sequence[Callable[..., Any]],
     ) -> Any:
-        """Restores a checkpoint that T5X itself wrote, with T5X's code."""
+        """Restores a T5X checkpoint with T5X's code."""
         stock = checkpoints.OrbaxCheckpointManagerInterface(
             self._directory,
             self._train_state,
@@ -663,5 +680,5 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
 
 
 def _handles_exception() -> bool:
-    """Whether this is called in an ``except`` block, as by T5X before a preemption."""
+    """Whether the caller is in an ``except`` block, as T5X is before a preemption."""
     return sys.exc_info()[0] is not None

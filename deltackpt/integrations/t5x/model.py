@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T5X's train state as leaves by their '/'-joined paths, and where each is placed."""
+"""T5X's train state as leaves by '/'-joined path, and the placement of each."""
 
 from __future__ import annotations
 
@@ -19,31 +19,34 @@ from deltackpt.integrations.t5x.modules import state_utils
 
 
 class ModelLeaves:
-    """The leaves of a train state; they are abstract, and known by their paths."""
+    """The abstract leaves of a train state, by path."""
 
     def __init__(self, train_state: Any, partitioner: Any):
-        """Takes T5X's train state with abstract leaves, and its partitioner."""
+        """Takes a T5X train state with abstract leaves, and its partitioner."""
         self._train_state = train_state
         self._partitioner = partitioner
 
     def chosen(
         self, stored: dict[str, Any], transformation_fns: Sequence[Callable[..., Any]]
     ) -> dict[str, Any]:
-        """Which lazy leaf each of the model's leaves is to be, after T5X's functions."""
+        """Returns the lazy leaf for each of the model's leaves, after T5X's functions."""
         tree = traverse_util.unflatten_dict(stored, sep="/")
         for fn in transformation_fns:
             tree = fn(tree, self._train_state.state_dict())
         return {name: leaf for name, leaf in flat(tree).items() if name in self._leaves}
 
     def is_own(self, stored: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
-        """Whether a checkpoint is taken as it is, leaf by leaf."""
+        """Returns whether a checkpoint can be restored as it is, leaf by leaf."""
         return stored.keys() == chosen.keys() == self._leaves.keys() and all(
             leaf is stored[name] and leaf.shape == self._leaves[name].shape
             for name, leaf in chosen.items()
         )
 
     def template(self, stored: Mapping[str, Any]) -> Any:
-        """What a resume restores into: the model's tree and places, the checkpoint's dtypes."""
+        """Returns the template for resuming.
+
+        It has the model's tree and placement, and the checkpoint's dtypes.
+        """
         return self._tree(
             {
                 name: jax.ShapeDtypeStruct(
@@ -54,10 +57,10 @@ class ModelLeaves:
         )
 
     def read(self, chosen: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """What this process needs of these leaves, on its devices; waits for no other process.
+        """Reads this process's part of these leaves onto its devices; waits for no other process.
 
         Raises:
-          TemplateMismatch: a leaf has another shape than the model's.
+          TemplateMismatch: a leaf's shape differs from the model's.
           RestoreError: a leaf cannot be read.
         """
         return {name: self._place(name, leaf) for name, leaf in chosen.items()}
@@ -65,21 +68,21 @@ class ModelLeaves:
     def placed(
         self, found: Mapping[str, Any], fallback_state: Mapping[str, Any], dtype: Any
     ) -> Any:
-        """The state dict of the model, its leaves on the devices.
+        """Returns the model's state dict with its leaves on the devices.
 
         Args:
           found: leaves by path, lazy ones or arrays.
-          fallback_state: T5X's state dict that gives those which are not found.
-          dtype: of the parameters; None for that in which each was found.
+          fallback_state: T5X state dict that provides the leaves that were not found.
+          dtype: dtype of the parameters; None keeps the stored dtypes.
 
         Raises:
-          TemplateMismatch: a leaf is missing, or has another shape than the model's.
+          TemplateMismatch: a leaf is missing, or its shape differs from the model's.
         """
         found = {**flat(fallback_state), **found}
         missing = self._leaves.keys() - found.keys()
         if missing:
             raise TemplateMismatch(
-                f"the model has leaves that the checkpoint does not hold:\n{listed(missing)}\n"
+                f"the model has leaves that the checkpoint lacks:\n{listed(missing)}\n"
                 "rename with an assignment_map, or set fallback_to_scratch"
             )
         state = self._tree({name: self._place(name, found[name]) for name in self._leaves})
@@ -103,18 +106,18 @@ class ModelLeaves:
         shape = self._leaves[name].shape
         if tuple(leaf.shape) != tuple(shape):
             raise TemplateMismatch(
-                f"{name}: expected by the model {list(shape)}, found in the checkpoint "
-                f"{list(leaf.shape)}; drop it with an assignment_map and set fallback_to_scratch"
+                f"{name}: expected the model's shape {list(shape)}, found {list(leaf.shape)} in "
+                "the checkpoint; drop it with an assignment_map and set fallback_to_scratch"
             )
         if isinstance(leaf, jax.Array):
             return jax.device_put(leaf, self._shardings[name])
-        # A lazy leaf reads the parts that this process needs.
+        # A lazy leaf reads only the parts that this process needs.
         return jax.make_array_from_callback(
             shape, self._shardings[name], lambda index: np.asarray(leaf[index])
         )
 
     def _tree(self, leaves: Mapping[str, Any]) -> Any:
-        """The model's state dict with other leaves; what is empty in it stays."""
+        """The model's state dict with other leaves; empty nodes are kept."""
         whole = traverse_util.flatten_dict(
             self._train_state.state_dict(), keep_empty_nodes=True, sep="/"
         )
@@ -122,7 +125,7 @@ class ModelLeaves:
 
 
 def leaves_of(found: inspect.Step) -> dict[str, Any]:
-    """Lazy leaves of a step: their shapes and dtypes are read now, the rest when it is indexed.
+    """Returns lazy leaves of a step; shapes and dtypes are read now, values when indexed.
 
     Raises:
       RestoreError: the step cannot be read.
@@ -141,12 +144,12 @@ def leaves_of(found: inspect.Step) -> dict[str, Any]:
 def taken(
     chosen: Mapping[str, Any], stored: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The values in the place of the lazy leaves that were chosen.
+    """Returns the values of the chosen lazy leaves.
 
     Args:
-      chosen: what ``ModelLeaves.chosen`` returned.
-      stored: the lazy leaves that it was given.
-      values: of those, by the same paths.
+      chosen: the result of ``ModelLeaves.chosen``.
+      stored: the lazy leaves that were passed to ``ModelLeaves.chosen``.
+      values: the values of ``stored``, under the same paths.
     """
     names = {id(leaf): name for name, leaf in stored.items()}
     return {
@@ -156,13 +159,13 @@ def taken(
 
 
 def flat(tree: Any) -> dict[str, Any]:
-    """Leaves by their '/'-joined paths, without what is empty."""
+    """Returns leaves by '/'-joined path, without empty nodes."""
     leaves = state_utils.flatten_state_dict(tree)
     return {name: leaf for name, leaf in leaves.items() if leaf is not None}
 
 
 def cast(target: Any, dtype: Any) -> Any:
-    """Parameters in another dtype; those that are no floating-point numbers stay."""
+    """Casts parameters to another dtype; leaves that are not floating-point are kept."""
 
     def with_dtype(leaf: Any) -> Any:
         changes = leaf.dtype != dtype and jnp.issubdtype(leaf.dtype, jnp.floating)

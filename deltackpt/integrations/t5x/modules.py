@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is used of T5X, which is on no package index.
+"""Imports the used parts of T5X, which is not on PyPI.
 
 Raises:
-  MissingExtra: when this is imported, where T5X cannot be.
+  MissingExtra: on import, if T5X cannot be imported.
 """
 
 from __future__ import annotations
@@ -19,6 +19,6 @@ try:
 except ImportError as error:
     raise MissingExtra(
         "deltackpt.integrations.t5x: expected the package t5x, found that it cannot be imported "
-        f"({error}); T5X is on no package index: install it from "
+        f"({error}); T5X is not on PyPI: install it from "
         "https://github.com/google-research/t5x"
     ) from error

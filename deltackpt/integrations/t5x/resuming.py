@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has T5X resume with the manager that it saves with: its launcher configures that by itself."""
+"""Makes T5X resume with the manager that it saves with; its launcher has no setting for that."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 from deltackpt.integrations.t5x.modules import utils
 
-#: Attribute of our constructor that holds its defaults. A decorator that copies the attributes of
-#: what it wraps, as gin's do, shares them.
+#: Attribute of the patched constructor that holds its defaults. Decorators that copy attributes,
+#: such as gin's, share it.
 _DEFAULTS = "_deltackpt_defaults"
 
 
 def resume_with(manager_cls: Callable[..., Any]) -> None:
     """Makes a class the default of T5X's ``RestoreCheckpointConfig`` in this process.
 
-    ``t5x.train.train`` builds the configuration that it resumes with itself, with T5X's own class
-    and no way to name another, and T5X then refuses to resume with a class that is not the one
-    that saves. A configuration that names its class keeps it. May be called again; other
-    decorators of its constructor stay, below and above.
+    ``t5x.train.train`` builds its resume configuration with T5X's own class and offers no way to
+    name another; T5X then refuses to resume with a class other than the one that saves. A
+    configuration that names a class keeps it. May be called again; other decorators of the
+    constructor are preserved, below and above.
 
     Args:
-      manager_cls: what T5X calls to make a manager.
+      manager_cls: the factory that T5X calls to create a manager.
     """
     config = utils.RestoreCheckpointConfig
     defaults = getattr(config.__init__, _DEFAULTS, None)
@@ -33,7 +33,7 @@ def resume_with(manager_cls: Callable[..., Any]) -> None:
 
 
 def _with_defaults(config: Any) -> dict[str, Any]:
-    """Wraps the constructor of a class, which then takes defaults from what is returned."""
+    """Wraps a class's constructor so that it takes defaults from the returned dict."""
     defaults: dict[str, Any] = {}
     original = config.__init__
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps stay by T5X's ``keep``, ``force_keep_period`` and ``metric_name_to_monitor``."""
+"""Preservation policies for T5X's ``keep``, ``force_keep_period``, ``metric_name_to_monitor``."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from deltackpt.integrations.t5x.modules import checkpoints
-from deltackpt.policy.retention import PreservationPolicy
+from deltackpt.policies.retention import PreservationPolicy
 
 _policies = ocp.checkpoint_managers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BestByMetric:
-    """An Orbax ``PreservationPolicy``: the steps with the best values of a TensorBoard summary.
+    """An Orbax ``PreservationPolicy`` that keeps the steps with the best values of a metric.
 
-    T5X evaluates after it has saved, so the values are looked up whenever the policy is asked. The
-    newest step always stays: training resumes from it.
+    The metric is a TensorBoard summary. T5X evaluates after it saves, so the policy reads the
+    values each time it runs. The newest step is always kept, because training resumes from it.
 
     Attributes:
       model_dir: T5X's model directory.
       metric: ``<folder>/<tag>`` of the summary below it.
-      mode: whether the greatest or the least is the best.
-      keep: how many stay.
-      keep_without: steps without a value stay as well.
+      mode: whether the largest or the smallest value is best.
+      keep: how many steps to keep.
+      keep_without: whether to keep steps without a value as well.
     """
 
     model_dir: Path
@@ -45,7 +45,7 @@ class BestByMetric:
         *,
         context: _policies.PreservationContext,
     ) -> list[bool]:
-        """Which checkpoints stay."""
+        """Returns which checkpoints to keep."""
         steps = [checkpoint.step for checkpoint in checkpoints]
         values = _metric_values(self.model_dir, self.metric, steps)
         ranked = sorted(values, key=values.__getitem__, reverse=self.mode == "max")
@@ -54,20 +54,23 @@ class BestByMetric:
 
 
 def _metric_values(model_dir: Path, metric: str, steps: Sequence[int]) -> dict[int, float]:
-    """Values of a summary by step; NaN is none."""
+    """Values of a summary by step; NaN is ignored."""
     found = checkpoints.populate_metrics_for_steps(os.fspath(model_dir), metric, steps)
     return {step: float(value) for step, value in found.items() if not np.isnan(value)}
 
 
-def retention_of(
+def policy_of(
     model_dir: Path,
     keep: int | None,
     force_keep_period: int | None,
     metric: str | None,
     mode: Literal["max", "min"],
     keep_without: bool,
-) -> int | PreservationPolicy | None:
-    """Which steps stay by T5X's arguments, those of ``DeltaCheckpointManager``; None for all."""
+) -> PreservationPolicy | None:
+    """Returns the preservation policy for T5X's arguments to ``DeltaCheckpointManager``.
+
+    None keeps all steps.
+    """
     if keep is None:
         return None
     policy = _policies.LatestN(keep)

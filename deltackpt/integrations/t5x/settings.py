@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a manager for T5X is made of."""
+"""Settings of the checkpoint manager for T5X."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Wait = Literal["deferred", "each"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What ``checkpoint_manager`` was told; compared, since T5X compares what it returned."""
+    """The arguments of ``checkpoint_manager``; comparable, since T5X compares the factories."""
 
     tables: tuple[str, ...]
     codec: CodecOption
@@ -29,17 +29,17 @@ class Settings:
         if self.wait not in ("deferred", "each"):
             raise OptionError(
                 f"wait: expected 'deferred' or 'each', found {self.wait!r}; 'deferred' lets "
-                "training go on while a checkpoint is written"
+                "training continue while a checkpoint is written"
             )
         if self.options.read_only:
             raise OptionError(
-                "options: expected options of a trainer, found access="
-                f"{self.options.access!r}; leave it out, a job that only reads takes no lease "
+                "options: expected a trainer's options, found access="
+                f"{self.options.access!r}; leave it out: a job that only reads takes no lease "
                 "anyway"
             )
         if self.options.writes.when_busy != "wait":
             raise OptionError(
                 "options.writes.when_busy: expected 'wait', found "
-                f"{self.options.writes.when_busy!r}; leave it out: T5X would go on without its "
-                "emergency and its last save, and never asks for one that is due"
+                f"{self.options.writes.when_busy!r}; leave it out: T5X would continue without its "
+                "emergency save and its last save, and never requests a pending one"
             )

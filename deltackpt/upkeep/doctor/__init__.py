@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may stand in the way of saves and restores: a directory, the machine, the versions.
+"""Checks a directory, the machine and package versions for obstacles to saves and restores.
 
-Neither jax nor Orbax is imported, nor needs to be installed. Measuring and judging are apart: the
+Neither jax nor Orbax is imported or needs to be installed. Measuring and judging are separate: most
 ``*_finding`` functions are pure.
 """
 
@@ -49,24 +49,25 @@ def examine(
     read_only: bool = False,
     endpoint: str | None = None,
 ) -> tuple[Finding, ...]:
-    """Looks at a directory of checkpoints, the machine and the installed packages.
+    """Checks a checkpoint directory, the machine and the installed packages.
 
-    It measures in a temporary directory inside ``directory``, which is removed whatever happens.
+    Measures in a temporary directory inside ``directory``, which is always removed.
 
     Args:
-      directory: root of the steps, or where they are to be; None for the machine alone.
-      read_only: write nothing, so measure nothing that needs writing.
-      endpoint: address of the server of a bucket, where it is not the service's own.
+      directory: the checkpoint directory, which need not exist; None to check only the machine.
+      read_only: write nothing; skips measurements that need writing.
+      endpoint: address of a bucket's server, if it is not the provider's own.
 
     Returns:
-      What was found; the directory first.
+      The findings; those of the directory first.
     """
     found: list[Finding] = []
     if directory is not None:
         where = os.fspath(directory)
         scheme = SCHEME.match(where)
-        # What reads buckets may be missing, and is not needed for a directory.
-        if scheme is not None and not scheme[0].lower().startswith("file:"):
+        is_file = scheme is None or scheme[0].lower().startswith("file:")
+        # Packages for buckets may be missing, and are not needed for a directory.
+        if not is_file or where.startswith("{"):
             look = functools.partial(bucket_findings, where, read_only=read_only, endpoint=endpoint)
             found += _unless_missing("directory", "bucket", look)
         else:
@@ -81,7 +82,7 @@ def examine(
 def _unless_missing(
     area: Area, subject: str, look: Callable[[], Iterable[Finding]]
 ) -> Iterable[Finding]:
-    """What is found, or that a package is missing that it takes to look."""
+    """Runs a check; if a package that it needs is missing, returns this as a finding."""
     try:
         return list(look())
     except ImportError as error:
@@ -90,8 +91,8 @@ def _unless_missing(
                 area=area,
                 subject=subject,
                 severity="problem",
-                found=f"cannot be looked at: {error}",
-                action="install what is missing: pip install deltackpt",
+                found=f"cannot be checked: {error}",
+                action="install the missing package: pip install deltackpt",
             )
         ]
 
@@ -104,7 +105,7 @@ def _examine_directory(directory: str, *, read_only: bool) -> Iterator[Finding]:
     yield from _unless_missing("directory", "contents", look)
     if SCHEME.match(directory):
         return
-    path = Path(directory).absolute()
+    path = Path(os.path.expanduser(directory)).absolute()
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
     mount = mount_of(os.path.realpath(existing), file_text("/proc/self/mountinfo"))
     yield file_system_finding(mount, read_only=read_only)
@@ -117,9 +118,9 @@ def _examine_directory(directory: str, *, read_only: bool) -> Iterator[Finding]:
             area="directory",
             subject="measurement",
             severity="warning",
-            found=f"not done: {units.size(room)} free",
-            meaning="What is left may be needed by a trainer.",
-            action="free some space and run this again",
+            found=f"skipped: only {units.size(room)} free",
+            meaning="A trainer may need the remaining space.",
+            action="free some space and run this command again",
         )
         return
     try:

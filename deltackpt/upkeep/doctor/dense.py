@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the newest step has what its dense leaves go on from, where these are blocks."""
+"""Checks that the newest chain has everything that its dense blocks depend on."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from deltackpt.upkeep.doctor.findings import Finding
 
 
 def dense_findings(opened: Steps) -> Iterator[Finding]:
-    """What holds of the dense leaves of the newest step; nothing where it has Orbax's item of them.
+    """Checks dense leaves that the newest step stores as blocks; yields nothing for Orbax's item.
 
-    Records and row numbers are read, and no codes: ``deltackpt verify`` reads all.
+    Reads records and block indices, but no data: ``deltackpt verify`` reads everything.
 
     Args:
       opened: the steps.
@@ -30,7 +30,7 @@ def dense_findings(opened: Steps) -> Iterator[Finding]:
         if saves.read_save(at, opened.item).head.dense_blocks is None:
             return
     except (DeltackptError, OSError):
-        return  # Why it cannot be read is told of the steps.
+        return  # The findings of the steps report it.
     try:
         found = DenseChain.of(chains.read_chain(at, opened.item))
         for source in (source for one in found.sources for source in one):
@@ -43,18 +43,18 @@ def dense_findings(opened: Steps) -> Iterator[Finding]:
             subject="dense leaves",
             severity="problem",
             found=f"step {newest}: {error}",
-            meaning="Its dense leaves, and those of what goes on from it, cannot be restored.",
-            action="deltackpt verify says which steps can be; the next base does without the chain",
+            meaning="Its dense leaves, and those of deltas that depend on it, cannot be restored.",
+            action="deltackpt verify reports restorable steps; the next base starts a new chain",
         )
         return
     deltas, base = len(found.sources), found.base
     held = sum(source.record.nbytes for one in found.sources for source in one)
-    where = "" if base is None or not found.missing else f", which go on from {base.name}"
+    where = "" if base is None or not found.missing else f", and the rest from {base.name}"
     yield Finding(
         area="directory",
         subject="dense leaves",
         severity="ok",
-        found=f"step {newest} has them as blocks of {units.count(deltas, 'delta')}, "
+        found=f"step {newest} stores them as blocks of {units.count(deltas, 'delta')}, "
         f"{units.size(held)} before compression{where}",
         figures={"deltas": deltas, "nbytes": held, "from_base": bool(found.missing)},
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file system of a directory: what it promises, its room, how fast it forces to disk."""
+"""The file system of a directory: its guarantees, free space, and fsync latency."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from deltackpt.upkeep.doctor.findings import (
     secs_text,
 )
 
-#: What is written to measure: enough that a drive's flush takes a while.
+#: Size of the large file: enough that a drive's flush takes a while.
 _LARGE_BYTES = 64 << 20
 
 
@@ -32,13 +32,13 @@ _SMALL_BYTES = 4096
 _REPEATS = 15
 
 
-#: Nothing is measured with less room than this: a trainer may need it.
+#: Nothing is measured with less free space: a trainer may need it.
 LEAST_ROOM_BYTES = 4 * _LARGE_BYTES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mount:
-    """A mounted file system, as ``/proc/self/mountinfo`` tells it."""
+    """A mounted file system, from ``/proc/self/mountinfo``."""
 
     point: str
     kind: str
@@ -48,15 +48,15 @@ class Mount:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiskTimes:
-    """What was measured of a file system; seconds.
+    """Measured times of a file system, in seconds.
 
     Attributes:
-      small_fsync_secs: writing a file of 4 KiB and forcing it to disk; median.
-      rename_fsync_secs: renaming a file and forcing the directory to disk; median.
-      large_bytes: size of the large file.
-      large_write_secs: writing it.
-      large_fsync_secs: then forcing it to disk.
-      large_read_secs: reading it again, dropped from the page cache before where that works.
+      small_fsync_secs: time to write and fsync a file of 4 KiB; median.
+      rename_fsync_secs: time to rename a file and fsync its directory; median.
+      large_bytes: size of the large file in bytes.
+      large_write_secs: time to write it.
+      large_fsync_secs: time to fsync it afterwards.
+      large_read_secs: time to read it again, after dropping it from the page cache if possible.
     """
 
     small_fsync_secs: float
@@ -68,7 +68,7 @@ class DiskTimes:
 
 
 def mount_of(path: str, mountinfo: str) -> Mount | None:
-    """The mount that holds a path; None where the table does not say it.
+    """Returns the mount that contains a path; None if it is not in the table.
 
     Args:
       path: absolute, without symbolic links.
@@ -82,7 +82,7 @@ def mount_of(path: str, mountinfo: str) -> Mount | None:
             continue
         point = _unescaped(fields[4])
         inside = path == point or path.startswith(point.rstrip("/") + "/")
-        # The last of several mounts on one point hides the others.
+        # The last of several mounts at the same path hides the others.
         if inside and (found is None or len(point) >= len(found.point)):
             options = dict.fromkeys([*fields[5].split(","), *more[2].split(",")])
             found = Mount(
@@ -114,11 +114,11 @@ _WITHOUT_FLUSHES = {"nobarrier", "barrier=0"}
 
 
 def file_system_finding(mount: Mount | None, *, read_only: bool = False) -> Finding:
-    """What the kind of a file system promises, and its mount options.
+    """Reports the guarantees of a file system, from its type and mount options.
 
     Args:
-      mount: the file system; None where it is not known.
-      read_only: whether nobody is to save there.
+      mount: the file system; None if unknown.
+      read_only: whether the directory is only for reading.
     """
     severity, what, meaning, action = _promises(mount)
     if read_only and mount is not None and "ro" in mount.options:
@@ -144,47 +144,47 @@ def file_system_finding(mount: Mount | None, *, read_only: bool = False) -> Find
 
 
 def _promises(mount: Mount | None) -> tuple[Severity, str, str, str]:
-    """Severity, what it is, what that means, what to do."""
+    """Severity, kind, meaning, action."""
     if mount is None:
-        meaning = "Which file system it is cannot be told on this system."
+        meaning = "The kind of file system cannot be determined on this system."
         return "note", "unknown", meaning, ""
     if "ro" in mount.options:
-        meaning = "Steps can be restored (access='read'), none can be saved."
-        return "problem", "read-only", meaning, "mount it writable where a trainer is to save"
+        meaning = "Steps can be restored (access='read'), but not saved."
+        return "problem", "read-only", meaning, "mount it writable on the trainer's machine"
     of_fuse = mount.kind.startswith("fuse")
     if of_fuse and _OBJECT_STORE.search(f"{mount.kind} {mount.source}"):
-        meaning = "A rename there is not atomic: a step that is cut off may look committed."
-        action = "save to a file system, and copy whole chains to the object store"
+        meaning = "Renames are not atomic: an interrupted save may look committed."
+        action = "use the object store's URL, or save to a file system and copy steps to it"
         return "problem", "an object store", meaning, action
     if mount.kind in _IN_MEMORY:
-        meaning = "It does not survive a power cut, nor a restart of the machine."
-        return "warning", "in memory", meaning, "save to a disk, unless memory is what you want"
+        meaning = "It does not survive a power cut or a reboot."
+        return "warning", "in memory", meaning, "save to a disk, unless you want memory"
     if mount.kind in _OF_CONTAINERS:
-        meaning = "It is the layer of a container, and gone with it."
-        return "warning", "of a container", meaning, "mount a volume, and save there"
+        meaning = "It is a container's layer, and is lost with the container."
+        return "warning", "container layer", meaning, "mount a volume, and save there"
     if _WITHOUT_FLUSHES & set(mount.options):
-        meaning = "Flushes are switched off: durability='power' does not survive a power cut."
+        meaning = "Flushes are disabled: durability='power' does not survive a power cut."
         return "problem", "without flushes", meaning, "mount it without nobarrier"
     if mount.kind in _NETWORK:
         if "soft" in mount.options:
-            meaning = "With soft, reads and writes fail once the server is slow to answer."
+            meaning = "With soft, reads and writes fail if the server is slow to answer."
             return "warning", "network", meaning, "mount it with hard"
         meaning = (
-            "Commit, durability and lease are what the server keeps of rename, fsync and O_EXCL. "
-            "Other machines see names as late as their attribute caches allow."
+            "Commits, durability and leases depend on the server's rename, fsync and O_EXCL. Other "
+            "machines see new names only when their attribute caches expire."
         )
         return "note", "network", meaning, ""
     if mount.kind in _LOCAL:
         return "ok", "local", "", ""
     meaning = (
-        "deltackpt needs an atomic rename, O_EXCL and an fsync that is true; whether this file "
-        "system has them when the power goes is for its documentation to say."
+        "deltackpt needs an atomic rename, O_EXCL and a reliable fsync, also in a power cut; check "
+        "the documentation of this file system."
     )
-    return "warning", "not one that is known", meaning, "prefer ext4, XFS, Btrfs, NFS or Lustre"
+    return "warning", "unknown kind", meaning, "prefer ext4, XFS, Btrfs, NFS or Lustre"
 
 
 def room_findings(path: Path) -> Iterator[Finding]:
-    """Bytes and files that the file system still has room for."""
+    """Checks free space and free inodes."""
     found = os.statvfs(path)
     free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
     few = free < max(LEAST_ROOM_BYTES, total // 50)
@@ -193,11 +193,11 @@ def room_findings(path: Path) -> Iterator[Finding]:
         subject="free space",
         severity="warning" if few else "ok",
         found=f"{units.size(free)} of {units.size(total)}",
-        meaning="A save that does not fit is refused before it starts." if few else "",
-        action="free space, or keep fewer steps (ManagerOptions.retention)" if few else "",
+        meaning="A save that does not fit fails before it starts." if few else "",
+        action="free space, or keep fewer steps (ManagerOptions.max_to_keep)" if few else "",
         figures={"free_bytes": free, "total_bytes": total},
     )
-    # Btrfs and others make inodes as they need them, and say 0.
+    # Btrfs and others create inodes on demand, and report 0.
     if found.f_files:
         few = found.f_favail < 10_000
         yield Finding(
@@ -205,17 +205,17 @@ def room_findings(path: Path) -> Iterator[Finding]:
             subject="free inodes",
             severity="warning" if few else "ok",
             found=f"{found.f_favail:,} of {found.f_files:,}",
-            meaning="A save takes some tens of files, more with many groups." if few else "",
+            meaning="A save creates tens of files, more with many groups." if few else "",
             action="remove files, or keep fewer steps" if few else "",
             figures={"free_inodes": found.f_favail, "total_inodes": found.f_files},
         )
 
 
 def semantics_findings(scratch: Path) -> Iterator[Finding]:
-    """Whether names are made exclusively and renames replace as a whole."""
+    """Checks that O_EXCL is exclusive and that renames are atomic."""
     for subject, check, meaning in (
         ("exclusive creation", _creates_exclusively, "Two trainers could both hold the lease."),
-        ("rename", _renames, "A step could be seen before it is whole, or replace another."),
+        ("rename", _renames, "An incomplete step could become visible, or replace another."),
     ):
         fault = check(scratch)
         yield Finding(
@@ -224,30 +224,30 @@ def semantics_findings(scratch: Path) -> Iterator[Finding]:
             severity="problem" if fault else "ok",
             found=fault or "works",
             meaning=meaning if fault else "",
-            action="save to a file system that has POSIX semantics" if fault else "",
+            action="save to a file system with POSIX semantics" if fault else "",
         )
 
 
 def _creates_exclusively(scratch: Path) -> str:
-    """What is wrong with O_EXCL, empty where nothing is."""
+    """Returns what is wrong with O_EXCL; empty if it works."""
     name = scratch / "exclusive"
     name.touch(exist_ok=False)
     try:
         name.touch(exist_ok=False)
     except FileExistsError:
         return ""
-    return "a name was made twice with O_EXCL"
+    return "a file was created twice with O_EXCL"
 
 
 def _renames(scratch: Path) -> str:
-    """What is wrong with renames, empty where nothing is."""
+    """Returns what is wrong with renames; empty if they work."""
     old, new, other = scratch / "old", scratch / "new", scratch / "other"
     for folder in (old, other):
         folder.mkdir()
         (folder / "file").write_text(folder.name)
     os.rename(old, new)
     if old.exists() or (new / "file").read_text() != "old":
-        return "a renamed directory is not as it was"
+        return "a renamed directory has other contents"
     try:
         os.rename(new, other)
     except OSError as error:
@@ -258,20 +258,20 @@ def _renames(scratch: Path) -> str:
     inode = (new / "file").stat().st_ino
     os.replace(new / "file", other / "file")
     if (other / "file").read_text() != "old":
-        return "a file was not replaced by the one that was renamed to it"
+        return "a file was not replaced by the renamed one"
     if (other / "file").stat().st_ino != inode:
-        return "a renamed file is another file: it was copied, which is not atomic"
+        return "a renamed file has another inode: it was copied, which is not atomic"
     return ""
 
 
 def measure(scratch: Path) -> DiskTimes:
-    """Times writes, forced writes, renames and reads.
+    """Times writes, fsyncs, renames and reads.
 
     Args:
-      scratch: an empty directory, which is not emptied again.
+      scratch: an empty directory; files are left there.
 
     Raises:
-      OSError: the file system refused.
+      OSError: an operation failed.
     """
     small, renamed = [], []
     folder = os.open(scratch, os.O_RDONLY)
@@ -299,7 +299,7 @@ def measure(scratch: Path) -> DiskTimes:
 
 
 def _write_forced(path: Path, pieces: Iterable[bytes]) -> tuple[float, float]:
-    """Seconds of writing a new file, and of forcing it to disk."""
+    """Seconds to write a new file, and to fsync it."""
     with open(path, "wb", buffering=0) as file:
         started = time.perf_counter()
         for piece in pieces:
@@ -320,11 +320,11 @@ def _read_secs(path: Path) -> float:
         return time.perf_counter() - started
 
 
-#: No drive of today takes data faster: what is forced sooner was not forced.
+#: No current drive is faster: an fsync that returns sooner did not write.
 _FASTEST_BYTES_PER_SEC = 32e9
 
 
-#: Slower than this, the data may have gone to the disk while it was written.
+#: If writing is slower, the data may have reached the disk before the fsync.
 _CACHED_BYTES_PER_SEC = 0.2e9
 
 
@@ -332,7 +332,7 @@ _SLOW_FSYNC_SECS = 0.1
 
 
 def fsync_finding(times: DiskTimes, mount: Mount | None) -> Finding:
-    """Whether forcing data to disk takes as long as it must, and how long that is."""
+    """Checks that fsync takes a plausible time, and whether it is slow."""
     severity, meaning, action = _judged_fsync(times, mount)
     return Finding(
         area="directory",
@@ -350,27 +350,27 @@ def fsync_finding(times: DiskTimes, mount: Mount | None) -> Finding:
 
 
 def _judged_fsync(times: DiskTimes, mount: Mount | None) -> tuple[Severity, str, str]:
-    """Severity, what it means, what to do."""
+    """Severity, meaning, action."""
     at_once = times.large_fsync_secs < times.large_bytes / _FASTEST_BYTES_PER_SEC
     cached = times.large_bytes / times.large_write_secs > _CACHED_BYTES_PER_SEC
     synchronous = mount is not None and "sync" in mount.options
     if at_once and cached and not synchronous:
         meaning = (
-            "It returns sooner than any drive can write: what is committed does not survive a "
-            "power cut, whatever ManagerOptions.durability says."
+            "It returns sooner than any drive can write: committed saves do not survive a power "
+            "cut, whatever ManagerOptions.durability is."
         )
         if mount is not None and mount.kind in _IN_MEMORY:
-            return "warning", meaning, "save to a disk, unless memory is what you want"
-        action = "look for what swallows fsync: libeatmydata, sync=disabled, an unsafe cache mode"
+            return "warning", meaning, "save to a disk, unless you want memory"
+        action = "find what disables fsync: libeatmydata, sync=disabled, an unsafe cache mode"
         return "problem", meaning, action
     if times.small_fsync_secs > _SLOW_FSYNC_SECS:
-        meaning = "A save forces each of its files and folders: expect seconds until its commit."
+        meaning = "A save fsyncs each of its files and folders: expect seconds until its commit."
         return "warning", meaning, "use a faster disk, or durability='process'"
     return "ok", "", ""
 
 
 def bandwidth_finding(times: DiskTimes) -> Finding:
-    """How fast one thread writes and reads a large file."""
+    """Checks how fast one thread writes and reads a large file."""
     write = times.large_bytes / (times.large_write_secs + times.large_fsync_secs)
     read = times.large_bytes / times.large_read_secs
     slow = min(write, read) < 100e6
@@ -378,8 +378,8 @@ def bandwidth_finding(times: DiskTimes) -> Finding:
         area="directory",
         subject="bandwidth",
         severity="note" if slow else "ok",
-        found=f"{units.size(write)}/s written and forced, {units.size(read)}/s read",
+        found=f"{units.size(write)}/s written and fsynced, {units.size(read)}/s read",
         meaning=f"A base of 1 GiB takes about {(1 << 30) / write:.0f} s." if slow else "",
-        action="save less often, or let compaction make the bases" if slow else "",
+        action="save less often, or let compaction write the bases" if slow else "",
         figures={"write_bytes_per_sec": round(write), "read_bytes_per_sec": round(read)},
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an examination finds, and how it says it."""
+"""Findings of the doctor, and how they are formatted."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-      area: of what.
-      subject: what was looked at.
-      severity: ``ok``; ``note``: worth knowing; ``warning``: works, but slower or with less than
-        one may expect; ``problem``: saves or restores fail, or what they promise does not hold.
-      found: what there is.
-      meaning: what that means for checkpoints; empty where it goes without saying.
-      action: what to do; empty where nothing is to be done.
-      figures: what was found, for programs; units stand in the names.
+      area: ``directory``, ``machine`` or ``software``.
+      subject: what was checked.
+      severity: ``ok``; ``note``: worth knowing; ``warning``: works, but slower or with weaker
+        guarantees; ``problem``: saves or restores fail, or their guarantees do not hold.
+      found: what was found.
+      meaning: what that means for checkpoints; empty if it is obvious.
+      action: what to do; empty if nothing has to be done.
+      figures: machine-readable values; names end in units.
     """
 
     area: Area
@@ -46,7 +46,7 @@ class Finding:
 
 
 def file_text(path: str | Path) -> str:
-    """A file of the kernel's; empty where this system has none."""
+    """Reads a file of the kernel; returns an empty string if it does not exist."""
     try:
         return Path(path).read_text(errors="surrogateescape")
     except OSError:
@@ -54,14 +54,14 @@ def file_text(path: str | Path) -> str:
 
 
 def secs_text(secs: float) -> str:
-    """Seconds in a unit that suits."""
+    """Formats seconds in a suitable unit."""
     return f"{secs * 1e6:.0f} µs" if secs < 1e-3 else f"{secs * 1e3:.1f} ms"
 
 
 def ago_text(secs: float | None) -> str:
-    """How long ago something changed, in words."""
+    """Formats an age in seconds; None means that the object was removed."""
     if secs is None:
-        return "gone meanwhile"
+        return "removed since"
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if secs >= length:
             return f"{secs / length:.0f} {unit} old"

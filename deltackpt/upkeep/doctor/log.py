@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a directory holds of a log between its steps, and what keeps its marks from being points."""
+"""Findings of a write-ahead log: recovery points, lagging processes, gaps, replay length."""
 
 from __future__ import annotations
 
@@ -10,38 +10,40 @@ from deltackpt import units
 from deltackpt.errors import DeltackptError
 from deltackpt.format.frames import BlocksHead, DenseHead, Head
 from deltackpt.format.manifest import SaveId
-from deltackpt.reading.log_places import LogPlaces
+from deltackpt.ledger.log_losses import in_both, losses_of
+from deltackpt.ledger.steps import Steps
 from deltackpt.reading.log_states import LogState, log_state
-from deltackpt.reading.stretches import Era, Way, newest_way
+from deltackpt.reading.stretches import Era, History, Logs, Way, newest_way
 from deltackpt.storage.store import spot
 from deltackpt.upkeep.doctor.findings import Finding, ago_text
 
-#: A process that is so far behind the others holds points back for that long.
+#: A lag of a process beyond which a warning is emitted: it delays recovery points.
 _BEHIND_SECS = 60.0
-#: A log of some such bases is replayed before anybody waits for it.
+#: Replaying less than this takes hardly any time.
 _LEAST_BASE_BYTES = 16 << 20
 
 
-def log_findings(at: LogPlaces, steps: Mapping[int, SaveId]) -> Iterator[Finding]:
-    """Stretches, points, and what is wrong with them; nothing where there never was a log.
+def log_findings(opened: Steps, steps: Mapping[int, SaveId]) -> Iterator[Finding]:
+    """Checks the WAL; yields nothing without one.
 
     Args:
-      at: where they are.
-      steps: committed steps, by number.
+      opened: the checkpoint directory.
+      steps: its committed steps, by number.
     """
     try:
-        found = log_state(at)
+        found = log_state(opened.log_at)
     except DeltackptError as error:
-        yield _problem("log", str(error), "No point can be restored.")
+        yield _problem("WAL", str(error), "No recovery point can be restored.")
         return
     if not found.stretches:
         return
     if found.history is None:
         yield _problem(
-            "log",
+            "WAL",
             str(found.problem),
-            "Nobody can tell which points count: restore_latest() refuses to choose.",
-            "copy the head back from a backup, or restore_latest(log=None) and go on from a step",
+            "The valid recovery points cannot be determined: restore_latest() raises an error.",
+            "restore the epoch header from a backup, or resume from a step: "
+            "restore_latest(wal=False)",
         )
         return
     yield _summary(found)
@@ -49,18 +51,18 @@ def log_findings(at: LogPlaces, steps: Mapping[int, SaveId]) -> Iterator[Finding
         yield from _places(era)
     if found.history.eras:
         yield from _processes(found.history.eras[0])
-        yield from _breaks(found.history.eras)
+        yield from _gaps(opened, found.history)
     if (way := newest_way(found.history, steps)) is not None:
         yield _length(way)
     if needless := found.needless(steps):
         yield Finding(
             area="directory",
-            subject="stretches left over",
+            subject="obsolete WAL epochs",
             severity="note",
             found=f"{len(needless)}: {', '.join(map(str, sorted(needless)[:5]))}",
-            meaning="Logs of earlier runs that no restore can need; they take room.",
-            action="none: the trainer removes them at its next steps, or deltackpt collect does",
-            figures={"stretches": sorted(needless)},
+            meaning="Records of earlier runs that no restore needs; they use space.",
+            action="none: the trainer removes them at its next steps, or deltackpt gc does",
+            figures={"epochs": sorted(needless)},
         )
 
 
@@ -68,38 +70,39 @@ def _summary(found: LogState) -> Finding:
     assert found.history is not None
     points = [point for point in found.history.points() if point.full]
     nbytes = sum(one.nbytes for one in found.stretches)
-    newest = "none that can be restored"
+    newest = "no full recovery point"
     if points:
         age = ago_text(time.time() - points[0].unix_secs)
-        newest = f"{units.count(len(points), 'full point')}, newest {points[0].step}, {age}"
+        counted = units.count(len(points), "full recovery point")
+        newest = f"{counted}, newest {points[0].step}, {age}"
     return Finding(
         area="directory",
-        subject="log",
+        subject="WAL",
         severity="ok",
-        found=f"of {units.count(len(found.stretches), 'run')}, {units.size(nbytes)}; {newest}",
+        found=f"{units.count(len(found.stretches), 'epoch')}, {units.size(nbytes)}; {newest}",
         figures={
-            "stretches": len(found.stretches),
-            "full_points": len(points),
-            "newest_point": points[0].step if points else None,
+            "epochs": len(found.stretches),
+            "full_recovery_points": len(points),
+            "newest_recovery_point": points[0].step if points else None,
             "nbytes": nbytes,
         },
     )
 
 
 def _places(era: Era) -> Iterator[Finding]:
-    """Logs in a directory of their own that cannot be seen from here."""
+    """Checks that a separate directory of the WAL is visible from here."""
     where = era.head.directory
     if where is not None and era.head.process_count and not spot(where).exists():
         yield _problem(
-            f"log directory of stretch {era.head.stretch}",
-            f"{where}: there is no such directory here",
-            "None of its points can be restored here: the disk is gone, or is another node's.",
-            "mount it, or run this, and restore, on the node that has it",
+            f"directory of WAL epoch {era.head.stretch}",
+            f"{where}: no such directory on this machine",
+            "Its recovery points cannot be restored here: the disk is lost, or on another node.",
+            "mount it, or restore on the node that has it",
         )
 
 
 def _processes(era: Era) -> Iterator[Finding]:
-    """Processes of the newest stretch that hold its points back."""
+    """Checks for processes of the newest epoch that delay its recovery points."""
     newest = {
         process: max(log.by_id.values(), key=lambda mark: mark.save_id.attempt, default=None)
         for process, log in era.processes.items()
@@ -117,43 +120,39 @@ def _processes(era: Era) -> Iterator[Finding]:
     if not behind:
         return
     texts = [
-        f"{process} has no mark" if secs is None else f"{process} is {secs:.0f} s behind"
+        f"{process} has no record" if secs is None else f"{process} is {secs:.0f} s behind"
         for process, secs in behind.items()
     ]
     yield Finding(
         area="directory",
-        subject="processes of the log",
+        subject="WAL processes",
         severity="warning" if late else "note",
         found=f"of {era.head.process_count}, " + ", ".join(texts),
-        meaning="A mark that a process lacks is no point: a restore goes back to where all are.",
-        action="look at the disk and the log of these processes" if late else "",
+        meaning="A recovery point needs the records of all processes; newer ones are lost.",
+        action="check the disks and program logs of these processes" if late else "",
         figures={"behind_secs": behind},
     )
 
 
-def _breaks(eras: tuple[Era, ...]) -> Iterator[Finding]:
-    """Where logs break off in other places than at their ends."""
-    found = [
-        one
-        for era in eras
-        for log in era.processes.values()
-        for one in log.log.breaks
-        if one.counts and not one.is_last
-    ]
+def _gaps(opened: Steps, history: History) -> Iterator[Finding]:
+    """Checks for missing or altered records, except for a torn end."""
+    if found := losses_of(opened, history, max(opened.steps(), default=-1)):
+        again = Logs(opened.log_at).read()
+        found = in_both(found, losses_of(opened, again, max(opened.steps(), default=-1)))
     if found:
         yield Finding(
             area="directory",
-            subject="gaps of the log",
+            subject="WAL gaps",
             severity="warning",
-            found=f"{len(found)}, the first: {found[0].problem}",
-            meaning="Points behind a gap cannot be restored from a step before it.",
-            action="deltackpt verify says which; a step that is saved now needs none of them",
+            found=f"{len(found)}, the first: {found[0].error}",
+            meaning="Recovery points after a gap cannot be restored from a step before it.",
+            action="run deltackpt verify to list them; save a step, which needs no WAL",
             figures={"count": len(found)},
         )
 
 
 def _length(way: Way) -> Finding:
-    """How much a restore replays, against what a base would be."""
+    """Compares the bytes that a restore replays with the size of a base."""
     groups = way.era.head.groups
     base = sum(group.rows * group.row_bytes for group in groups) + sum(
         _dense_bytes(frame.head) for mark in way.last_marks.values() for frame in mark.frames
@@ -161,20 +160,20 @@ def _length(way: Way) -> Finding:
     long = way.nbytes > max(base, _LEAST_BASE_BYTES)
     return Finding(
         area="directory",
-        subject="log to replay",
+        subject="WAL to replay",
         severity="warning" if long else "ok",
         found=(
             f"{units.size(way.nbytes)} from step {way.step.step} to {way.point.step}; a base has "
             f"{units.size(base)}"
         ),
-        meaning="A restore reads more of the log than a step would have." if long else "",
-        action="save() more often, or lower LogOptions.most_bytes" if long else "",
-        figures={"log_bytes": way.nbytes, "base_bytes": base},
+        meaning="A restore reads more WAL than a full base would be." if long else "",
+        action="save() more often, or lower WalOptions.max_wal_ratio" if long else "",
+        figures={"wal_bytes": way.nbytes, "base_bytes": base},
     )
 
 
 def _dense_bytes(head: Head) -> int:
-    """Bytes of dense leaves that a frame is of; of other frames none."""
+    """Bytes of dense leaves in a frame; 0 for other frames."""
     if isinstance(head, DenseHead):
         return sum(value.decoded_bytes for value in head.values)
     if isinstance(head, BlocksHead):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory, processors and limits of the machine."""
+"""Memory, CPUs and limits of the machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BUFFER_BYTES = 32 << 20
 
 
 def memory_finding() -> Finding:
-    """How much memory there is, for the machine and for its container."""
+    """Reports the memory of the machine and of its container."""
     found = psutil.virtual_memory()
     limit = memory_limit_bytes(file_text("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     text = f"{units.size(found.available)} of {units.size(found.total)} available"
@@ -43,11 +43,11 @@ def memory_finding() -> Finding:
 
 
 def memory_limit_bytes(groups: str, mounted: Path) -> int | None:
-    """The tightest memory limit of a process's control groups, None where there is none.
+    """Returns the lowest memory limit of a process's control groups; None without a limit.
 
     Args:
       groups: contents of ``/proc/self/cgroup``.
-      mounted: where control groups are mounted.
+      mounted: mount point of the control groups.
     """
     limits = []
     for line in groups.splitlines():
@@ -58,7 +58,7 @@ def memory_limit_bytes(groups: str, mounted: Path) -> int | None:
             base, name = mounted, "memory.max"
         else:
             continue
-        # In a container the path may be that outside of it: then only the root is there.
+        # In a container, the path may be the one outside: then only the root exists.
         group = base / path.lstrip("/")
         for folder in (group, *group.parents):
             text = file_text(folder / name).strip()
@@ -70,7 +70,7 @@ def memory_limit_bytes(groups: str, mounted: Path) -> int | None:
 
 
 def shared_memory_finding() -> Finding:
-    """Room of ``/dev/shm``, which the restore service uses."""
+    """Checks the size of ``/dev/shm``, which the hot standby uses."""
     try:
         found = os.statvfs("/dev/shm")
     except OSError:
@@ -78,8 +78,8 @@ def shared_memory_finding() -> Finding:
             area="machine",
             subject="shared memory",
             severity="note",
-            found="there is no /dev/shm",
-            meaning="The restore service, which holds tables there, cannot run on this machine.",
+            found="/dev/shm does not exist",
+            meaning="The hot standby keeps tables there, and cannot run on this machine.",
         )
     free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
     few = total < 1 << 30
@@ -88,7 +88,7 @@ def shared_memory_finding() -> Finding:
         subject="shared memory",
         severity="note" if few else "ok",
         found=f"{units.size(free)} of {units.size(total)} free in /dev/shm",
-        meaning="A restore service holds tables there; containers often have 64 MiB."
+        meaning="The hot standby keeps tables there; containers often have only 64 MiB."
         if few
         else "",
         action="docker run --shm-size=..., or an emptyDir of medium Memory" if few else "",
@@ -97,7 +97,7 @@ def shared_memory_finding() -> Finding:
 
 
 def open_files_finding() -> Finding:
-    """How many files this process may open."""
+    """Checks how many files this process may open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft != resource.RLIM_INFINITY and soft < 1024
     unlimited = resource.RLIM_INFINITY
@@ -107,31 +107,31 @@ def open_files_finding() -> Finding:
         subject="open files",
         severity="warning" if few else "ok",
         found=f"at most {shown[0]} (hard limit {shown[1]})",
-        meaning="Saves of many groups open hundreds at a time, Ray thousands." if few else "",
+        meaning="Saves with many groups open hundreds of files, Ray thousands." if few else "",
         action="ulimit -n 65536" if few else "",
         figures={"soft": soft, "hard": hard},
     )
 
 
 def processors_finding() -> Finding:
-    """How many processors this process may run on."""
+    """Checks how many CPUs this process may use."""
     if hasattr(os, "sched_getaffinity"):
         count = len(os.sched_getaffinity(0))
     else:
         count = os.cpu_count() or 1
     return Finding(
         area="machine",
-        subject="processors",
+        subject="CPUs",
         severity="note" if count == 1 else "ok",
         found=f"{count} for this process ({platform.machine()})",
-        meaning="Saves encode and write beside the training step." if count == 1 else "",
-        action="give the job another processor" if count == 1 else "",
+        meaning="Saves encode and write during training steps." if count == 1 else "",
+        action="give the job another CPU" if count == 1 else "",
         figures={"count": count},
     )
 
 
 def huge_page_findings() -> Iterator[Finding]:
-    """Whether the kernel gives huge pages to a large buffer."""
+    """Checks whether the kernel backs a large buffer with huge pages."""
     import numpy as np
 
     from deltackpt.resources import memory
@@ -153,19 +153,19 @@ def huge_page_findings() -> Iterator[Finding]:
         area="machine",
         subject="huge pages",
         severity="warning" if never else "note" if few else "ok",
-        found=f"{chosen[1]}; {share:.0%} of a buffer of {units.size(_BUFFER_BYTES)} is in them",
-        meaning="First touches of fresh memory cost a restore most of its time." if few else "",
+        found=f"{chosen[1]}; they back {share:.0%} of a buffer of {units.size(_BUFFER_BYTES)}",
+        meaning="Page faults take most of the time of a restore." if few else "",
         action=action if never else "none: memory is fragmented at the moment" if few else "",
         figures={"setting": chosen[1], "share": share},
     )
 
 
 def huge_bytes(smaps: str, address: int) -> int:
-    """Bytes of anonymous huge pages in the mapping that holds an address.
+    """Returns the bytes of anonymous huge pages in the mapping that contains an address.
 
     Args:
       smaps: contents of ``/proc/self/smaps``.
-      address: in bytes.
+      address: the address.
     """
     inside = False
     for line in smaps.splitlines():

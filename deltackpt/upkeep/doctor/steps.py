@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a directory holds: steps, leftovers and its lease."""
+"""Findings of a directory's contents: steps, leftovers, lease or claim."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from deltackpt.upkeep.doctor.findings import (
 
 
 def bucket_findings(url: str, *, read_only: bool, endpoint: str | None = None) -> Iterator[Finding]:
-    """What holds of a bucket: its journal, steps, leftovers and claim, and how quickly it answers.
+    """Checks a bucket: latency, journal, steps, leftovers and claim.
 
-    Unless nothing may be written, that the service refuses a conditional write of what is there.
+    Unless ``read_only``, also checks that it refuses a conditional write of an existing key.
     """
     from deltackpt.ledger.journal import Journal
     from deltackpt.ledger.opening import refuse_foreign
@@ -45,17 +45,25 @@ def bucket_findings(url: str, *, read_only: bool, endpoint: str | None = None) -
             subject="bucket",
             severity="problem",
             found=str(error),
-            meaning="Neither a trainer nor a reader can open it, or a trainer's commits can fail.",
+            meaning="Trainers and readers cannot open it, or a trainer's commits can fail.",
         )
         return
-    commits = "not tried, since nothing is to be written" if read_only else "as commits need them"
+    commits = "not checked (read-only)" if read_only else "work as commits need"
     yield Finding(
         area="directory",
         subject="bucket",
         severity="ok",
-        found=f"{root}: its journal was read in {secs * 1e3:.0f} ms; conditional writes {commits}",
+        found=f"{root}: journal read in {secs * 1e3:.0f} ms; conditional writes {commits}",
         figures={"journal_secs": secs, "entry": state.entry.number},
     )
+    for problem in journal.problems:
+        yield Finding(
+            area="directory",
+            subject="journal",
+            severity="problem",
+            found=str(problem),
+            meaning="An object of the bucket was removed or altered: find out what did this.",
+        )
     steps = [*state.steps]
     yield Finding(
         area="directory",
@@ -69,7 +77,7 @@ def bucket_findings(url: str, *, read_only: bool, endpoint: str | None = None) -
         area="directory",
         subject="leftovers",
         severity="note" if left else "ok",
-        found=f"{count} objects of {len(left)} uploads that were cut off" if left else "none",
+        found=f"{count} objects of {len(left)} interrupted uploads" if left else "none",
         meaning="The next trainer deletes them." if left else "",
         figures={"objects": count},
     )
@@ -78,7 +86,7 @@ def bucket_findings(url: str, *, read_only: bool, endpoint: str | None = None) -
         area="directory",
         subject="claim",
         severity="ok",
-        found="nobody ever trained here"
+        found="no trainer has used this bucket"
         if claim is None
         else f"epoch {claim.lease.epoch}, by process {claim.lease.pid} on {claim.lease.host}, "
         f"{ago_text(time.time() - claim.lease.since_secs)}",
@@ -86,19 +94,19 @@ def bucket_findings(url: str, *, read_only: bool, endpoint: str | None = None) -
 
 
 def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
-    """Steps, the log between them, leftovers and the lease."""
+    """Checks the steps of a directory, its WAL, leftovers and lease."""
     from deltackpt.ledger.directory import Root
     from deltackpt.upkeep.doctor.dense import dense_findings
     from deltackpt.upkeep.doctor.log import log_findings
 
-    path = Path(directory).absolute()
+    path = Path(os.path.expanduser(directory)).absolute()
     if not SCHEME.match(directory) and not path.exists():
         yield Finding(
             area="directory",
             subject="directory",
             severity="warning",
-            found=f"{path}: there is none",
-            meaning="A trainer makes it. Below is what holds of the directory above it.",
+            found=f"{path}: does not exist",
+            meaning="A trainer creates it. The findings below are for its parent directory.",
             action=f"check the spelling, or: mkdir -p {path}",
         )
         return
@@ -106,7 +114,6 @@ def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
         with contextlib.closing(Root.open(directory, read_only=True)) as opened:
             steps = sorted(opened.steps())
             known = {step: info.save_id for step, info in opened.saves().items() if info}
-            log_at = opened.log_at
             of_dense = [*dense_findings(opened)]
         entries = sorted(os.listdir(path))
     except (DeltackptError, OSError) as error:
@@ -115,7 +122,7 @@ def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
             subject="directory",
             severity="problem",
             found=str(error),
-            meaning="Neither a trainer nor a reader can open it.",
+            meaning="Trainers and readers cannot open it.",
         )
         return
     writable = read_only or os.access(path, os.W_OK | os.X_OK)
@@ -124,7 +131,7 @@ def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
         subject="directory",
         severity="ok" if writable else "problem",
         found=str(path) if writable else f"{path}: not writable for this user",
-        meaning="" if writable else "Steps can be restored (access='read'), none can be saved.",
+        meaning="" if writable else "Steps can be restored (access='read'), but not saved.",
         action="" if writable else "check its owner and permissions, or run this as the trainer",
     )
     newest = f", newest {steps[-1]}" if steps else ""
@@ -136,7 +143,7 @@ def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
         figures={"steps": len(steps), "newest_step": steps[-1] if steps else None},
     )
     yield from of_dense
-    yield from log_findings(log_at, known)
+    yield from log_findings(opened, known)
     yield from _leftovers(path, entries)
     yield from _lease(path, entries)
 
@@ -152,34 +159,34 @@ def _leftovers(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
             subject="unfinished steps",
             severity="note",
             found=", ".join(f"{name} ({ago_text(age)})" for name, age in cut.items()),
-            meaning="A save in flight, or one that was cut off; readers never look at it.",
-            action="none: the next trainer that opens the directory removes what was cut off",
+            meaning="A save in flight, or an interrupted one; readers ignore it.",
+            action="none: the next trainer that opens the directory removes leftovers",
             figures={"ages_secs": cut},
         )
     for subject, found, meaning, action in (
         (
             "moved-aside steps",
             sorted(path.glob(f"{names.ROLLED_BACK}/*/[0-9]*")),
-            "Steps after one that was restored and gone on from. They take room.",
-            f"once nobody wants them: rm -r {path / names.ROLLED_BACK}",
+            "Steps after the one from which training resumed. They use space.",
+            "if they are not needed: deltackpt gc --rolled-back",
         ),
         (
             "deleted steps",
             sorted(path.glob(f"{names.TRASH}/*/*")),
-            "Retention has taken them out, and they are being removed.",
-            "none: the trainer removes them, or the next one does",
+            "Retention has deleted them; their files are being removed.",
+            "none: this trainer, or the next one, removes them",
         ),
         (
             "unfinished compactions",
             [p for p in path.glob(f"{names.COMPACTED}/*") if names.is_compaction(p.name)],
-            "A compaction at work, or one that was cut off.",
-            "none: the next compaction removes what was cut off",
+            "A compaction in progress, or an interrupted one.",
+            "none: the next compaction removes leftovers",
         ),
         (
-            "measurements cut off",
+            "interrupted measurements",
             [path / name for name in entries if name.startswith(SCRATCH)],
-            "This command was killed while it measured.",
-            f"unless another one runs: rm -r {path}/{SCRATCH}*",
+            "A deltackpt doctor was killed while it measured.",
+            f"unless another one is running: rm -r {path}/{SCRATCH}*",
         ),
     ):
         if found:
@@ -196,7 +203,7 @@ def _leftovers(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
 
 
 def _age_secs(path: Path, now: float) -> float | None:
-    """Age of a file or directory; None where it is gone meanwhile."""
+    """Age of a file or directory in seconds; None if it was removed."""
     with contextlib.suppress(FileNotFoundError):
         return round(now - path.stat().st_mtime, 1)
     return None
@@ -216,20 +223,22 @@ def _lease(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
             subject="lease",
             severity="note",
             found=f"epoch {newest}, not signed",
-            meaning="A trainer that is starting, or was killed while it did.",
+            meaning="A trainer is starting, or was killed while it started.",
             action="none: the next trainer takes the next epoch",
             figures={"epoch": newest},
         )
         return
     runs = lease.runs
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(lease.since_secs))
-    state = {True: ", which runs", False: ", which has ended", None: ""}[runs]
+    state = {True: ", which is running", False: ", which has ended", None: ""}[runs]
     yield Finding(
         area="directory",
         subject="lease",
         severity="ok" if runs is False else "note",
         found=f"epoch {newest}: process {lease.pid} on {lease.host}{state}, since {since}",
-        meaning="" if runs is False else "Another trainer that opens the directory takes it over.",
-        action="" if runs is False else "give each trainer a directory of its own",
+        meaning=""
+        if runs is False
+        else "Another trainer that opens the directory fences this one.",
+        action="" if runs is False else "use a separate directory for each trainer",
         figures={**dataclasses.asdict(lease), "runs": runs},
     )

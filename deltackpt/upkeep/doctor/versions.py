@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions of what deltackpt needs, and what of it is compiled."""
+"""Checks the versions of required packages, and whether checksums use compiled code."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from deltackpt.upkeep.doctor.findings import (
     Finding,
 )
 
-#: Always shown; others only where something is wrong with them.
+#: Always shown; others only if there is a problem.
 _SHOWN = ("jax", "orbax-checkpoint", "tensorstore", "numpy", "flax", "ray")
 
 
 def version_findings() -> Iterator[Finding]:
-    """Versions of the installed packages, held against what is supported."""
+    """Checks the versions of the installed packages against the supported ranges."""
     try:
         ours = importlib.metadata.distribution("deltackpt")
     except importlib.metadata.PackageNotFoundError:
@@ -29,7 +29,7 @@ def version_findings() -> Iterator[Finding]:
             subject="deltackpt",
             severity="warning",
             found="imported from a source tree that is not installed",
-            meaning="Which versions it needs cannot be told.",
+            meaning="The required versions cannot be determined.",
             action="pip install -e .",
         )
         return
@@ -62,13 +62,13 @@ def _installed(name: str) -> str | None:
 
 
 def version_finding(name: str, found: str | None, supported: str, *, required: bool) -> Finding:
-    """Whether the version of a package is one that is supported.
+    """Checks the version of a package.
 
     Args:
-      name: of the package, or ``python``.
-      found: its version, None where it is not installed.
-      supported: as in ``>=1.2,<2``.
-      required: whether nothing goes without it.
+      name: name of the package, or ``python``.
+      found: its version; None if it is not installed.
+      supported: the supported range, such as ``>=1.2,<2``.
+      required: whether deltackpt cannot work without it.
     """
     wanted = ",".join(sorted(supported.split(","), reverse=True))
     action = f'pip install "{name}{wanted}"' if name != "python" else f"use python {wanted}"
@@ -79,8 +79,8 @@ def version_finding(name: str, found: str | None, supported: str, *, required: b
             subject=name,
             severity="problem" if required else "note",
             found="not installed",
-            meaning="" if required else "Only what builds on it needs it.",
-            action=action if required else f"where it is wanted: {action}",
+            meaning="" if required else "Only features that build on it need it.",
+            action=action if required else f"if you need it: {action}",
             figures=figures,
         )
     fits = SpecifierSet(supported).contains(found, prereleases=True)
@@ -96,7 +96,7 @@ def version_finding(name: str, found: str | None, supported: str, *, required: b
 
 
 def checksum_findings() -> Iterator[Finding]:
-    """Whether checksums are computed by compiled code."""
+    """Checks that checksums are computed by compiled code."""
     import google_crc32c
 
     fast = google_crc32c.implementation == "c"
@@ -105,7 +105,7 @@ def checksum_findings() -> Iterator[Finding]:
         subject="google-crc32c",
         severity="ok" if fast else "problem",
         found=f"{google_crc32c.implementation} implementation",
-        meaning="" if fast else "Every byte goes through it: saves and restores take forever.",
+        meaning="" if fast else "Every byte is checksummed: saves and restores are very slow.",
         action="" if fast else "pip install --force-reinstall --only-binary :all: google-crc32c",
         figures={"implementation": google_crc32c.implementation},
     )

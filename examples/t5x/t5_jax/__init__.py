@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T5 1.1 in JAX, trained on span corruption, that saves with deltackpt."""
+"""T5 1.1 in JAX, trained on span corruption, with deltackpt checkpoints."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text as batches of span corruption: spans are cut out of it, and are the target.
+"""Text as batches of span corruption: spans are removed from the input and become the target.
 
     text     Thank you for inviting me to your party last week .
     inputs   Thank you <0> me to your party <1> week . </s>
@@ -19,17 +19,17 @@ import numpy as np
 
 from t5_jax.model import PAD
 
-#: Ids of every vocabulary. Its words follow, and the sentinels are the last ids.
+#: Ids common to every vocabulary. Words follow, and the sentinels are the last ids.
 END, UNKNOWN = 1, 2
 _FIRST = 3
 SENTINELS = 100
 _UNKNOWN_WORD = "<unk>"
 
-#: T5's share of the tokens to cut out, and its mean length of a span.
+#: T5's share of masked tokens, and its mean span length.
 _NOISE_DENSITY, _SPAN_TOKENS = 0.15, 3.0
 _LEAST_TEXT = 2
 
-#: Of the clone: what there is to read without a text of one's own.
+#: Text files of the repository, used if no text is given.
 _CLONE = Path(__file__).resolve().parents[3]
 _CLONE_FILES = ("*.md", "docs/**/*.md", "deltackpt/**/*.py", "examples/**/*.py", "tests/**/*.py")
 
@@ -38,8 +38,8 @@ class Batch(NamedTuple):
     """One batch, padded with ``PAD``.
 
     Attributes:
-      inputs: the text with sentinels in the place of spans, (batch, inputs) int32.
-      targets: each sentinel with the span that it stands for, (batch, targets) int32.
+      inputs: the text with sentinels in place of spans, (batch, inputs) int32.
+      targets: each sentinel followed by the span that it replaces, (batch, targets) int32.
     """
 
     inputs: np.ndarray
@@ -47,7 +47,7 @@ class Batch(NamedTuple):
 
 
 class Vocabulary(Protocol):
-    """Text to ids and back. The last ``SENTINELS`` ids stand in for spans; the first is last."""
+    """Maps text to ids and back. The last ``SENTINELS`` ids are sentinels, in descending order."""
 
     @property
     def size(self) -> int:
@@ -55,16 +55,16 @@ class Vocabulary(Protocol):
         ...
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of a text, (tokens,) int32."""
+        """Returns the ids of a text, (tokens,) int32."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids that are words or bytes."""
+        """Returns the text of ids that are words or bytes."""
         ...
 
 
 class Words:
-    """The words of a text, which white space separates, the most frequent first."""
+    """The whitespace-separated words of a text, most frequent first."""
 
     def __init__(self, text: str):
         """Counts the words."""
@@ -80,7 +80,7 @@ class Words:
         return _FIRST + len(self._words) + SENTINELS
 
     def encode(self, text: str) -> np.ndarray:
-        """See ``Vocabulary``; words that it does not have are ``UNKNOWN``."""
+        """See ``Vocabulary``; unknown words are ``UNKNOWN``."""
         return np.array([self._ids.get(word, UNKNOWN) for word in text.split()], np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -90,7 +90,7 @@ class Words:
 
 
 class Bytes:
-    """The bytes of a text in UTF-8."""
+    """The UTF-8 bytes of a text."""
 
     @property
     def size(self) -> int:
@@ -107,14 +107,14 @@ class Bytes:
 
 
 class Lengths(NamedTuple):
-    """What becomes of one sample, in tokens.
+    """Token counts of one sample.
 
     Attributes:
-      text: taken from the text.
-      noise: of it that are cut out.
-      spans: that these are in.
-      inputs: in all, with padding where another token of text would not fit.
-      targets: in all: spans, their sentinels, one that ends the last, ``END``.
+      text: tokens taken from the text.
+      noise: masked tokens among them.
+      spans: number of masked spans.
+      inputs: total input tokens, with padding if another token of text would not fit.
+      targets: total target tokens: spans, their sentinels, a final sentinel, ``END``.
     """
 
     text: int
@@ -125,19 +125,19 @@ class Lengths(NamedTuple):
 
 
 def lengths(inputs: int) -> Lengths:
-    """As much text as fits once spans are cut out of it.
+    """Returns the largest sample that fits after masking.
 
     Args:
-      inputs: tokens of the corrupted text, ``END`` included.
+      inputs: number of tokens of the corrupted text, including ``END``.
 
     Raises:
-      ValueError: that is too short for a span, or needs more sentinels than there are.
+      ValueError: the length is too short for a span, or needs too many sentinels.
 
     Example:
       >>> lengths(128)
       Lengths(text=141, noise=21, spans=7, inputs=128, targets=30)
     """
-    # With the least text one word stays, one is cut out, and a sentinel and the end are added.
+    # The shortest text keeps one word, masks one, and gets a sentinel and the end.
     text = _LEAST_TEXT
     while _corrupted(text + 1) <= inputs:
         text += 1
@@ -145,20 +145,20 @@ def lengths(inputs: int) -> Lengths:
     # One more sentinel ends the target.
     if _corrupted(text) > inputs or spans >= SENTINELS:
         raise ValueError(
-            f"input length: expected at least {_corrupted(_LEAST_TEXT)} tokens, and at most "
-            f"{SENTINELS - 1} spans to cut out, found {inputs} tokens with {spans} spans"
+            f"input length: expected at least {_corrupted(_LEAST_TEXT)} tokensand at most "
+            f"{SENTINELS - 1} masked spans, found {inputs} tokens with {spans} spans"
         )
     return Lengths(text, noise, spans, inputs, noise + spans + 2)
 
 
 def _cut(text: int) -> tuple[int, int]:
-    """Tokens to cut out of so many, and spans that they are in."""
+    """Numbers of tokens to mask and of spans, for a text length."""
     noise = min(max(round(text * _NOISE_DENSITY), 1), text - 1)
     return noise, max(round(noise / _SPAN_TOKENS), 1)
 
 
 def _corrupted(text: int) -> int:
-    """Tokens of the inputs that so much text makes."""
+    """Number of input tokens for a text length."""
     noise, spans = _cut(text)
     return text - noise + spans + 1
 
@@ -172,11 +172,11 @@ class SpanCorruption:
         """Encodes the text.
 
         Args:
-          text: what to learn; windows that pass its end go on at its start.
-          vocabulary: of the text.
+          text: the training text; windows wrap around at its end.
+          vocabulary: vocabulary of the text.
           batch_size: samples in each batch.
-          input_length: tokens of the inputs of a sample.
-          seed: of windows and spans.
+          input_length: number of input tokens per sample.
+          seed: seed of windows and spans.
 
         Raises:
           ValueError: the text is empty, or the length is out of range.
@@ -190,7 +190,7 @@ class SpanCorruption:
         self.lengths = lengths(input_length)
 
     def batch(self, step: int) -> Batch:
-        """The batch of a training step: a pure function of the arguments, and of the step."""
+        """Returns the batch of a training step: a pure function of the arguments and the step."""
         random = np.random.default_rng([self._seed, step])
         inputs = np.full((self._batch_size, self.lengths.inputs), PAD, np.int32)
         targets = np.full((self._batch_size, self.lengths.targets), PAD, np.int32)
@@ -205,10 +205,9 @@ class SpanCorruption:
 
 
 def random_spans(random: np.random.Generator, lengths: Lengths) -> np.ndarray:
-    """Which tokens to cut out, (text,) bool, as by T5's ``random_spans_noise_mask``.
+    """Returns which tokens to mask, (text,) bool, as in T5's ``random_spans_noise_mask``.
 
-    Text and spans take turns, text first: both are divided at random into as many pieces as
-    there are spans.
+    Text and spans alternate, text first; both are divided at random into one piece per span.
     """
     kept = _pieces(random, lengths.text - lengths.noise, lengths.spans)
     cut = _pieces(random, lengths.noise, lengths.spans)
@@ -219,11 +218,11 @@ def random_spans(random: np.random.Generator, lengths: Lengths) -> np.ndarray:
 def corrupt(
     tokens: np.ndarray, noise: np.ndarray, vocabulary_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Cuts spans out of a text.
+    """Replaces spans of a text by sentinels.
 
     Args:
       tokens: (tokens,) int32.
-      noise: which of them to cut out, (tokens,) bool.
+      noise: which of them to mask, (tokens,) bool.
       vocabulary_size: the sentinels are the last ids below it.
 
     Returns:
@@ -248,7 +247,7 @@ def _ended(tokens: np.ndarray) -> np.ndarray:
 
 
 def text_of(path: Path | None) -> str:
-    """A text file, or, without one, the documentation and sources of this clone."""
+    """Returns a text file, or by default this repository's documentation and sources."""
     if path is not None:
         return path.read_text(encoding="utf-8")
     files = (file for pattern in _CLONE_FILES for file in sorted(_CLONE.glob(pattern)))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills a trainer of T5 in the middle of a save, resumes it, and proves that nothing was lost.
+"""Kills a T5 trainer in the middle of a save, resumes it, and shows that nothing was lost.
 
-python examples/t5x/demo.py                                # docs and sources of this clone
-python examples/t5x/demo.py --text wiki.txt --size small
+python examples/t5x/demo.py # docs and sources of this clone python examples/t5x/demo.py --text
+wiki.txt --size small
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ import numpy as np
 from rich.console import Console
 from running import comparison, demonstration
 from running.digest import digest
+from running.progress import Progress
 
 from t5_jax import data, trainer
 from t5_jax import main as training
 
-#: The script that runs ``training``; it finds the packages by its own place.
+#: The script that runs ``training``; it finds the packages relative to itself.
 _SCRIPT = Path(__file__).resolve().parents[1] / "main.py"
-#: What files, manifests and digests may add to the bytes of the arrays.
+#: Overhead of files, manifests and digests over the bytes of the arrays.
 _OVERHEAD = 0.02
-#: Saves of each way that are compared.
+#: Number of compared saves per method.
 _ROUNDS = 5
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The whole demonstration; returns the exit status."""
+    """Runs the demonstration; returns the exit status."""
     options = parsed(arguments)
     console = Console(highlight=False)
     # Orbax warns that a directory opened read-only is read-only.
@@ -46,31 +47,34 @@ def main(arguments: list[str] | None = None) -> int:
         text = root / "text.txt"
         text.write_text(data.text_of(options.text), encoding="utf-8")
         if options.text is None:
-            console.print("no --text was given: the text is that of this clone's docs and sources")
+            console.print("no --text given: training on this repository's docs and sources")
         killed, whole = (trainer_of(root, name, text, options) for name in ("killed", "whole"))
 
-        console.rule("[bold]1. Train, and be killed in the middle of a save")
+        console.rule("[bold]1. Train; SIGKILL in the middle of a save")
         kills = demonstration.kill_in_a_save(killed, console)
         demonstration.show_directory(killed.directory, console)
 
         console.rule("[bold]2. Resume")
         killed.run("--resume")
 
-        console.rule("[bold]3. Compare with a run that nobody interrupted")
-        with console.status("training without interruption"):
-            whole.run(quiet=True)
+        console.rule("[bold]3. Compare with an uninterrupted run")
+        whole.run(progress=Progress(console, "training", whole.journal, options.steps))
         source, train_options = training.batches(training.parsed(list(whole.arguments)))
         template = trainer.abstract_state(train_options)
         tables = trainer.checkpoint_tables()
         state = demonstration.restored(whole.directory, options.steps, tables, template)
         equal = demonstration.show_comparison(killed, whole, kills, digest(state), console)
 
-        console.rule("[bold]4. Against stock Orbax, the same state")
+        console.rule("[bold]4. Compare with stock Orbax on the same state")
         continued = Continued(train_options, source, options.save_every)
-        with console.status("saving side by side"):
-            figures = comparison.against_orbax(
-                continued, trainer.checkpoint_tables, state, directory=root, rounds=_ROUNDS
-            )
+        figures = comparison.against_orbax(
+            continued,
+            trainer.checkpoint_tables,
+            state,
+            directory=root,
+            rounds=_ROUNDS,
+            console=console,
+        )
         comparison.show_figures(figures, console)
         saves = {row.name: row.samples for row in figures}
         # The first round is not among the samples.
@@ -87,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
 def trainer_of(
     root: Path, name: str, text: Path, options: argparse.Namespace
 ) -> demonstration.Trainer:
-    """``main.py`` with the arguments of the demonstration; nothing is started yet."""
+    """``main.py`` with the arguments of the demonstration; starts nothing yet."""
     return demonstration.Trainer(
         script=_SCRIPT,
         directory=root / name,
@@ -101,21 +105,21 @@ def trainer_of(
 
 
 class Continued:
-    """Trains on from one save to the next, and notes how many rows that touched.
+    """Trains from one save to the next, and records how many rows were touched.
 
     Attributes:
-      touched: rows of the embedding that were touched between two saves, one number each.
+      touched: number of embedding rows touched between each pair of saves.
     """
 
     def __init__(self, options: trainer.TrainOptions, source: data.SpanCorruption, steps: int):
-        """Compiles nothing yet; ``steps`` lie between two saves."""
+        """Compiles nothing yet; ``steps`` is the number of steps between two saves."""
         self._step = trainer.train_step(options)
         self._source = source
         self._steps = steps
         self.touched: list[int] = []
 
     def __call__(self, state: trainer.TrainState) -> trainer.TrainState:
-        """The state some steps later; donates the one that it is given."""
+        """Returns the state some steps later; donates its argument."""
         assert state.touched is not None
         clock = int(state.touched.clock)
         for _ in range(self._steps):
@@ -128,12 +132,12 @@ class Continued:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Share:
-    """Bytes of saves as shares of those of stock Orbax's saves of the same states; medians.
+    """Median bytes of saves, as fractions of stock Orbax's saves of the same states.
 
     Attributes:
       written: what deltackpt wrote.
-      least: what it had to write: the dense weights as Orbax wrote them into the same steps, and
-        the rows that were touched, of a base all rows, as they are in memory.
+      least: the minimum to write: the dense weights as Orbax wrote them into the same steps, and
+        the touched rows (for a base, all rows) as they are in memory.
     """
 
     written: float
@@ -141,7 +145,7 @@ class Share:
 
     @property
     def holds(self) -> bool:
-        """Whether deltackpt wrote little more than it had to."""
+        """Whether deltackpt wrote little more than the minimum."""
         return self.written <= self.least + _OVERHEAD
 
 
@@ -151,12 +155,12 @@ def share_of_orbax(
     touched: Sequence[int],
     embedding: jax.Array | jax.ShapeDtypeStruct,
 ) -> Share:
-    """Compares saves by deltackpt without a codec with those of Orbax, pair by pair.
+    """Compares uncompressed deltackpt saves with Orbax saves, pair by pair.
 
     Args:
       ours: saves by deltackpt, at least one.
       theirs: saves by Orbax of the same states.
-      touched: rows of the embedding that were touched before each since the one before it.
+      touched: number of embedding rows touched before each save since the previous one.
       embedding: the table.
     """
     rows, width = embedding.shape
@@ -170,12 +174,12 @@ def share_of_orbax(
 
 
 def show_share(share: Share, options: argparse.Namespace, console: Console) -> None:
-    """Prints whether saves are as small as they can be, and writes it to ``options.json``."""
+    """Prints whether saves are near the minimum, and writes it to ``options.json``."""
     verdict = "[green]reached" if share.holds else "[red]missed"
     console.print(
         f"deltackpt writes {share.written:.1%} of the bytes of an {comparison.ORBAX_DEFAULTS}. "
-        f"Both write the dense weights and the head whole, so {share.least:.1%} is about the "
-        f"least: {verdict}"
+        f"Both write the dense weights and the head in full, so about {share.least:.1%} is the "
+        f"minimum: {verdict}"
     )
     if options.json is not None:
         entry = {
@@ -186,14 +190,14 @@ def show_share(share: Share, options: argparse.Namespace, console: Console) -> N
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line's options."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     training.add_model_options(parser)
     add = parser.add_argument
-    add("--steps", type=int, default=30, help="of the compared runs")
+    add("--steps", type=int, default=30, help="number of steps of the compared runs")
     add("--save-every", type=int, default=5, help="steps between saves")
-    add("--directory", type=Path, help="where to make a temporary directory")
+    add("--directory", type=Path, help="where to create the temporary directory")
     add("--json", type=Path, help="write the ratio and its bar to this file")
     return parser.parse_args(arguments)

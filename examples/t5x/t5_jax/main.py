@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a T5 1.1 on span corruption and saves touched-row checkpoints while it does.
+"""Trains a T5 1.1 on span corruption and saves touched-row checkpoints.
 
-python examples/t5x/main.py --text wiki.txt --size small
-python examples/t5x/main.py --text wiki.txt --size small --resume --steps 400
+python examples/t5x/main.py --text wiki.txt --size small python examples/t5x/main.py --text wiki.txt
+--size small --resume --steps 400
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from running.journal import Journal, size
 from running.restoring import resumed
 
 import deltackpt
-from deltackpt import policy
+from deltackpt import policies
 from t5_jax import data, model, trainer
 
 POLICIES = {
-    "consecutive": policy.Consecutive,
-    "oneshot": policy.OneShot,
-    "intermittent": policy.Intermittent,
+    "consecutive": policies.Consecutive,
+    "oneshot": policies.OneShot,
+    "intermittent": policies.Intermittent,
 }
 
 
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
     console = Console()
     source, training = batches(options)
     journal = Journal(console, options.journal)
-    marks = options.tracking == "marks"
+    marks = options.tracking == "touched"
     with deltackpt.CheckpointManager(
         options.directory,
         handlers={"embeddings": trainer.checkpoint_tables(options.codec)},
@@ -47,20 +47,20 @@ def main(arguments: list[str] | None = None) -> None:
             writes=deltackpt.WriteOptions(
                 durability=options.durability, when_busy=options.when_busy
             ),
-            retention=options.keep,
+            max_to_keep=options.keep,
         ),
-        sinks=(journal,),
+        event_handlers=(journal,),
     ) as manager:
         state = None
         if options.resume:
             state = resumed(manager, trainer.abstract_state(training, mark=marks), console)
         elif manager.latest_step() is not None:
-            sys.exit(f"{options.directory} holds step {manager.latest_step()}: give --resume")
+            sys.exit(f"{options.directory} holds step {manager.latest_step()}: pass --resume")
         if state is None:
             state = trainer.init_state(training, mark=marks)
         show_sizes(state, source.lengths, console)
         state = train(options, training, source, manager, state, journal, console)
-        manager.wait()
+        manager.wait_until_finished()
         if options.journal is not None:
             journal.write("end", step=int(state.step), digest=digest(state))
     journal.close()
@@ -92,13 +92,13 @@ def train(
         if done % options.save_every == 0 or done == options.steps:
             manager.save(done, state)
         else:
-            # A save that the writer was too busy for, or that of an announced preemption.
+            # A save for which the writer was busy, or that of an announced preemption.
             manager.save_if_due(done, state)
     return state
 
 
 def show_sizes(state: trainer.TrainState, lengths: data.Lengths, console: Console) -> None:
-    """Prints how large the model is, and how much of it a delta need not write."""
+    """Prints the size of the model, and how much of it a delta can skip."""
     rows, width = trainer.embedding(state.params).shape
     numbers = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     console.print(
@@ -106,13 +106,13 @@ def show_sizes(state: trainer.TrainState, lengths: data.Lengths, console: Consol
         f"{rows * width / numbers:.1%} of them"
     )
     console.print(
-        f"a sample is {lengths.text} tokens of text, {lengths.noise} of them cut out in "
-        f"{lengths.spans} spans: {lengths.inputs} tokens of input, {lengths.targets} of target"
+        f"a sample has {lengths.text} tokens of text, {lengths.noise} of them masked in "
+        f"{lengths.spans} spans: {lengths.inputs} input tokens, {lengths.targets} target tokens"
     )
 
 
 def batches(options: argparse.Namespace) -> tuple[data.SpanCorruption, trainer.TrainOptions]:
-    """Where the batches come from, and how to train on them."""
+    """Returns the source of batches and the training options."""
     text = data.text_of(options.text)
     vocabulary = data.Words(text) if options.vocabulary == "words" else data.Bytes()
     source = data.SpanCorruption(
@@ -126,7 +126,7 @@ def batches(options: argparse.Namespace) -> tuple[data.SpanCorruption, trainer.T
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line's options."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -134,30 +134,45 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--input-length", type=int, default=128, help="tokens of a sample's corrupted text")
     add("--steps", type=int, default=100, help="train until this step")
-    add("--warmup", type=int, default=10_000, help="steps until the learning rate decays")
-    add("--z-loss", type=float, default=1e-4, help="weight of the softmax's denominator")
-    add("--dropout", type=float, default=0.0, help="rate")
-    add("--seed", type=int, default=0, help="of parameters, windows of text and spans")
-    add("--directory", type=Path, default=Path("t5-checkpoints"), help="of the checkpoints")
+    add("--warmup", type=int, default=10_000, help="warm-up steps before the learning rate decays")
+    add(
+        "--z-loss",
+        type=float,
+        default=1e-4,
+        help="weight of the softmax's z-loss",
+    )
+    add("--dropout", type=float, default=0.0, help="dropout rate")
+    add("--seed", type=int, default=0, help="seed of parameters, text windows and spans")
+    add("--directory", type=Path, default=Path("t5-checkpoints"), help="checkpoint directory")
     add("--save-every", type=int, default=10, help="steps between saves")
-    add("--tracking", choices=["marks", "fingerprints"], default="marks", help="of touched rows")
-    add("--policy", choices=sorted(POLICIES), default="consecutive", help="base or delta")
-    add("--codec", default="raw", help="of the rows of deltas, e.g. adaptive4")
-    add("--durability", choices=["power", "process"], default="power", help="of the saves")
-    add("--when-busy", choices=["wait", "skip", "coalesce"], default="wait", help="while one runs")
+    add(
+        "--tracking",
+        choices=["touched", "fingerprints"],
+        default="touched",
+        help="how to track changed rows",
+    )
+    add("--policy", choices=sorted(POLICIES), default="consecutive", help="base-or-delta policy")
+    add("--codec", default="raw", help="codec of delta rows, e.g. adaptive4")
+    add("--durability", choices=["power", "process"], default="power", help="durability of saves")
+    add(
+        "--when-busy",
+        choices=["wait", "skip", "coalesce"],
+        default="wait",
+        help="what save() does during a save",
+    )
     add("--keep", type=int, help="steps to keep, with their chains; default: all")
-    add("--resume", action="store_true", help="go on from the newest intact step")
+    add("--resume", action="store_true", help="resume from the newest intact step")
     add("--print-every", type=int, default=10, help="steps between printed lines")
     add("--journal", type=Path, help="append losses, saves and the final digest as JSON lines")
     return parser.parse_args(arguments)
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds which model learns from which text; ``demo.py`` has these options, too."""
+    """Adds the options of model and text, which ``demo.py`` shares."""
     add = parser.add_argument
-    add("--text", type=Path, help="any text file; default: docs and sources of this clone")
-    add("--vocabulary", choices=["words", "bytes"], default="words", help="what a token is")
-    add("--size", choices=list(model.NAMED), default="tiny", help="of the model")
+    add("--text", type=Path, help="any text file; default: this repository's docs and sources")
+    add("--vocabulary", choices=["words", "bytes"], default="words", help="kind of tokens")
+    add("--size", choices=list(model.NAMED), default="tiny", help="size of the model")
     add("--batch", type=int, default=8, help="samples in a batch")
 
 

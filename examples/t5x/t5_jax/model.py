@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-#: The row of the padding, and what the decoder starts from.
+#: The padding id, which also starts the decoder's input.
 PAD = 0
 #: Path of the input embedding in the parameters.
 EMBEDDING = ("token_embedder", "embedding")
 
-#: What the softmax of a forbidden position is taken of, as in T5X.
+#: The softmax input of a masked position, as in T5X.
 _FORBIDDEN = -1e10
 
 
@@ -29,15 +29,15 @@ class Sizes:
     """Sizes of a model.
 
     Attributes:
-      rows: of the input embedding: the vocabulary.
+      rows: rows of the input embedding, the vocabulary size.
       d_model: width of the embedding and of the residual stream.
-      layers: of the encoder, and of the decoder.
-      heads: of every attention.
-      head_width: of each head.
+      layers: layers of the encoder, and of the decoder.
+      heads: heads of every attention.
+      head_width: width of each head.
       d_ff: width of the hidden layers of the feed-forward blocks.
-      buckets: of relative positions.
-      max_distance: from which on all relative positions share a bucket.
-      dropout: rate, while training.
+      buckets: number of relative position buckets.
+      max_distance: distance from which all relative positions share a bucket.
+      dropout: dropout rate during training.
     """
 
     rows: int
@@ -51,8 +51,8 @@ class Sizes:
     dropout: float = 0.0
 
 
-#: Sizes by name: those of T5 1.1, and one for tests. Its width is the least whose statistics
-#: Adafactor factors.
+#: Sizes by name: those of T5 1.1, and one for tests, whose width is the smallest that Adafactor
+#: factors.
 NAMED = {
     "tiny": {"d_model": 128, "layers": 2, "heads": 2, "d_ff": 256},
     "small": {"d_model": 512, "layers": 8, "heads": 6, "d_ff": 1024},
@@ -61,12 +61,12 @@ NAMED = {
 
 
 class T5(nn.Module):
-    """The whole model."""
+    """The complete model."""
 
     sizes: Sizes
 
     def setup(self) -> None:
-        """Makes the parts."""
+        """Creates the submodules."""
         self.token_embedder = nn.Embed(
             self.sizes.rows, self.sizes.d_model, embedding_init=nn.initializers.normal(1.0)
         )
@@ -76,17 +76,17 @@ class T5(nn.Module):
     def __call__(
         self, inputs: jax.Array, decoder_inputs: jax.Array, *, deterministic: bool = True
     ) -> jax.Array:
-        """The logits of each next token of the target.
+        """Returns the logits of each next target token.
 
         Args:
-          inputs: (batch, inputs) int32, padded with ``PAD``, which nothing attends to.
+          inputs: (batch, inputs) int32, padded with ``PAD``, which is masked.
           decoder_inputs: (batch, targets) int32: the target shifted right by one.
-          deterministic: False drops out, with the random numbers ``dropout``.
+          deterministic: False applies dropout, with the RNG ``dropout``.
 
         Returns:
           (batch, targets, rows) float32.
         """
-        # Of a query, a key, or both: (batch, heads, queries, keys).
+        # Masks for a query, a key, or both: (batch, heads, queries, keys).
         visible = (inputs != PAD)[:, None, None, :]
         encoded = self.encoder(self.token_embedder(inputs), visible, deterministic)
         embedded = self.token_embedder(decoder_inputs)
@@ -100,7 +100,7 @@ class Encoder(nn.Module):
 
     @nn.compact
     def __call__(self, embedded: jax.Array, visible: jax.Array, deterministic: bool) -> jax.Array:
-        """(batch, inputs, d_model) to the same; attends where ``visible``."""
+        """Maps (batch, inputs, d_model) to the same shape; attends to ``visible`` positions."""
         dropout = nn.Dropout(self.sizes.dropout, deterministic=deterministic)
         length = embedded.shape[1]
         bias = RelativePositionBias(self.sizes, bidirectional=True, name="relpos_bias")(length)
@@ -113,7 +113,7 @@ class Encoder(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention, then feed-forward, each added to what it reads normalised."""
+    """Pre-norm self-attention and feed-forward, each with a residual connection."""
 
     sizes: Sizes
 
@@ -121,7 +121,7 @@ class EncoderLayer(nn.Module):
     def __call__(
         self, stream: jax.Array, visible: jax.Array, bias: jax.Array, deterministic: bool
     ) -> jax.Array:
-        """(batch, inputs, d_model) to the same."""
+        """Maps (batch, inputs, d_model) to the same shape."""
         dropout = nn.Dropout(self.sizes.dropout, deterministic=deterministic)
         read = nn.RMSNorm(name="pre_attention_layer_norm")(stream)
         attention = Attention(self.sizes, name="attention")
@@ -139,7 +139,7 @@ class Decoder(nn.Module):
     def __call__(
         self, embedded: jax.Array, encoded: jax.Array, visible: jax.Array, deterministic: bool
     ) -> jax.Array:
-        """(batch, targets, d_model) to logits (batch, targets, rows)."""
+        """Maps (batch, targets, d_model) to logits (batch, targets, rows)."""
         dropout = nn.Dropout(self.sizes.dropout, deterministic=deterministic)
         length = embedded.shape[1]
         bias = RelativePositionBias(self.sizes, bidirectional=False, name="relpos_bias")(length)
@@ -169,7 +169,7 @@ class DecoderLayer(nn.Module):
         bias: jax.Array,
         deterministic: bool,
     ) -> jax.Array:
-        """(batch, targets, d_model) to the same."""
+        """Maps (batch, targets, d_model) to the same shape."""
         dropout = nn.Dropout(self.sizes.dropout, deterministic=deterministic)
         read = nn.RMSNorm(name="pre_self_attention_layer_norm")(stream)
         attention = Attention(self.sizes, name="self_attention")
@@ -182,9 +182,9 @@ class DecoderLayer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention without biases of its layers and without a factor on the scores.
+    """Multi-head attention without biases and without scaling of the scores.
 
-    The initial queries are smaller by the root of the head's width instead.
+    The query kernel's initial values are smaller by the square root of the head width instead.
     """
 
     sizes: Sizes
@@ -198,14 +198,14 @@ class Attention(nn.Module):
         bias: jax.Array | None,
         deterministic: bool,
     ) -> jax.Array:
-        """Mixes the memory for each query.
+        """Attends to the memory for each query.
 
         Args:
           queries: (batch, queries, d_model).
           memory: (batch, keys, d_model).
-          mask: where to attend to, broadcast to (batch, heads, queries, keys) bool.
-          bias: added to the scores, broadcast likewise.
-          deterministic: False drops weights out.
+          mask: which positions to attend to, broadcast to (batch, heads, queries, keys) bool.
+          bias: added to the scores, broadcast to the same shape.
+          deterministic: False applies dropout to the attention weights.
 
         Returns:
           (batch, queries, d_model).
@@ -236,7 +236,7 @@ class GatedGelu(nn.Module):
 
     @nn.compact
     def __call__(self, read: jax.Array, deterministic: bool) -> jax.Array:
-        """(batch, length, d_model) to the same."""
+        """Maps (batch, length, d_model) to the same shape."""
         gate = _projection(self.sizes.d_ff, _fan_in_normal(), "wi_0")(read)
         linear = _projection(self.sizes.d_ff, _fan_in_normal(), "wi_1")(read)
         hidden = jax.nn.gelu(gate, approximate=True) * linear
@@ -245,9 +245,9 @@ class GatedGelu(nn.Module):
 
 
 class RelativePositionBias(nn.Module):
-    """What each head adds to the score of a key that is so far from the query.
+    """Per-head bias of the attention scores by the distance between key and query.
 
-    One table for all layers of a stack.
+    All layers of a stack share one table.
     """
 
     sizes: Sizes
@@ -255,7 +255,7 @@ class RelativePositionBias(nn.Module):
 
     @nn.compact
     def __call__(self, length: int) -> jax.Array:
-        """The biases of self-attention, (1, heads, length, length)."""
+        """Returns the biases of self-attention, (1, heads, length, length)."""
         positions = np.arange(length)
         buckets = relative_position_buckets(
             positions[None, :] - positions[:, None],
@@ -271,16 +271,16 @@ class RelativePositionBias(nn.Module):
 def relative_position_buckets(
     offsets: np.ndarray, *, bidirectional: bool, buckets: int, max_distance: int
 ) -> np.ndarray:
-    """The bucket of each relative position.
+    """Returns the bucket of each relative position.
 
-    Half of the buckets hold one distance each, the others ranges that grow with the distance.
+    Half of the buckets hold one distance each, the others exponentially growing ranges.
 
     Args:
       offsets: position of the key minus that of the query, any shape, integers.
-      bidirectional: keys after the query have half of the buckets; else they are all in the
-        first, since nothing attends to them.
-      buckets: how many there are; even.
-      max_distance: distances from here on share the last bucket.
+      bidirectional: whether half of the buckets are for keys after the query; otherwise they all
+        share the first bucket, since they are masked.
+      buckets: number of buckets; even.
+      max_distance: larger distances share the last bucket.
 
     Returns:
       Buckets, int32 of the same shape, 0 to ``buckets - 1``.
@@ -298,7 +298,7 @@ def relative_position_buckets(
     else:
         distances = np.maximum(-offsets, 0)
     exact = buckets // 2
-    # The epsilon keeps a distance on the edge of a range on its upper side, as in T5's code.
+    # The epsilon keeps a distance at the edge of a range in the upper range, as in T5's code.
     growth = np.log(np.maximum(distances, 1) / exact + np.finfo(np.float32).eps)
     ranges = growth / np.log(max_distance / exact) * (buckets - exact)
     far = np.minimum(exact + ranges.astype(np.int32), buckets - 1)
@@ -306,12 +306,12 @@ def relative_position_buckets(
 
 
 def shifted_right(targets: jax.Array) -> jax.Array:
-    """What the decoder reads to give ``targets``, (batch, targets): each token one place later."""
+    """Returns the decoder input for ``targets``, (batch, targets): shifted right by one."""
     return jnp.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=PAD)
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, z_loss: float) -> jax.Array:
-    """Mean cross entropy over the target tokens that are no padding.
+    """Returns the mean cross entropy over the target tokens that are not padding.
 
     Args:
       logits: (batch, targets, rows) float32.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training state and one step of it."""
+"""The training state and one training step."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from t5_jax.data import Batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """How to train.
+    """Training options.
 
     Attributes:
-      sizes: of the model.
-      seed: of the parameters, and of what drops out.
+      sizes: sizes of the model.
+      seed: seed of the parameters and of dropout.
       warmup: T5's learning rate is 1 / sqrt(max(step, warmup)), relative to each parameter's root
         mean square.
       z_loss: see ``model.cross_entropy``.
@@ -36,14 +36,14 @@ class TrainOptions:
 
 
 class TrainState(NamedTuple):
-    """Everything that a run needs to go on.
+    """Everything that a run needs to resume.
 
     Attributes:
-      params: of the model, nested dicts of float32.
-      opt_state: of Adafactor.
-      step: steps done, int32 scalar.
-      touched: which rows of the embedding changed when; never saved. None where the manager finds
-        them by their fingerprints.
+      params: parameters of the model, nested dicts of float32.
+      opt_state: state of Adafactor.
+      step: number of completed steps, int32 scalar.
+      touched: which rows of the embedding changed when; never saved. None if the manager
+        fingerprints rows.
     """
 
     params: Any
@@ -52,23 +52,23 @@ class TrainState(NamedTuple):
     touched: deltackpt.TouchState | None
 
 
-def checkpoint_tables(codec: str | deltackpt.CodecChoice = "raw") -> deltackpt.Tables:
-    """Which leaf of a ``TrainState`` is a table, and how its rows are stored.
+def checkpoint_tables(codec: str | deltackpt.policies.CodecChoice = "raw") -> deltackpt.Tables:
+    """Returns which leaf of a ``TrainState`` is a table, and how its rows are stored.
 
-    The head has one row per word, too, but the softmax moves all of them at every step: it is
+    The head also has one row per word, but the softmax updates all of them at every step, so it is
     dense.
     """
     return deltackpt.Tables(
         select="/".join(("params", *model.EMBEDDING)),
-        # Adafactor's statistics decay in every row at every step: ``v_col`` or ``v_row``, one
-        # number per row, and ``v`` of a table of less than 128 rows, which it does not factor.
+        # Adafactor's statistics decay in every row at every step: ``v_col`` or ``v_row``, one value
+        # per row, and ``v`` of a table with fewer than 128 rows, which is not factored.
         always="v*",
         codec=codec,
     )
 
 
 def init_state(options: TrainOptions, *, mark: bool = True) -> TrainState:
-    """A state from which training starts.
+    """Returns an initial training state.
 
     Args:
       options: sizes and seed.
@@ -89,14 +89,14 @@ def init_state(options: TrainOptions, *, mark: bool = True) -> TrainState:
 
 
 def abstract_state(options: TrainOptions, *, mark: bool = True) -> TrainState:
-    """Shapes and dtypes of a state."""
+    """Returns the shapes and dtypes of a state."""
     return jax.eval_shape(functools.partial(init_state, options, mark=mark))
 
 
 def optimizer(options: TrainOptions) -> optax.GradientTransformation:
-    """T5's Adafactor: factored, without momentum, updates clipped and relative to the parameter.
+    """Returns T5's Adafactor: factored, without momentum, with clipped, parameter-relative updates.
 
-    A row whose gradient is zero does not move, since there is neither momentum nor weight decay.
+    A row with a zero gradient does not change, since there is neither momentum nor weight decay.
     """
 
     def rate(step: jax.typing.ArrayLike) -> jax.Array:
@@ -108,14 +108,17 @@ def optimizer(options: TrainOptions) -> optax.GradientTransformation:
 def train_step(
     options: TrainOptions,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]:
-    """The jitted step: (state, batch) to (state, loss before the update); donates the state."""
+    """Returns the jitted step.
+
+    (state, batch) to (state, loss before the update); donates the state.
+    """
     network, adafactor = model.T5(options.sizes), optimizer(options)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
         inputs, targets = jax.tree.map(jnp.asarray, batch)
         decoder_inputs = model.shifted_right(targets)
-        # What drops out depends on the step alone, so a resumed run drops out the same.
+        # Dropout depends on the step alone, so a resumed run is identical.
         key = jax.random.fold_in(jax.random.key(options.seed), state.step)
 
         def loss_of(params: Any) -> jax.Array:
@@ -132,7 +135,7 @@ def train_step(
         updates, opt_state = adafactor.update(gradient, state.opt_state, state.params)
         touched = state.touched
         if touched is not None:
-            # Encoder and decoder look rows up in the same table, and only these get a gradient.
+            # Encoder and decoder look rows up in the same table; only these rows get a gradient.
             looked_up = jnp.concatenate([inputs.ravel(), decoder_inputs.ravel()])
             touched = deltackpt.touched.mark(touched, {_TABLE: looked_up})
         params = optax.apply_updates(state.params, updates)
@@ -142,7 +145,7 @@ def train_step(
 
 
 def embedding(params: Any) -> jax.Array:
-    """The input embedding, (rows, d_model)."""
+    """Returns the input embedding, (rows, d_model)."""
     for name in model.EMBEDDING:
         params = params[name]
     return params

@@ -1,0 +1,436 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records of a layer file: header, footer and trailer, and their checks. No I/O.
+
+A layer is a header page, chunks, a footer with the manifest, and a trailer at the very end. Offsets
+count from its first byte, so layers can be appended to a file, or embedded in one. Every byte has a
+checksum: the header and the footer their own, all others that of a chunk.
+``docs/reference/format.md`` specifies the bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import struct
+from typing import Literal, NamedTuple
+
+import google_crc32c
+import numpy as np
+
+from deltackpt.errors import Damaged, FormatTooNew
+from deltackpt.format import dtypes, records
+from deltackpt.format.manifest import SaveId
+from deltackpt.format.records import Unsound
+from deltackpt.format.soundness import (
+    MOST,
+    MOST_AXES,
+    MOST_ZSTD_RATIO,
+    STORED_DTYPES,
+    check_save_id,
+    features_in,
+    refuse_unknown,
+    require,
+)
+from deltackpt.storage.crc import crc32c
+
+VERSION = 1
+#: Features that a reader must know to read a layer; none exists yet.
+KNOWN_FEATURES: frozenset[str] = frozenset()
+#: Layers begin and end at multiples of it, as direct writes require.
+PAGE_BYTES = 4096
+TRAILER_BYTES = 64
+CRC_BYTES = 4
+_MOST_CRC = (1 << 32) - 1
+#: A chunk is preceded by fewer zero bytes.
+MOST_PADDING = PAGE_BYTES - 1
+#: Name of the array with the row indices of a row group that is not a few ranges.
+GAPS = "rows.gaps"
+GAPS_DTYPES = ("uint8", "uint16", "uint32", "uint64")
+#: What the footer records of each chunk.
+CHUNK = np.dtype([("offset", "<u8"), ("nbytes", "<u8"), ("crc32c", "<u4")])
+
+_HEADER_MAGIC, _TRAILER_MAGIC = b"dckplayr", b"dckptail"
+#: Magic, version, CRC32C of the run id, sequence number, bytes of the layer, predecessor's digest.
+_HEADER = struct.Struct("<8sIIQQI")
+#: Magic, version, bytes of the layer, offset of the footer, bytes of the manifest.
+_TRAILER = struct.Struct("<8sIQQQ")
+_CRC = struct.Struct("<I")
+_OFFSET = struct.Struct("<Q")
+
+#: Rows of tables and slots; blocks of dense leaves; the bytes of an item, each of them a row.
+Kind = Literal["rows", "blocks", "item"]
+#: How the chunks of an array are compressed: not at all, by zstd, or by zstd with their last axis
+#: first. A chunk that would not shrink is stored uncompressed.
+Compression = Literal["", "zstd", "planes"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowGroup:
+    """Rows with the same arrays.
+
+    Attributes:
+      name: unique in the layer.
+      kind: what the rows are.
+      group: the virtual table that the rows belong to.
+      count: number of rows.
+      columns: range of columns that fields as wide as the table have; None for all.
+      ranges: ascending ranges of row indices; None if the array ``rows.gaps`` has them.
+      bounds: first and last row index of each chunk of ``rows.gaps``.
+      codecs: codec of each field.
+    """
+
+    name: str
+    group: str
+    count: int
+    kind: Kind = "rows"
+    columns: tuple[int, int] | None = None
+    ranges: tuple[tuple[int, int], ...] | None = None
+    bounds: tuple[tuple[int, int], ...] = ()
+    codecs: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerArray:
+    """A stored array; only its first axis is split into chunks.
+
+    Attributes:
+      row_group: name of its row group.
+      name: unique in the row group.
+      shape: its shape; not necessarily one element per row of the row group.
+      dtype: a core dtype of Zarr v3.
+      chunk_rows: length of a chunk along the first axis; the last one may be shorter.
+      compression: see ``Compression``.
+      chunks: ``CHUNK`` of each chunk.
+    """
+
+    row_group: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunk_rows: int
+    compression: Compression = ""
+    chunks: bytes = b""
+
+    @functools.cached_property
+    def row_bytes(self) -> int:
+        """Uncompressed bytes of one element of the first axis."""
+        return math.prod(self.shape[1:]) * dtypes.itemsize_of(self.dtype)
+
+    @functools.cached_property
+    def chunk_count(self) -> int:
+        """Number of chunks; 0 if the array has no bytes."""
+        return -(-self.shape[0] // self.chunk_rows) if self.row_bytes else 0
+
+    def chunk_length(self, number: int) -> int:
+        """Returns the length of a chunk along the first axis."""
+        return min(self.chunk_rows, self.shape[0] - number * self.chunk_rows)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EpochRef:
+    """The WAL epoch whose header describes what all its layers share."""
+
+    number: int
+    crc32c: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerManifest:
+    """What a layer holds.
+
+    Attributes:
+      save_id: the save or WAL record, of which this is one process's shard.
+      parent: the save or record that relative codecs refer to, and that the rows were touched
+        since; None for a base.
+      process: index of the process.
+      process_count: number of processes.
+      sequence: position among the layers of a WAL; 0 for the layer of a step.
+      predecessor: digest of the previous layer; 0 without one.
+      epoch: where the schema is, if not in the layer.
+      schema: an opaque record of tables and dense leaves.
+      row_groups: what the arrays are.
+      arrays: in file order.
+      features: names of features that a reader must know.
+    """
+
+    save_id: SaveId
+    parent: SaveId | None = None
+    process: int = 0
+    process_count: int = 1
+    sequence: int = 0
+    predecessor: int = 0
+    epoch: EpochRef | None = None
+    schema: bytes = b""
+    row_groups: tuple[RowGroup, ...] = ()
+    arrays: tuple[LayerArray, ...] = ()
+    features: tuple[str, ...] = ()
+
+    @property
+    def seed(self) -> int:
+        """What checksums of chunks begin with, so that chunks of other layers do not match."""
+        found = self.save_id
+        identity = (found.run, found.step, found.attempt, self.process, self.sequence)
+        return google_crc32c.value("/".join(map(str, identity)).encode())
+
+
+class Header(NamedTuple):
+    """The first page of a layer, which leads to the next one."""
+
+    run_crc32c: int
+    sequence: int
+    nbytes: int
+    predecessor: int
+
+    @classmethod
+    def of(cls, manifest: LayerManifest, nbytes: int) -> Header:
+        """Returns the header of a layer, which follows from its manifest and length."""
+        run = google_crc32c.value(manifest.save_id.run.encode())
+        return cls(run, manifest.sequence, nbytes, manifest.predecessor)
+
+    def page(self) -> bytes:
+        """Returns the bytes of the header, ``PAGE_BYTES``."""
+        fixed = _HEADER.pack(
+            _HEADER_MAGIC, VERSION, self.run_crc32c, self.sequence, self.nbytes, self.predecessor
+        )
+        data = fixed.ljust(PAGE_BYTES - CRC_BYTES, b"\0")
+        return data + _CRC.pack(google_crc32c.value(data))
+
+
+class Trailer(NamedTuple):
+    """The last bytes of a layer.
+
+    Attributes:
+      version: version of the format.
+      footer: offset of the footer, which ends with the trailer.
+      manifest_bytes: bytes of the manifest, with which the footer begins.
+      digest: CRC32C of the footer up to here, and thereby of the layer.
+    """
+
+    version: int
+    footer: int
+    manifest_bytes: int
+    digest: int
+
+
+class Chunk(NamedTuple):
+    """The place of a chunk: its padding from ``start``, its data in ``[offset, stop)``."""
+
+    start: int
+    offset: int
+    stop: int
+    crc32c: int
+
+
+def header_of(page: bytes | memoryview, name: str) -> Header | None:
+    """Parses a header page; returns None if it is not one.
+
+    Raises:
+      FormatTooNew: a later version of deltackpt wrote it.
+    """
+    if bytes(page[: len(_HEADER_MAGIC)]) != _HEADER_MAGIC:
+        return None
+    (crc,) = _CRC.unpack(page[-CRC_BYTES:])
+    if google_crc32c.value(bytes(page[:-CRC_BYTES])) != crc:
+        return None
+    _, version, *fields = _HEADER.unpack(page[: _HEADER.size])
+    _check_version(version, f"{name}: header")
+    return Header(*fields)
+
+
+def pages_with_headers(data: np.ndarray) -> list[int]:
+    """Returns the offsets of pages that begin like a header; ``data`` is whole pages of uint8."""
+    magic = np.frombuffer(_HEADER_MAGIC, np.uint8)
+    pages = data.reshape(-1, PAGE_BYTES)[:, : len(magic)]
+    return (np.flatnonzero((pages == magic).all(axis=1)) * PAGE_BYTES).tolist()
+
+
+def footer_bytes(manifest: LayerManifest, footer: int) -> bytes:
+    """Encodes the footer that begins at an offset: manifest, padding, trailer."""
+    packed = records.packed(
+        {field.name: getattr(manifest, field.name) for field in dataclasses.fields(manifest)}
+    )
+    nbytes = -(-(footer + len(packed) + TRAILER_BYTES) // PAGE_BYTES) * PAGE_BYTES
+    fixed = _TRAILER.pack(_TRAILER_MAGIC, VERSION, nbytes, footer, len(packed))
+    data = packed.ljust(nbytes - footer - TRAILER_BYTES, b"\0")
+    data += fixed.ljust(TRAILER_BYTES - CRC_BYTES, b"\0")
+    return data + _CRC.pack(google_crc32c.value(data))
+
+
+def trailer_of(data: bytes | memoryview, nbytes: int, name: str) -> Trailer:
+    """Parses the trailer of a layer of ``nbytes``; its checksum is not verified.
+
+    Raises:
+      Damaged: it is not the trailer of such a layer.
+    """
+    shown = f"{name}: footer"
+    magic, version, own, footer, manifest_bytes = _TRAILER.unpack(data[: _TRAILER.size])
+    (digest,) = _CRC.unpack(data[-CRC_BYTES:])
+    if magic != _TRAILER_MAGIC:
+        raise Damaged(shown, "the trailer of a layer", f"{magic!r}")
+    if own != nbytes:
+        raise Damaged(shown, f"the trailer of {nbytes} bytes", f"that of {own}")
+    padding = nbytes - TRAILER_BYTES - manifest_bytes - footer
+    if footer < PAGE_BYTES or not 0 <= padding <= MOST_PADDING:
+        raise Damaged(
+            shown, f"a manifest at the end of {nbytes} bytes", f"{manifest_bytes} at {footer}"
+        )
+    return Trailer(version, footer, manifest_bytes, digest)
+
+
+def manifest_of(trailer: Trailer, data: bytes | memoryview, name: str) -> LayerManifest:
+    """Parses and verifies a footer.
+
+    Args:
+      trailer: the result of ``trailer_of``.
+      data: the whole footer.
+      name: the layer's name in errors.
+
+    Raises:
+      Damaged: the footer is altered or invalid.
+      FormatTooNew: a later version of deltackpt wrote it.
+    """
+    shown = f"{name}: footer"
+    found = google_crc32c.value(bytes(data[:-CRC_BYTES]))
+    if found != trailer.digest:
+        raise Damaged(shown, f"crc32c {trailer.digest:08x}", f"crc32c {found:08x}")
+    _check_version(trailer.version, shown)
+    try:
+        fields = records.unpacked(bytes(data[: trailer.manifest_bytes]))
+        refuse_unknown(features_in(fields), KNOWN_FEATURES, shown)
+        manifest = records.built(LayerManifest, fields)
+        _check(manifest)
+    except Unsound as error:
+        raise error.damage(shown) from error
+    except ValueError as error:
+        raise Damaged(shown, "a map of msgpack", str(error)) from error
+    return manifest
+
+
+def chunks_of(manifest: LayerManifest, footer: int, name: str) -> list[list[Chunk]]:
+    """Returns the chunks of each array of a manifest.
+
+    Raises:
+      Damaged: they do not cover every byte between the header and the footer exactly once.
+    """
+    tables = [np.frombuffer(array.chunks, CHUNK) for array in manifest.arrays]
+    every = np.concatenate([np.empty(0, CHUNK), *tables])
+    offset, nbytes = every["offset"], every["nbytes"]
+    shown = f"{name}: footer"
+    if np.any(offset > footer) or np.any(nbytes > footer):
+        raise Damaged(shown, f"chunks within {footer} bytes", "a later or longer one")
+    order = np.argsort(offset, kind="stable")
+    stops = offset + nbytes
+    starts = np.empty_like(stops)
+    before = np.concatenate([[np.uint64(PAGE_BYTES)], stops[order]])
+    starts[order] = before[:-1]
+    if before[-1] != footer or np.any(starts > offset) or np.any(offset - starts > MOST_PADDING):
+        raise Damaged(shown, "chunks that cover the layer exactly", "gaps or overlaps")
+    sums = every["crc32c"].tolist()
+    every_chunk = map(Chunk, starts.tolist(), offset.tolist(), stops.tolist(), sums)
+    return [[next(every_chunk) for _ in range(len(table))] for table in tables]
+
+
+def chunk_crc32c(seed: int, offset: int, padding: np.ndarray, data: np.ndarray) -> int:
+    """Returns the checksum of a chunk and the padding before it.
+
+    Args:
+      seed: ``LayerManifest.seed``.
+      offset: the chunk's offset in the layer.
+      padding: the bytes before it, uint8.
+      data: its bytes, contiguous uint8, read-only or not.
+    """
+    crc = google_crc32c.extend(seed, _OFFSET.pack(offset))
+    return crc32c(data, crc32c(padding, crc))
+
+
+def _check_version(version: int, shown: str) -> None:
+    """Checks a version whose checksum is valid, so that it is not a flipped bit."""
+    if version > VERSION:
+        raise FormatTooNew(
+            f"{shown}: expected layers of version {VERSION} or below, found {version}; install a "
+            "newer deltackpt"
+        )
+    if version < 1:
+        raise Damaged(shown, "version 1 or above", f"version {version}")
+
+
+def _check(manifest: LayerManifest) -> None:
+    """Checks a manifest on its own.
+
+    Raises:
+      Unsound: the manifest is invalid.
+    """
+    for place, save_id in (("save_id", manifest.save_id), ("parent", manifest.parent)):
+        if save_id is not None:
+            check_save_id(save_id, place)
+    for place, number, most in (
+        ("sequence", manifest.sequence, MOST),
+        ("predecessor", manifest.predecessor, _MOST_CRC),
+    ):
+        require(number <= most, f"at most {most}", number, place)
+    process, count = manifest.process, manifest.process_count
+    require(process < count, f"a process below {count}", process, "process")
+    arrays: dict[str, dict[str, LayerArray]] = {group.name: {} for group in manifest.row_groups}
+    names = [group.name for group in manifest.row_groups]
+    require(len(arrays) == len(names), "different names", names, "row_groups")
+    for array in manifest.arrays:
+        try:
+            _check_array(array)
+            require(array.row_group in arrays, "a known row group", array.row_group, "row_group")
+            own = arrays[array.row_group]
+            require(array.name not in own, "another name", array.name, "name")
+        except Unsound as error:
+            raise error.within(f"arrays.{records.shown(array.name)}") from None
+        own[array.name] = array
+    for group in manifest.row_groups:
+        try:
+            _check_rows(group, arrays[group.name].get(GAPS))
+        except Unsound as error:
+            raise error.within(f"row_groups.{records.shown(group.name)}") from None
+
+
+def _check_rows(group: RowGroup, gaps: LayerArray | None) -> None:
+    require(group.count <= MOST, f"at most {MOST}", group.count, "count")
+    columns = group.columns or (0, 0)
+    require(columns[0] <= columns[1] <= MOST, "ascending columns", columns, "columns")
+    if group.ranges is not None:
+        spans, name = group.ranges, "ranges"
+        require(gaps is None, f"no array {GAPS!r} with ranges", GAPS, "ranges")
+        held = sum(stop - start for start, stop in spans)
+        require(held == group.count, f"ranges of {group.count} rows", held, "ranges")
+    else:
+        # The bounds include the last row.
+        spans, name = tuple((first, last + 1) for first, last in group.bounds), "bounds"
+        fits = gaps is not None and gaps.shape == (group.count,) and gaps.dtype in GAPS_DTYPES
+        require(fits, f"ranges, or an array {GAPS!r} of {group.count} gaps", gaps, "ranges")
+        assert gaps is not None
+        require(not gaps.compression, "uncompressed gaps", gaps.compression, "ranges")
+        require(len(spans) == gaps.chunk_count, f"{gaps.chunk_count} bounds", len(spans), "bounds")
+        for number, (start, stop) in enumerate(spans):
+            rows = gaps.chunk_length(number)
+            require(stop - start >= rows, f"at least {rows} rows", stop - start, "bounds")
+    flat = [bound for span in spans for bound in span]
+    ascending = flat == sorted(flat) and all(start < stop for start, stop in spans)
+    require(ascending and (not flat or flat[-1] <= MOST), "ascending rows", spans, name)
+
+
+def _check_array(array: LayerArray) -> None:
+    require(array.dtype in STORED_DTYPES, f"one of {sorted(STORED_DTYPES)}", array.dtype, "dtype")
+    require(0 < len(array.shape) <= MOST_AXES, f"1 to {MOST_AXES} axes", array.shape, "shape")
+    require(0 < array.chunk_rows <= MOST, "1 or more", array.chunk_rows, "chunk_rows")
+    rows, row_bytes = max(1, array.shape[0]), max(1, array.row_bytes)
+    require(rows * row_bytes <= MOST, f"at most {MOST} bytes", array.shape, "shape")
+    expected, found = array.chunk_count * CHUNK.itemsize, len(array.chunks)
+    require(found == expected, f"{expected} bytes of chunks", found, "chunks")
+    if not found:
+        return
+    sizes = np.frombuffer(array.chunks, CHUNK)["nbytes"]
+    # The last chunk may be shorter.
+    whole, last = array.chunk_rows * array.row_bytes, array.chunk_length(array.chunk_count - 1)
+    for plain, stored in ((whole, sizes[:-1]), (last * array.row_bytes, sizes[-1:])):
+        if array.compression:
+            fits = bool(np.all(stored <= plain) and np.all(stored >= plain / MOST_ZSTD_RATIO))
+        else:
+            fits = bool(np.all(stored == plain))
+        require(fits, f"chunks of {plain} bytes", stored.tolist(), "chunks")

@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads layers: the trailer and the footer first, then only the chunks that are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from deltackpt.errors import Damaged, OptionError
+from deltackpt.format.blocks import Rows, row_slice, rows_of
+from deltackpt.format.manifest import SaveId
+from deltackpt.format.soundness import MOST
+from deltackpt.layers import footer
+from deltackpt.layers.footer import (
+    GAPS,
+    PAGE_BYTES,
+    TRAILER_BYTES,
+    Chunk,
+    Header,
+    LayerArray,
+    LayerManifest,
+    RowGroup,
+)
+from deltackpt.storage.frame_arrays import decompressed
+from deltackpt.storage.store import Spot
+
+#: Read at once from the end of a layer: the footer of a layer with some 1,000 chunks.
+_TAIL_BYTES = 32 << 10
+#: Chunks are read and verified in ranges of about this length.
+_RANGE_BYTES = 16 << 20
+
+
+class ByteSource(Protocol):
+    """Random access to the bytes of a file, an object or memory."""
+
+    @property
+    def name(self) -> str:
+        """Returns its name in errors."""
+        ...
+
+    def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
+        """Fills parts in order with the bytes from ``start`` on: one range of an object store.
+
+        Raises:
+          Damaged: it does not exist, or is shorter.
+          StorageError: reading failed.
+        """
+        ...
+
+
+class StoredBytes(NamedTuple):
+    """A file or an object of a store."""
+
+    spot: Spot
+
+    @property
+    def name(self) -> str:
+        """See ``ByteSource``."""
+        return self.spot.shown()
+
+    def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
+        """See ``ByteSource``."""
+        with self.spot.missing_is_damage(self.name):
+            self.spot.store.read_into(self.spot.key, start, parts)
+
+
+class Layer:
+    """A layer whose footer is verified; everything else is verified when it is read.
+
+    Attributes:
+      manifest: what it holds.
+      start: offset of its first byte in the source.
+      nbytes: its length in bytes.
+      digest: CRC32C that identifies its contents.
+    """
+
+    def __init__(self, source: ByteSource, nbytes: int, *, start: int = 0):
+        """Reads and verifies the footer, usually with one range.
+
+        Args:
+          source: the file or object.
+          nbytes: length of the layer; stores without suffix ranges cannot find its end.
+          start: offset of the layer in the source.
+
+        Raises:
+          Damaged: the footer is missing, truncated, altered or invalid.
+          FormatTooNew: a later version of deltackpt wrote the layer.
+          StorageError: reading failed.
+        """
+        self._source, self.start, self.nbytes = source, start, nbytes
+        self._name = source.name if not start else f"{source.name}, layer at byte {start}"
+        trailer, data = self._read_tail()
+        self.digest = trailer.digest
+        self.manifest: LayerManifest = footer.manifest_of(trailer, data, self._name)
+        self._seed = self.manifest.seed
+        self._arrays: dict[str, dict[str, LayerArray]] = {
+            group.name: {} for group in self.manifest.row_groups
+        }
+        self._chunks: dict[tuple[str, str], list[Chunk]] = {}
+        chunks = footer.chunks_of(self.manifest, trailer.footer, self._name)
+        for array, own in zip(self.manifest.arrays, chunks, strict=True):
+            self._arrays[array.row_group][array.name] = array
+            self._chunks[array.row_group, array.name] = own
+
+    @property
+    def id(self) -> SaveId:
+        """The save or WAL record that the layer is a shard of."""
+        return self.manifest.save_id
+
+    @property
+    def parent(self) -> SaveId | None:
+        """The save or WAL record that it is relative to."""
+        return self.manifest.parent
+
+    def row_groups(self) -> tuple[RowGroup, ...]:
+        """Returns the row groups."""
+        return self.manifest.row_groups
+
+    def arrays(self, row_group: RowGroup) -> Mapping[str, LayerArray]:
+        """Returns the arrays of a row group by name."""
+        return self._arrays[row_group.name]
+
+    def rows(self, row_group: RowGroup, first: int = 0, stop: int = MOST) -> tuple[int, Rows]:
+        """Returns the row indices in ``[first, stop)`` and the position of the first of them.
+
+        Positions count along the first axis of the row group's arrays. Only the chunks of row
+        indices around the range are read.
+
+        Raises:
+          Damaged: the row indices are altered or invalid.
+          StorageError: reading failed.
+        """
+        if row_group.ranges is not None:
+            rows, position = rows_of(row_group.ranges), 0
+        else:
+            rows, position = self._read_rows(row_group, first, stop)
+        found = row_slice(rows, first, max(first, stop))
+        return position + found.start, rows[found]
+
+    def read_into(self, array: LayerArray, start: int, stop: int, out: np.ndarray) -> None:
+        """Reads elements ``[start, stop)`` of an array's first axis into ``out``, verified.
+
+        Whole uncompressed chunks are read directly into ``out``. After an error its contents are
+        undefined.
+
+        Args:
+          array: one of ``arrays()``.
+          start: first element.
+          stop: last element + 1.
+          out: (stop - start, *array.shape[1:]) of the stored dtype, contiguous.
+
+        Raises:
+          Damaged: the named chunk is truncated or altered.
+          StorageError: reading failed.
+          OptionError: the range or ``out`` does not fit the array.
+        """
+        _check_target(array, start, stop, out)
+        if not out.nbytes:
+            return
+        target = out.reshape(-1).view(np.uint8)
+        last = (stop - 1) // array.chunk_rows
+        for numbers in self._batches(array, start // array.chunk_rows, last):
+            wanted = [self._wanted(array, number, start, stop, target) for number in numbers]
+            self._read_chunks(array, wanted)
+            for one in wanted:
+                if one.target is not None:
+                    data = self._decoded(array, one)
+                    one.target[:] = data[one.skipped : one.skipped + len(one.target)]
+
+    def verify(self) -> None:
+        """Verifies every byte of the layer.
+
+        Raises:
+          Damaged: a byte is altered or missing; the error names the header or the chunk.
+          StorageError: reading failed.
+        """
+        page = np.empty(PAGE_BYTES, np.uint8)
+        self._read(0, [page], "header")
+        if page.tobytes() != Header.of(self.manifest, self.nbytes).page():
+            raise Damaged(f"{self._name}: header", "the header of its footer", "other bytes")
+        for array in self.manifest.arrays:
+            for numbers in self._batches(array, 0, array.chunk_count - 1):
+                chunks = [(number, self._chunk(array, number)) for number in numbers]
+                self._read_chunks(
+                    array, [_Wanted(number, chunk, _room(chunk)) for number, chunk in chunks]
+                )
+
+    def _read_tail(self) -> tuple[footer.Trailer, memoryview]:
+        """Reads the footer; unverified except for the trailer's bounds."""
+        nbytes, shown = self.nbytes, f"{self._name}: footer"
+        if nbytes < 2 * PAGE_BYTES or nbytes % PAGE_BYTES:
+            expected = f"a multiple of {PAGE_BYTES} bytes, at least {2 * PAGE_BYTES}"
+            raise Damaged(shown, expected, f"{nbytes} bytes")
+        tail = np.empty(min(_TAIL_BYTES, nbytes - PAGE_BYTES), np.uint8)
+        self._read(nbytes - len(tail), [tail], "footer")
+        trailer = footer.trailer_of(tail[-TRAILER_BYTES:].data, nbytes, self._name)
+        missing = nbytes - trailer.footer - len(tail)
+        if missing > 0:
+            before = np.empty(missing, np.uint8)
+            self._read(trailer.footer, [before], "footer")
+            tail = np.concatenate([before, tail])
+        return trailer, tail[len(tail) - (nbytes - trailer.footer) :].data
+
+    def _read_rows(self, group: RowGroup, first: int, stop: int) -> tuple[np.ndarray, int]:
+        """Decodes the chunks of row indices that may have some in a range; and their position."""
+        gaps = self._arrays[group.name][GAPS]
+        wanted = [
+            number
+            for number, (low, high) in enumerate(group.bounds)
+            if low < stop and first <= high
+        ]
+        if not wanted:
+            below = sum(high < first for _, high in group.bounds)
+            return np.empty(0, np.int64), min(below * gaps.chunk_rows, group.count)
+        start = wanted[0] * gaps.chunk_rows
+        end = min((wanted[-1] + 1) * gaps.chunk_rows, group.count)
+        held = np.empty(end - start, gaps.dtype)
+        self.read_into(gaps, start, end, held)
+        rows = held.astype(np.int64)
+        for number in wanted:
+            own = slice(number * gaps.chunk_rows - start, (number + 1) * gaps.chunk_rows - start)
+            low, high = group.bounds[number]
+            found = rows[own]
+            found[0] += low
+            np.cumsum(found, out=found)
+            # Summing int64 cannot wrap back to ascending rows.
+            if held[own][0] or found[-1] != high or not np.all(found[1:] > found[:-1]):
+                shown = f"{self._name}: {_shown(gaps, number)}"
+                raise Damaged(shown, f"ascending rows from {low} to {high}", "other gaps")
+        return rows, start
+
+    def _batches(self, array: LayerArray, first: int, last: int) -> Iterator[range]:
+        """Numbers of chunks, inclusive, in batches that are read at once."""
+        nbytes = 0
+        for number in range(first, last + 1):
+            chunk = self._chunk(array, number)
+            nbytes += chunk.stop - chunk.start
+            if nbytes >= _RANGE_BYTES or number == last:
+                yield range(first, number + 1)
+                first, nbytes = number + 1, 0
+
+    def _wanted(
+        self, array: LayerArray, number: int, start: int, stop: int, out: np.ndarray
+    ) -> _Wanted:
+        """Where to read a chunk: directly into ``out``, the bytes of rows from ``start`` on."""
+        chunk, row_bytes = self._chunk(array, number), array.row_bytes
+        own, length = number * array.chunk_rows, array.chunk_length(number)
+        low, high = max(start, own), min(stop, own + length)
+        target = out[(low - start) * row_bytes : (high - start) * row_bytes]
+        if high - low == length and len(target) == chunk.stop - chunk.offset:
+            return _Wanted(number, chunk, target)
+        return _Wanted(number, chunk, _room(chunk), target, (low - own) * row_bytes)
+
+    def _read_chunks(self, array: LayerArray, wanted: Sequence[_Wanted]) -> None:
+        """Reads chunks, adjacent ones with one range, and verifies them."""
+        paddings = [np.empty(one.chunk.offset - one.chunk.start, np.uint8) for one in wanted]
+        first = 0
+        for number in range(1, len(wanted) + 1):
+            is_next = number < len(wanted)
+            if is_next and wanted[number].chunk.start == wanted[number - 1].chunk.stop:
+                continue
+            parts = [
+                part
+                for one, padding in zip(wanted[first:number], paddings[first:number], strict=True)
+                for part in (padding, one.data)
+                if len(part)
+            ]
+            self._read(wanted[first].chunk.start, parts, _shown(array, wanted[first].number))
+            first = number
+        for one, padding in zip(wanted, paddings, strict=True):
+            found = footer.chunk_crc32c(self._seed, one.chunk.offset, padding, one.data)
+            if found != one.chunk.crc32c:
+                expected = f"crc32c {one.chunk.crc32c:08x}"
+                shown = f"{self._name}: {_shown(array, one.number)}"
+                raise Damaged(shown, expected, f"crc32c {found:08x}")
+
+    def _read(self, offset: int, parts: Sequence[np.ndarray], shown: str) -> None:
+        try:
+            self._source.read_into(self.start + offset, [part.data for part in parts])
+        except Damaged as error:
+            raise Damaged(f"{self._name}: {shown}", error.expected, error.found) from error
+
+    def _decoded(self, array: LayerArray, one: _Wanted) -> np.ndarray:
+        """The uncompressed bytes of a verified chunk."""
+        shape = (array.chunk_length(one.number), *array.shape[1:])
+        nbytes = shape[0] * array.row_bytes
+        if len(one.data) == nbytes:
+            return one.data
+        shown = f"{self._name}: {_shown(array, one.number)}"
+        plain = np.frombuffer(decompressed(one.data.data, nbytes, shown), np.uint8)
+        if array.compression != "planes":
+            return plain
+        planes = plain.view(array.dtype).reshape(shape[-1], *shape[:-1])
+        return np.ascontiguousarray(np.moveaxis(planes, 0, -1)).reshape(-1).view(np.uint8)
+
+    def _chunk(self, array: LayerArray, number: int) -> Chunk:
+        return self._chunks[array.row_group, array.name][number]
+
+
+class _Wanted(NamedTuple):
+    """A chunk to read into ``data``; its bytes from ``skipped`` on are then copied to a target."""
+
+    number: int
+    chunk: Chunk
+    data: np.ndarray
+    target: np.ndarray | None = None
+    skipped: int = 0
+
+
+def appended_layers(
+    source: ByteSource, length: int, *, after: Layer | None = None, acknowledged: int = -1
+) -> Iterator[Layer]:
+    """Yields the layers that were appended to a file, oldest first, up to an incomplete tail.
+
+    A writer flushes each layer before it appends the next. A layer with a valid header after it
+    is therefore acknowledged. All others are yielded only if every byte of them is intact: a power
+    cut may lose any of their blocks. What follows the last yielded layer may be truncated.
+
+    Args:
+      source: the file.
+      length: its length in bytes.
+      after: the last layer of the previous file; None if the file is the first one.
+      acknowledged: greatest sequence number that the file is known to hold; -1 for none.
+
+    Raises:
+      Damaged: an acknowledged layer is missing or altered; raised after all layers before it.
+      FormatTooNew: a later version of deltackpt wrote a layer.
+      StorageError: reading failed.
+    """
+    at, last = 0, after
+    pending: Layer | None = None
+    problem: Damaged | None = None
+    while problem is None:
+        header = _header_at(source, at, length)
+        if header is None or not _follows(header, last):
+            expected = "the next layer" if last is None else f"layer {last.manifest.sequence + 1}"
+            found = "none" if header is None else f"layer {header.sequence}, or another predecessor"
+            problem = Damaged(f"{source.name}, layer at byte {at}: header", expected, found)
+            search_from = at
+        else:
+            if pending is not None:
+                yield pending
+            pending, search_from = None, at + PAGE_BYTES
+            try:
+                pending = last = _layer_of(source, header, at, length)
+                at += header.nbytes
+            except Damaged as error:
+                problem = error
+    sequence = -1 if last is None else last.manifest.sequence
+    is_reported = sequence < acknowledged or _any_header(source, search_from, length, last)
+    if pending is not None:
+        if not is_reported and sequence > acknowledged:
+            try:
+                pending.verify()
+            except Damaged:
+                return
+        yield pending
+    if is_reported:
+        raise problem
+
+
+def _layer_of(source: ByteSource, header: Header, start: int, length: int) -> Layer:
+    """The layer of a header in a file."""
+    shown = f"{source.name}, layer at byte {start}"
+    if header.nbytes > length - start:
+        raise Damaged(f"{shown}: footer", f"{header.nbytes} bytes", f"{length - start} bytes")
+    layer = Layer(source, header.nbytes, start=start)
+    if Header.of(layer.manifest, layer.nbytes) != header:
+        raise Damaged(f"{shown}: header", "the header of its footer", "another one")
+    return layer
+
+
+def _header_at(source: ByteSource, at: int, length: int) -> Header | None:
+    if at + PAGE_BYTES > length:
+        return None
+    page = np.empty(PAGE_BYTES, np.uint8)
+    source.read_into(at, [page.data])
+    return footer.header_of(page.tobytes(), f"{source.name}, layer at byte {at}")
+
+
+def _follows(header: Header, last: Layer | None) -> bool:
+    if last is None:
+        return True
+    found, own = header, Header.of(last.manifest, last.nbytes)
+    expected = (own.run_crc32c, own.sequence + 1, last.digest)
+    return (found.run_crc32c, found.sequence, found.predecessor) == expected
+
+
+def _any_header(source: ByteSource, start: int, length: int, last: Layer | None) -> bool:
+    """Whether a page from an offset on is the header of a layer after ``last``."""
+    own = None if last is None else Header.of(last.manifest, last.nbytes)
+    while (nbytes := min(_RANGE_BYTES, (length - start) // PAGE_BYTES * PAGE_BYTES)) > 0:
+        data = np.empty(nbytes, np.uint8)
+        source.read_into(start, [data.data])
+        for page in footer.pages_with_headers(data):
+            found = footer.header_of(data[page : page + PAGE_BYTES].tobytes(), source.name)
+            if found is not None and (own is None or _is_later(found, own)):
+                return True
+        start += nbytes
+    return False
+
+
+def _is_later(found: Header, own: Header) -> bool:
+    # Others are left over from files that used these blocks before.
+    return found.run_crc32c == own.run_crc32c and found.sequence > own.sequence
+
+
+def _room(chunk: Chunk) -> np.ndarray:
+    return np.empty(chunk.stop - chunk.offset, np.uint8)
+
+
+def _shown(array: LayerArray, chunk: int) -> str:
+    return f"row group {array.row_group!r}, array {array.name!r}, chunk {chunk}"
+
+
+def _check_target(array: LayerArray, start: int, stop: int, out: np.ndarray) -> None:
+    expected = (stop - start, *array.shape[1:]), array.dtype, True
+    found = out.shape, out.dtype.name, out.flags.c_contiguous
+    if not 0 <= start <= stop <= array.shape[0] or found != expected:
+        raise OptionError(
+            f"array {array.name!r}: expected rows within {array.shape[0]} and a contiguous target "
+            f"of shape {expected[0]}, {array.dtype}, found [{start}, {stop}) and {found[0]}, "
+            f"{found[1]}; pass such a target"
+        )

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The requested parts of a step, and the buffers that they are read into."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from deltackpt import codecs
+from deltackpt.errors import TemplateMismatch
+from deltackpt.format import blocks, globs, manifest
+from deltackpt.format.blocks import Box, Span
+from deltackpt.format.manifest import Cover, Layout
+from deltackpt.format.segments import GroupEntry, Segment, width
+from deltackpt.resources import memory
+
+#: Table name to field name to the boxes of it that this process needs.
+Wanted = Mapping[str, Mapping[str, Sequence[Box]]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Target:
+    """The final buffer of some virtual rows and columns of one field.
+
+    ``columns`` is None for a field that is not as wide as its table, and so never split; ``buffer``
+    is (rows[1] - rows[0], *trailing), with trailing reduced to the columns.
+    """
+
+    group: str
+    field: str
+    rows: Span
+    columns: Span | None
+    buffer: np.ndarray
+
+    def overlap(self, columns: Span) -> Span | None:
+        """Returns the columns that the target shares with a segment, or None."""
+        if self.columns is None:
+            return (0, 1)
+        first, last = max(self.columns[0], columns[0]), min(self.columns[1], columns[1])
+        return (first, last) if first < last else None
+
+
+def wanted_rows(target: Layout, rows: Mapping[str, Span | None]) -> Wanted:
+    """Returns all fields of some tables, each with a half-open range of rows.
+
+    Args:
+      target: the layout of the step.
+      rows: table name, or the end of exactly one name, to the range; None for all rows.
+
+    Raises:
+      TemplateMismatch: the table does not exist, or has fewer rows.
+    """
+    tables = {table.name: table for table in target.tables}
+    groups = target.group_by_name
+    found: dict[str, dict[str, list[Box]]] = {}
+    for asked, span in rows.items():
+        name = globs.meant(asked, tables, TemplateMismatch)
+        if name not in tables:
+            raise TemplateMismatch(
+                f"table {name!r}: expected one of {sorted(tables)}, found no such table in the "
+                "step; name one of them"
+            )
+        start, stop = span if span is not None else (0, tables[name].rows)
+        if not 0 <= start <= stop <= tables[name].rows:
+            raise TemplateMismatch(
+                f"table {name!r}: expected a row range within [0, {tables[name].rows}), found "
+                f"[{start}, {stop}); name rows that the step has"
+            )
+        found[name] = {
+            spec.name: [Box((start, stop), (0, width(spec.trailing)))]
+            for spec in groups[tables[name].group].fields
+        }
+    return found
+
+
+def empty_buffers(
+    target: Layout, wanted: Wanted | None = None
+) -> tuple[dict[str, dict[str, dict[Box, np.ndarray]]], Targets]:
+    """Allocates buffers for the wanted parts of a step: table name to field name to box to array.
+
+    Args:
+      target: the layout of the step.
+      wanted: the wanted parts; by default every table and slot in full.
+
+    Returns:
+      The arrays, and targets of ``fill`` for them.
+    """
+    if wanted is None:
+        wanted = wanted_rows(target, dict.fromkeys(table.name for table in target.tables))
+    groups = target.group_by_name
+    buffers: dict[str, dict[str, dict[Box, np.ndarray]]] = {}
+    for table in target.tables:
+        asked = wanted.get(table.name, {})
+        for spec in groups[table.group].fields:
+            if spec.name in asked:
+                buffers.setdefault(table.name, {})[spec.name] = {}
+            for box in asked.get(spec.name, ()):
+                (start, stop), (first, last) = box
+                trailing = (last - first, *spec.trailing[1:]) if spec.trailing else ()
+                buffer = memory.empty_buffer((stop - start, *trailing), codecs.dtype_of(spec.dtype))
+                buffers[table.name][spec.name][box] = buffer
+    return buffers, targets_of(buffers, target)
+
+
+def targets_of(
+    buffers: Mapping[str, Mapping[str, Mapping[Box, np.ndarray]]], target: Layout
+) -> Targets:
+    """Returns some buffers as targets.
+
+    Args:
+      buffers: table name to field name to box to array.
+      target: the layout of the step.
+    """
+    groups, found = target.group_by_name, []
+    for table in target.tables:
+        held = buffers.get(table.name, {})
+        group = groups[table.group]
+        for spec in group.fields:
+            for box, buffer in held.get(spec.name, {}).items():
+                # A template may have grown: its additional rows are not in the step.
+                start, stop = min(box.rows[0], table.rows), min(box.rows[1], table.rows)
+                found.append(
+                    Target(
+                        group=group.name,
+                        field=spec.name,
+                        rows=(table.offset + start, table.offset + stop),
+                        columns=box.columns if group.columns(spec) is not None else None,
+                        buffer=buffer[: stop - start],
+                    )
+                )
+    return Targets(found, target)
+
+
+class Targets:
+    """The buffers that a restore fills, by group, field and rows."""
+
+    def __init__(self, targets: Sequence[Target], target: Layout):
+        """Sorts them.
+
+        Args:
+          targets: a grid splits boxes of one field: their rows are the same or disjoint.
+          target: the layout of the step.
+        """
+        self.all = tuple(targets)
+        self._layout = target
+        self._sorted: dict[tuple[str, str], list[Target]] = {}
+        for one in sorted(targets, key=lambda one: one.rows):
+            self._sorted.setdefault((one.group, one.field), []).append(one)
+
+    def over(self, group: str, field: str, rows: Span, columns: Span) -> tuple[Target, ...]:
+        """Returns the targets of a field that overlap a segment in rows and columns."""
+        found = self._sorted.get((group, field), [])
+        low = bisect.bisect_right(found, rows[0], key=lambda one: one.rows[1])
+        high = bisect.bisect_left(found, rows[1], key=lambda one: one.rows[0])
+        return tuple(one for one in found[low:high] if one.overlap(columns) is not None)
+
+    def want(self, segment: Segment, rows: Span) -> bool:
+        """Returns whether any target overlaps rows of a segment, in any of its fields."""
+        return any(
+            self.over(segment.group, field, rows, segment.columns) for field in segment.fields
+        )
+
+    def touch(self, cover: Cover) -> bool:
+        """Returns whether a shard may contain any wanted row, from its cover alone."""
+        wanted = self._covers.get(cover.group)
+        return (
+            wanted is not None
+            and _overlap(wanted.share, cover.share)
+            and _overlap(wanted.columns, cover.columns)
+            and any(_overlap(one, other) for one in wanted.tables for other in cover.tables)
+        )
+
+    @functools.cached_property
+    def _covers(self) -> dict[str, Cover]:
+        """Returns group to the cover of its targets."""
+        return {
+            group.name: cover
+            for group in self._layout.groups
+            if (cover := self._cover(group)) is not None
+        }
+
+    def _cover(self, group: GroupEntry) -> Cover | None:
+        targets = [one for one in self.all if one.group == group.name]
+        spans = blocks.rows_of(one.rows for one in targets)
+        columns = [one.columns or (0, group.width) for one in targets]
+        return manifest.cover(group, self._layout.tables, spans, columns) if len(spans) else None
+
+
+def _overlap(one: Span, other: Span) -> bool:
+    return max(one[0], other[0]) < min(one[1], other[1])

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""URLs, kvstore specs and tokens without their secrets, for errors, events, logs and records.
+
+Credentials belong in the environment. Every URL, endpoint or spec is checked for them on input.
+Until then, ``shown`` displays it, which hides too much rather than too little.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from deltackpt.errors import OptionError
+
+_HIDDEN = "..."
+_URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*):(/+)")
+#: A secret may hold any character, so that only the last "@" is known to end it.
+_USER = re.compile(r".*@", re.DOTALL)
+_QUERY = re.compile(r"[?#].*", re.DOTALL)
+_SECRET_KEY = re.compile(
+    r"token|secret|passw|credential|authorization|signature|sas\b|api_?key|access_?key|cookie",
+    re.IGNORECASE,
+)
+_TOKEN = re.compile(r"[!-~]{1,4096}")
+
+
+def shown(where: str | os.PathLike[str]) -> str:
+    """Returns a path, URL or kvstore spec for error messages, without credentials and queries."""
+    text = os.fspath(where)
+    if text.startswith("{"):
+        spec = _parsed(text)
+        return json.dumps(_redacted(spec), sort_keys=True) if isinstance(spec, dict) else "{...}"
+    found = _URL.match(text)
+    if found is None:
+        return text
+    rest = _QUERY.sub(lambda match: match[0][0] + _HIDDEN, text[found.end() :])
+    return found[0] + _USER.sub(f"{_HIDDEN}@", rest)
+
+
+def secret_in(spec: Any) -> str | None:
+    """Returns the first key of a kvstore spec that holds credentials, or None."""
+    return next(_secret_keys(spec, ""), None)
+
+
+def check_endpoint(endpoint: str | None) -> None:
+    """Rejects credentials and queries in an address, since orders of stages and errors show it.
+
+    Raises:
+      OptionError: it contains credentials or a query.
+    """
+    if endpoint is not None and set(endpoint) & set("@?#"):
+        raise OptionError(
+            "endpoint: expected an address such as https://host:port, found credentials or a query "
+            "in it; set credentials in the environment, where the SDKs of the services find them"
+        )
+
+
+def check_token(token: str) -> None:
+    """Rejects a token that cannot be sent in a request, without showing it.
+
+    Raises:
+      OptionError: it is empty, or has characters other than printable ASCII without spaces.
+    """
+    if not _TOKEN.fullmatch(token):
+        raise OptionError(
+            f"token: expected 1 to 4,096 printable ASCII characters without spaces, found "
+            f"{len(token)} that are not; use the one that the nodes were started with"
+        )
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _redacted(value: Any, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {name: _redacted(inner, name) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_redacted(inner, key) for inner in value]
+    if not isinstance(value, str):
+        return value
+    return _HIDDEN if _is_secret(key, value) else value
+
+
+def _secret_keys(value: Any, key: str) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _secret_keys(inner, name)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _secret_keys(inner, key)
+    elif isinstance(value, str) and _is_secret(key, value):
+        yield key
+
+
+def _is_secret(key: str, value: str) -> bool:
+    """Whether a text of a spec may hold credentials: by its key, or as a URL with more than a host.
+
+    Any header may hold credentials, so headers are not checked one by one.
+    """
+    is_named = key == "headers" or _SECRET_KEY.search(key) is not None
+    return is_named or (_URL.match(value) is not None and shown(value) != value)

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two-phase agreement on the ``append()`` call at which every process saves a step.
+
+If one process needs a save, all must make it, at the same call. But a call must not wait for
+another process unless it may be that call. Process 0 *proposes* a call that no process has reached,
+as far as it knows. Each process accepts in the background if its own count is lower, so it knows in
+advance that it must look up the outcome at that call. The outcome is written once: yes, by process
+0 after all have accepted; no, by any process whose wait timed out. A process therefore saves only
+if all processes that reach the call save, and no process waits long for one that lags or is dead.
+
+Pure: ``assembly`` transports the messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+#: A proposal is so many calls ahead at first, and at most; twice as many after each refusal.
+_LEAST_AHEAD, _MOST_AHEAD = 2, 1 << 16
+#: Pause after a proposal that timed out; doubles each time.
+_PAUSE_SECS = 1.0
+
+
+class Wish(NamedTuple):
+    """A process's request to all processes.
+
+    Attributes:
+      reason: why a step must be saved.
+      anew: whether the WAL restarts with it, which invalidates earlier records.
+    """
+
+    reason: str
+    anew: bool
+
+
+class Proposal(NamedTuple):
+    """A call at which all processes should save.
+
+    Attributes:
+      id: number of the proposal, from 1.
+      number: number of the ``append()`` call.
+      wish: the request that caused it.
+    """
+
+    id: int
+    number: int
+    wish: Wish
+
+
+class Status(NamedTuple):
+    """Process 0's view of a process.
+
+    Attributes:
+      calls: how often it had called ``append()`` when it sent this.
+      heard: id of the last proposal that it received, 0 before the first.
+      accepted: whether it accepted that.
+      passed: id of the last proposal whose call it has passed.
+      wish: what it needs.
+      grown: bytes appended since the last step.
+      dense: bytes of its dense leaves.
+    """
+
+    calls: int = 0
+    heard: int = 0
+    accepted: bool = False
+    passed: int = 0
+    wish: Wish | None = None
+    grown: int = 0
+    dense: int = 0
+
+
+class Member:
+    """One process's part in the agreement."""
+
+    def __init__(self, calls: int = 0) -> None:
+        """Starts without proposals.
+
+        Args:
+          calls: how often ``append()`` was called.
+        """
+        self._calls = calls
+        self._heard: Proposal | None = None
+        self._accepted = False
+
+    def call(self) -> Proposal | None:
+        """Counts a call of ``append()``.
+
+        Returns:
+          A proposal whose outcome must be known before anything else.
+        """
+        self._calls += 1
+        heard = self._heard
+        if heard is not None and self._accepted and heard.number == self._calls:
+            return heard
+        return None
+
+    def hear(self, proposal: Proposal) -> None:
+        """Accepts or refuses a proposal; one that was received before changes nothing."""
+        if self._heard is None or proposal.id > self._heard.id:
+            self._heard = proposal
+            self._accepted = self._calls < proposal.number
+
+    @property
+    def next_id(self) -> int:
+        """Returns the id of the next proposal."""
+        return 1 if self._heard is None else self._heard.id + 1
+
+    def status(self, wish: Wish | None, grown: int = 0, dense: int = 0) -> Status:
+        """Returns the status for process 0."""
+        heard = self._heard
+        if heard is None:
+            return Status(self._calls, wish=wish, grown=grown, dense=dense)
+        passed = heard.id if self._calls > heard.number else heard.id - 1
+        return Status(self._calls, heard.id, self._accepted, passed, wish, grown, dense)
+
+
+class Settle(NamedTuple):
+    """The outcome that process 0 writes, unless one was written."""
+
+    proposal: Proposal
+    yes: bool
+
+
+class Leader:
+    """The decisions of process 0."""
+
+    def __init__(self, count: int, deadline_secs: float):
+        """Starts without a proposal.
+
+        Args:
+          count: number of processes.
+          deadline_secs: how long a proposal stays open that is neither accepted by all nor refused.
+        """
+        self._count = count
+        self._deadline_secs = deadline_secs
+        self._ahead = _LEAST_AHEAD
+        self._id = 0
+        self._open: Proposal | None = None
+        self._since = 0.0
+        self._agreed = 0
+        self._pause_secs = _PAUSE_SECS
+        self._not_before = 0.0
+
+    @property
+    def proposal(self) -> Proposal | None:
+        """Returns the open proposal."""
+        return self._open
+
+    def look(
+        self, now: float, statuses: Mapping[int, Status], wish: Wish | None
+    ) -> Proposal | Settle | None:
+        """Returns the next action.
+
+        Args:
+          now: current time in seconds.
+          statuses: the known statuses of the processes.
+          wish: the combined request of all processes.
+
+        Returns:
+          A proposal to send to all; the outcome of the previous one, for ``settled``; or None.
+        """
+        if (proposal := self._open) is not None:
+            answers = [one for one in statuses.values() if one.heard == proposal.id]
+            accepted = [one.accepted for one in answers]
+            if not all(accepted):
+                self._ahead = min(2 * self._ahead, _MOST_AHEAD)
+                return Settle(proposal, False)
+            if len(accepted) == self._count:
+                return Settle(proposal, True)
+            late = now - self._since >= self._deadline_secs
+            # A process that passed the call has settled it itself.
+            late = late or any(one.calls > proposal.number for one in statuses.values())
+            return Settle(proposal, False) if late else None
+        if len(statuses) < self._count or now < self._not_before:
+            return None
+        if any(one.passed < self._agreed for one in statuses.values()):
+            return None  # Their statuses are older than the agreed step.
+        wishes = [one.wish for one in statuses.values() if one.wish is not None]
+        wishes += [wish] if wish is not None else []
+        if not wishes:
+            return None
+        chosen = max(wishes, key=lambda one: one.anew)
+        self._id += 1
+        calls = max(one.calls for one in statuses.values())
+        self._open = Proposal(self._id, calls + self._ahead, chosen)
+        self._since = now
+        return self._open
+
+    def settled(self, now: float, *, yes: bool, refused: bool) -> None:
+        """Records the outcome of the open proposal.
+
+        Args:
+          now: current time in seconds.
+          yes: whether all save.
+          refused: whether a process was past the call: the next proposal may follow at once.
+        """
+        assert self._open is not None
+        if yes:
+            self._agreed, self._pause_secs = self._open.id, _PAUSE_SECS
+        elif not refused:
+            self._not_before = now + self._pause_secs
+            self._pause_secs = min(2 * self._pause_secs, max(self._deadline_secs, _PAUSE_SECS))
+        self._open = None
+
+
+def too_long(statuses: Mapping[int, Status], max_wal_ratio: float, base_bytes: int) -> bool:
+    """Returns whether the WAL of all processes exceeds what a restore should replay.
+
+    Args:
+      statuses: statuses of the processes.
+      max_wal_ratio: limit, as a multiple of a base.
+      base_bytes: bytes of all tables and slots, without dense leaves.
+    """
+    dense = sum(one.dense for one in statuses.values())
+    return sum(one.grown for one in statuses.values()) > max_wal_ratio * (base_bytes + dense)

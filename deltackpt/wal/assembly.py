@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transports the messages of ``agreement`` between processes, and watches for processes that lag.
+
+Messages use the job's coordination service, which also works while the disk is full. A thread waits
+for the next proposal; on process 0 it also makes them. Statuses are sent when they change, so an
+idle agreement sends nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from deltackpt.errors import StorageError, WalBehind
+from deltackpt.handlers.board import JobBoard
+from deltackpt.wal.agreement import Leader, Member, Proposal, Settle, Status, Wish, too_long
+from deltackpt.wal.progress import Progress, Watch
+
+#: How long the thread waits for a proposal, while none is open and while one is.
+_IDLE_SECS, _OPEN_SECS = 0.5, 0.02
+#: Longest wait of a call for the outcome of a proposal that this process has accepted.
+_PATIENCE_SECS = 2.0
+#: Growth is reported in this many parts of the limit.
+_SHARES = 16
+_YES, _NO = b"yes", b"no"
+
+
+class Assembly:
+    """One process's side of the agreement in one WAL epoch; called from the training thread."""
+
+    def __init__(
+        self,
+        board: JobBoard,
+        key: str,
+        progress: Progress,
+        *,
+        calls: int,
+        max_wal_ratio: float,
+        base_bytes: int,
+        deadline_secs: float,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Sends nothing before ``start``.
+
+        Args:
+          board: board of the job.
+          key: prefix of all keys of this epoch.
+          progress: progress of the processes.
+          calls: how often ``append()`` was called.
+          max_wal_ratio: how large the WAL of all may grow, as a multiple of a base.
+          base_bytes: bytes of a base without dense leaves.
+          deadline_secs: how far a process may lag; how long a proposal stays open.
+          clock: in seconds.
+        """
+        self._board, self._key = board, key
+        self._progress = progress
+        self._index, self._count = progress.process, progress.count
+        self._max_wal_ratio, self._base_bytes = max_wal_ratio, base_bytes
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._member = Member(calls)
+        self._leader = Leader(self._count, deadline_secs)
+        self._watch = Watch(deadline_secs)
+        self._watch_every = deadline_secs / 4
+        self._watched_at = clock()
+        self._patience_secs = min(_PATIENCE_SECS, deadline_secs)
+        self._wish: Wish | None = None
+        self._grown = self._dense = 0
+        self._told: Status | None = None
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        #: The error that ended a round of the thread, until it is reported.
+        self._failure: Exception | None = None
+        #: Lagging processes that were not reported yet.
+        self.alarms: collections.deque[WalBehind] = collections.deque(maxlen=8)
+
+    # On the training thread.
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._tell()
+        self._thread = threading.Thread(target=self._work, name="deltackpt-agree", daemon=True)
+        self._thread.start()
+
+    def call(self) -> Wish | None:
+        """Counts a call of ``append()``; every process makes the same calls.
+
+        Returns:
+          Why all processes save a step at this one; None if they do not.
+
+        Raises:
+          StorageError: that cannot be determined.
+        """
+        with self._lock:
+            proposal = self._member.call()
+        if proposal is None:
+            self._tell()
+            return None
+        place = self._outcome(proposal)
+        outcome = self._board.wait_for(place, self._patience_secs)
+        if outcome is None:
+            # Process 0, or another one, lags: the first write decides.
+            outcome = self._board.put_first(place, _NO)
+        return proposal.wish if outcome == _YES else None
+
+    def take_failure(self) -> Exception | None:
+        """Returns an unexpected error of the thread once; the thread continues."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    def wish(self, wish: Wish) -> None:
+        """Requests a step of all processes, unless more was requested."""
+        if self._wish is None or wish.anew:
+            self._wish = wish
+            self._tell()
+
+    def saved(self) -> None:
+        """Clears the request, because a step is being saved, unless the WAL must restart."""
+        if self._wish is not None and not self._wish.anew:
+            self._wish = None
+        self._grown = 0
+        self._tell()
+
+    def grew(self, nbytes: int, dense_bytes: int) -> None:
+        """Reports the size of this process's WAL.
+
+        Args:
+          nbytes: bytes since the last step.
+          dense_bytes: bytes of its dense leaves.
+        """
+        self._dense = dense_bytes
+        share = self._max_wal_ratio * (self._base_bytes + dense_bytes) / self._count / _SHARES
+        if abs(nbytes - self._grown) >= share:
+            self._grown = nbytes
+
+    def close(self) -> None:
+        """Stops the thread."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(2 * _IDLE_SECS)
+
+    def _tell(self) -> None:
+        """Sends process 0 what has changed, except for the number of calls alone."""
+        with self._lock:
+            status = self._member.status(self._wish, self._grown, self._dense)
+            if self._told is not None and status == self._told._replace(calls=status.calls):
+                return
+            # Without the status, processes cannot agree; the next call sends it again.
+            with contextlib.suppress(StorageError):
+                self._board.replace(f"{self._key}/status/{self._index}", _packed(status))
+                self._told = status
+
+    # In the thread.
+
+    def _work(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self.listen()
+            except Exception as error:
+                # The job is at its end, or the service is busy; else the next ``log()`` raises it.
+                if not isinstance(error, StorageError):
+                    self._failure = error
+                self._closed.wait(_IDLE_SECS)
+
+    def listen(self) -> None:
+        """Runs one round: process 0 decides, then all receive.
+
+        Raises:
+          StorageError: the board does not answer.
+        """
+        if self._index == 0:
+            self._lead()
+            self._look_behind()
+        place = f"{self._key}/proposal/{self._member.next_id}"
+        wait_secs = _IDLE_SECS if self._leader.proposal is None else _OPEN_SECS
+        data = self._board.wait_for(place, wait_secs)
+        if data is None:
+            return
+        with self._lock:
+            self._member.hear(_proposal(data))
+        self._tell()
+
+    def _lead(self) -> None:
+        now, leader = self._clock(), self._leader
+        told = self._board.folder(f"{self._key}/status/")
+        statuses = {int(process): _status(data) for process, data in told.items()}
+        with self._lock:
+            statuses[0] = self._member.status(self._wish, self._grown, self._dense)
+        long = too_long(statuses, self._max_wal_ratio, self._base_bytes)
+        wish = Wish("the WAL has grown to WalOptions.max_wal_ratio", anew=False) if long else None
+        found = leader.look(now, statuses, wish)
+        if isinstance(found, Proposal):
+            self._board.replace(f"{self._key}/proposal/{found.id}", _packed(found))
+        elif isinstance(found, Settle):
+            outcome = _YES if found.yes else _NO
+            stands = self._board.put_first(self._outcome(found.proposal), outcome)
+            answers = [one for one in statuses.values() if one.heard == found.proposal.id]
+            refused = not all(one.accepted for one in answers)
+            leader.settled(now, yes=stands == _YES, refused=refused)
+
+    def _look_behind(self) -> None:
+        now = self._clock()
+        if now - self._watched_at < self._watch_every:
+            return
+        self._watched_at = now
+        late = self._watch.look(now, self._progress.of_each())
+        if late:
+            self.alarms.append(self._watch.error(late))
+
+    def _outcome(self, proposal: Proposal) -> str:
+        return f"{self._key}/outcome/{proposal.id}"
+
+
+def _packed(value: Proposal | Status) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _wish(plain: Any) -> Wish | None:
+    return None if plain is None else Wish(*plain)
+
+
+def _proposal(data: bytes) -> Proposal:
+    number, call, wish = json.loads(data)
+    return Proposal(number, call, Wish(*wish))
+
+
+def _status(data: bytes) -> Status:
+    found = Status(*json.loads(data))
+    return found._replace(wish=_wish(found.wish))

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampled audit of the WAL: checks that each sampled row that changed is in a record.
+
+Each save keeps a sample of rows (``save.proof``). Every fourth record compares a slice of it and
+keeps the new bits, so that about 50 records cover the sample. The other rows keep their old bits,
+so a later record finds a change that an earlier one missed.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from deltackpt.format.manifest import Layout
+from deltackpt.format.segments import GroupEntry
+from deltackpt.save import proof
+from deltackpt.save.branch import Known
+from deltackpt.save.clocks import Clocks, clocks_seen
+from deltackpt.save.division import Where
+from deltackpt.save.selection import Sources, TouchedRows
+
+#: One record of so many looks, and at so many rows: 75 us of 4 calls of 1.4 ms, or 1.3 %.
+_EVERY, _ROWS = 4, 128
+
+
+@dataclasses.dataclass(eq=False)
+class _Slice:
+    """A few rows of one group as they were at the last comparison.
+
+    Attributes:
+      group: its name.
+      where: see ``proof.Witness``.
+      rows: virtual, int64 ascending.
+      bits: field name to the bits, uint8 (n, row_bytes).
+      since: the clocks after which rows may have moved since; None if these are not known.
+    """
+
+    group: str
+    where: Where
+    rows: np.ndarray
+    bits: Mapping[str, np.ndarray]
+    since: Clocks | None
+
+
+class Audit:
+    """Compares a few rows for each record; used by the training thread."""
+
+    def __init__(self) -> None:
+        """Compares nothing before ``begin``."""
+        self._known: Known | None = None
+        self._slices: collections.deque[_Slice] = collections.deque()
+        self._calls = 0
+        #: Judges the rows that an accelerator was asked for.
+        self._judge: Callable[[], str | None] | None = None
+
+    def begin(self, known: Known | None) -> None:
+        """Replaces the sample with the one of a save; None ends the audit."""
+        self._known, self._judge = known, None
+        self._slices.clear()
+
+    def look(
+        self,
+        sources: Sources,
+        given: TouchedRows | None,
+        *,
+        clocks: Clocks,
+        since: Mapping[str, int],
+        settled: Clocks | None,
+    ) -> str | None:
+        """Compares the next slice if one is due; accelerator rows are compared at the next call.
+
+        Args:
+          sources: the data that this process reads.
+          given: the rows of the record; None if the stamps determine them.
+          clocks: the clocks of the TouchStates at the record.
+          since: TouchState path to the clock of the previous record.
+          settled: the clocks after which rows may still move; None if unknown.
+
+        Returns:
+          A description of the rows that changed but are in no record; None if no such row was
+          found.
+        """
+        found, call, self._calls = self.settle(), self._calls, self._calls + 1
+        if found is not None or call % _EVERY:
+            return found
+        if self._known is not None:
+            self._slices.extend(_slices(sources, self._known))
+            self._known = None
+        if not self._slices:
+            return None
+        one = self._slices[0]
+        self._slices.rotate(-1)
+        fields = sources.fields_of(one.group, one.where)
+        if not one.bits.keys() <= fields.keys():
+            self._slices.pop()  # The state is sharded in another way by now.
+            return None
+        layout, group = sources.layout, sources.layout.group_by_name[one.group]
+        before = {} if one.since is None else clocks_seen(clocks, one.since)
+        one.since = settled
+        landing = {name: fields[name].dispatch_bits(one.rows) for name in one.bits}
+
+        def unheld() -> np.ndarray:
+            if given is None:
+                return np.zeros(len(one.rows), bool)
+            held = given(one.group, ((int(one.rows[0]), int(one.rows[-1]) + 1),))
+            return np.isin(one.rows, held, invert=True)
+
+        if all(fields[name].on_host for name in one.bits):
+            at = functools.partial(sources.stamps.at, group, one.rows)
+            return _judged(one, layout, group, landing, at, before, since, unheld)
+        # Later steps donate the state, so nothing may refer to it.
+        at, missing = sources.stamps.dispatch_at(group, one.rows), unheld()
+        self._judge = lambda: _judged(
+            one, layout, group, landing, at, before, since, lambda: missing
+        )
+        return None
+
+    def settle(self) -> str | None:
+        """Judges the rows that were requested from an accelerator; see ``look``."""
+        judge, self._judge = self._judge, None
+        return None if judge is None else judge()
+
+
+def _judged(
+    one: _Slice,
+    layout: Layout,
+    group: GroupEntry,
+    landing: Mapping[str, Callable[[], np.ndarray]],
+    stamps: Callable[[], Mapping[str, np.ndarray]],
+    before: Mapping[str, int],
+    since: Mapping[str, int],
+    unheld: Callable[[], np.ndarray],
+) -> str | None:
+    """Keeps the bits of a slice; returns the rows that changed and that no record holds."""
+    changed = []
+    for name, known in one.bits.items():
+        one.bits = {**one.bits, name: (now := landing[name]())}
+        if now.tobytes() != known.tobytes():  # 20 times as fast as to compare arrays.
+            changed.append(proof.differ(now, known))
+    if not changed or not before:
+        return None
+    touched = recent = np.zeros(len(one.rows), bool)
+    for place, now in stamps().items():
+        touched, recent = touched | (now > before[place]), recent | (now > since[place])
+    wrong = np.logical_or.reduce(changed) & (~touched | (recent & unheld()))
+    listed = proof.by_table(layout, group, one.rows[wrong])
+    faults = [proof.listed(table, [rows]) for table, rows in listed]
+    return proof.text(faults, "in the WAL") if faults else None
+
+
+def _slices(sources: Sources, known: Known) -> Iterator[_Slice]:
+    """The sample of a save in slices of a few rows, each within one shard."""
+    for (group, where), sample in (known.witness or {}).items():
+        fields, count = sources.fields_of(group, where), len(sample.rows)
+        starts = [shard.start for field in fields.values() for shard in field.shards]
+        cuts = np.union1d(np.searchsorted(sample.rows, starts), range(0, count, _ROWS))
+        for start, stop in itertools.pairwise([*cuts.tolist(), count]):
+            if start < stop:
+                bits = {name: rows[start:stop] for name, rows in sample.bits.items()}
+                yield _Slice(group, where, sample.rows[start:stop], bits, known.settled)

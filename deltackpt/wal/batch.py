@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of the training state that one ``append()`` copies, and its frames.
+
+Rows and dense leaves are copied before ``append()`` returns, so they are consistent. Rows are
+encoded in the background like those of deltas, with the same error budgets. A lossy row is always
+encoded from its live value, so errors do not add up over records.
+"""
+
+from __future__ import annotations
+
+import base64
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from deltackpt.errors import OptionError
+from deltackpt.format import blocks, frames, manifest
+from deltackpt.format.blocks import VALUES
+from deltackpt.format.frames import ItemsHead, LoggedItem, MarkHead, RowsHead
+from deltackpt.format.manifest import Layout, SaveId
+from deltackpt.policies import CodecChoice
+from deltackpt.save import fields
+from deltackpt.save.extract import SegmentSource
+from deltackpt.save.part import Plans, fields_of
+from deltackpt.save.taken import CopiedRows
+from deltackpt.state import paths
+from deltackpt.storage import parts
+from deltackpt.wal.dense_frames import Dense, DenseFrames
+from deltackpt.wal.frame import Frame, FramePlace, body_of
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Batch:
+    """The data that one process appends in one call.
+
+    Attributes:
+      save_id: id of its record.
+      full: whether it contains the dense leaves.
+      rows: rows that are copied, or are being copied.
+      layout: tables and groups.
+      choices: group name to field name to the codec of the WAL.
+      plans: the first codecs to try.
+      dense: copied dense leaves of a full record.
+      items: additional items, by name.
+      nbytes: bytes of rows and dense leaves, before encoding.
+      unix_ns: when it was captured.
+      started: the same time, as a ``time.perf_counter()`` value.
+      blocked_secs: how long ``append()`` blocked.
+      figures: measurements of writing it, once it is written.
+    """
+
+    save_id: SaveId
+    full: bool
+    rows: CopiedRows
+    layout: Layout
+    choices: Mapping[str, Mapping[str, CodecChoice]]
+    plans: Plans
+    dense: Dense | None
+    items: Sequence[Item]
+    nbytes: int
+    unix_ns: int
+    started: float
+    blocked_secs: float = 0.0
+    figures: Figures | None = None
+
+    def release(self) -> None:
+        """Releases its memory. Idempotent."""
+        self.rows.release()
+        if self.dense is not None:
+            self.dense.release()
+
+    @property
+    def row_count(self) -> int:
+        """Returns the number of rows; rows with several column ranges count once per range."""
+        return sum(len(one.rows) for one in self.rows.segments if VALUES in one.fields)
+
+    @property
+    def row_numbers(self) -> dict[str, np.ndarray]:
+        """Returns table name to the indices of its rows, int64 ascending.
+
+        Rows of fields that are ``always`` written are not included.
+        """
+        found: dict[str, np.ndarray] = {}
+        for segment in self.rows.segments:
+            if not isinstance(segment.rows, np.ndarray):
+                continue
+            for table in manifest.members(
+                self.layout.group_by_name[segment.group], self.layout.tables
+            ):
+                part = blocks.row_slice(segment.rows, table.offset, table.offset + table.rows)
+                rows = segment.rows[part] - table.offset
+                if len(rows):
+                    held = found.get(table.name)
+                    found[table.name] = rows if held is None else np.union1d(held, rows)
+        return found
+
+
+class Figures(NamedTuple):
+    """Measurements of writing a batch.
+
+    Attributes:
+      nbytes: bytes of its frames.
+      dense_bytes: bytes of dense leaves among them.
+      encode_secs: seconds until the frames were ready.
+      write_secs: seconds until the operating system had accepted them.
+    """
+
+    nbytes: int
+    dense_bytes: int
+    encode_secs: float
+    write_secs: float
+
+
+class Item(NamedTuple):
+    """An additional item of a WAL record."""
+
+    name: str
+    kind: str
+    data: bytes
+
+
+def items_of(given: Mapping[str, Any] | None) -> tuple[Item, ...]:
+    """Returns additional items as stored: bytes unchanged, other values as JSON.
+
+    Raises:
+      OptionError: an item is neither bytes nor JSON, or its name is not a valid string: a reader
+        would treat its record, and all later ones, as damaged.
+    """
+    for name in given or {}:
+        if not isinstance(name, str) or paths.printable(name) != name:
+            raise OptionError(
+                f"items: expected valid strings as names, found {name!r} ({type(name).__name__}); "
+                "rename it"
+            )
+    found = []
+    for name, value in sorted((given or {}).items()):
+        if isinstance(value, bytes):
+            found.append(Item(name, "bytes", value))
+            continue
+        try:
+            found.append(Item(name, "json", json.dumps(value).encode()))
+        except (TypeError, ValueError) as error:
+            raise OptionError(
+                f"items[{name!r}]: expected bytes or a JSON value, found "
+                f"{type(value).__name__}: {error}; pass what a data iterator's get_state() returns"
+            ) from error
+    return tuple(found)
+
+
+def as_json(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns additional items for a step that is saved instead of a record: bytes as base64."""
+    return {
+        name: {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
+        for name, value in (given or {}).items()
+    }
+
+
+def frames_of(
+    batch: Batch, parent: SaveId, dense: DenseFrames, pool: concurrent.futures.Executor
+) -> Iterator[Frame]:
+    """Returns the frames of a batch, the record header last; its rows must be in host memory.
+
+    Args:
+      batch: the captured data.
+      parent: the record's parent.
+      dense: creates the frames of dense leaves.
+      pool: runs the encoding.
+
+    Raises:
+      ErrorBudgetExceeded: a codec would exceed the user's bound, and more precise ones are not
+        allowed.
+    """
+    count = 0
+    leaves = dense.of(batch.dense, batch.save_id, pool)
+    for frame in itertools.chain(_row_frames(batch, pool), leaves):
+        yield frame
+        count += 1
+    if batch.items:
+        heads = [LoggedItem(name=i.name, kind=i.kind, nbytes=len(i.data)) for i in batch.items]  # pyright: ignore[reportArgumentType]
+        yield Frame(ItemsHead(items=tuple(heads)), [[item.data] for item in batch.items])
+        count += 1
+    mark = MarkHead(
+        save_id=batch.save_id,
+        parent=parent,
+        full=batch.full,
+        frames=count,
+        unix_ns=batch.unix_ns,
+    )
+    yield Frame(mark, [])
+
+
+def _row_frames(batch: Batch, pool: concurrent.futures.Executor) -> Iterator[Frame]:
+    groups = batch.layout.group_by_name
+    for number, source in enumerate(batch.rows.segments):
+        place = FramePlace(f"{source.group}.{number}")
+        row_numbers = parts.write_rows(place, source.rows)
+        described = fields_of(
+            groups[source.group], source, batch.layout, batch.choices, batch.plans, held=False
+        )
+        stored = [
+            fields.write_field(
+                place, field, functools.partial(batch.rows.pieces, number, field.name), pool
+            )
+            for field in described
+        ]
+        segment = parts.stored_segment(
+            place, source.group, source.columns, source.rows, row_numbers, stored
+        )
+        body = body_of([(place, segment.arrays)], pool)
+        yield Frame(RowsHead(segment=segment, sizes=body.sizes), body.arrays)
+
+
+def cut(segments: Iterable[SegmentSource]) -> list[SegmentSource]:
+    """Splits segments to fit the maximum frame size."""
+    found = []
+    for segment in segments:
+        limit = max(1, frames.BODY_BYTES // max(1, segment.row_bytes))
+        if len(segment.rows) <= limit:
+            found.append(segment)
+            continue
+        for start in range(0, len(segment.rows), limit):
+            rows = segment.rows[start : start + limit]
+            found.append(dataclasses.replace(segment, rows=rows))
+    return found

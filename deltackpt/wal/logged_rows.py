@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows named in ``append(ids=...)``, for comparison with the stamps at each save.
+
+With ``ids`` the training thread does not read the stamps. If they omit a touched row, no record
+contains it; a save finds that before any restore does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from deltackpt.format.blocks import Span
+from deltackpt.resources.staging import Staging
+from deltackpt.save.clocks import Clocks, clocks_seen
+from deltackpt.save.selection import Sources, virtual_rows, within
+from deltackpt.state.marks import match_marks
+from deltackpt.state.tables import Split
+from deltackpt.state.touch_state import Marks
+
+
+class LoggedRows:
+    """The rows that were named since the last comparison."""
+
+    def __init__(self) -> None:
+        """Creates it without rows."""
+        self._rows: dict[str, list[np.ndarray]] = {}
+        self._since: Clocks | None = None
+        self._until: Clocks | None = None
+
+    def add(self, rows: Mapping[str, np.ndarray], since: Clocks, until: Clocks) -> None:
+        """Adds the rows named between two moments.
+
+        Args:
+          rows: table name to row indices, int64 ascending.
+          since: the clocks of tracking at the previous record.
+          until: the clocks now.
+        """
+        if self._since is None:
+            self._since = since
+        self._until = until
+        for table, numbers in rows.items():
+            self._rows.setdefault(table, []).append(numbers)
+
+    def compared(self) -> None:
+        """Continues from the last moment of which rows were named: those before are correct."""
+        self._rows, self._since, self._until = {}, self._until or self._since, None
+
+    def forget(self) -> None:
+        """Removes all rows."""
+        self._rows, self._since, self._until = {}, None, None
+
+    def missing(self, split: Split, marks: Sequence[Marks], staging: Staging) -> str | None:
+        """Describes the touched rows that ``ids`` did not name; None if it named all.
+
+        It cannot tell for rows that were touched again since the last record.
+
+        Args:
+          split: the state.
+          marks: TouchStates of the state.
+          staging: provides the threads that read the stamps.
+        """
+        since, until = self._since, self._until
+        if since is None or until is None or not marks:
+            return None
+        now = Clocks(readings=tuple(until.readings))
+        before, after = clocks_seen(now, since), {one.place: one.clock for one in until.readings}
+        if not before or {mark.place for mark in marks} != before.keys():
+            return None
+        stamps = match_marks(marks, split.layout)
+        sources = Sources(split.layout, split.fields, stamps, staging)
+        given = virtual_rows(
+            {table: np.unique(np.concatenate(held)) for table, held in self._rows.items()},
+            split.layout,
+        )
+        touched = {
+            clock: _all_touched(sources, clocks) for clock, clocks in enumerate((before, after))
+        }
+        for (group, spans), rows in touched[0].items():
+            held = within(given.get(group, np.empty(0, np.int64)), spans)
+            missing = np.setdiff1d(np.setdiff1d(rows, held), touched[1][group, spans])
+            if len(missing):
+                return _described(split, group, missing)
+        return None
+
+
+def _all_touched(
+    sources: Sources, since: Mapping[str, int]
+) -> dict[tuple[str, tuple[Span, ...]], np.ndarray]:
+    sources.stamps.look(since)
+    return {
+        (group.name, spans): sources.stamps.touched(group.name, spans)
+        for group, (_, spans), _ in sources.by_rows()
+    }
+
+
+def _described(split: Split, group: str, rows: np.ndarray) -> str:
+    for table in split.layout.tables:
+        held = within(rows, [(table.offset, table.offset + table.rows)]) - table.offset
+        if table.group == group and len(held):
+            return f"{len(held)} rows of table {table.name}, the first of them {held[0]},"
+    return f"{len(rows)} rows"

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides when ``append()`` saves a step although a record could be written.
+
+A single process saves when it needs to. With several, a process sends a request to the others,
+continues as well as it can, and saves at the call that all have agreed on; see ``agreement``.
+"""
+
+from __future__ import annotations
+
+from deltackpt.errors import WalBehind
+from deltackpt.format.manifest import Layout
+from deltackpt.handlers.board import JobBoard
+from deltackpt.handlers.run import Run
+from deltackpt.save.flight import base_bytes
+from deltackpt.wal.agreement import Wish
+from deltackpt.wal.assembly import Assembly
+from deltackpt.wal.stretch import Stretch
+from deltackpt.wal.writer import Failure, LogWriter
+
+#: A log of some such bases is replayed before anybody waits for it.
+_LEAST_BASE_BYTES = 16 << 20
+#: Failures in a row after which a step is saved.
+_FAILURES = 2
+
+
+class Needs:
+    """When the WAL of a manager needs a step; used by the training thread."""
+
+    def __init__(self, run: Run):
+        """Needs nothing yet.
+
+        Args:
+          run: the manager's run.
+        """
+        self._run = run
+        #: Only with several processes; it outlives the writer of its epoch.
+        self._assembly: Assembly | None = None
+        #: The tables of a save that the others have begun, and this process could not.
+        self._refused: Layout | None = None
+        self._bytes_at_step = 0
+        #: Why all processes save at this call.
+        self.agreed: Wish | None = None
+
+    def call(self) -> None:
+        """Counts a call of ``append()``, and sets ``agreed`` for it.
+
+        Raises:
+          StorageError: it cannot be determined whether all save at it.
+        """
+        self.agreed = None if self._assembly is None else self._assembly.call()
+
+    def begin(self, stretch: Stretch, layout: Layout, calls: int) -> None:
+        """Begins a WAL epoch; all processes make this call together.
+
+        Args:
+          stretch: the new WAL epoch.
+          layout: layout of the tables.
+          calls: number of ``append()`` calls so far.
+        """
+        options = self._run.options.wal
+        assert options is not None
+        self._bytes_at_step = 0
+        if self._run.among.count == 1:
+            return
+        self._assembly = Assembly(
+            JobBoard(),
+            f"deltackpt/wal/{stretch.head.run}/{stretch.head.stretch}",
+            stretch.progress,
+            calls=calls,
+            max_wal_ratio=options.max_wal_ratio,
+            base_bytes=_base_bytes(layout),
+            deadline_secs=options.deadline_secs,
+        )
+        self._assembly.start()
+
+    def end(self) -> None:
+        """Ends the epoch and cancels requests."""
+        if self._assembly is not None:
+            self._assembly.close()
+            self._assembly = None
+
+    def forget(self) -> None:
+        """Begins another run."""
+        self.end()
+        self._refused = None
+
+    def ask(self, reason: str, *, anew: bool = False) -> None:
+        """Requests that all processes save a step.
+
+        Args:
+          reason: why a step must be saved.
+          anew: whether the WAL restarts with the step.
+        """
+        if self._assembly is not None:
+            self._assembly.wish(Wish(reason, anew))
+
+    def saved(self, writer: LogWriter | None) -> None:
+        """Called when a save has started, which contains everything appended."""
+        self._refused = None
+        if writer is not None:
+            self._bytes_at_step = writer.bytes_written
+        if self._assembly is not None:
+            self._assembly.saved()
+
+    def refused(self, layout: Layout) -> None:
+        """Called when the other processes started a save that this process could not make."""
+        self._refused = layout
+
+    def waits_for_others(self, layout: Layout) -> bool:
+        """Returns whether this process missed a save of the others and requests another one."""
+        if self._refused != layout:
+            return False
+        self.ask("one of them failed in its part of the last save")
+        return True
+
+    def alone(
+        self, writer: LogWriter | None, layout: Layout, failure: Failure | None, reason: str | None
+    ) -> str | None:
+        """Returns why a single process saves a step now; None with several, which must agree first.
+
+        Args:
+          writer: the writer of the WAL.
+          layout: layout of the tables.
+          failure: the failure since the last call, if any.
+          reason: why the records cannot be replayed onto a step; None if they can.
+        """
+        options = self._run.options.wal
+        assert options is not None
+        if reason is None and writer is not None:
+            if options.on_failure == "save" and writer.has_failed(_FAILURES):
+                reason = "the WAL has failed again"
+                if failure is not None:
+                    reason = f"{reason}: {failure.cause}"
+            elif self._is_long(writer, layout):
+                reason = "the WAL has grown to WalOptions.max_wal_ratio"
+        if reason is not None and self._run.among.count > 1:
+            self.ask(reason)
+            return None
+        return reason
+
+    def take_failure(self) -> Exception | None:
+        """Returns an error of the background agreement since the last call."""
+        return None if self._assembly is None else self._assembly.take_failure()
+
+    def alarms(self) -> list[WalBehind]:
+        """Returns the processes found to lag since the last call."""
+        found = []
+        while self._assembly is not None and self._assembly.alarms:
+            found.append(self._assembly.alarms.popleft())
+        return found
+
+    def _is_long(self, writer: LogWriter, layout: Layout) -> bool:
+        """Returns whether a single process has appended enough; with several, process 0 decides."""
+        options = self._run.options.wal
+        assert options is not None
+        grown = writer.bytes_written - self._bytes_at_step
+        if self._assembly is not None:
+            self._assembly.grew(grown, writer.dense_bytes)
+            return False
+        return grown > options.max_wal_ratio * (_base_bytes(layout) + writer.dense_bytes)
+
+
+def _base_bytes(layout: Layout) -> int:
+    """Returns the bytes of a base without dense leaves, at least what replays within moments."""
+    return max(base_bytes(layout.groups), _LEAST_BASE_BYTES)

@@ -1,0 +1,759 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The WAL of one manager, from the training thread's side.
+
+It keeps the clocks after which the next record's rows were touched, and the state that the records
+replay onto: the restored step or recovery point, or a save of the run. A *WAL epoch* begins with
+the first save or record after a start or a restore; process 0 writes its header. A run without a
+WAL also writes a header if the directory has a WAL, which invalidates the records of abandoned
+training.
+
+All processes count calls alike, including calls that append nothing. The count numbers the record
+and decides whether it is full, so a failure on one process invalidates one recovery point but not
+the next.
+
+If a call saves a step instead of appending a record, all processes do, for reasons that all find at
+the same call, or at an agreed call (``agreement``). A process therefore raises an error only after
+everything that the others wait for, so that all stay at the same collective.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from deltackpt import events
+from deltackpt.errors import (
+    AppendFailed,
+    DeltackptError,
+    OptionError,
+    StorageError,
+    TrackingError,
+    WaitTimeout,
+)
+from deltackpt.format.manifest import Layout, SaveId
+from deltackpt.format.stretches import Continues
+from deltackpt.handlers import dense
+from deltackpt.handlers.run import Run, keeper
+from deltackpt.options import WalOptions
+from deltackpt.outcomes import Appended
+from deltackpt.reading.stretches import Logs, RecoveryPoint
+from deltackpt.resources.staging import Staging
+from deltackpt.save import snapshot
+from deltackpt.save.branch import Known, doubt, settled
+from deltackpt.save.clocks import Clocks, clocks_seen
+from deltackpt.save.dense_blocks import DenseKeeper
+from deltackpt.save.flight import Embeddings
+from deltackpt.state.tables import Split
+from deltackpt.state.touch_state import Marks, TouchState, clock_exhausted
+from deltackpt.storage import files
+from deltackpt.wal import taking, trimming
+from deltackpt.wal.audit import Audit
+from deltackpt.wal.batch import Item, items_of
+from deltackpt.wal.logged_rows import LoggedRows
+from deltackpt.wal.needs import Needs
+from deltackpt.wal.stretch import Stretch, head_of, write_head
+from deltackpt.wal.taking import Rows
+from deltackpt.wal.writer import Failure, LogWriter
+
+_GONE = "the WAL records below the restored recovery point are gone"
+
+
+class _Unmarked(TrackingError):
+    """Rows changed that no record holds."""
+
+
+class Due(NamedTuple):
+    """A step to be saved instead of appending a record, and why."""
+
+    reason: str
+
+
+class Call(NamedTuple):
+    """The arguments of ``append()`` other than state and step; see ``CheckpointManager.append``.
+
+    ``may_commit``: whether a save that has not failed is in flight.
+    """
+
+    touched: TouchState | None
+    ids: Mapping[str, Any] | None
+    items: Mapping[str, Any] | None
+    full: bool | None
+    started: float
+    may_commit: bool
+
+
+@dataclasses.dataclass(eq=False)
+class _Chain:
+    """What the next record continues from.
+
+    Attributes:
+      last: a save of the run, or the restored one, with the clocks of the newest batch instead of
+        its own: the next rows are those touched since.
+      root: the save after which the first record's rows were touched; None once that is written.
+      anchor: save or recovery point that the records replay onto.
+      committed: whether that is known to be committed.
+    """
+
+    last: Known
+    root: SaveId | None
+    anchor: SaveId
+    committed: bool
+
+
+class Recorder:
+    """Captures records and passes them to the writer; used by one thread at a time."""
+
+    def __init__(self, run: Run):
+        """Writes nothing yet.
+
+        Args:
+          run: the manager's run.
+        """
+        self._run = run
+        self._options = run.options.wal
+        self._logs = Logs(run.held.log_at)
+        self._stretch: Stretch | None = None
+        self._needs = Needs(run)
+        #: The tables that the head names.
+        self._layout: Layout | None = None
+        self._chain: _Chain | None = None
+        #: The run of which it is all; another one after a restore.
+        self._of_run = ""
+        #: The directory of ``LocalWal``, until it is made: if removed later, it is not recreated.
+        self._to_make = None if self._options is None else self._options.backend.directory
+        #: Whether the head of the run was written, or none is needed.
+        self._begun = False
+        #: Why no more marks are taken in this run; None while they are.
+        self._ended: str | None = None
+        #: How many times ``log`` was called.
+        self._calls = 0
+        self._newest_step = -1
+        self._given_rows = LoggedRows()
+        self._audit = Audit()
+        #: Whether points of this run are known to be wrong, and still count on disk.
+        self._voiding = False
+        #: Why a step is saved before the next mark, which would be incomplete with ``ids`` alone.
+        self._needs_step: str | None = None
+        #: Rows that no durable record of an ended epoch contains; the next epoch begins with them.
+        self._owed: list[Rows] = []
+        self._committed: collections.deque[SaveId] = collections.deque(maxlen=2)
+        self._trimming: Future[None] | None = None
+        #: Whether this manager may have trimmed records that a run continued from.
+        self._may_have_trimmed = False
+        #: A former recovery point of this run, whose records were removed.
+        self._lost: Continues | None = None
+        self._staging = Staging((self._options or WalOptions()).buffer_bytes)
+        #: What the dense leaves of the newest full mark decode to: never those of saves.
+        self._references: DenseKeeper | None = None
+        if self._options is not None and self._options.dense == "delta":
+            self._references = keeper(run.options.dense)
+
+    @property
+    def _writer(self) -> LogWriter | None:
+        return None if self._stretch is None else self._stretch.writer
+
+    # Marks.
+
+    def count(self) -> None:
+        """Counts an ``append()`` call, before anything that may fail only on this process.
+
+        Raises:
+          StorageError: it cannot be determined whether all processes save at this call.
+        """
+        self._calls += 1
+        self._needs.call()
+
+    def append(self, step: int, split: Split, call: Call) -> Appended | Due:
+        """Appends a record; see ``CheckpointManager.append``.
+
+        Args:
+          step: the training step.
+          split: the state.
+          call: the other arguments.
+
+        Returns:
+          What was appended; or that a step must be saved.
+        """
+        options = self._options
+        assert options is not None
+        self._follow_run()
+        number = self._calls
+        if self._needs.agreed is not None and self._needs.agreed.anew:
+            self._chain, self._begun = None, False
+            self._run.lineage.distrust(self._needs.agreed.reason)
+        failure = self._tell()
+        touched = self._run.tracking.look(split, call.touched)
+        self._run.end_hashing()
+        marks = Embeddings(split=split, touched=touched).marks
+        clocks = snapshot.clocks_of(split, marks)
+        reason, refused = self._due(split, clocks, call.may_commit, failure)
+        if call.ids is None and self._is_restored(step, split, touched):
+            why = "skipped: it was restored, and nothing has changed since"
+            return self._logged(step, None, why, call.started)
+        self._check_above(step)
+        if reason is None:
+            # Steps that training left are newer than its marks.
+            self._run.roll_back(step)
+            if not self._begun or self._layout != split.layout:
+                reason = self._open(split)
+        items = items_of(call.items)
+        rows = None if call.ids is None else taking.rows_of(call.ids, split)
+        if self._run.tracking.tracker is not None:
+            rows = None  # Fingerprints name every row; the ids might omit some.
+        if rows is not None and self._chain is not None:
+            # Also if nothing is appended: the next record contains these rows.
+            self._given_rows.add(rows, since=self._chain.last.clocks, until=clocks)
+        chain: _Chain | None = None
+        try:
+            if reason is not None:
+                return Due(reason)
+            if refused or self._ended is not None:
+                why = self._ended or "this process failed in its part of the last save"
+                return self._logged(step, None, f"skipped: {why}", call.started)
+            if (broken := self._needs.take_failure()) is not None:
+                raise AppendFailed(
+                    "append: expected the processes to agree in the background on when all save, "
+                    f"found {broken!r}; this call appended nothing; the next one also appends its "
+                    "rows"
+                ) from broken
+            if failure is not None and options.on_failure == "raise":
+                raise failure.error() from failure.cause
+            full = call.full
+            if full is None:
+                full = options.dense != "soft" and number % options.dense_every == 0
+            full = full or not split.layout.dense
+            assert self._chain is not None
+            moved = settled(clocks, self._chain.last)
+            if not self._take(
+                step, number, split, marks, clocks, moved, rows, items, full, call.started
+            ):
+                why = "skipped: the buffer is full; the next call also appends these rows"
+                return self._logged(step, None, why, call.started)
+            chain = self._chain
+        except _Unmarked as error:
+            self._suspect(str(error))
+            if self._ended is None:
+                return Due(str(error))
+            return self._logged(step, None, f"skipped: {error}", call.started)
+        finally:
+            if chain is None and rows is not None and self._stretch is not None:
+                # With ``ids``, the stamps are not read: keep these rows for the next record.
+                self._stretch.writer.owe(rows)
+        assert chain is not None
+        if rows is None:
+            self._given_rows.forget()
+        chain.last = dataclasses.replace(chain.last, clocks=clocks, settled=moved)
+        chain.root, self._newest_step = None, step
+        kind = "full" if full else "soft"
+        return self._logged(step, kind, f"{kind}: rows since the last record", call.started)
+
+    def _take(
+        self,
+        step: int,
+        number: int,
+        split: Split,
+        marks: Sequence[Marks],
+        clocks: Clocks,
+        moved: Clocks | None,
+        rows: Rows | None,
+        items: Sequence[Item],
+        full: bool,
+        started: float,
+    ) -> bool:
+        """Passes a batch to the writer; returns whether there was room for it."""
+        options, stretch, chain = self._options, self._stretch, self._chain
+        assert options is not None and stretch is not None and chain is not None
+        assert chain.last.settled is not None
+        since = clocks_seen(clocks, chain.last.settled)
+        writer = stretch.writer
+        losses, owed = writer.losses, writer.take_owed()
+        try:
+            sources = taking.sources_of(split, marks, rows, self._staging)
+            given = taking.given_rows(rows, owed, split.layout)
+            segments = taking.segments_of(
+                sources,
+                since=since,
+                given=given,
+                owed=owed,
+                always=full,
+                staging=self._staging,
+            )
+            nbytes = sum(one.nbytes for one in segments)
+            if full:
+                nbytes += writer.dense_bytes or dense.nbytes(split.dense)
+            if not writer.has_room(nbytes):
+                if options.when_full == "coalesce":
+                    writer.owe(owed)
+                    return False
+                writer.wait_room(nbytes)
+            found = self._audit.look(sources, given, clocks=clocks, since=since, settled=moved)
+            if found is not None:
+                raise _Unmarked(found)
+            batch = taking.take(
+                SaveId(stretch.head.run, step, number),
+                split,
+                segments,
+                full=full,
+                items=items,
+                codec=options.codec,
+                restores=self._run.lineage.restores,
+                process=self._run.among.index,
+                staging=self._staging,
+                references=self._references,
+                started=started,
+            )
+        except BaseException:
+            writer.owe(owed)
+            raise
+        batch.blocked_secs = time.perf_counter() - started
+        writer.submit(batch, chain.root, losses)
+        return True
+
+    def _is_restored(self, step: int, split: Split, touched: TouchState | None) -> bool:
+        """Returns whether a loop that made no step appends the restored point again at its end."""
+        known = self._run.lineage.newest_known
+        point = None if known is None else known.continues
+        if point is None or point.save_id.step != step or self._newest_step >= step:
+            return False
+        return self._run.restored is not None and self._run.is_restored(split, touched)
+
+    def _check_above(self, step: int) -> None:
+        newest = self._newest_step
+        known = self._run.lineage.newest_known
+        if known is not None:
+            below = known.info.save_id if known.continues is None else known.continues.save_id
+            newest = max(newest, below.step - (known.continues is None))
+        if step <= newest:
+            raise OptionError(
+                f"step {step}: expected a step above {newest}, the newest that was appended or "
+                "restored, found an older or equal one; append each step once"
+            )
+
+    def _due(
+        self, split: Split, clocks: Clocks, may_commit: bool, failure: Failure | None
+    ) -> tuple[str | None, bool]:
+        """Returns why a step must be saved, and whether only this process cannot append."""
+        if any(clock_exhausted(reading.clock) for reading in clocks.readings):
+            return "the clock is exhausted", False
+        reason = self._why_not(split, clocks)
+        needs, agreed = self._needs, self._needs.agreed
+        if agreed is not None:
+            return reason or agreed.reason, False
+        if reason is not None:
+            return (None, True) if needs.waits_for_others(split.layout) else (reason, False)
+        reason = self._run.lineage.distrusted or self._needs_step
+        if reason is None and not may_commit and not self.is_anchored:
+            reason = "the save that the WAL continues from has failed"
+        return needs.alone(self._writer, split.layout, failure, reason), False
+
+    def _why_not(self, split: Split, clocks: Clocks) -> str | None:
+        """Returns why a step must be saved first; None if a record can be appended.
+
+        All processes get the same result, unless one failed in its part of a save, since it depends
+        on nothing else that differs between them.
+        """
+        reason = "there is no step or recovery point that a WAL record could continue from"
+        if self._chain is not None:
+            reason = self._unfit(self._chain.last, split, clocks)
+        if reason is not None and (known := self._run.lineage.newest_known) is not None:
+            # It may be newer than what the records continue from.
+            reason = self._unfit(known, split, clocks)
+            if reason is None and known.continues is not None and known.continues == self._lost:
+                reason = _GONE
+            if reason is None:
+                self._root_at(known)
+        return reason
+
+    def _unfit(self, known: Known, split: Split, clocks: Clocks) -> str | None:
+        if known.layout != split.layout:
+            return "the tables are not those of the step below"
+        return doubt(clocks, known)
+
+    def _root_at(self, known: Known) -> None:
+        """Makes the next record continue from a save, or from the point restored above it."""
+        anchor = known.info.save_id if known.continues is None else known.continues.save_id
+        committed = known.continues is not None or self._run.lineage.is_committed(anchor)
+        self._chain = _Chain(last=known, root=anchor, anchor=anchor, committed=committed)
+        self._audit.begin(known)
+
+    def _tell(self) -> Failure | None:
+        """Reports what has happened in the background; returns what has failed.
+
+        Raises:
+          FencedError: another trainer took over the directory.
+        """
+        for behind in self._needs.alarms():
+            began = time.perf_counter()
+            self._run.tell_failure("append", None, behind, began, log_message=True)
+        writer = self._writer
+        failure = None if writer is None else self._take_news(writer)
+        if failure is not None:
+            assert self._options is not None
+            if self._options.on_failure == "save":
+                events.warn(str(failure.error()))
+        return failure
+
+    def _take_news(self, writer: LogWriter) -> Failure | None:
+        """Reports durable records and failed ones; returns the failure."""
+        while writer.reports:
+            self._run.emit(writer.reports.popleft())
+        if writer.fenced is not None:
+            # A start that failed gives the lease back that it had taken for a moment.
+            self._run.held.check_lease()
+            writer.fenced = None
+        failure = writer.take_failure()
+        if failure is not None:
+            for step in failure.steps:
+                self._run.tell_failure("append", step, failure.cause, failure.since)
+            if self._stretch is not None and self._stretch.is_removed:
+                # The marks up to the point that training continues from may be missing, too.
+                self._may_have_trimmed = True
+                self._needs_step = "the WAL was removed"
+                self.distrust(self._needs_step)
+        return failure
+
+    def _logged(self, step: int, kind: Any, reason: str, started: float) -> Appended:
+        return Appended(
+            step=step,
+            kind=kind,
+            reason=reason,
+            blocked_secs=time.perf_counter() - started,
+            recovery=self.recovery(),
+        )
+
+    # What is durable.
+
+    def recovery(self, *, fresh: bool = False) -> RecoveryPoint | int | None:
+        """Returns the newest point or step that a restore is known to find now.
+
+        Args:
+          fresh: whether to read the other processes' progress even if it was read recently.
+        """
+        newest = self._run.lineage.newest_committed
+        step = None if newest is None else newest.step
+        if self._run.lineage.run != self._of_run:
+            # Training has gone back: what it left leads nowhere, and nothing of it is trimmed.
+            return step
+        if newest is not None:
+            self._note_committed(newest)
+        stretch, chain = self._stretch, self._chain
+        point = None
+        if stretch is not None and chain is not None and self._anchored(chain):
+            point = stretch.newest_point(fresh=fresh)
+        if point is not None and (step is None or point.step > step):
+            return point
+        return step
+
+    @property
+    def is_anchored(self) -> bool:
+        """Returns whether the save that the records replay onto, if any, is committed."""
+        return self._chain is None or self._anchored(self._chain)
+
+    def _anchored(self, chain: _Chain) -> bool:
+        if not chain.committed:
+            chain.committed = self._run.lineage.is_committed(chain.anchor)
+        return chain.committed
+
+    def wait(self, timeout_secs: float) -> RecoveryPoint | int | None:
+        """Waits until all records of this process are durable.
+
+        Returns:
+          The newest point or step that a restore is known to find now.
+
+        Raises:
+          WaitTimeout: some records were not durable in time.
+          AppendFailed: some records could not be made durable.
+          TrackingError: changed rows are missing from the records.
+          FencedError: another trainer took over the directory.
+          StorageError: incorrect recovery points could not be invalidated.
+        """
+        writer = self._writer
+        if writer is not None:
+            writer.wait(timeout_secs)
+            failure = self._take_news(writer)
+            if failure is not None:
+                raise failure.error() from failure.cause
+        self._void()
+        if (found := self._audit.settle()) is not None:
+            self._suspect(found)
+            raise TrackingError(f"append: {found}")
+        return self.recovery(fresh=True)
+
+    def settle_trimming(self) -> None:
+        """Waits until trimming has ended; only a later call of this manager starts it again."""
+        if self._trimming is not None:
+            concurrent.futures.wait([self._trimming])
+
+    def settle_quietly(self) -> None:
+        """Waits until all records are durable or failed; the next ``append()`` reports failures.
+
+        Trimming has then ended, so no recovery point is removed while it is being restored.
+
+        Raises:
+          FencedError, StorageError: incorrect recovery points could not be invalidated.
+        """
+        self._void()
+        self.settle_trimming()
+        if self._options is not None and (writer := self._writer) is not None:
+            try:
+                writer.wait(self._options.deadline_secs)
+            except WaitTimeout as error:
+                events.warn(str(error))
+        if (found := self._audit.settle()) is not None:
+            self._suspect(found)
+
+    def close(self) -> None:
+        """Ends the writer once all records are durable, or have failed."""
+        self._needs.end()
+        if self._stretch is not None:
+            self._stretch.end()
+        self.settle_trimming()
+
+    # What saves tell; see ``handlers.run.Log``.
+
+    def begin(self, split: Split) -> None:
+        """See ``Log``: writes the header of an epoch if this run has none.
+
+        Raises:
+          FencedError: another trainer took over the directory.
+          StorageError: the header cannot be written.
+        """
+        self._follow_run()
+        if not self._begun:
+            self._open(split)
+
+    def _open(self, split: Split) -> str | None:
+        """Begins an epoch; all processes do, at the same call.
+
+        Returns:
+          Why all save a step before they append; None if they need not.
+        """
+        run, logs = self._run, self._options is not None
+        # As before a save: without its WAL, a staging directory cannot be resumed from.
+        run.held.begin(run.lineage.goes_on, run.lineage.run)
+        known, continues = run.lineage.newest_known, run.lineage.continues
+        if self._ended is not None or (known is not None and known.continues != continues):
+            continues = None
+
+        def write() -> tuple[int | None, bool]:
+            if not logs and not self._logs.numbers():
+                return None, True
+            leads = True
+            if continues is not None and known is not None and self._may_have_trimmed:
+                leads = self._logs.leads(known.info.save_id, continues)
+            run.held.check_lease()
+            if self._to_make is not None:
+                files.make_durable(Path(self._to_make))
+                self._to_make = None
+            number = write_head(
+                self._logs,
+                run=run.lineage.run,
+                layout=split.layout if logs else None,
+                process_count=run.among.count if logs else 0,
+                base=None if known is None else known.info.save_id,
+                continues=continues if leads else None,
+                directory=None if self._options is None else self._options.backend.directory,
+                log_dir=run.held.log_dir,
+            )
+            return number, leads
+
+        number, leads = run.among.of_first("starting a WAL epoch", write, fatal=True)
+        if not leads:
+            self._chain, self._lost = None, continues
+        self._needs.end()
+        if self._stretch is not None:
+            self._owed.append(self._stretch.close())
+            self._stretch = None
+        if number is not None and logs:
+            with run.among.together("looking for the WAL", fatal=True):
+                head = head_of(run, self._logs, number)
+                stretch = Stretch.open(run, head, self._references)
+            while self._owed:
+                stretch.writer.owe(self._owed.pop())
+            self._stretch, self._ended = stretch, None
+            self._needs.begin(stretch, split.layout, self._calls)
+        self._begun, self._layout, self._voiding = True, split.layout, False
+        return None if leads else _GONE
+
+    def check(self, split: Split, marks: Sequence[Marks]) -> None:
+        """See ``Log``."""
+        self._follow_run()
+        if (found := self._audit.settle()) is not None:
+            self._suspect(found)
+        missing = self._given_rows.missing(split, marks, self._staging)
+        self._given_rows.compared()
+        if missing is not None:
+            self._needs_step = "append(ids=...) omitted touched rows"
+            self.distrust(self._needs_step)
+            raise TrackingError(
+                f"append: expected ids to name every touched row, found {missing} marked but not "
+                "named; no recovery point of this run can be restored any more. Pass append() "
+                "all ids of the steps since the previous call, and save again"
+            )
+
+    def saved(self) -> None:
+        """See ``Log``: records continue from the save if what they replayed onto has failed."""
+        self._follow_run()
+        lineage = self._run.lineage
+        if (newest := lineage.newest_committed) is not None:
+            self._note_committed(newest)
+        self._may_have_trimmed = True
+        if self._options is None:
+            return
+        known, chain = lineage.newest_known, self._chain
+        assert known is not None
+        if chain is not None and known.clocks.readings:
+            if not clocks_seen(known.clocks, chain.last.clocks):
+                # Other marks than those of the records: rows may have changed without any.
+                chain = None
+                self._given_rows.forget()
+        if chain is None or not self._anchored(chain) or chain.last.layout != known.layout:
+            self._root_at(known)
+        self._audit.begin(known)
+        self._needs_step = None
+        writer = self._writer
+        self._needs.saved(writer)
+        if writer is not None:
+            writer.roll()
+
+    def refused(self, split: Split) -> None:
+        """See ``Log``: this process can append again only after a save of all processes."""
+        self._needs.refused(split.layout)
+
+    def _suspect(self, found: str) -> None:
+        """Invalidates the points of this run, and makes the next save of all processes a base."""
+        events.warn(f"the WAL is invalid, and the next step is saved as a base: {found}")
+        self._given_rows.forget()
+        if self._run.among.count == 1:
+            self._run.lineage.distrust(found)
+        else:
+            self._run.lineage.suspect(found)
+        self.distrust(found)
+
+    def distrust(self, reason: str) -> None:
+        """See ``Log``: writes a header without a parent point, which invalidates this run's points.
+
+        If the header cannot be written, the next call tries again, and raises if that fails.
+        """
+        self._follow_run()
+        if self._stretch is None:
+            return
+        started = time.perf_counter()
+        # From here on no mark is taken and no point of the run is acknowledged.
+        self._chain, self._voiding = None, True
+        self._audit.begin(None)
+        if self._run.among.count > 1:
+            # No mark of the others makes a point without ours.
+            self._ended = reason
+            self._needs.ask(reason, anew=True)
+        else:
+            self._begun = False
+        try:
+            self._void()
+        except DeltackptError as error:
+            self._run.tell_failure("append", None, error, started)
+            events.warn(f"the WAL has invalid recovery points that are still listed: {error}")
+
+    def deleted(self, step: SaveId, *, is_needed: bool) -> None:
+        """See ``Log``: the next record continues from a step that is saved first.
+
+        If the WAL ends, it gets a header without a parent point, so that no trimmed record is
+        missed.
+        """
+        if step in self._committed:
+            self._committed.remove(step)
+        if not self._run.lineage.forget(step) and not is_needed:
+            return
+        self._chain = None
+        self._audit.begin(None)
+        if not is_needed:
+            return
+
+        def write() -> None:
+            self._run.held.check_lease()
+            self._write_end()
+
+        self._run.among.of_first("ending the WAL", write, fatal=True)
+        self._needs.end()
+        self._begun = False
+        if self._stretch is not None:
+            self._owed.append(self._stretch.close())
+            self._stretch = None
+
+    def _write_end(self) -> None:
+        """Writes a header without a WAL, which invalidates everything appended before."""
+        write_head(
+            self._logs,
+            run=self._run.lineage.run,
+            layout=None,
+            process_count=0,
+            base=self._committed[-1] if self._committed else None,
+            continues=None,
+            directory=None,
+            log_dir=self._run.held.log_dir,
+        )
+
+    def _void(self) -> None:
+        """Invalidates the points of this run if ``distrust`` could not.
+
+        Raises:
+          FencedError: another trainer took over the directory.
+          StorageError: the header cannot be written.
+        """
+        stretch = self._stretch
+        if not self._voiding or stretch is None:
+            return
+        if self._logs.numbers()[:1] == [stretch.head.stretch]:
+            # Else that is done, the log is gone, or the root is another trainer's.
+            self._run.held.check_lease()
+            self._write_end()
+        # Stamps and ids no longer identify the touched rows, so pending rows are meaningless.
+        stretch.close()
+        stretch.void()
+        self._owed.clear()
+        self._stretch, self._voiding = None, False
+
+    def _follow_run(self) -> None:
+        """Restarts if a restore has begun another run."""
+        lineage = self._run.lineage
+        if lineage.run == self._of_run:
+            return
+        self._of_run, self._begun, self._ended = lineage.run, False, None
+        self._voiding, self._needs_step = False, None
+        self._chain = self._lost = None
+        self._audit.begin(None)
+        self._needs.forget()
+        self._newest_step = -1
+        self._given_rows.forget()
+        self._owed.clear()
+        self._committed.clear()
+        if (newest := lineage.newest_committed) is not None:
+            self._committed.append(newest)
+        if self._stretch is not None:
+            self._stretch.close()
+            self._stretch = None
+
+    def _note_committed(self, newest: SaveId) -> None:
+        if self._committed and self._committed[-1] == newest:
+            return
+        self._committed.append(newest)
+        busy = self._trimming is not None and not self._trimming.done()
+        if len(self._committed) < 2 or self._stretch is None or busy:
+            return
+        head, process, oldest = self._stretch.head, self._run.among.index, self._committed[0]
+        at = self._run.held.log_dir
+        self._trimming = self._run.workers.write(_trim, at, head, process, oldest)
+
+
+def _trim(at: Any, head: Any, process: int, oldest: SaveId) -> None:
+    try:
+        trimming.trim(at, head, process, oldest)
+    except Exception as error:  # No caller awaits the outcome.
+        text = str(error) if isinstance(error, StorageError) else repr(error)
+        events.warn(f"unneeded WAL segments were not removed: {text}")

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A WAL epoch: its header, the writer of this process, and the known recovery points."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from deltackpt.errors import Damaged, DeltackptError, OptionError, StorageError
+from deltackpt.format import names, stretches
+from deltackpt.format.manifest import Layout, SaveId
+from deltackpt.format.stretches import Continues, StretchHead
+from deltackpt.handlers.run import Run
+from deltackpt.reading.log_places import LogFolder
+from deltackpt.reading.stretches import Logs, RecoveryPoint, apart_folder
+from deltackpt.save.dense_blocks import DenseKeeper
+from deltackpt.storage.store import Exists, spot
+from deltackpt.wal.dense_frames import DenseFrames
+from deltackpt.wal.progress import Progress
+from deltackpt.wal.segments import SegmentWriter
+from deltackpt.wal.writer import Durable, LogWriter
+
+#: Durable marks that other processes may not have yet.
+_KEPT = 4096
+
+
+class Stretch:
+    """The WAL that a run writes."""
+
+    def __init__(
+        self,
+        run: Run,
+        head: StretchHead,
+        root: Path,
+        directory: Path,
+        references: DenseKeeper | None,
+    ):
+        """Writes nothing yet.
+
+        Args:
+          run: the manager's run.
+          head: header of the epoch.
+          root: an existing directory, which is never recreated.
+          directory: with the segments of all processes, in the root.
+          references: what dense leaves are relative to; None if they are whole.
+        """
+        options = run.options.wal
+        assert options is not None
+        self.head = head
+        self._heads = [LogFolder(spot(run.held.log_dir))]
+        self._check_lease = run.held.check_lease
+        self._lock = threading.Lock()
+        self._durable: collections.deque[Durable] = collections.deque(maxlen=_KEPT)
+        self.progress = Progress(directory, run.among.index, head.process_count)
+        segments = SegmentWriter(
+            root,
+            directory / str(run.among.index),
+            stretch=head.stretch,
+            process=run.among.index,
+            fsync=run.fsync,
+        )
+        self.writer = LogWriter(
+            segments,
+            check=self._check,
+            process=run.among.index,
+            dense=DenseFrames(references),
+            segment_bytes=options.backend.segment_bytes,
+            buffer_bytes=options.buffer_bytes,
+            deadline_secs=options.deadline_secs,
+            workers=run.workers,
+            notify=self._is_durable,
+        )
+
+    @classmethod
+    def open(cls, run: Run, head: StretchHead, references: DenseKeeper | None) -> Stretch:
+        """Opens an epoch whose header exists; see ``Stretch``."""
+        root, folder = run.held.path, LogFolder(spot(run.held.log_dir))
+        if head.directory is not None:
+            root, folder = Path(head.directory), apart_folder(head.directory, head.run)
+        found = cls(run, head, root, Path(folder.segments(head.stretch)), references)
+        found._heads.append(folder)
+        return found
+
+    @property
+    def is_removed(self) -> bool:
+        """Returns whether its header is missing although the root exists."""
+        with contextlib.suppress(DeltackptError):
+            self._check_lease()
+            return not self._has_heads()
+        return False
+
+    def _has_heads(self) -> bool:
+        return all(heads.has(self.head.stretch) for heads in self._heads)
+
+    def _check(self) -> None:
+        self._check_lease()
+        if not self._has_heads():
+            raise StorageError(
+                f"{self._heads[-1]}: expected the header of WAL epoch {self.head.stretch}, found "
+                "none; it was moved or removed: the next append() starts a new epoch"
+            )
+
+    def newest_point(self, *, fresh: bool) -> RecoveryPoint | None:
+        """Returns the newest full point that every process is known to have.
+
+        Args:
+          fresh: whether to read the other processes' progress now.
+        """
+        number = self.progress.of_all(fresh=fresh)
+        with self._lock:
+            found = (
+                one for one in reversed(self._durable) if one.full and one.save_id.attempt <= number
+            )
+            newest = next(found, None)
+        if newest is None:
+            return None
+        return RecoveryPoint(self.head.stretch, newest.save_id, True, newest.unix_secs)
+
+    def close(self) -> dict[str, np.ndarray]:
+        """Ends the writer; returns the rows that no durable record contains, by table."""
+        self.end()
+        return self.writer.take_owed()
+
+    def end(self) -> None:
+        """Stops the writer."""
+        self.writer.close()
+        self.progress.close()
+
+    def void(self) -> None:
+        """Informs the other processes that this process has no valid records."""
+        self.progress.note(0, 0)
+        self.progress.close()
+
+    def _is_durable(self, marks: Sequence[Durable]) -> None:
+        with self._lock:
+            self._durable.extend(marks)
+        self.progress.note(marks[-1].save_id.attempt, marks[-1].save_id.step)
+
+
+def write_head(
+    logs: Logs,
+    *,
+    run: str,
+    layout: Layout | None,
+    process_count: int,
+    base: SaveId | None,
+    continues: Continues | None,
+    directory: str | None,
+    log_dir: Path,
+) -> int:
+    """Writes the header of a new epoch; earlier epochs are valid only up to its fork point.
+
+    Args:
+      logs: the WAL of the root.
+      run: id of the run.
+      layout: layout of the logged state; None without a WAL.
+      process_count: number of processes that append.
+      base: the step that training continues from.
+      continues: the restored recovery point, if any.
+      directory: directory of the segments, if they are not next to the headers. It gets a copy of
+        the header, so that a reader there can find the root of the segments.
+      log_dir: directory of the headers.
+
+    Returns:
+      The number of the epoch.
+
+    Raises:
+      StorageError: it cannot be written.
+    """
+    while True:
+        number = max(logs.numbers(), default=-1) + 1
+        head = StretchHead(
+            stretch=number,
+            run=run,
+            process_count=process_count,
+            base=base,
+            continues=continues,
+            directory=directory,
+            groups=() if layout is None else layout.groups,
+            tables=() if layout is None else layout.tables,
+            dense=() if layout is None else layout.dense,
+            tracking_paths=() if layout is None else layout.tracking_paths,
+        )
+        name, data = names.stretch_name(number), stretches.to_bytes(head)
+        if directory is not None:
+            # It may be there from a call whose next write failed.
+            apart = apart_folder(directory, run)
+            for one in (apart.at / name, apart.segments(number) / names.HEAD_COPY):
+                one.store.put(one.key, data)
+        place = spot(log_dir) / name
+        try:
+            place.store.put(place.key, data, absent=True)
+        except Exists:
+            continue  # Another trainer's; the lease decides between us.
+        copy = LogFolder(place.parent).segments(number) / names.HEAD_COPY
+        copy.store.put(copy.key, data)
+        return number
+
+
+def head_of(run: Run, logs: Logs, number: int) -> StretchHead:
+    """Reads the header that process 0 has written.
+
+    Args:
+      run: the manager's run.
+      logs: the WAL of the root.
+      number: number of the epoch.
+
+    Raises:
+      OptionError: this process does not see the WAL directory of process 0.
+      Damaged: the header is missing or altered.
+    """
+    options = run.options.wal
+    assert options is not None
+    if (directory := options.backend.directory) is None:
+        return logs.head(number)
+    found: StretchHead | None = None
+    with contextlib.suppress(Damaged):
+        name, data = apart_folder(directory, run.lineage.run).head(number)
+        found = stretches.from_bytes(data, name=name)
+    if found is None:
+        raise OptionError(
+            f"WalOptions.backend: expected a directory that all {run.among.count} processes see, "
+            f"found that process {run.among.index} does not see in {directory} what process 0 "
+            "wrote there; use a directory that the nodes share"
+        )
+    return found

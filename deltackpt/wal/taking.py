@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captures a batch from the training state: which rows, and their copies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from deltackpt.errors import OptionError, TrackingError, UnsupportedLeaf
+from deltackpt.format import blocks, globs
+from deltackpt.format.blocks import VALUES, Span
+from deltackpt.format.manifest import Layout, SaveId
+from deltackpt.handlers import dense
+from deltackpt.policies import BitWidthPolicy, CodecChoice
+from deltackpt.resources.staging import Staging
+from deltackpt.save import snapshot
+from deltackpt.save.dense import DenseLeaves
+from deltackpt.save.dense_blocks import DenseKeeper
+from deltackpt.save.extract import SegmentSource
+from deltackpt.save.selection import Sources, TouchedRows, including, virtual_rows, within
+from deltackpt.save.taken import CopiedRows
+from deltackpt.state.marks import match_marks
+from deltackpt.state.remembered import ByLayout
+from deltackpt.state.tables import Split
+from deltackpt.state.touch_state import Marks
+from deltackpt.wal.batch import Batch, Item, cut
+from deltackpt.wal.dense_frames import Dense
+
+#: So many stamps are looked at, and so many bytes copied, before another thread would begin.
+_LOOKED_AT_HERE, _COPIED_HERE_BYTES = 4 << 20, 8 << 20
+#: Flags for all rows of a table are set and looked through where there are at most so many for each
+#: number: with more it is faster to sort the numbers.
+_MOST_FLAGS = 64
+#: Table name to row numbers, int64 ascending.
+Rows = Mapping[str, np.ndarray]
+
+
+def rows_of(ids: Mapping[str, Any], split: Split) -> Rows:
+    """Returns the rows that a caller names as touched.
+
+    Args:
+      ids: tables, by their paths or the ends of exactly one path each, to row indices, in any order
+        and shape.
+      split: the state.
+
+    Raises:
+      OptionError: a table does not exist; indices are not integers, or are outside the table;
+        or there are gradient accumulators, whose rows move later.
+    """
+    if split.windows:
+        raise OptionError(
+            "ids: expected none with optax.MultiSteps, which moves all gathered rows at the end of "
+            "a window; omit them: the stamps record which rows moved"
+        )
+    names = _meant.get(split.layout, tuple(ids), lambda: _tables_meant(ids, split.layout))
+    found: dict[str, np.ndarray] = {}
+    for (given, numbers), (name, count) in zip(ids.items(), names, strict=True):
+        rows = np.asarray(numbers)
+        if rows.dtype.kind not in "iu" and rows.size:
+            raise OptionError(
+                f"ids[{given!r}]: expected integers, found dtype {rows.dtype}; pass row indices"
+            )
+        flat = rows.astype(np.int64, copy=False).reshape(-1)
+        # Without its sign a negative one is beyond all tables.
+        if flat.size and int(flat.view(np.uint64).max()) >= count:
+            raise OptionError(
+                f"ids[{given!r}]: expected rows from 0 to {count - 1}, found {rows.min()} to "
+                f"{rows.max()}; pass the indices that the training step looked up"
+            )
+        rows = _ascending(flat, count)
+        found[name] = rows if name not in found else np.union1d(found[name], rows)
+    return found
+
+
+#: Names and rows of the tables that the keys of ``ids`` mean.
+_meant: ByLayout[tuple[tuple[str, int], ...]] = ByLayout()
+
+
+def _tables_meant(given: Iterable[str], layout: Layout) -> tuple[tuple[str, int], ...]:
+    tables = {table.name: table.rows for table in layout.tables}
+    found = []
+    for one in given:
+        name = globs.meant(one, tables, OptionError)
+        if name not in tables:
+            raise OptionError(
+                f"ids[{one!r}]: expected one of {sorted(tables)}, found no such table"
+            )
+        found.append((name, tables[name]))
+    return tuple(found)
+
+
+def _ascending(numbers: np.ndarray, rows: int) -> np.ndarray:
+    """Returns sorted unique row indices."""
+    if rows > _MOST_FLAGS * len(numbers):
+        return blocks.distinct(numbers)
+    # For 16,384 ids of 80,000 rows, 5 times as fast as sorting and 15 times as np.unique.
+    held = np.zeros(rows, bool)
+    held[numbers] = True
+    return held.nonzero()[0]
+
+
+def sources_of(
+    split: Split, marks: Sequence[Marks], rows: Rows | None, staging: Staging
+) -> Sources:
+    """Returns the parts of the state that this process reads for a record.
+
+    Args:
+      split: the state.
+      marks: its TouchStates, and the one passed by the caller.
+      rows: the touched rows, if the caller names them.
+      staging: provides the threads that read the stamps.
+
+    Raises:
+      TrackingError: a TouchState does not fit the tables, or the touched rows are unknown.
+    """
+    stamps = match_marks(marks, split.layout) if marks else {}
+    sources = Sources(split.layout, split.fields, stamps, staging)
+    if rows is None and not marks:
+        raise TrackingError(
+            "append: expected a TouchState or ids, found neither; pass append() the TouchState "
+            "that the training step returned, or the rows that it looked up"
+        )
+    return sources
+
+
+def given_rows(rows: Rows | None, owed: Rows, layout: Layout) -> TouchedRows | None:
+    """Combines the rows that a caller names with the pending ones; None if it names none."""
+    return None if rows is None else including(_given(rows, layout), owed, layout)
+
+
+def segments_of(
+    sources: Sources,
+    *,
+    since: Mapping[str, int],
+    given: TouchedRows | None,
+    owed: Rows,
+    always: bool,
+    staging: Staging,
+) -> list[SegmentSource]:
+    """Returns this process's rows of a record.
+
+    Args:
+      sources: the result of ``sources_of``.
+      since: TouchState path to the clock after which rows are touched.
+      given: the result of ``given_rows``.
+      owed: pending rows to include if the stamps determine the touched rows.
+      always: whether to include fields that are ``always`` written.
+      staging: provides the threads that read the stamps.
+    """
+    layout = sources.layout
+    total = sum(group.rows for group in layout.groups)
+    with staging.here(total <= _LOOKED_AT_HERE):
+        if given is None:
+            sources.stamps.look(since)
+            given = including(sources.stamps.touched, owed, layout)
+        return cut(sources.segments(whole=False, touched=given, always=always))
+
+
+def _given(rows: Rows, layout: Layout) -> TouchedRows:
+    """Returns what provides the rows that a caller names as touched."""
+    given, nothing = virtual_rows(rows, layout), np.empty(0, np.int64)
+
+    def find(group: str, spans: tuple[Span, ...]) -> np.ndarray:
+        return within(given.get(group, nothing), spans)
+
+    return find
+
+
+def take(
+    save_id: SaveId,
+    split: Split,
+    segments: Sequence[SegmentSource],
+    *,
+    full: bool,
+    items: Sequence[Item],
+    codec: str | BitWidthPolicy | CodecChoice | None,
+    restores: int,
+    process: int,
+    staging: Staging,
+    references: DenseKeeper | None,
+    started: float,
+) -> Batch:
+    """Copies rows and dense leaves, consistent with each other.
+
+    Args:
+      save_id: id of the record.
+      split: the state.
+      segments: the result of ``segments_of``.
+      full: whether to include dense leaves.
+      items: additional items.
+      codec: codec of the tables' rows; None for those of deltas.
+      restores: number of times that training was restored.
+      process: index of this process.
+      staging: provides the memory for the copies.
+      references: references of the dense leaves; None if they are stored in full.
+      started: when ``append()`` was called, as a ``time.perf_counter()`` value.
+
+    Raises:
+      OptionError: a record cannot contain one of the dense leaves.
+    """
+    choices = _choices(split, codec)
+    plans = snapshot.planned(choices, "delta", restores)
+    nbytes = sum(one.nbytes for one in segments)
+    with staging.here(nbytes <= _COPIED_HERE_BYTES):
+        rows = CopiedRows(segments, lambda one: snapshot.codecs_of(plans[one.group]), staging)
+    leaves: Dense | None = None
+    try:
+        if full and split.layout.dense:
+            leaves = _dense(split, process, staging, references)
+        rows.wait()
+    except BaseException:
+        rows.release()
+        if leaves is not None:
+            leaves.release()
+        raise
+    return Batch(
+        save_id=save_id,
+        full=full,
+        rows=rows,
+        layout=split.layout,
+        choices=choices,
+        plans=plans,
+        dense=leaves,
+        items=items,
+        nbytes=nbytes + (0 if leaves is None else leaves.nbytes),
+        unix_ns=time.time_ns(),
+        started=started,
+    )
+
+
+def _choices(
+    split: Split, codec: str | BitWidthPolicy | CodecChoice | None
+) -> Mapping[str, Mapping[str, CodecChoice]]:
+    if codec is None:
+        return split.codecs
+    chosen = CodecChoice.of(codec)
+    return {
+        group: {field: chosen if field == VALUES else choice for field, choice in fields.items()}
+        for group, fields in split.codecs.items()
+    }
+
+
+def _dense(split: Split, process: int, staging: Staging, references: DenseKeeper | None) -> Dense:
+    leaves = dense.storable(split.dense)
+    try:
+        if references is not None:
+            return references.take(leaves, split.layout.dense, process)
+        return DenseLeaves.take(leaves, process, staging)
+    except UnsupportedLeaf as error:
+        raise OptionError(
+            f"append: expected dense leaves that a WAL record can contain, found that {error}; "
+            'append only soft records, with WalOptions(dense="soft"), and save() steps'
+        ) from error

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Removes WAL records that no restore needs: those below the last two committed steps.
+
+Records above the step before the newest stay, so that a damaged step costs nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deltackpt.format.manifest import SaveId
+from deltackpt.format.stretches import StretchHead
+from deltackpt.reading.log_places import LogFolder
+from deltackpt.reading.stretches import Logs
+from deltackpt.storage.store import spot
+from deltackpt.upkeep import stretches
+
+
+def trim(log_dir: Path, head: StretchHead, process: int, step: SaveId) -> None:
+    """Removes files that contain only records up to a step.
+
+    Each process removes its own files of the current epoch; process 0 removes all files of earlier
+    epochs. The uploader removes files in a bucket.
+
+    Args:
+      log_dir: the folder of the headers.
+      head: header of the current epoch.
+      process: index of this process.
+      step: a committed step that restores may still fall back to.
+
+    Raises:
+      StorageError: the store reported an error.
+    """
+    at = LogFolder(spot(log_dir))
+    logs = Logs(at)
+    log = logs.log_of(head, process)
+    log.advance()
+    folder = logs.segments_of(head) / str(process)
+    # The last one is being written.
+    for name, marks in list(log.segments.items())[:-1]:
+        if marks and all(mark.save_id.step <= step.step for mark in marks):
+            folder.store.delete([(folder / name).key])
+    if process == 0 and step.run == head.run:
+        for number in logs.numbers():
+            if number < head.stretch:
+                stretches.remove(at, number)

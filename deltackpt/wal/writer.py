@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thread that makes batches durable: encoded, framed, written, and fsynced many at a time.
+
+While one ``fdatasync`` runs, other batches queue up, and the next one covers all of them: group
+commit. A record is durable once a ``fdatasync`` after it has returned and this trainer still held
+the lease; any later lease holder then finds it.
+
+A failed batch is abandoned with everything queued behind it. Their rows are *pending*: the next
+batch contains their current values and goes to a new part of the WAL, after the last durable
+record.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from deltackpt import events
+from deltackpt.errors import AppendFailed, FencedError, WaitTimeout
+from deltackpt.format.manifest import SaveId
+from deltackpt.resources.workers import Workers
+from deltackpt.wal.batch import Batch, Figures, frames_of
+from deltackpt.wal.dense_frames import DenseFrames, dense_bytes
+from deltackpt.wal.segments import SegmentWriter
+
+#: Bytes after which to fsync although more batches wait, so that the page cache drains steadily.
+_UNSYNCED_BYTES = 64 << 20
+#: Limit of events that were not reported yet.
+_REPORTS = 10_000
+
+
+class Durable(NamedTuple):
+    """A durable record of this process."""
+
+    save_id: SaveId
+    full: bool
+    unix_secs: float
+
+
+class Failure(NamedTuple):
+    """Records that could not be made durable.
+
+    Attributes:
+      steps: theirs.
+      cause: why.
+      since: when the first was captured, of ``time.perf_counter()``.
+    """
+
+    steps: tuple[int, ...]
+    cause: Exception
+    since: float
+
+    def error(self) -> AppendFailed:
+        """Returns the error to raise from ``cause``."""
+        first, last = self.steps[0], self.steps[-1]
+        which = f"step {first}" if first == last else f"steps {first} to {last}"
+        return AppendFailed(
+            f"append of {which}: {self.cause}; these steps cannot be restored, but no touched row "
+            "is lost: the next append() or save() contains them"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """An in-flight batch, and its predecessor; None for the previous record."""
+
+    batch: Batch
+    root: SaveId | None
+
+
+class LogWriter:
+    """Writes the batches of one process in the background, in order; see the module."""
+
+    def __init__(
+        self,
+        segments: SegmentWriter,
+        *,
+        check: Callable[[], None],
+        process: int,
+        dense: DenseFrames,
+        segment_bytes: int,
+        buffer_bytes: int,
+        deadline_secs: float,
+        workers: Workers,
+        notify: Callable[[Sequence[Durable]], None],
+    ):
+        """Starts no thread before the first batch.
+
+        Args:
+          segments: writes the files.
+          check: raises if another trainer took over; called after each ``fdatasync``.
+          process: index of the process.
+          dense: makes the frames of dense leaves.
+          segment_bytes: size at which a file ends.
+          buffer_bytes: limit of batches that are not durable.
+          deadline_secs: maximum wait for space.
+          workers: encode rows, and set the pace.
+          notify: called with the records that one fsync made durable, in this thread.
+        """
+        self._segments = segments
+        self._check = check
+        self._process = process
+        self._dense = dense
+        self._segment_bytes = segment_bytes
+        self._buffer_bytes = buffer_bytes
+        self._deadline_secs = deadline_secs
+        self._workers = workers
+        self._notify = notify
+        self._changed = threading.Condition()
+        self._queue: collections.deque[Wanted] = collections.deque()
+        self._written: list[Wanted] = []
+        self._writing: Wanted | None = None
+        self._bytes = 0
+        self._parent: SaveId | None = None
+        self._durable_at = segments.position
+        #: The newest durable record, which a batch continues after a failure.
+        self._durable: SaveId | None = None
+        self._owed: list[Mapping[str, np.ndarray]] = []
+        self._roll = False
+        self._busy = self._closed = self._is_abandoned = False
+        self._thread: threading.Thread | None = None
+        self.failure: Failure | None = None
+        self.fenced: FencedError | None = None
+        self.reports: collections.deque[events.AppendEvent] = collections.deque(maxlen=_REPORTS)
+        #: Bytes that were written in all.
+        self.bytes_written = 0
+        #: Bytes of dense leaves of the newest full mark.
+        self.dense_bytes = 0
+        #: Batches in a row that failed.
+        self._failures = 0
+        #: How often batches were given up.
+        self.losses = 0
+
+    # On the training thread.
+
+    def has_room(self, nbytes: int) -> bool:
+        """Returns whether a batch of so many bytes fits; one that never fits is written alone."""
+        with self._changed:
+            return self._bytes == 0 or self._bytes + nbytes <= self._buffer_bytes
+
+    def wait_room(self, nbytes: int) -> None:
+        """Waits until a batch of so many bytes fits.
+
+        Raises:
+          WaitTimeout: it does not fit within the deadline.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.has_room(nbytes), self._deadline_secs):
+                raise WaitTimeout(
+                    f"append: expected room for {nbytes:,} bytes within {self._deadline_secs:g} s "
+                    f"(WalOptions.deadline_secs), found {self._bytes:,} bytes that are not durable "
+                    "yet; check the disk. No touched row is lost: the next append() contains them"
+                )
+
+    def submit(self, batch: Batch, root: SaveId | None, losses: int) -> None:
+        """Queues a batch.
+
+        Args:
+          batch: what was captured.
+          root: the save after which its rows were touched, if that is not the previous batch's
+            record.
+          losses: ``losses`` before any of its rows were determined.
+        """
+        wanted = Wanted(batch=batch, root=root)
+        with self._changed:
+            if batch.dense is not None:
+                self.dense_bytes = batch.dense.nbytes
+            if losses != self.losses:
+                # It lacks the rows of a record that has since been given up.
+                assert self.failure is not None
+                self._lose([wanted], self.failure.cause)
+                batch.release()
+                return
+            self._queue.append(wanted)
+            self._bytes += batch.nbytes
+            self._busy = True
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._work, name="deltackpt-log", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify_all()
+
+    def take_owed(self) -> dict[str, np.ndarray]:
+        """Returns and clears table name to rows, ascending, that no durable record contains."""
+        with self._changed:
+            owed, self._owed = self._owed, []
+        found: dict[str, np.ndarray] = {}
+        for rows in owed:
+            for table, numbers in rows.items():
+                found[table] = np.union1d(found[table], numbers) if table in found else numbers
+        return found
+
+    def owe(self, rows: Mapping[str, np.ndarray]) -> None:
+        """Adds rows to the next batch."""
+        with self._changed:
+            if rows:
+                self._owed.append(rows)
+
+    def take_failure(self) -> Failure | None:
+        """Returns the failure since the last call, or None."""
+        with self._changed:
+            failure, self.failure = self.failure, None
+        return failure
+
+    def has_failed(self, times: int) -> bool:
+        """Returns whether this many batches in a row have failed; a later failure counts again."""
+        with self._changed:
+            if self._failures < times:
+                return False
+            self._failures = times - 1
+        return True
+
+    def roll(self) -> None:
+        """Makes the next batch start a new file."""
+        with self._changed:
+            self._roll = True
+
+    def wait(self, timeout_secs: float) -> None:
+        """Waits until every batch is durable, or has failed.
+
+        Raises:
+          WaitTimeout: one is neither within that time.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._busy, timeout_secs):
+                raise WaitTimeout(
+                    f"append: expected all records to be durable within {timeout_secs:g} s, found "
+                    f"{self._bytes:,} bytes that are not; check the disk, then wait again"
+                )
+
+    def close(self) -> None:
+        """Stops the thread once everything is written; callers must submit nothing afterwards.
+
+        Records that are not durable after ``deadline_secs`` are abandoned with a warning: their
+        rows are pending, and the thread stops at its next step.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is None:
+            return
+        thread.join(self._deadline_secs)
+        with self._changed:
+            # An idle thread only has to exit; nothing can be lost.
+            if not self._busy or self._is_abandoned:
+                return
+            self._is_abandoned = True
+            error = WaitTimeout(
+                f"append: expected its thread to end within {self._deadline_secs:g} s "
+                f"(WalOptions.deadline_secs), found {self._bytes:,} bytes that are not durable yet "
+                "and are given up; check the disk"
+            )
+            self._lose(self._undurable(), error)
+            for wanted in self._queue:
+                wanted.batch.release()
+            self._queue.clear()
+            self._busy = False
+        events.warn(str(error))
+
+    # In the thread.
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closed)
+                if not self._queue:
+                    break
+                wanted, roll = self._queue.popleft(), self._roll
+                self._roll = False
+                self._writing = wanted
+            try:
+                self._write(wanted, roll)
+                self._sync_where_due()
+            except Exception as error:
+                self._give_up(error)
+            finally:
+                with self._changed:
+                    self._writing = None
+                    self._busy = bool(self._queue or self._written)
+                    self._changed.notify_all()
+            del wanted
+        self._segments.close()
+
+    def _write(self, wanted: Wanted, roll: bool) -> None:
+        batch = wanted.batch
+        segments = self._segments
+        if roll or segments.segment_bytes >= self._segment_bytes:
+            self._sync()
+            segments.roll()
+            self._dense.restart()
+        self._written.append(wanted)
+        started = time.perf_counter()
+        batch.rows.land()
+        parent = wanted.root or self._parent
+        assert parent is not None
+        found = list(frames_of(batch, parent, self._dense, self._workers.encoders))
+        encoded = time.perf_counter()
+        nbytes = segments.write(found, batch.save_id.step)
+        self._parent = batch.save_id
+        self._dense.written(batch.save_id)
+        batch.release()
+        self.bytes_written += nbytes
+        batch.figures = Figures(
+            nbytes=nbytes,
+            dense_bytes=sum(map(dense_bytes, found)),
+            encode_secs=encoded - started,
+            write_secs=time.perf_counter() - encoded,
+        )
+
+    def _sync_where_due(self) -> None:
+        with self._changed:
+            waits = bool(self._queue)
+        unsynced = sum(one.batch.figures.nbytes for one in self._written if one.batch.figures)
+        if not waits or unsynced >= _UNSYNCED_BYTES:
+            self._sync()
+
+    def _sync(self) -> None:
+        if not self._written:
+            return
+        started = time.perf_counter()
+        self._segments.sync()
+        # Whoever takes the root after this finds what is on disk now.
+        self._check()
+        now = time.perf_counter()
+        done, self._written = self._written, []
+        self._durable_at = self._segments.position
+        self._durable, self._failures = done[-1].batch.save_id, 0
+        batches = [wanted.batch for wanted in done]
+        self._notify([Durable(one.save_id, one.full, one.unix_ns / 1e9) for one in batches])
+        for batch in batches:
+            self.reports.append(
+                _event(batch, self._process, now - started, now - batch.started, len(done))
+            )
+        with self._changed:
+            self._bytes -= sum(wanted.batch.nbytes for wanted in done)
+            self._changed.notify_all()
+
+    def _give_up(self, error: Exception) -> None:
+        """Gives up everything that is not durable; the rows are pending."""
+        with self._changed:
+            lost = self._undurable()
+            self._queue.clear()
+            self._written = []
+            self._bytes = 0
+            if not self._is_abandoned:
+                self._lose(lost, error)
+            self._failures += 1
+            self.losses += 1
+            if isinstance(error, FencedError):
+                self.fenced = error
+        for one in lost:
+            one.batch.release()
+        self._segments.begin_part(self._durable_at)
+        self._dense.restart()
+
+    def _undurable(self) -> list[Wanted]:
+        # That which is written now is not among the written ones while these are forced.
+        now = () if self._writing is None or self._writing in self._written else (self._writing,)
+        return [*self._written, *now, *self._queue]
+
+    def _lose(self, lost: Sequence[Wanted], error: Exception) -> None:
+        """Records what no record contains; under the lock."""
+        if not lost:
+            return
+        roots = [one.root for one in lost if one.root is not None]
+        if roots:
+            self._durable = roots[-1]
+        self._parent = self._durable
+        self._owed += [one.batch.row_numbers for one in lost]
+        steps = tuple(one.batch.save_id.step for one in lost)
+        since = lost[0].batch.started
+        if (before := self.failure) is not None:
+            steps, since = (*before.steps, *steps), before.since
+        self.failure = Failure(steps, error, since)
+
+
+def _event(
+    batch: Batch, process: int, sync_secs: float, durable_secs: float, together: int
+) -> events.AppendEvent:
+    figures = batch.figures
+    assert figures is not None
+    return events.AppendEvent(
+        step=batch.save_id.step,
+        process=process,
+        kind="full" if batch.full else "soft",
+        rows=batch.row_count,
+        bytes_written=figures.nbytes,
+        dense_bytes=figures.dense_bytes,
+        blocked_secs=batch.blocked_secs,
+        encode_secs=figures.encode_secs,
+        write_secs=figures.write_secs,
+        sync_secs=sync_secs,
+        durable_secs=durable_secs,
+        batches_in_sync=together,
+        committed_unix_secs=time.time(),
+    )

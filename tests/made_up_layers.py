@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of made-up rows in memory, and what must be read from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import google_crc32c
+import msgpack
+import numpy as np
+
+from deltackpt.errors import Damaged
+from deltackpt.format.blocks import rows_of
+from deltackpt.format.manifest import SaveId
+from deltackpt.layers import footer
+from deltackpt.layers.footer import PAGE_BYTES, TRAILER_BYTES, LayerManifest
+from deltackpt.layers.read import Layer
+from deltackpt.layers.write import (
+    ArrayInput,
+    LayerFile,
+    RowGroupInput,
+    WriteBuffers,
+    WrittenLayer,
+)
+
+NAME = "layer.0"
+RUN = "0123456789abcdef0123456789abcdef"
+
+
+class Memory:
+    """Bytes in memory, which count the ranges that are read."""
+
+    name = NAME
+
+    def __init__(self, data: bytes | bytearray):
+        self.data = data
+        self.ranges: list[tuple[int, int]] = []
+
+    def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
+        """See ``ByteSource``."""
+        wanted = sum(part.nbytes for part in parts)
+        self.ranges.append((start, wanted))
+        if start < 0 or start + wanted > len(self.data):
+            raise Damaged(self.name, f"{start + wanted} bytes", f"{len(self.data)} bytes")
+        for part in parts:
+            part.cast("B")[:] = self.data[start : start + part.nbytes]
+            start += part.nbytes
+
+
+def manifest_of(number: int = 1, **fields) -> LayerManifest:
+    """The manifest of a layer that follows another save of its run."""
+    save_id, parent = SaveId(RUN, number, number), SaveId(RUN, number - 1, number - 1)
+    return LayerManifest(save_id=save_id, parent=parent, **fields)
+
+
+def groups_of(number: int = 1, count: int = 300) -> list[RowGroupInput]:
+    """Rows with a slot in two column shards, blocks, and an item; made up from a number."""
+    random = np.random.default_rng(number)
+    rows = np.unique(random.integers(0, 1 << 20, count))
+    values = random.standard_normal((len(rows), 6), np.float32)
+    slot = random.standard_normal(len(rows), np.float32)
+    blocks = random.integers(0, 3, (7, 256, 2), np.uint8)
+    item = np.frombuffer(b'{"loss": %d}' % number, np.uint8)
+    return [
+        RowGroupInput(
+            "users.left",
+            "users",
+            rows,
+            [ArrayInput.of("values", values[:, :4]), ArrayInput.of("slot.m", slot)],
+            columns=(0, 4),
+        ),
+        RowGroupInput(
+            "users.right", "users", rows, [ArrayInput.of("values", values[:, 4:])], columns=(4, 6)
+        ),
+        RowGroupInput(
+            "bfloat16",
+            "bfloat16",
+            rows_of([(3, 8), (10, 12)]),
+            [ArrayInput.of("blocks", blocks, "planes")],
+            kind="blocks",
+            codecs={"blocks": "planes"},
+        ),
+        RowGroupInput(
+            "metrics", "metrics", range(len(item)), [ArrayInput.of("bytes", item)], kind="item"
+        ),
+    ]
+
+
+def contents_of(groups: Sequence[RowGroupInput]) -> dict[str, tuple[list[int], dict[str, bytes]]]:
+    """What ``read_all`` returns of row groups."""
+    found = {}
+    for group in groups:
+        arrays = {}
+        for given in group.arrays:
+            held = np.empty(given.shape, given.dtype)
+            if given.shape[0]:
+                given.fill(0, given.shape[0], held)
+            arrays[given.name] = held.tobytes()
+        found[group.name] = np.asarray(group.rows).tolist(), arrays
+    return found
+
+
+def read_all(layer: Layer) -> dict[str, tuple[list[int], dict[str, bytes]]]:
+    """Row indices and bytes of every array, by row group."""
+    found = {}
+    for group in layer.row_groups():
+        arrays = {}
+        for name, array in layer.arrays(group).items():
+            if name != footer.GAPS:
+                held = np.empty(array.shape, array.dtype)
+                layer.read_into(array, 0, array.shape[0], held)
+                arrays[name] = held.tobytes()
+        found[group.name] = np.asarray(layer.rows(group)[1]).tolist(), arrays
+    return found
+
+
+def write(
+    path: Path,
+    layers: Sequence[tuple[LayerManifest, Sequence[RowGroupInput]]],
+    *,
+    buffer_bytes: int = 1 << 20,
+    **options,
+) -> list[WrittenLayer]:
+    """Writes layers into a file, and closes it."""
+    buffers = WriteBuffers(nbytes=buffer_bytes)
+    file = LayerFile(path, buffers, **options)
+    try:
+        written = [file.append(manifest, groups) for manifest, groups in layers]
+        file.sync()
+    finally:
+        file.close()
+        buffers.close()
+    return written
+
+
+def opened(data: bytes | bytearray) -> Layer:
+    """The layer that some bytes are."""
+    return Layer(Memory(data), len(data))
+
+
+def fields_of(data: bytes) -> dict:
+    """The manifest of a layer as it was packed."""
+    trailer = footer.trailer_of(data[-TRAILER_BYTES:], len(data), NAME)
+    return msgpack.unpackb(data[trailer.footer :][: trailer.manifest_bytes])
+
+
+def refooted(data: bytes, packed: bytes) -> bytes:
+    """A layer with other bytes as its manifest, and valid checksums."""
+    return footed(data[: footer.trailer_of(data[-TRAILER_BYTES:], len(data), NAME).footer], packed)
+
+
+def footed(data: bytes, packed: bytes) -> bytes:
+    """A header and chunks with some bytes as their manifest, and valid checksums."""
+    at = len(data)
+    nbytes = -(-(at + len(packed) + TRAILER_BYTES) // PAGE_BYTES) * PAGE_BYTES
+    fixed = footer._TRAILER.pack(footer._TRAILER_MAGIC, footer.VERSION, nbytes, at, len(packed))
+    tail = packed.ljust(nbytes - at - TRAILER_BYTES, b"\0") + fixed.ljust(TRAILER_BYTES - 4, b"\0")
+    return data + tail + google_crc32c.value(tail).to_bytes(4, "little")
+
+
+def with_fields(data: bytes, **changed) -> bytes:
+    """A layer whose manifest has other values, and valid checksums."""
+    return refooted(data, msgpack.packb(fields_of(data) | changed))
+
+
+def place_of(layer: Layer, offset: int) -> str:
+    """What an error about a byte of a layer must name."""
+    trailer = layer.nbytes - TRAILER_BYTES
+    if offset < PAGE_BYTES:
+        return f"{NAME}: header"
+    for (row_group, array), chunks in layer._chunks.items():
+        for number, chunk in enumerate(chunks):
+            if chunk.start <= offset < chunk.stop:
+                return f"{NAME}: row group {row_group!r}, array {array!r}, chunk {number}"
+    assert offset <= trailer + TRAILER_BYTES
+    return f"{NAME}: footer"

@@ -1,0 +1,1016 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A manager that cannot be made takes nothing from the one that trains, and leaves nothing."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import leaver
+import machine
+import pytest
+from test_tiers import Node, eventually, node, s3, same
+
+import deltackpt
+from deltackpt import manager, options
+from deltackpt.errors import (
+    ClosedError,
+    FencedError,
+    OptionError,
+    OutOfSpace,
+    SaveFailed,
+    StorageError,
+)
+from deltackpt.ledger import lease
+from deltackpt.ledger.directory import Root
+from deltackpt.ledger.journal import Journal
+from deltackpt.ledger.view import JournalView
+from deltackpt.save import exits
+from deltackpt.testing import failing_saves
+from deltackpt.tiers import running
+from deltackpt.tiers.stage import Stage
+from deltackpt.tiers.staged import StagedRoot
+
+__all__ = ["node", "s3"]
+
+PACKAGE = str(Path(deltackpt.__file__).parent)
+ANYTHING: Any = object()
+#: Further arguments that the classes of options cannot be made without.
+NEEDED: dict[str, dict[str, Any]] = {
+    "Extents": {"directory": "x", "nbytes": 1 << 30},
+    "Erasure": {"k": 2, "m": 1},
+}
+KINDS = [
+    one
+    for one in vars(options).values()
+    if isinstance(one, type)
+    and one.__module__ == options.__name__
+    and dataclasses.is_dataclass(one)
+]
+
+
+class Broken(Exception):
+    """What no code expects."""
+
+
+def opened(root: Path, **more: Any) -> deltackpt.CheckpointManager:
+    return deltackpt.CheckpointManager(root, handlers=leaver.HANDLERS, **more)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_option_of_another_type_is_refused_by_name(kind):
+    needed = NEEDED.get(kind.__name__, {})
+    for field in dataclasses.fields(kind):
+        for value in (ANYTHING, float("nan")):
+            with pytest.raises(OptionError, match=f"{field.name}|codec"):
+                kind(**{**needed, field.name: value})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"options": lambda: deltackpt.ManagerOptions(preservation_policy=ANYTHING)},
+        {"options": lambda: deltackpt.ManagerOptions(save_decision_policy=ANYTHING)},
+        {"options": lambda: deltackpt.ManagerOptions(background=deltackpt.Background(cpus=[9999]))},
+        {
+            "options": lambda: deltackpt.ManagerOptions(
+                tiers=deltackpt.Tiers(staging_dir="/tmp/never-made")
+            )
+        },
+        {"event_handlers": lambda: (ANYTHING,)},
+    ],
+    ids=["retention", "decision", "cpus", "tiers", "event_handlers"],
+)
+def test_options_that_cannot_work_fence_nobody(tmp_path, arguments):
+    state, marks = leaver.states(0)[0]
+    with opened(tmp_path) as live:
+        live.save(1, state, touched=marks)
+        live.wait_until_finished()
+        with pytest.raises(OptionError):
+            opened(tmp_path, **{name: make() for name, make in arguments.items()})
+        live.save(2, state, touched=marks)
+        live.wait_until_finished()
+        assert live.all_steps() == [1, 2]
+
+
+def functions_called(call: Callable[[], Any]) -> list[types.CodeType]:
+    """The package's functions that a call enters on this thread, in order, each once."""
+    found: dict[types.CodeType, None] = {}
+
+    def note(frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            found.setdefault(frame.f_code)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return list(found)
+
+
+def call_failing(
+    call: Callable[[], Any], code: types.CodeType, error: type[BaseException] = Broken
+) -> None:
+    """Calls with a function that raises when it is entered first."""
+
+    def fail(frame: types.FrameType, event: str, _: object) -> None:
+        if frame.f_code is code:
+            sys.settrace(None)
+            raise error(code.co_qualname)
+
+    before = sys.gettrace()
+    sys.settrace(fail)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+
+
+def held(root: Path) -> collections.Counter[str]:
+    """Names in a root, files that are open in this process, and its threads."""
+    found = collections.Counter(os.listdir(root))
+    for one in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # That of the listing.
+            found[os.readlink(f"/proc/self/fd/{one}")] += 1
+    return found + collections.Counter(thread.name for thread in threading.enumerate())
+
+
+def test_a_manager_that_fails_at_whatever_stage_of_its_making_takes_and_leaves_nothing(tmp_path):
+    state, marks = leaver.states(0)[0]
+    with opened(tmp_path / "other") as old:
+        old.wait_until_finished()
+        stages = functions_called(lambda: opened(tmp_path / "other").close())
+    # What is after this cannot fail: the new manager stands.
+    names = [code.co_qualname for code in stages]
+    stages = stages[: names.index("Root.confirm")]
+    assert len(stages) > 50 and "Root.open" in names and "claim" in names
+    root, step = tmp_path / "root", 0
+    live = opened(root)
+    for code in stages:
+        before = held(root)
+        with pytest.raises(Broken):
+            call_failing(lambda: opened(root), code)
+        # The collection of the live manager may have a descriptor for a moment.
+        deadline = time.monotonic() + 60
+        while (left := held(root) - before) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not left, code.co_qualname
+        step += 1
+        live.save(step, state, touched=marks, force_base=step == 1)
+        live.wait_until_finished()
+        assert live.latest_step() == step, code.co_qualname
+    live.close()
+    with opened(root) as last:
+        found = last.restore_latest(state)
+        assert found is not None and found.step == step
+
+
+def test_a_start_that_is_interrupted_at_its_end_gives_the_lease_back_or_keeps_it(tmp_path):
+    """The trainer before goes on, or is fenced; it does not wait for one that will never start."""
+    state, marks = leaver.states(0)[0]
+    with opened(tmp_path / "other"):
+        stages = functions_called(lambda: opened(tmp_path / "other").close())
+    names = [code.co_qualname for code in stages]
+    last = stages[names.index("Root.confirm") : names.index("CheckpointManager.close")]
+    assert len(last) > 5
+    for number, code in enumerate(last):
+        root = tmp_path / str(number)
+        live = opened(root)
+        live.save(1, state, touched=marks)
+        live.wait_until_finished()
+        with pytest.raises(KeyboardInterrupt):
+            call_failing(lambda root=root: opened(root), code, KeyboardInterrupt)
+        with contextlib.suppress(FencedError):
+            started(lambda live=live: live.save(2, state, touched=marks)).result(40)
+            live.wait_until_finished()
+        with opened(root) as following:
+            found = following.restore_latest(state)
+            assert found is not None and found.step in (1, 2), code.co_qualname
+            following.save(3, state, touched=found.touched)
+        with contextlib.suppress(FencedError):
+            live.close()
+
+
+def started(call: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+    """A call in another thread, by now in its wait for a starting trainer, or ended."""
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    concurrent.futures.wait([future], timeout=2)
+    return future
+
+
+def failing_after(during: Callable[[], Any], patch: pytest.MonkeyPatch) -> list[Any]:
+    """Makes managers fail once they have claimed the directory and something was done."""
+    found: list[Any] = []
+
+    def fail(*_: Any) -> None:
+        found.append(started(during))
+        raise Broken
+
+    patch.setattr(manager, "Saver", fail)
+    return found
+
+
+def test_a_save_committed_while_another_manager_fails_to_start_is_not_fenced(tmp_path, monkeypatch):
+    state, marks = leaver.states(0)[0]
+
+    def save(step: int) -> None:
+        live.save(step, state, touched=marks)
+        live.wait_until_finished()
+
+    with opened(tmp_path) as live:
+        save(1)
+        with monkeypatch.context() as patch:
+            saved = failing_after(lambda: save(2), patch)
+            with pytest.raises(Broken):
+                opened(tmp_path)
+        saved[0].result(60)
+        save(3)
+        assert live.all_steps() == [1, 2, 3]
+
+
+def test_a_lease_holder_waits_until_a_newer_trainer_has_started_or_failed(tmp_path):
+    live = Root.open(tmp_path)
+    for _ in range(2):  # A failure before does not shorten the wait.
+        second = Root.open(tmp_path, confirmed=False)
+        checked = started(live.check_lease)
+        assert not checked.done()
+        second.abandon()
+        checked.result(60)
+    second = Root.open(tmp_path, confirmed=False)
+    checked = started(live.check_lease)
+    assert not checked.done()
+    second.confirm()
+    with pytest.raises(FencedError, match="epoch 2"):
+        checked.result(60)
+    second.check_lease()
+    live.close()
+    second.close()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first", "last"])
+def test_trainers_that_fail_beside_each_other_give_the_lease_back_at_once(tmp_path, order):
+    live = Root.open(tmp_path)
+    others = [Root.open(tmp_path, confirmed=False) for _ in range(2)]
+    checked = started(live.check_lease)
+    for number in order:
+        assert started(others[number].abandon).result(lease.GRACE_SECS / 2) is None
+    checked.result(60)
+    assert [*lease.epochs(tmp_path)] == [1]
+    live.close()
+
+
+def dead_pid() -> int:
+    """The pid of a process that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def test_a_trainer_killed_while_it_started_fences_at_once(tmp_path, monkeypatch):
+    live, pid = Root.open(tmp_path), dead_pid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: pid)
+        Root.open(tmp_path, confirmed=False)
+    with pytest.raises(FencedError, match="epoch 2"):
+        started(live.check_lease).result(lease.GRACE_SECS / 2)
+    live.close()
+
+
+def test_a_start_that_takes_too_long_fences(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease, "GRACE_SECS", 0.1)
+    live = Root.open(tmp_path)
+    Root.open(tmp_path, confirmed=False)
+    for _ in range(2):
+        with pytest.raises(FencedError, match="epoch 2"):
+            live.check_lease()
+    live.close()
+
+
+def test_a_save_in_flight_is_not_removed_by_a_trainer_that_cannot_start(tmp_path, monkeypatch):
+    """Its directory is a leftover only once the other trainer stands."""
+    flight = tmp_path / "3.orbax-checkpoint-tmp-run-1"
+    live = Root.open(tmp_path)
+    flight.mkdir()
+    monkeypatch.setattr(lease, "sign", lambda *_: (_ for _ in ()).throw(StorageError("full")))
+    with pytest.raises(StorageError, match="full"):
+        opened(tmp_path)
+    assert flight.is_dir()
+    live.check_lease()
+    live.close()
+
+
+@pytest.mark.parametrize("is_same", [True, False], ids=["same stage", "another stage"])
+def test_a_manager_of_a_bucket_that_fails_late_takes_nothing(node, tmp_path, is_same):
+    """Whatever fails after the claim: the claim, the orders and the lease of the stage go back."""
+    first = node()
+    with first.manager(wait_for="remote") as live:
+        other = first if is_same else Node(first.url, first.endpoint, tmp_path / "other")
+        spare = Node(f"{first.url}-spare", first.endpoint, tmp_path / "spare")
+        # As the other one starts, and what its own start calls.
+        twin = spare if is_same else Node(spare.url, spare.endpoint, tmp_path / "twin")
+        with contextlib.suppress(FencedError), spare.manager():
+            stages = functions_called(lambda: twin.manager().close())
+        names = [code.co_qualname for code in stages]
+        late = stages[names.index("Journal.claim") : names.index("StagedRoot.confirm")]
+        late = [code for code in late if "withdraw" not in code.co_qualname]
+        chosen = [*late[:: len(late) // 6], late[-1]]
+        assert len(late) > 30 and any(code.co_qualname == "Near.recall" for code in late)
+        for step, code in enumerate(chosen):
+            with pytest.raises(Broken):
+                call_failing(other.manager, code)
+            first.save(live, step)
+            live.wait_until_finished()
+            assert first.root() == [*range(step + 1)], code.co_qualname
+        assert not [*tmp_path.rglob("*.tmp")]
+    with other.manager() as manager:
+        assert other.restore(manager).step == len(chosen) - 1
+        assert same(other.held(), first.held())
+
+
+@pytest.mark.parametrize("is_same", [True, False], ids=["same stage", "another stage"])
+def test_a_save_uploaded_while_another_manager_fails_to_start_is_not_fenced(
+    node, tmp_path, monkeypatch, is_same
+):
+    first = node()
+    with first.manager(wait_for="remote") as live:
+        first.save(live, 0)
+        live.wait_until_finished()
+        other = first if is_same else Node(first.url, first.endpoint, tmp_path / "other")
+
+        def save() -> None:
+            first.save(live, 1)
+            live.wait_until_finished()
+
+        with monkeypatch.context() as patch:
+            saved = failing_after(save, patch)
+            with pytest.raises(Broken):
+                other.manager()
+        saved[0].result(60)
+        first.save(live, 2)
+        live.wait_until_finished()
+        assert first.root() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("is_same", [True, False], ids=["same stage", "another stage"])
+def test_a_start_of_a_bucket_that_is_interrupted_at_its_end_gives_the_claim_back_or_keeps_it(
+    node, tmp_path, is_same
+):
+    one = node()
+    spare = Node(f"{one.url}-spare", one.endpoint, tmp_path / "spare")
+    with contextlib.suppress(FencedError), spare.manager():
+        stages = functions_called(lambda: spare.manager().close())
+    names = [code.co_qualname for code in stages]
+    last = stages[names.index("StagedRoot.confirm") : names.index("close_others") + 1]
+    chosen = [*last[:: len(last) // 5], *(one for one in last if one.co_name == "order"), last[-1]]
+    assert len(last) > 10
+    step = -1
+    for number, code in enumerate(chosen):
+        live = one.manager()
+        step += 1
+        one.save(live, step)
+        live.wait_until_finished()
+        other = one if is_same else Node(one.url, one.endpoint, tmp_path / f"other{number}")
+        made: list[deltackpt.CheckpointManager] = []
+        with contextlib.suppress(KeyboardInterrupt):
+            call_failing(
+                lambda other=other, made=made: made.append(other.manager()), code, KeyboardInterrupt
+            )
+        for each in made:  # Only a start on the same stage enters that function.
+            each.close()
+        with contextlib.suppress(FencedError):
+            started(lambda live=live, step=step: one.save(live, step + 1)).result(40)
+            started(live.wait_until_finished).result(40)
+        with contextlib.suppress(FencedError):
+            live.close()
+        with one.manager() as following:
+            found = one.restore(following).step
+        assert found in (step, step + 1) and one.root() == [*range(found + 1)], code.co_qualname
+        step = found
+    assert not [*one.stage.aside("").iterdir()]
+
+
+def test_a_start_whose_record_is_not_answered_is_recorded_by_the_uploader(
+    node, tmp_path, monkeypatch
+):
+    """Otherwise the trainer before would wait for it until its grace period ends."""
+    one = node()
+    live = one.manager()
+    one.save(live, 0)
+    live.wait_until_finished()
+    other = Node(one.url, one.endpoint, tmp_path / "other")
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "start", lambda _: (_ for _ in ()).throw(StorageError("silent")))
+        with pytest.warns(UserWarning, match="the uploader will change: silent"):
+            second = other.manager()
+    saved = started(lambda: (one.save(live, 1), live.wait_until_finished()))
+    with pytest.raises(FencedError):
+        saved.result(lease.GRACE_SECS / 2)
+    claim = JournalView(second._run.held._journal.root).state().claim
+    assert claim is not None and not claim.lease.pending and not claim.began
+    with contextlib.suppress(FencedError):
+        live.close()
+    second.close()
+
+
+def test_the_first_manager_of_a_stage_outlives_one_that_cannot_use_its_extents(node, tmp_path):
+    one = node()
+    given = deltackpt.tiers.Extents(
+        directory=str(tmp_path / "x"), nbytes=40 << 16, extent_bytes=1 << 16
+    )
+    with one.manager(extents=given, wait_for="remote") as live:
+        with pytest.raises(OptionError, match="set nbytes="):
+            one.manager(extents=dataclasses.replace(given, nbytes=80 << 16))
+        one.save(live, 0)
+        live.wait_until_finished()
+        second = one.manager(extents=given)
+        with pytest.raises(FencedError, match="another manager of this process"):
+            live.latest_step()
+        second.close()
+
+
+def test_a_full_disk_removes_no_save_in_flight_before_the_trainer_stands(tmp_path, monkeypatch):
+    """Leftovers make room for the lease, and may be the save of the trainer before."""
+    flight = tmp_path / "3.orbax-checkpoint-tmp-run-1"
+    live = Root.open(tmp_path)
+    flight.mkdir()
+    sign = lease.sign
+
+    def full(path: Path, own: lease.Lease) -> None:
+        if flight.exists():
+            raise OutOfSpace("full")
+        sign(path, own)
+
+    monkeypatch.setattr(lease, "sign", full)
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, "Saver", lambda *_: (_ for _ in ()).throw(Broken()))
+        with pytest.raises(Broken):
+            opened(tmp_path)
+    assert flight.is_dir()
+    live.check_lease()
+    with opened(tmp_path) as second:
+        assert not flight.exists()
+        lent = second._root.newest_lease()
+        assert lent is not None and lent.pid == os.getpid()
+
+
+class Starts:
+    """Starts of managers in threads, each of which ends when a test says so."""
+
+    def __init__(self, patch: pytest.MonkeyPatch):
+        self._saver = manager.Saver
+        self._events: dict[str, tuple[threading.Event, threading.Event]] = {}
+        self._fails: set[str] = set()
+        self._found: dict[str, concurrent.futures.Future[deltackpt.CheckpointManager]] = {}
+        patch.setattr(manager, "Saver", self._gated)
+
+    def _gated(self, *arguments: Any) -> Any:
+        name = threading.current_thread().name
+        if name in self._events:
+            came, may_go = self._events[name]
+            came.set()
+            assert may_go.wait(60)
+            if name in self._fails:
+                raise Broken(name)
+        return self._saver(*arguments)
+
+    def begin(self, name: str, start: Callable[[], deltackpt.CheckpointManager]) -> None:
+        """Starts a manager that claims everything, and waits then."""
+        self._events[name] = threading.Event(), threading.Event()
+        future = self._found[name] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                future.set_result(start())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name=name, daemon=True).start()
+        assert self._events[name][0].wait(60), future.exception(0)
+
+    def end(self, name: str, *, fails: bool) -> deltackpt.CheckpointManager | None:
+        """Lets a start fail or succeed."""
+        if fails:
+            self._fails.add(name)
+        self._events[name][1].set()
+        if not fails:
+            return self._found[name].result(60)
+        with pytest.raises(Broken):
+            self._found[name].result(60)
+        self._fails.remove(name)
+        return None
+
+
+@pytest.mark.parametrize("is_same", [True, False], ids=["same stage", "other stages"])
+def test_starts_that_fail_in_any_order_leave_the_running_trainer_its_orders(
+    node, tmp_path, monkeypatch, is_same
+):
+    first = node()
+    live = first.manager(wait_for="staging")
+    first.save(live, 0)
+    starts, step = Starts(monkeypatch), 0
+    for order in ("A", "AB", "BA", "ABC", "CBA", "BCA", "BAC"):
+        for name in sorted(order):
+            stage = first.stage.path if is_same else tmp_path / f"{order}-{name}"
+            starts.begin(name, Node(first.url, first.endpoint, stage).manager)
+        for name in order:
+            starts.end(name, fails=True)
+        step += 1
+        first.save(live, step)
+        live.wait_until_finished()
+        expected = [*range(step + 1)]
+        eventually(lambda expected=expected: first.root() == expected, f"{order}: {step}")
+    live.close()
+    with first.manager() as following:
+        assert first.restore(following).step == step
+    assert not [*first.stage.aside("").iterdir()]
+
+
+def begin_two(
+    one: Node, monkeypatch: pytest.MonkeyPatch, *, wait_for: str
+) -> tuple[deltackpt.CheckpointManager, Starts]:
+    """Saves step 0, and begins two starts beside its trainer, which is to be kept."""
+    live = one.manager(wait_for=wait_for)
+    one.save(live, 0)
+    live.wait_until_finished()
+    starts = Starts(monkeypatch)
+    for name in "AB":
+        starts.begin(name, one.manager)
+    return live, starts
+
+
+@pytest.fixture
+def two_starts(node, monkeypatch) -> Iterator[tuple[Node, Starts]]:
+    """A run with step 0, and two starts beside its trainer that have claimed everything."""
+    one = node()
+    _live, starts = begin_two(one, monkeypatch, wait_for="staging")
+    yield one, starts
+
+
+@pytest.mark.parametrize("order", ["AB", "BA"], ids=["the first starts", "the last starts"])
+def test_a_start_beside_one_that_fails_takes_over_with_the_orders_of_its_own(two_starts, order):
+    one, starts = two_starts
+    starts.end(order[1], fails=True)
+    newer = starts.end(order[0], fails=False)
+    assert newer is not None
+    with newer:
+        one.restore(newer)
+        one.save(newer, 1)
+        newer.wait_until_finished()
+        assert one.root() == [0, 1]
+
+
+def test_a_start_that_a_newer_one_overtakes_is_fenced_and_leaves_it_its_orders(two_starts):
+    one, starts = two_starts
+    newer = starts.end("B", fails=False)
+    assert newer is not None
+    with newer:
+        one.restore(newer)
+        one.save(newer, 1)
+        newer.wait_until_finished()
+        with pytest.raises(FencedError):
+            starts.end("A", fails=False)
+        one.save(newer, 2)
+        newer.wait_until_finished()
+        assert one.root() == [0, 1, 2]
+    with one.manager() as following:
+        assert one.restore(following).step == 2
+
+
+@contextlib.contextmanager
+def profiled(note: Callable[[types.CodeType], None]) -> Iterator[None]:
+    """Calls back for each of the package's functions that this thread or the closing one enters."""
+    this = threading.current_thread()
+
+    def profile(frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            thread = threading.current_thread()
+            if thread is this or thread.name.startswith("deltackpt-close"):
+                note(frame.f_code)
+
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
+def close_by(who: str, old: deltackpt.CheckpointManager, root: Path) -> None:
+    """Closes a manager, or starts another one that closes it."""
+    if who == "its owner":
+        old.close()
+    else:
+        opened(root).close()
+
+
+@pytest.fixture
+def sigterms() -> Iterator[list[int]]:
+    """The SIGTERM signals that reach the handler of the program."""
+    found: list[int] = []
+    former = signal.signal(signal.SIGTERM, lambda number, _: found.append(number))
+    yield found
+    signal.signal(signal.SIGTERM, former)
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where a shell started the suite in the background."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, former)
+
+
+@pytest.mark.parametrize("who", ["its owner", "a new start"])
+def test_a_manager_whose_close_is_interrupted_is_usable_or_closed(tmp_path, sigterms, ctrl_c, who):
+    """If it is closed, its threads have ended and its files are closed; the next start works."""
+    state, marks = leaver.states(0)[0]
+    stages: dict[types.CodeType, None] = {}
+    old = opened(tmp_path / "other")
+    old.save(1, state, touched=marks)
+    old.wait_until_finished()
+    with profiled(stages.setdefault):
+        close_by(who, old, tmp_path / "other")
+    names = [code.co_qualname for code in stages]
+    first, last = names.index("CheckpointManager._close"), names.index("Root.close")
+    # Those of the close itself, and a few after it.
+    chosen = [*stages][first : last + 8]
+    interrupted = []
+    for number, code in enumerate(chosen):
+        root = tmp_path / str(number)
+        root.mkdir()
+        before = held(root)
+        old = opened(root)
+        old.save(1, state, touched=marks)
+        old.wait_until_finished()
+        assert not old.reached_preemption(1)
+        interrupts = [code]
+
+        def interrupt(entered: types.CodeType, interrupts: list[types.CodeType] = interrupts):
+            if [entered] == interrupts:
+                interrupts.clear()
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+        try:
+            with profiled(interrupt):
+                close_by(who, old, root)
+                # Some functions are called once: by caches, or as garbage is collected.
+                if not interrupts:
+                    eventually(lambda: False, "the interrupt")
+        except KeyboardInterrupt:
+            interrupted.append(code.co_qualname)
+        is_closed = False
+        try:
+            old.all_steps()
+        except (ClosedError, FencedError):
+            is_closed = True
+        signal.raise_signal(signal.SIGTERM)
+        assert old._termination.announced(2) == (not is_closed), code.co_qualname
+        assert len(sigterms) == number + 1
+        with opened(root) as following:
+            assert following.all_steps() == [1], code.co_qualname
+            following.save(2, state, force_base=True)
+        if not is_closed:
+            with contextlib.suppress(FencedError):
+                old.close()
+
+        def leaks(root: Path = root, before: collections.Counter[str] = before):
+            return [one for one in held(root) - before if one not in os.listdir(root)]
+
+        eventually(lambda leaks=leaks: not leaks(), f"{code.co_qualname}: {leaks()}")
+    assert len(interrupted) > 10, interrupted
+
+
+def test_a_second_interrupt_ends_the_wait_for_a_call_that_cannot_be_interrupted():
+    came, may_end, interrupted = threading.Event(), threading.Event(), threading.Event()
+
+    def call() -> None:
+        came.set()
+        may_end.wait(10)
+        may_end.set()
+
+    def interrupt(*_: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    def send() -> None:
+        for awaited in (came, interrupted):
+            assert awaited.wait(10)
+            time.sleep(0.5)  # Until the main thread waits again.
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    former = signal.signal(signal.SIGINT, interrupt)
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            exits.uninterrupted(call)
+        assert not may_end.is_set()
+    finally:
+        signal.signal(signal.SIGINT, former)
+        may_end.set()
+        sender.join()
+
+
+def test_the_owner_of_a_manager_whose_close_is_interrupted_gets_its_failure_once(
+    tmp_path, monkeypatch
+):
+    state, marks = leaver.states(0)[0]
+    old = opened(tmp_path)
+    with failing_saves(tmp_path):
+        old.save(1, state, touched=marks)
+        with pytest.raises(SaveFailed):
+            old._end("another start", "settle")
+
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(exits, "uninterrupted", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            old._end("another start", "close")
+    with pytest.raises(SaveFailed):
+        old.wait_until_finished()
+    old.close()
+    old.close()
+
+
+def test_a_start_that_loses_its_staged_saves_releases_everything(node, tmp_path, monkeypatch):
+    one, finish = node(), StagedRoot._finish_start
+    extents = deltackpt.tiers.Extents(
+        directory=str(tmp_path / "x"), nbytes=40 << 16, extent_bytes=1 << 16
+    )
+
+    def lose(held: StagedRoot) -> None:
+        monkeypatch.setattr(StagedRoot, "_finish_start", finish)
+        shutil.rmtree(one.stage.steps)
+        raise KeyboardInterrupt
+
+    live = one.manager()
+    monkeypatch.setattr(StagedRoot, "_finish_start", lose)
+    with pytest.raises(KeyboardInterrupt):
+        one.manager(extents=extents)
+    assert not machine.open_files(tmp_path / "x")
+    with pytest.raises(StorageError, match="moved or removed"):
+        live.check_lease()
+    with contextlib.suppress(StorageError):
+        live.close()
+    with one.manager(extents=extents) as following:
+        one.save(following, 0)
+        following.wait_until_finished()
+    assert one.root() == [0]
+
+
+@contextlib.contextmanager
+def paused(start: Callable[[], Any], where: str) -> Iterator[concurrent.futures.Future[Any]]:
+    """A start in another thread that pauses as it enters a function, until the context ends."""
+    came, may_go = threading.Event(), threading.Event()
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def note(frame: types.FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_qualname == where and code.co_filename.startswith(PACKAGE):
+            sys.setprofile(None)
+            came.set()
+            assert may_go.wait(60)
+
+    def run() -> None:
+        sys.setprofile(note)
+        try:
+            future.set_result(start())
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            sys.setprofile(None)
+
+    threading.Thread(target=run, daemon=True).start()
+    assert came.wait(60), future
+    try:
+        yield future
+    finally:
+        may_go.set()
+
+
+def require_fenced(start: concurrent.futures.Future[Any], save: Callable[[Any], Any]) -> None:
+    """Checks that a start, or the first save of its manager, is fenced."""
+    with pytest.raises(FencedError):
+        manager = start.result(60)
+        try:
+            save(manager)
+            manager.wait_until_finished()
+        finally:
+            with contextlib.suppress(FencedError):
+                manager.close()
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        *("Journal.claim", "_brought_up", "Near.recall", "Saver.__init__", "StagedRoot.confirm"),
+        *("Stage.order", "StagedRoot._finish_start", "Journal.start", "close_others"),
+        "Watch.__init__",
+    ],
+)
+def test_a_start_that_pauses_anywhere_leaves_the_uploads_to_the_one_that_overtook_it(node, where):
+    """In particular if both claim the staging directory and the bucket in opposite orders."""
+    one = node()
+    with one.manager() as first:
+        one.save(first, 0)
+    older = Node(one.url, one.endpoint, one.stage.path)
+    with contextlib.ExitStack() as stack:
+        with paused(older.manager, where) as start:
+            newer = stack.enter_context(one.manager())
+            one.restore(newer)
+            one.save(newer, 1)
+            newer.wait_until_finished()
+        concurrent.futures.wait([start], 60)
+        one.save(newer, 2)
+        newer.wait_until_finished()
+        require_fenced(start, lambda manager: older.save(manager, 9))
+        one.save(newer, 3)
+        newer.wait_until_finished()
+    assert one.root() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "where", ["Saver.__init__", "Root.confirm", "remove_older", "close_others", "Watch.__init__"]
+)
+def test_a_start_in_a_directory_that_pauses_anywhere_leaves_it_to_the_one_that_overtook_it(
+    tmp_path, where
+):
+    states = [one for one, _ in leaver.states(0)[:1]]
+    with paused(lambda: opened(tmp_path), where) as start:
+        newer = opened(tmp_path)
+        newer.save(1, states[0], force_base=True)
+        newer.wait_until_finished()
+    concurrent.futures.wait([start], 60)
+    newer.save(2, states[0], force_base=True)
+    newer.wait_until_finished()
+    require_fenced(start, lambda manager: manager.save(9, states[0], force_base=True))
+    newer.save(3, states[0], force_base=True)
+    newer.close()
+    with opened(tmp_path) as following:
+        assert following.all_steps() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("stalled", ["at its first save", "as it starts"])
+def test_orders_that_a_stalled_trainer_writes_late_do_not_replace_those_of_a_newer_one(
+    node, monkeypatch, stalled
+):
+    """It may pause between its check of the lease and the write, for longer than a start takes."""
+    one, write, late = node(), Stage.order, list[Any]()
+
+    def stall() -> None:
+        monkeypatch.setattr(Stage, "order", lambda _, orders: late.append(orders))
+
+    with contextlib.suppress(FencedError), contextlib.ExitStack() as stack:
+        if stalled == "as it starts":
+            stall()
+        live = stack.enter_context(one.manager(wait_for="staging"))
+        stall()
+        one.save(live, 0)
+        live.wait_until_finished()
+        monkeypatch.setattr(Stage, "order", write)
+        with one.manager() as newer:
+            one.restore(newer)
+            one.save(newer, 1)
+            newer.wait_until_finished()
+            for orders in late:
+                one.stage.order(orders)
+            found = one.stage.orders()
+            assert late and found is not None and found.holder not in {old.holder for old in late}
+            one.save(newer, 2)
+            newer.wait_until_finished()
+            assert one.root() == [0, 1, 2]
+        with pytest.raises(FencedError):
+            one.save(live, 3)
+    with one.manager() as following:
+        assert one.restore(following).step == 2
+    assert len([*one.stage.path.glob("orders.*")]) == 1
+
+
+def test_overlapping_starts_of_one_process_do_not_wait_for_each_other(node, monkeypatch):
+    """Also if the manager before waits for the bucket, which accepts no save beside a start."""
+    one = node()
+    monkeypatch.setattr(lease.Grace, "wait", lambda *_: pytest.fail("a start waits"))
+    _live, starts = begin_two(one, monkeypatch, wait_for="remote")
+    with pytest.raises(FencedError):
+        starts.end("A", fails=False)
+    newer = starts.end("B", fails=False)
+    assert newer is not None
+    with newer:
+        assert one.restore(newer).step == 0
+        one.save(newer, 1)
+        newer.wait_until_finished()
+    assert one.root() == [0, 1]
+
+
+def test_overlapping_starts_in_a_directory_do_not_wait_for_each_other(tmp_path, monkeypatch):
+    state, marks = leaver.states(0)[0]
+    monkeypatch.setattr(lease.Grace, "wait", lambda *_: pytest.fail("a start waits"))
+    live = opened(tmp_path)
+    live.save(1, state, touched=marks)
+    live.wait_until_finished()
+    starts = Starts(monkeypatch)
+    for name in "AB":
+        starts.begin(name, lambda: opened(tmp_path))
+    older, newer = (starts.end(name, fails=False) for name in "AB")
+    assert older is not None and newer is not None
+    with newer:
+        newer.save(2, state, touched=marks, force_base=True)
+        newer.wait_until_finished()
+        for fenced in (live, older):
+            with pytest.raises(FencedError):
+                fenced.save(3, state, touched=marks)
+        assert newer.all_steps() == [1, 2]
+
+
+def test_a_start_records_that_it_started_without_a_wait_for_a_newer_one(node, monkeypatch):
+    one = node()
+    first = one.manager()
+    claims = [Journal(first._run.held._journal.root) for _ in range(2)]
+    for claim in claims:
+        claim.claim(pending=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(lease.Grace, "wait", lambda *_: pytest.fail("it waits"))
+        claims[0].start()
+    claims[1].withdraw()
+    newest = claims[0].check().claim
+    assert newest is not None and newest == claims[0].claimed and not newest.lease.pending
+    claims[1].claim(pending=True)
+    claims[1].start()
+    with pytest.raises(FencedError):
+        claims[0].start()
+    with contextlib.suppress(FencedError):
+        first.close()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from test_tiers import Node
+from deltackpt import manager
+
+manager.Saver = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+Node(sys.argv[1], sys.argv[2], Path(sys.argv[3])).manager()
+"""
+
+
+@pytest.mark.parametrize("others", ["", "B", "BC"])
+def test_a_trainer_killed_while_it_starts_leaves_the_staged_saves_to_the_next_one(
+    node, monkeypatch, others
+):
+    """The trainer before is fenced, and what it staged is uploaded by whoever comes next."""
+    one = node()
+    with monkeypatch.context() as patch:
+        patch.setattr(running.Running, "start", lambda _: None)  # Nothing is uploaded.
+        live = one.manager(wait_for="staging")
+        for step in range(3):
+            one.save(live, step)
+        live.wait_until_finished()
+        starts = Starts(patch)
+        for name in others[:1]:
+            starts.begin(name, one.manager)
+        killed = subprocess.run(
+            [sys.executable, "-c", KILLED, one.url, one.endpoint, str(one.stage.path)],
+            cwd=Path(__file__).parent,
+            check=False,
+        )
+        assert killed.returncode == -signal.SIGKILL
+        for name in others[1:]:
+            starts.begin(name, one.manager)
+        for name in others:
+            starts.end(name, fails=True)
+        with pytest.raises(FencedError):
+            started(lambda: one.save(live, 3)).result(60)
+            live.wait_until_finished()
+        with contextlib.suppress(FencedError):
+            live.close()
+    with one.manager() as following:
+        assert one.restore(following).step == 2
+        one.save(following, 3)
+        following.wait_until_finished()
+    assert one.root() == [0, 1, 2, 3]
+    assert not [*one.stage.aside("").iterdir()]

@@ -1,0 +1,569 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers: what is written is read back, in few ranges, whatever its dtypes, rows and codecs."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import google_crc32c
+import hypothesis.strategies as st
+import ml_dtypes
+import msgpack
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from made_up_layers import (
+    RUN,
+    Memory,
+    contents_of,
+    groups_of,
+    manifest_of,
+    opened,
+    read_all,
+    write,
+)
+
+from deltackpt.errors import OptionError, OutOfSpace, StorageError
+from deltackpt.format.blocks import Ranges, rows_of
+from deltackpt.format.dtypes import stored_dtype
+from deltackpt.format.manifest import SaveId
+from deltackpt.layers.footer import GAPS, PAGE_BYTES, EpochRef
+from deltackpt.layers.read import Layer, StoredBytes, appended_layers
+from deltackpt.layers.write import ArrayInput, LayerFile, RowGroupInput, WriteBuffers
+from deltackpt.resources.pace import Pace
+from deltackpt.storage import aligned
+from deltackpt.storage.kv_store import KvStore
+from deltackpt.storage.store import Spot, spot
+
+GOLDEN = Path(__file__).parent / "golden"
+DTYPES = ("bool", "int8", "uint16", "int32", "uint64", "float16", "float32", "complex64")
+TRAILINGS = ((), (3,), (256,), (2, 5), (0,), (11, 3))
+FAST = settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@st.composite
+def row_groups(draw, name: str) -> list[RowGroupInput]:
+    """A row group, or the same rows split by columns."""
+    count = draw(st.sampled_from([0, 1, 2, 50, 900]))
+    random = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    kind = draw(st.sampled_from(["range", "ranges", "dense", "sparse", "huge"]))
+    if kind == "range":
+        start = draw(st.sampled_from([0, 7, 1 << 40]))
+        rows = range(start, start + count)
+    elif kind == "ranges":
+        rows = rows_of([(3, 3 + count), (count + 10, 2 * count + 11)])
+    else:
+        most = {"dense": 2, "sparse": 70_000, "huge": (1 << 62) // (count + 1)}[kind]
+        rows = np.cumsum(random.integers(1, most + 1, count))
+    arrays = []
+    for number in range(draw(st.integers(0, 3))):
+        dtype, trailing = np.dtype(draw(st.sampled_from(DTYPES))), draw(st.sampled_from(TRAILINGS))
+        few = draw(st.booleans())  # Compressible.
+        # Rows that a codec stores uncompressed are fewer than all.
+        length = len(rows) if draw(st.booleans()) else len(rows) // 3
+        shape = (length, *trailing)
+        values = random.integers(0, 3 if few else 100, shape).astype(dtype)
+        compression = draw(st.sampled_from(["", "zstd", "planes"]))
+        arrays.append(ArrayInput.of(f"a{number}", values, compression))
+    codecs = {one.name: one.compression for one in arrays}
+    whole = RowGroupInput(name, "users", rows, arrays, codecs=codecs)
+    wide = [one for one in arrays if one.shape[1:] == (3,)]
+    if not wide:
+        return [whole]
+    left = [ArrayInput.of(one.name, part(one, 0, 2)) for one in wide]
+    right = [ArrayInput.of(one.name, part(one, 2, 3), one.compression) for one in wide]
+    return [
+        RowGroupInput(f"{name}.0", "users", rows, left, columns=(0, 2)),
+        RowGroupInput(f"{name}.1", "users", rows, right, columns=(2, 3)),
+    ]
+
+
+def part(given_array: ArrayInput, first: int, stop: int) -> np.ndarray:
+    held = np.empty(given_array.shape, given_array.dtype)
+    if len(held):
+        given_array.fill(0, len(held), held)
+    return held[:, first:stop]
+
+
+@FAST
+@given(data=st.data())
+def test_what_is_written_is_read_back(tmp_path_factory, data):
+    count = data.draw(st.integers(1, 3))
+    layers = []
+    for number in range(count):
+        groups = [
+            group
+            for name in "ab"[: data.draw(st.integers(0, 2))]
+            for group in data.draw(row_groups(name))
+        ]
+        layers.append((manifest_of(number + 1, process=number % 2, process_count=2), groups))
+    path = tmp_path_factory.mktemp("layers") / "layers"
+    chunk_bytes = data.draw(st.sampled_from([1, 512, 128 << 10]))
+    buffer_bytes = data.draw(st.sampled_from([8192, 40_000, 1 << 20]))
+    written = write(path, layers, buffer_bytes=buffer_bytes, chunk_bytes=chunk_bytes, fsync=False)
+    source = StoredBytes(spot(path))
+    found = list(appended_layers(source, path.stat().st_size))
+    assert [(one.start, one.start + one.nbytes, one.digest) for one in found] == written
+    for layer, (manifest, groups), number in zip(found, layers, range(count), strict=True):
+        layer.verify()
+        assert (layer.id, layer.parent) == (manifest.save_id, manifest.parent)
+        assert layer.manifest.sequence == number
+        assert read_all(layer) == contents_of(groups)
+        for group, own in zip(groups, layer.row_groups(), strict=True):
+            described = (own.name, own.group, own.kind, own.columns, own.codecs)
+            assert described == (group.name, group.group, group.kind, group.columns, group.codecs)
+
+
+@FAST
+@given(data=st.data())
+def test_a_range_of_an_array_is_what_the_whole_array_has_there(tmp_path_factory, data):
+    (group, *_) = data.draw(row_groups("a"))
+    path = tmp_path_factory.mktemp("layers") / "layer"
+    write(path, [(manifest_of(), [group])], chunk_bytes=data.draw(st.sampled_from([1, 700])))
+    layer = opened(path.read_bytes())
+    (found,) = layer.row_groups()
+    rows, arrays = contents_of([group])["a" if group.columns is None else "a.0"]
+    for name, array in layer.arrays(found).items():
+        start = data.draw(st.integers(0, array.shape[0]))
+        stop = data.draw(st.integers(start, array.shape[0]))
+        out = np.empty((stop - start, *array.shape[1:]), array.dtype)
+        layer.read_into(array, start, stop, out)
+        if name != GAPS:
+            whole = np.frombuffer(arrays[name], array.dtype).reshape(array.shape)
+            assert out.tobytes() == whole[start:stop].tobytes()
+    near = st.integers(-2, 2).flatmap(lambda by: st.sampled_from([0, *rows]).map(by.__add__))
+    first, stop = max(0, data.draw(near)), max(0, data.draw(near))
+    position, held = layer.rows(found, first, stop)
+    expected = [row for row in rows if first <= row < stop]
+    assert np.asarray(held).tolist() == expected
+    assert position == sum(row < first for row in rows) or not expected
+
+
+@pytest.mark.parametrize("version", sorted(GOLDEN.glob("layers-v*")), ids=lambda path: path.name)
+def test_golden_layers_are_read(version):
+    expected = json.loads((version / "expected.json").read_text())
+    step, wal = version / "step", version / "wal"
+    layers = [Layer(StoredBytes(spot(step)), step.stat().st_size)]
+    layers += appended_layers(StoredBytes(spot(wal)), wal.stat().st_size)
+    assert [str(layer.id.step) for layer in layers] == [*expected]
+    for layer in layers:
+        layer.verify()
+        known = expected[str(layer.id.step)]
+        assert (layer.start, layer.digest) == (known.pop("start"), known.pop("digest"))
+        step = layer.id.step
+        rows = [each + step for each in (3, 4, 260, 70_000, 70_001)]
+        item = b'{"step": %d}' % step
+        numbers = {
+            "users.0": rows,
+            "users.1": rows,
+            "users.count": [*range(3000)],
+            "float32": [1, 2, 9],
+            "metrics": [*range(len(item))],
+        }
+        found = read_all(layer)
+        assert {name: held[0] for name, held in found.items()} == numbers
+        assert found["metrics"][1]["bytes"] == item
+        is_step = known.pop("file") == "step"
+        assert layer.manifest.epoch == (None if is_step else EpochRef(number=2, crc32c=0x01020304))
+        assert layer.manifest.schema == (b"schema" if is_step else b"")
+        assert known == {
+            name: {array: hashlib.sha256(data).hexdigest() for array, data in arrays.items()}
+            for name, (_, arrays) in found.items()
+        }
+
+
+def test_golden_layers_are_as_the_format_page_says():
+    """A second reader, written from docs/reference/format.md alone."""
+    data = (GOLDEN / "layers-v1" / "step").read_bytes()
+    crc32c = google_crc32c.value
+    magic, version, run, sequence, nbytes, before = struct.unpack("<8sIIQQI", data[:36])
+    assert (magic, version, sequence, nbytes, before) == (b"dckplayr", 1, 0, len(data), 0)
+    assert crc32c(data[:4092]) == int.from_bytes(data[4092:4096], "little")
+    magic, version, nbytes, end, length = struct.unpack("<8sIQQQ", data[-64:-28])
+    assert (magic, version, nbytes) == (b"dckptail", 1, len(data))
+    assert crc32c(data[end:-4]) == int.from_bytes(data[-4:], "little")
+    manifest = msgpack.unpackb(data[end:][:length])
+    save = manifest["save_id"]
+    assert run == crc32c(save["run"].encode())
+    name = f"{save['run']}/{save['step']}/{save['attempt']}/{manifest['process']}/{sequence}"
+    expected = json.loads((GOLDEN / "layers-v1" / "expected.json").read_text())["3"]
+    groups = {group["name"]: group for group in manifest["row_groups"]}
+    used = 4096
+    for array in manifest["arrays"]:
+        group, plain, dtype = groups[array["row_group"]], [], np.dtype(array["dtype"])
+        rows = []
+        for number, chunk in enumerate(struct.iter_unpack("<QQI", array["chunks"])):
+            offset, size, found = chunk
+            seed = google_crc32c.extend(crc32c(name.encode()), struct.pack("<Q", offset))
+            assert google_crc32c.extend(seed, data[used : offset + size]) == found
+            assert not any(data[used:offset])
+            stored, used = data[offset : offset + size], offset + size
+            count = min(array["chunk_rows"], array["shape"][0] - number * array["chunk_rows"])
+            shape = (count, *array["shape"][1:])
+            if size < np.prod(shape) * dtype.itemsize:
+                stored = zstandard.decompress(stored)
+                if array["compression"] == "planes":
+                    planes = np.frombuffer(stored, dtype).reshape(shape[-1], *shape[:-1])
+                    stored = np.moveaxis(planes, 0, -1).tobytes()
+            plain.append(stored)
+            if array["name"] == "rows.gaps":
+                first, last = group["bounds"][number]
+                rows += (first + np.cumsum(np.frombuffer(stored, dtype), dtype=np.int64)).tolist()
+                assert rows[-1] == last
+        if array["name"] == "rows.gaps":
+            assert rows == [6, 7, 263, 70_003, 70_004] and len(rows) == group["count"]
+        else:
+            known = expected[array["row_group"]][array["name"]]
+            assert hashlib.sha256(b"".join(plain)).hexdigest() == known
+    assert used == end
+    assert groups["float32"]["ranges"] == [[1, 3], [9, 10]]
+
+
+def test_rows_of_bfloat16_tables_are_stored_as_their_bits(tmp_path):
+    rows = np.arange(12).reshape(6, 2).astype(ml_dtypes.bfloat16)
+    stored = rows.view(stored_dtype(rows.dtype))
+    group = RowGroupInput("t", "t", range(6), [ArrayInput.of("values", stored)])
+    write(tmp_path / "layer", [(manifest_of(), [group])])
+    layer = opened((tmp_path / "layer").read_bytes())
+    (found,) = layer.row_groups()
+    out = np.empty((6, 2), ml_dtypes.bfloat16)
+    layer.read_into(layer.arrays(found)["values"], 0, 6, out.view("uint16"))
+    assert out.tobytes() == rows.tobytes()
+
+
+def test_a_manifest_keeps_what_its_caller_gives(tmp_path):
+    given_manifest = manifest_of(5, process=1, process_count=3, epoch=EpochRef(number=2, crc32c=9))
+    write(tmp_path / "layer", [(given_manifest, [])], sequence=17, predecessor=5)
+    found = opened((tmp_path / "layer").read_bytes()).manifest
+    assert (found.sequence, found.predecessor) == (17, 5)
+    assert (found.epoch, found.process, found.process_count) == (EpochRef(number=2, crc32c=9), 1, 3)
+    assert (tmp_path / "layer").stat().st_size == 2 * PAGE_BYTES
+
+
+def big_layer(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """4,000 rows of 64 float32 with a slot, among 100,000."""
+    rows = np.unique(np.random.default_rng(0).integers(0, 100_000, 4000))
+    values = np.random.default_rng(1).standard_normal((len(rows), 64), np.float32)
+    arrays = [ArrayInput.of("values", values), ArrayInput.of("slot.m", values * 2)]
+    write(path, [(manifest_of(), [RowGroupInput("users", "users", rows, arrays)])])
+    return rows, values
+
+
+def test_one_row_with_its_slot_needs_four_ranges(tmp_path):
+    rows, values = big_layer(tmp_path / "layer")
+    source = Memory((tmp_path / "layer").read_bytes())
+    layer = Layer(source, len(source.data))
+    assert len(source.ranges) == 1
+    (group,) = layer.row_groups()
+    wanted = int(rows[1234])
+    position, held = layer.rows(group, wanted, wanted + 1)
+    assert (position, np.asarray(held).tolist()) == (1234, [wanted])
+    out = np.empty((1, 64), np.float32)
+    for name, factor in (("values", 1), ("slot.m", 2)):
+        layer.read_into(layer.arrays(group)[name], position, position + 1, out)
+        assert np.array_equal(out[0], values[1234] * factor)
+    assert len(source.ranges) == 4
+    assert sum(nbytes for _, nbytes in source.ranges) < 310_000
+
+
+def test_layers_are_read_by_ranges_of_an_object_store(tmp_path):
+    rows, values = big_layer(tmp_path / "layer")
+    data = (tmp_path / "layer").read_bytes()
+    store = KvStore({"driver": "memory"}, "memory:")
+    store.put("3/layer.0", data)
+    # The layer may be part of a bundle.
+    store.put("bundle", bytes(100) + data + bytes(100))
+    for where, start in ((Spot(store, "3/layer.0"), 0), (Spot(store, "bundle"), 100)):
+        layer = Layer(StoredBytes(where), len(data), start=start)
+        layer.verify()
+        (group,) = layer.row_groups()
+        out = np.empty((2, 64), np.float32)
+        layer.read_into(layer.arrays(group)["values"], 7, 9, out)
+        assert np.array_equal(out, values[7:9])
+
+
+def test_a_missing_row_needs_only_the_chunk_of_row_indices_around_it(tmp_path):
+    rows = np.arange(0, 40_000, 2)
+    write(
+        tmp_path / "layer",
+        [(manifest_of(), [RowGroupInput("t", "t", rows, [])])],
+        chunk_bytes=4096,
+    )
+    source = Memory((tmp_path / "layer").read_bytes())
+    layer = Layer(source, len(source.data))
+    (group,) = layer.row_groups()
+    source.ranges.clear()
+    assert len(layer.rows(group, 20_001, 20_002)[1]) == 0
+    assert [nbytes for _, nbytes in source.ranges] == [4096]
+    source.ranges.clear()
+    position, held = layer.rows(group, 50_000, 60_000)
+    assert (len(held), source.ranges) == (0, [])
+
+
+def test_a_whole_array_is_one_range_and_no_other_byte_is_read(tmp_path):
+    rows, values = big_layer(tmp_path / "layer")
+    source = Memory((tmp_path / "layer").read_bytes())
+    layer = Layer(source, len(source.data))
+    (group,) = layer.row_groups()
+    source.ranges.clear()
+    out = np.empty_like(values)
+    layer.read_into(layer.arrays(group)["slot.m"], 0, len(rows), out)
+    assert np.array_equal(out, values * 2)
+    ((start, nbytes),) = source.ranges
+    # The array begins at a page, after some padding.
+    assert (start + nbytes - values.nbytes) % PAGE_BYTES == 0
+    assert nbytes < values.nbytes + PAGE_BYTES
+
+
+def test_whole_chunks_are_read_into_the_target_without_a_copy(tmp_path):
+    rows, values = big_layer(tmp_path / "layer")
+    targets = []
+
+    class Watched(Memory):
+        def read_into(self, start, parts):
+            targets.extend(parts)
+            super().read_into(start, parts)
+
+    data = (tmp_path / "layer").read_bytes()
+    layer = Layer(Watched(data), len(data))
+    (group,) = layer.row_groups()
+    out = np.empty_like(values)
+    targets.clear()
+    layer.read_into(layer.arrays(group)["values"], 0, len(rows), out)
+    inside = sum(
+        one.nbytes
+        for one in targets
+        if 0 <= np.frombuffer(one, np.uint8).ctypes.data - out.ctypes.data < out.nbytes
+    )
+    assert inside == out.nbytes
+
+
+@pytest.mark.parametrize(
+    "out",
+    [np.empty((3, 2), np.float64), np.empty((2, 2), np.float32), np.empty((2, 3), np.float32).T],
+)
+def test_a_target_that_does_not_fit_is_refused(tmp_path, out):
+    group = RowGroupInput(
+        "t", "t", range(3), [ArrayInput.of("values", np.ones((3, 2), np.float32))]
+    )
+    write(tmp_path / "layer", [(manifest_of(), [group])])
+    layer = opened((tmp_path / "layer").read_bytes())
+    array = layer.arrays(layer.row_groups()[0])["values"]
+    with pytest.raises(OptionError, match="array 'values'"):
+        layer.read_into(array, 0, 3, out)
+    with pytest.raises(OptionError, match="array 'values'"):
+        layer.read_into(array, 2, 4, np.empty((2, 2), np.float32))
+
+
+@pytest.mark.parametrize("rows", [[3, 2], [1, 1], [-1, 4]])
+def test_rows_that_do_not_ascend_are_not_written(tmp_path, rows):
+    group = RowGroupInput("t", "t", np.array(rows), [])
+    with pytest.raises(OptionError, match="row group 't'"):
+        write(tmp_path / "layer", [(manifest_of(), [group])])
+
+
+def test_arrays_are_encoded_one_by_one_while_they_are_written(tmp_path):
+    alive = []
+
+    def encoded():
+        for number in range(3):
+            alive.append(number)
+            values = np.full((number * 1000, 9), number, np.int64)
+            yield RowGroupInput(f"t{number}", "t", range(len(values)), [ArrayInput.of("v", values)])
+
+    groups = list(encoded())
+    alive.clear()
+    write(tmp_path / "layer", [(manifest_of(), encoded())], buffer_bytes=8192)
+    assert alive == [0, 1, 2]
+    assert read_all(opened((tmp_path / "layer").read_bytes())) == contents_of(groups)
+
+
+def test_a_small_layer_is_one_write_and_one_flush(tmp_path, monkeypatch):
+    calls = recorded(monkeypatch)
+    write(tmp_path / "layer", [(manifest_of(), groups_of())])
+    assert calls == ["write 0", "flush"]
+
+
+def test_the_header_of_a_long_layer_is_written_last(tmp_path, monkeypatch):
+    calls = recorded(monkeypatch)
+    write(tmp_path / "layer", [(manifest_of(), groups_of(count=5000))], buffer_bytes=16_384)
+    assert len(calls) > 5
+    assert [calls[0], *calls[-2:]] == ["write 0", "write 0", "flush"]
+    assert opened((tmp_path / "layer").read_bytes()).verify() is None
+
+
+def test_each_layer_is_flushed_before_the_next_is_written(tmp_path, monkeypatch):
+    calls = recorded(monkeypatch)
+    layers = [(manifest_of(number), groups_of(number)) for number in (1, 2, 3)]
+    written = write(tmp_path / "layers", layers)
+    expected = [call for one in written for call in (f"write {one.start}", "flush")]
+    assert calls == expected
+
+
+def recorded(monkeypatch) -> list[str]:
+    """Writes by their offset, and flushes, in order."""
+    calls: list[str] = []
+    pwrite, fdatasync = os.pwrite, os.fdatasync
+    monkeypatch.setattr(
+        os, "pwrite", lambda fd, data, at: calls.append(f"write {at}") or pwrite(fd, data, at)
+    )
+    monkeypatch.setattr(os, "fdatasync", lambda fd: calls.append("flush") or fdatasync(fd))
+    return calls
+
+
+def test_layers_are_gathered_while_others_are_written(tmp_path, monkeypatch):
+    writing, gathered = threading.Event(), threading.Event()
+    write_aligned = aligned.write_aligned
+
+    def slow(descriptor, data, start):
+        writing.set()
+        assert gathered.wait(30)
+        write_aligned(descriptor, data, start)
+
+    def fill(start, stop, out):
+        out[:] = start
+        if start:
+            assert writing.wait(30)
+            gathered.set()
+
+    monkeypatch.setattr(aligned, "write_aligned", slow)
+    array = ArrayInput("v", (4000, 4), np.dtype("int64"), fill)
+    group = RowGroupInput("t", "t", range(4000), [array])
+    write(tmp_path / "layer", [(manifest_of(), [group])], buffer_bytes=100_000, chunk_bytes=4096)
+
+
+def test_a_file_system_may_refuse_direct_writes(tmp_path, monkeypatch):
+    refused = []
+
+    def refuse(*_):
+        refused.append(1)
+        raise OSError(errno.EINVAL, "no direct writes")
+
+    monkeypatch.setattr(aligned, "write_aligned", refuse)
+    layers = [(manifest_of(number), groups_of(number)) for number in (1, 2)]
+    write(tmp_path / "layers", layers, buffer_bytes=8192)
+    assert refused == [1]
+    source = StoredBytes(spot(tmp_path / "layers"))
+    found = [*appended_layers(source, (tmp_path / "layers").stat().st_size)]
+    assert [read_all(one) for one in found] == [contents_of(groups) for _, groups in layers]
+
+
+@pytest.mark.parametrize("buffer_bytes", [8192, 1 << 20])
+def test_a_full_disk_is_a_typed_error_and_nothing_more_is_written(
+    tmp_path, monkeypatch, buffer_bytes
+):
+    buffers = WriteBuffers(nbytes=buffer_bytes)
+    file = LayerFile(tmp_path / "layers", buffers)
+    file.append(manifest_of(1), groups_of(1))
+    file.sync()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(OutOfSpace, match="layers"):
+            file.append(manifest_of(2), groups_of(2))
+    for call in (file.sync, lambda: file.append(manifest_of(2), groups_of(2))):
+        with pytest.raises(StorageError, match="begin another"):
+            call()
+    file.close()
+    # The buffers are still of use.
+    other = LayerFile(tmp_path / "others", buffers)
+    other.append(manifest_of(1), groups_of(1))
+    other.close()
+    buffers.close()
+    data = (tmp_path / "layers").read_bytes()
+    (found,) = appended_layers(Memory(data), len(data))
+    assert read_all(found) == contents_of(groups_of(1))
+
+
+def test_a_failed_flush_is_not_repeated(tmp_path, monkeypatch):
+    def fail(_):
+        raise OSError(errno.EIO, "lost")
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    buffers = WriteBuffers()
+    file = LayerFile(tmp_path / "layer", buffers)
+    file.append(manifest_of(), [])
+    with pytest.raises(StorageError, match="force to disk"):
+        file.sync()
+    monkeypatch.undo()
+    with pytest.raises(StorageError, match="begin another"):
+        file.sync()
+    file.close()
+    buffers.close()
+
+
+def test_writes_keep_to_a_pace(tmp_path):
+    taken = []
+
+    class Watched(Pace):
+        def take(self, nbytes, stopped=None):
+            taken.append(nbytes)
+
+    write(tmp_path / "layer", [(manifest_of(), groups_of())], buffer_bytes=8192, pace=Watched())
+    assert sum(taken) == (tmp_path / "layer").stat().st_size + PAGE_BYTES
+
+
+def test_equal_saves_have_equal_bytes_and_others_have_other_checksums(tmp_path):
+    for name, number in (("a", 1), ("b", 1), ("c", 2)):
+        write(tmp_path / name, [(manifest_of(number), groups_of(1))])
+    a, b, c = ((tmp_path / name).read_bytes() for name in "abc")
+    assert a == b
+    one, other = opened(a).manifest, opened(c).manifest
+    assert one.row_groups == other.row_groups
+    assert {array.chunks for array in one.arrays}.isdisjoint(array.chunks for array in other.arrays)
+
+
+def test_forked_children_may_touch_and_free_write_memory():
+    program = (
+        "import os, numpy as np\n"
+        "from deltackpt.resources.memory import private_buffer\n"
+        "held = private_buffer(3 << 20)\n"
+        "held[:] = 7\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    wiped = not held.any()\n"
+        "    held[:] = 1\n"
+        "    del held\n"
+        "    os._exit(0 if wiped else 1)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "assert (held == 7).all() and held.ctypes.data % 4096 == 0\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_reading_and_writing_layers_imports_no_jax():
+    program = (
+        "import sys, deltackpt.layers.read, deltackpt.layers.write\n"
+        "assert not {'jax', 'orbax', 'flax'} & {*sys.modules}"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_ranges_of_rows_are_stored_as_ranges(tmp_path):
+    rows = rows_of([(0, 4), (9, 12)])
+    assert isinstance(rows, Ranges)
+    values = np.arange(7, dtype=np.int16)
+    group = RowGroupInput("t", "t", rows, [ArrayInput.of("values", values)])
+    write(tmp_path / "layer", [(manifest_of(), [group])])
+    layer = opened((tmp_path / "layer").read_bytes())
+    (found,) = layer.row_groups()
+    assert found.ranges == ((0, 4), (9, 12)) and [*layer.arrays(found)] == ["values"]
+    position, held = layer.rows(found, 3, 11)
+    assert (position, np.asarray(held).tolist()) == (3, [3, 9, 10])
+    assert layer.id == SaveId(RUN, 1, 1)

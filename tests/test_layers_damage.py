@@ -1,0 +1,544 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Damaged layers: a typed error names file, row group and chunk; no wrong value is ever read."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import tempfile
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import hypothesis.strategies as st
+import msgpack
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from made_up_layers import (
+    NAME,
+    Memory,
+    contents_of,
+    fields_of,
+    footed,
+    groups_of,
+    manifest_of,
+    opened,
+    place_of,
+    read_all,
+    refooted,
+    with_fields,
+    write,
+)
+
+from deltackpt.errors import Damaged, FormatTooNew
+from deltackpt.layers import footer
+from deltackpt.layers.footer import CHUNK, PAGE_BYTES, TRAILER_BYTES
+from deltackpt.layers.read import Layer, StoredBytes, appended_layers
+from deltackpt.storage.store import spot
+
+#: What nothing of some kilobytes may take.
+MOST_MEMORY = 64 << 20
+FAST = settings(max_examples=100, deadline=None)
+
+
+@functools.cache
+def layer_bytes() -> bytes:
+    """A layer with several chunks in most arrays."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, NAME)
+        write(path, [(manifest_of(), groups_of(count=60))], chunk_bytes=256)
+        return path.read_bytes()
+
+
+@functools.cache
+def appended_bytes() -> tuple[bytes, tuple[int, ...]]:
+    """Four layers in one file, and where each ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, NAME)
+        layers = [(manifest_of(number), groups_of(number, 100)) for number in range(1, 5)]
+        written = write(path, layers, chunk_bytes=4096)
+        return path.read_bytes(), tuple(one.stop for one in written)
+
+
+def found_in(data: bytes | bytearray, **options: Any) -> Iterator[Layer]:
+    return appended_layers(Memory(data), len(data), **options)
+
+
+def steps_of(layers: Iterator[Layer]) -> list[int]:
+    """Steps of layers, each of which is read whole."""
+    found = []
+    for layer in layers:
+        step = layer.id.step
+        assert read_all(layer) == contents_of(groups_of(step, 100))
+        found.append(step)
+    return found
+
+
+def test_every_flipped_byte_is_an_error_that_names_its_place():
+    data = bytearray(layer_bytes())
+    layer = opened(data)  # Its footer is read from the intact bytes.
+    layer.verify()
+    end = footer.trailer_of(data[-TRAILER_BYTES:], len(data), NAME).footer
+    places = set()
+    for at in range(len(data)):
+        data[at] ^= 1 << at % 8
+        place = place_of(layer, at)
+        with pytest.raises(Damaged) as error:
+            layer.verify() if at < end else opened(data)
+        assert error.value.object_name == place
+        places.add(place)
+        data[at] ^= 1 << at % 8
+    assert len(places) > 10
+    layer.verify()
+
+
+def test_reading_arrays_finds_every_flipped_byte_of_their_chunks():
+    data = bytearray(layer_bytes())
+    layer, expected = opened(data), read_all(opened(data))
+    end = footer.trailer_of(data[-TRAILER_BYTES:], len(data), NAME).footer
+    for at in range(PAGE_BYTES, end, 7):
+        data[at] ^= 255
+        with pytest.raises(Damaged) as error:
+            read_all(layer)
+        assert error.value.object_name == place_of(layer, at)
+        data[at] ^= 255
+    assert read_all(layer) == expected
+
+
+def test_every_truncation_is_an_error_that_names_the_file():
+    data = layer_bytes()
+    for length in range(len(data)):
+        with pytest.raises(Damaged, match=rf"^{NAME}: footer"):
+            opened(data[:length])
+        with pytest.raises(Damaged, match=rf"^{NAME}: footer"):
+            Layer(Memory(data[:length]), len(data))
+    with pytest.raises(Damaged, match=rf"^{NAME}: footer"):
+        opened(data + bytes(PAGE_BYTES))
+
+
+def test_a_file_that_is_truncated_after_it_was_opened_is_an_error_that_names_the_chunk():
+    data = bytearray(layer_bytes())
+    layer, whole = opened(data), bytes(data)
+    end = footer.trailer_of(data[-TRAILER_BYTES:], len(data), NAME).footer
+    for length in range(PAGE_BYTES, end, 50):
+        del data[length:]
+        with pytest.raises(Damaged, match="row group '.*', array '.*', chunk"):
+            layer.verify()
+        with pytest.raises(Damaged, match="row group '.*', array '.*', chunk"):
+            read_all(layer)
+        data[:] = whole
+
+
+@FAST
+@given(data=st.data())
+def test_pages_that_were_lost_or_moved_are_an_error(data):
+    held = bytearray(layer_bytes())
+    count = len(held) // PAGE_BYTES
+    page = data.draw(st.integers(0, count - 1)) * PAGE_BYTES
+    other = data.draw(st.integers(0, count)) * PAGE_BYTES
+    # The page after the last one stands for a lost page.
+    replaced = bytes(held[other : other + PAGE_BYTES]) or bytes(PAGE_BYTES)
+    if replaced == held[page : page + PAGE_BYTES]:
+        return
+    held[page : page + PAGE_BYTES] = replaced
+    with pytest.raises(Damaged, match=f"^{NAME}: "):
+        opened(held).verify()
+
+
+def test_a_chunk_of_another_layer_is_an_error(tmp_path):
+    """Its checksum, place and length are right; only the save is another one."""
+    for number in (1, 2):
+        write(tmp_path / f"{number}", [(manifest_of(number), groups_of(1))])
+    one, other = ((tmp_path / name).read_bytes() for name in "12")
+    with pytest.raises(Damaged, match="row group 'users.left', array 'values', chunk 0: .*crc32c"):
+        read_all(opened(with_fields(other, arrays=fields_of(one)["arrays"])))
+
+
+def test_a_missing_file_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(Damaged, match="layer.7: footer"):
+        Layer(StoredBytes(spot(tmp_path / "layer.7")), 8192)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"features": ["tombstones"]},
+        {"features": ["later"], "row_groups": [{"kind": "later"}], "arrays": 3},
+    ],
+)
+def test_an_unknown_feature_is_refused(changed):
+    with pytest.raises(FormatTooNew, match=f"{NAME}: footer.*newer deltackpt"):
+        opened(with_fields(layer_bytes(), **changed))
+
+
+@pytest.mark.parametrize("version", [0, 2, 1 << 31])
+def test_another_version_is_refused(version):
+    data = bytearray(layer_bytes())
+    start = footer.trailer_of(data[-TRAILER_BYTES:], len(data), NAME).footer
+    at = len(data) - TRAILER_BYTES + 8
+    data[at : at + 4] = version.to_bytes(4, "little")
+    with pytest.raises(Damaged, match="crc32c"):
+        opened(data)  # A flipped bit is no other version.
+    data[-4:] = google_crc32c.value(bytes(data[start:-4])).to_bytes(4, "little")
+    with pytest.raises(FormatTooNew if version else Damaged, match="version"):
+        opened(data)
+    data[:4096] = page_of_version(data[:4096], version)
+    with pytest.raises(FormatTooNew if version else Damaged, match="version"):
+        list(found_in(data))
+
+
+def page_of_version(page: bytes | bytearray, version: int) -> bytes:
+    page = bytes(page[:8]) + version.to_bytes(4, "little") + bytes(page[12:-4])
+    return page + google_crc32c.value(page).to_bytes(4, "little")
+
+
+def test_unknown_fields_are_ignored():
+    data = with_fields(layer_bytes(), later={"a": [1]})
+    assert read_all(opened(data)) == contents_of(groups_of(count=60))
+
+
+def chunks(*each: tuple[int, int, int]) -> bytes:
+    return np.array([*each], CHUNK).tobytes()
+
+
+ARRAY = {"row_group": "g", "name": "a", "shape": [4], "dtype": "uint8", "chunk_rows": 4}
+GROUP = {"name": "g", "group": "t", "count": 4, "ranges": [[0, 4]]}
+GAPS = {"row_group": "g", "name": "rows.gaps", "shape": [4], "dtype": "uint8", "chunk_rows": 4}
+GAPS_CHUNK = GAPS | {"chunks": chunks((4096, 4, 0))}
+INDEXED = GROUP | {"ranges": None}
+HUGE = {"compression": "zstd", "shape": [1 << 40], "chunk_rows": 1 << 40}
+#: Row groups, arrays, and what an error about them says.
+UNSOUND = {
+    "two row groups of one name": ([GROUP, GROUP], [], "different names"),
+    "an array of no row group": ([], [ARRAY | {"shape": [0]}], "a known row group"),
+    "two arrays of one name": ([GROUP], [ARRAY | {"shape": [0]}] * 2, "another name"),
+    "ranges of other rows": ([GROUP | {"ranges": [[0, 5]]}], [], "ranges of 4 rows"),
+    "overlapping ranges": ([GROUP | {"ranges": [[0, 2], [1, 3]]}], [], "ascending rows"),
+    "an empty range": ([GROUP | {"ranges": [[0, 4], [7, 7]]}], [], "ascending rows"),
+    "rows beyond all": ([GROUP | {"ranges": [[(1 << 63) - 2, (1 << 63) + 2]]}], [], "ascending"),
+    "neither ranges nor gaps": ([INDEXED], [], "ranges, or an array 'rows.gaps' of 4"),
+    "ranges and gaps": ([GROUP], [GAPS_CHUNK], "no array 'rows.gaps'"),
+    "gaps of other rows": ([INDEXED | {"count": 3}], [GAPS_CHUNK], "'rows.gaps' of 3 gaps"),
+    "gaps that are signed": ([INDEXED], [GAPS_CHUNK | {"dtype": "int8"}], "'rows.gaps' of 4 gaps"),
+    "compressed gaps": ([INDEXED], [GAPS_CHUNK | {"compression": "zstd"}], "uncompressed gaps"),
+    "gaps without bounds": ([INDEXED], [GAPS_CHUNK], "1 bounds"),
+    "bounds of fewer rows": ([INDEXED | {"bounds": [[0, 2]]}], [GAPS_CHUNK], "at least 4 rows"),
+    "descending bounds": (
+        [INDEXED | {"bounds": [[4, 7], [0, 3]]}],
+        [GAPS | {"chunk_rows": 2, "chunks": chunks((4096, 2, 0), (4098, 2, 0))}],
+        "ascending rows",
+    ),
+    "descending columns": ([GROUP | {"columns": [3, 2]}], [], "ascending columns"),
+    "a huge count": ([GROUP | {"count": 1 << 63}], [], "at most"),
+    "an unknown kind": ([GROUP | {"kind": "later"}], [], "one of"),
+    "an unknown dtype": ([GROUP], [ARRAY | {"dtype": "object"}], "one of"),
+    "no axis": ([GROUP], [ARRAY | {"shape": []}], "axes"),
+    "a huge shape": ([GROUP], [ARRAY | {"shape": [1 << 62, 1 << 62]}], "at most .* bytes"),
+    "chunks of no rows": ([GROUP], [ARRAY | {"chunk_rows": 0}], "1 or more"),
+    "too few chunks": ([GROUP], [ARRAY], "20 bytes of chunks"),
+    "a negative length": ([GROUP], [ARRAY | {"shape": [-4]}], "non-negative"),
+    "a short chunk": ([GROUP], [ARRAY | {"chunks": chunks((4096, 3, 0))}], "chunks of 4 bytes"),
+    "a compressed chunk that is longer": (
+        [GROUP],
+        [ARRAY | {"compression": "zstd", "chunks": chunks((4096, 5, 0))}],
+        "chunks of 4 bytes",
+    ),
+    "a compressed chunk of too many bytes": (
+        [GROUP],
+        [ARRAY | HUGE | {"chunks": chunks((4096, 20, 0))}],
+        "chunks of 1099511627776 bytes",
+    ),
+    "a chunk beyond the footer": (
+        [GROUP],
+        [ARRAY | {"chunks": chunks((1 << 63, 4, 0))}],
+        "chunks within",
+    ),
+    "overlapping chunks": (
+        [GROUP],
+        [ARRAY | {"shape": [8], "chunks": chunks((4096, 4, 0), (4098, 4, 0))}],
+        "cover the layer exactly",
+    ),
+    "bytes after the last chunk": ([GROUP], [], "cover the layer exactly"),
+    "long padding": (
+        [GROUP],
+        [ARRAY | {"shape": [8], "chunks": chunks((4096, 4, 0), (9000, 4, 0))}],
+        "cover the layer exactly",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSOUND)
+def test_a_manifest_that_cannot_be_is_damaged_although_its_checksum_is_right(name):
+    row_groups, arrays, expected = UNSOUND[name]
+    ends = [
+        int(offset + nbytes)
+        for array in arrays
+        for offset, nbytes, _ in np.frombuffer(array.get("chunks", b""), CHUNK)
+    ]
+    at = max((end for end in ends if end < 1 << 20), default=PAGE_BYTES)
+    at += name == "bytes after the last chunk"
+    fields = fields_of(layer_bytes()) | {"row_groups": row_groups, "arrays": arrays}
+    with pytest.raises(Damaged, match=f"^{NAME}: footer: expected .*{expected}.* found"):
+        opened(footed(bytes(at), msgpack.packb(fields)))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"sequence": 1 << 63},
+        {"predecessor": 1 << 32},
+        {"process": 1},
+        {"save_id": {"run": "a/b", "step": 1, "attempt": 1}},
+        {"save_id": {"run": "a", "step": 1 << 63, "attempt": 1}},
+        {"parent": {"run": "", "step": 1, "attempt": 1}},
+        {"epoch": {"number": 1}},
+        {"features": "tombstones"},
+    ],
+)
+def test_an_identity_that_cannot_be_is_damaged(changed):
+    (name,) = changed
+    with pytest.raises(Damaged, match=f"^{NAME}: footer: .*{name}"):
+        opened(with_fields(layer_bytes(), **changed))
+
+
+def with_chunk(data: bytes, group: dict[str, Any], array: dict[str, Any]) -> Layer:
+    """A layer with one chunk, whose checksum is right."""
+    padding = np.empty(0, np.uint8)
+    seed = manifest_of().seed
+    crc = footer.chunk_crc32c(seed, PAGE_BYTES, padding, np.frombuffer(data, np.uint8))
+    array = array | {"chunks": chunks((PAGE_BYTES, len(data), crc))}
+    fields = fields_of(layer_bytes()) | {"row_groups": [group], "arrays": [array]}
+    return opened(footed(bytes(PAGE_BYTES) + data, msgpack.packb(fields)))
+
+
+def test_row_indices_are_those_of_their_gaps():
+    group = INDEXED | {"bounds": [[5, 11]]}
+    layer = with_chunk(bytes([0, 1, 2, 3]), group, GAPS)
+    assert np.asarray(layer.rows(layer.row_groups()[0])[1]).tolist() == [5, 6, 8, 11]
+
+
+@pytest.mark.parametrize("gaps", [[1, 1, 2, 3], [0, 0, 3, 3], [0, 1, 2, 4], [0, 2, 1, 2]])
+def test_row_indices_that_do_not_fit_their_bounds_are_damaged(gaps):
+    layer = with_chunk(bytes(gaps), INDEXED | {"bounds": [[5, 11]]}, GAPS)
+    with pytest.raises(Damaged, match="row group 'g', array 'rows.gaps', chunk 0: .*ascending"):
+        layer.rows(layer.row_groups()[0])
+
+
+def test_row_indices_that_wrap_are_damaged():
+    gaps = np.array([0, 1 << 63, (1 << 63) + 3, 1 << 62], np.uint64)
+    array, bounds = GAPS | {"dtype": "uint64"}, [[0, 3 + (1 << 62)]]
+    layer = with_chunk(gaps.tobytes(), INDEXED | {"bounds": bounds}, array)
+    with pytest.raises(Damaged, match="row group 'g', array 'rows.gaps', chunk 0: .*ascending"):
+        layer.rows(layer.row_groups()[0])
+
+
+@pytest.mark.parametrize(
+    "data", [b"no zstd at all", zstandard.compress(bytes(99)), zstandard.compress(b"")]
+)
+def test_a_chunk_that_decompresses_to_another_length_is_damaged(data):
+    array = ARRAY | {"compression": "zstd", "shape": [100], "chunk_rows": 100}
+    layer = with_chunk(data, GROUP, array)
+    with pytest.raises(Damaged, match="row group 'g', array 'a', chunk 0"):
+        layer.read_into(layer.arrays(layer.row_groups()[0])["a"], 0, 100, np.empty(100, np.uint8))
+
+
+def attempt(data: bytes) -> None:
+    """Reads what there is in pieces of some memory at most; typed errors are expected."""
+    tracemalloc.start()
+    try:
+        layer = opened(data)
+        for group in layer.row_groups():
+            layer.rows(group, 0, 1 << 62)
+            for array in layer.arrays(group).values():
+                count = min(array.shape[0], (1 << 20) // max(1, array.row_bytes))
+                out = np.empty((count, *array.shape[1:]), array.dtype)
+                layer.read_into(array, 0, count, out)
+        layer.verify()
+    except (Damaged, FormatTooNew):
+        pass
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < MOST_MEMORY
+
+
+ODD = st.one_of(
+    st.sampled_from([0, 1, -1, 255, 4096, 1 << 31, 1 << 62, 1 << 63, (1 << 64) - 1, None, True]),
+    st.sampled_from(["", "users", "rows.gaps", "zstd", "planes", "uint64", "float32", "item"]),
+    st.sampled_from([[], {}, [[]], [[0, 1]], [[1, 0]], [1 << 40, 0], [0, 1 << 62], b""]),
+    st.integers(-5, 1 << 64 - 1),
+    st.binary(max_size=60),
+)
+
+
+def places_of(value: Any, place: tuple = ()) -> Iterator[tuple]:
+    """Where there is something in nested maps and lists."""
+    if place:
+        yield place
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in items:
+        if isinstance(inner, (dict, list)):
+            yield from places_of(inner, (*place, key))
+        else:
+            yield (*place, key)
+
+
+@FAST
+@given(data=st.data())
+def test_a_footer_with_odd_values_takes_no_memory_and_raises_nothing_else(data):
+    fields = fields_of(layer_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        *above, last = data.draw(st.sampled_from(sorted(places_of(fields), key=str)))
+        inside = fields
+        for key in above:
+            inside = inside[key]
+        if data.draw(st.booleans()) and isinstance(inside[last], bytes) and inside[last]:
+            held = bytearray(inside[last])
+            at = data.draw(st.integers(0, len(held) - 1))
+            held[at] = data.draw(st.integers(0, 255))
+            inside[last] = bytes(held)
+        else:
+            inside[last] = copy.deepcopy(data.draw(ODD))
+    attempt(refooted(layer_bytes(), msgpack.packb(fields)))
+
+
+@FAST
+@given(data=st.data())
+def test_a_footer_of_altered_bytes_takes_no_memory_and_raises_nothing_else(data):
+    held = bytearray(msgpack.packb(fields_of(layer_bytes())))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(held) - 1))
+        held[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=6))
+    attempt(refooted(layer_bytes(), bytes(held)))
+
+
+@FAST
+@given(data=st.data())
+def test_a_trailer_with_odd_values_takes_no_memory_and_raises_nothing_else(data):
+    held = bytearray(layer_bytes())
+    at = len(held) - TRAILER_BYTES + data.draw(st.sampled_from([8, 12, 20, 28]))
+    value = data.draw(st.sampled_from([0, 1, 64, 4096, 8192, len(held), 1 << 40, (1 << 64) - 1]))
+    held[at : at + 8] = value.to_bytes(8, "little")
+    attempt(bytes(held))
+
+
+def test_layers_of_a_file_are_read_in_order():
+    data, _ = appended_bytes()
+    layers = [*found_in(data)]
+    assert steps_of(iter(layers)) == [1, 2, 3, 4]
+    assert [one.manifest.sequence for one in layers] == [0, 1, 2, 3]
+    digests = [one.digest for one in layers]
+    assert [one.manifest.predecessor for one in layers] == [0, *digests[:-1]]
+
+
+def test_a_file_that_is_cut_anywhere_has_the_layers_before_the_cut():
+    data, stops = appended_bytes()
+    for length in {*range(0, len(data), 1024), *range(stops[1] - 70, stops[1] + 70), len(data)}:
+        whole = sum(stop <= length for stop in stops)
+        assert [one.id.step for one in found_in(data[:length])] == [1, 2, 3, 4][:whole]
+
+
+def test_what_is_known_to_be_acknowledged_is_not_dropped_with_a_tail():
+    data, stops = appended_bytes()
+    for length in (0, stops[0], stops[2] - 1, stops[2] + 4096):
+        found, whole = [], sum(stop <= length for stop in stops)
+        with pytest.raises(Damaged, match="layer at byte"):
+            found.extend(found_in(data[:length], acknowledged=3))
+        assert [one.id.step for one in found] == [1, 2, 3][:whole]
+        assert steps_of(found_in(data[:length], acknowledged=whole - 1)) == [1, 2, 3][:whole]
+
+
+@FAST
+@given(data=st.data())
+def test_a_power_cut_during_the_last_append_loses_nothing_before_it(data):
+    """Any of its pages may be lost, and the file may be longer than what was written."""
+    held, stops = appended_bytes()
+    start, stop = stops[2], stops[3]
+    held, pages = bytearray(held), range(start, stop, PAGE_BYTES)
+    lost = data.draw(st.sets(st.sampled_from(pages)))
+    garbage = data.draw(
+        st.sampled_from([bytes(PAGE_BYTES), b"\xff" * PAGE_BYTES, bytes(held[:4096])])
+    )
+    for page in lost:
+        held[page : page + PAGE_BYTES] = garbage
+    # Earlier users of these blocks: the same run, at an earlier layer.
+    after = bytes(held[: stops[0]]) if data.draw(st.booleans()) else bytes(5000)
+    expected = [1, 2, 3] if lost else [1, 2, 3, 4]
+    assert steps_of(found_in(held + after)) == expected
+
+
+def test_every_flipped_byte_of_the_last_layer_drops_it_alone():
+    data, stops = appended_bytes()
+    held = bytearray(data[stops[1] :])
+    for at in range(stops[2] - stops[1], len(held), 23):
+        held[at] ^= 1 << at % 8
+        assert [one.id.step for one in found_in(held)] == [3]
+        held[at] ^= 1 << at % 8
+    assert steps_of(found_in(held)) == [3, 4]
+
+
+def test_every_flipped_byte_of_an_acknowledged_layer_is_an_error():
+    data, stops = appended_bytes()
+    held = bytearray(data)
+    for at in range(stops[0], stops[1], 23):
+        held[at] ^= 1 << at % 8
+        steps: list[int] = []
+        with pytest.raises(Damaged) as error:
+            for layer in found_in(held):
+                if layer.id.step == 2:
+                    layer.verify()
+                steps.append(layer.id.step)
+        assert steps == [1]
+        assert error.value.object_name.startswith(f"{NAME}, layer at byte {stops[0]}: ")
+        held[at] ^= 1 << at % 8
+
+
+@pytest.mark.parametrize("order", [[0, 2, 3], [1, 0, 2], [0, 1, 1, 2], [0, 0, 1], [0, 2, 1, 3]])
+def test_layers_that_are_omitted_repeated_or_swapped_are_an_error(order):
+    data, stops = appended_bytes()
+    each = [data[start:stop] for start, stop in zip((0, *stops), stops, strict=False)]
+    found = []
+    with pytest.raises(Damaged, match="layer at byte .*: header"):
+        found.extend(found_in(b"".join(each[number] for number in order)))
+    intact = next(n for n, own in enumerate([*order, -1]) if own != order[0] + n)
+    assert [one.id.step for one in found] == [order[0] + n + 1 for n in range(intact)]
+
+
+def test_a_layer_of_another_file_is_not_taken_for_the_next_one(tmp_path):
+    data, stops = appended_bytes()
+    layers = [(manifest_of(number), groups_of(number, 50)) for number in (1, 2)]
+    (_, other) = write(tmp_path / NAME, layers)
+    foreign = (tmp_path / NAME).read_bytes()[other.start :]
+    with pytest.raises(Damaged, match="another predecessor"):
+        steps_of(found_in(data[: stops[0]] + foreign))
+
+
+def test_a_header_of_another_layer_is_an_error(tmp_path):
+    layers = [(manifest_of(number), groups_of(number, 50)) for number in (1, 2)]
+    (one, _) = write(tmp_path / NAME, layers)
+    data = (tmp_path / NAME).read_bytes()
+    save_id = dataclasses.replace(layers[0][0].save_id, run="another")
+    other = dataclasses.replace(layers[0][0], save_id=save_id)
+    write(tmp_path / "other", [(other, layers[0][1])])
+    foreign = (tmp_path / "other").read_bytes()
+    assert len(foreign) == one.stop
+    with pytest.raises(Damaged, match=f"^{NAME}, layer at byte 0: header"):
+        list(found_in(data[:PAGE_BYTES] + foreign[PAGE_BYTES:] + data[one.stop :]))
+
+
+def test_a_file_continues_the_one_before_it(tmp_path):
+    data, stops = appended_bytes()
+    *_, last = found_in(data)
+    options = {"sequence": 4, "predecessor": last.digest}
+    write(tmp_path / NAME, [(manifest_of(5), groups_of(5, 100))], **options)
+    following = (tmp_path / NAME).read_bytes()
+    assert steps_of(found_in(following, after=last)) == [5]
+    assert steps_of(found_in(following)) == [5]
+    first = next(found_in(data))
+    with pytest.raises(Damaged, match="expected layer 1, found layer 4"):
+        list(found_in(following, after=first))

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Symbolic links in a directory that others may write into: nothing outside of it is removed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from test_compact import fold
+from test_log import options
+
+import deltackpt
+from deltackpt.errors import DeltackptError
+from deltackpt.format import names
+from deltackpt.ledger.directory import Root
+from deltackpt.ledger.entries import Unit
+from deltackpt.nodes.directory import INCOMING, DirectoryShelf
+from deltackpt.storage import files
+from deltackpt.storage.batch import FileBatch
+from deltackpt.storage.store import FileStore
+from deltackpt.testing import TrainingRun
+from deltackpt.tiers.directory import Directory
+from deltackpt.upkeep import collect, compact, stretches
+from deltackpt.upkeep.unneeded import Retention
+
+ITEM = "embeddings"
+#: As deep as the folders are that something of its own is done to; of steps that is the first.
+DEPTH = 3
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    """A directory with something for every deletion."""
+    root = tmp_path_factory.mktemp("written") / "root"
+    run = TrainingRun(root, options=options())
+    for _ in range(2):
+        with run.open() as manager:
+            manager.restore_latest(run.state)
+            for _ in range(3):
+                run.save()
+                run.append()
+            manager.wait_until_finished()
+    fold(root, 3)
+    cut = f"{names.COMPACTED}/3.{'0' * 32}.tmp/{ITEM}"
+    for place in (
+        f"{names.TRASH}/{'1' * 32}/1/{ITEM}",
+        f"{names.ROLLED_BACK}/run/7/{ITEM}",
+        f"{names.COPYING}/90/{ITEM}",
+        f"{names.COPYING}/replaced/90/{ITEM}",
+        f"8{names.TEMPORARY}-cut/{ITEM}",
+        cut,
+    ):
+        (root / place).mkdir(parents=True)
+        (root / place / "file").write_bytes(place.encode())
+    return root
+
+
+def folders(root: Path) -> list[str]:
+    """The folders of a directory that are not deep in it."""
+    found = (Path(where).relative_to(root) for where, _, _ in os.walk(root))
+    return sorted(
+        str(one) for one in found if 0 < len(one.parts) <= (1 if one.parts[0].isdigit() else DEPTH)
+    )
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {
+        str(one.relative_to(root)): one.read_bytes() for one in root.rglob("*") if one.is_file()
+    }
+
+
+@contextlib.contextmanager
+def whatever_comes() -> Iterator[None]:
+    """What is found may be refused, or warned of."""
+    with contextlib.suppress(DeltackptError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def remove_everything(root: Path) -> None:
+    """All that is ever removed from a directory."""
+    with whatever_comes(), contextlib.closing(Root.open(root)) as opened:
+        opened.remove_steps([1, 2])
+        opened.empty_trash()
+    with whatever_comes(), contextlib.closing(Root.open(root)) as opened:
+        opened.collect()  # The compacted base, which no step needs any more.
+        opened.roll_back(4, "another-run")
+    with whatever_comes():
+        for number in opened.log_at.numbers():
+            stretches.remove(opened.log_at, number)
+    place = Directory(root, ITEM)
+    for unit in (Unit(90, None), Unit(3, ITEM)):
+        with whatever_comes():
+            place.publish(unit, {})
+        with whatever_comes():
+            place.discard(unit)
+    with whatever_comes(), compact.exclusive(root):
+        pass
+    with whatever_comes():
+        compact.compact(root, step=6)
+    with whatever_comes():
+        collect.collect(root, rolled_back=True, retention=Retention(keep_last=1), offline=True)
+
+
+def test_what_is_removed_of_a_directory_is_removed(written, tmp_path):
+    """So that the next test says something."""
+    root = Path(shutil.copytree(written, tmp_path / "root"))
+    remove_everything(root)
+    left = set(folders(root))
+    gone = tuple(f"{one}/" for one in (names.TRASH, names.ROLLED_BACK, names.LOG))
+    assert not {one for one in left if one.startswith(gone)}
+    assert not {"1", f"8{names.TEMPORARY}-cut", f"{names.COPYING}/90"} & left
+
+
+def test_a_link_at_any_level_leads_no_deletion_out_of_a_directory(written, tmp_path):
+    for number, place in enumerate(folders(written)):
+        root = Path(shutil.copytree(written, tmp_path / f"{number}" / "root"))
+        outside = root.parent / "outside" / Path(place).name
+        outside.parent.mkdir()
+        os.rename(root / place, outside)
+        (root / place).symlink_to(outside)
+        before = contents(outside)
+        remove_everything(root)
+        found = contents(outside)
+        assert before.items() <= found.items(), place
+        shutil.rmtree(root.parent)
+
+
+def tree(root: Path, file: str) -> Path:
+    (root / file).parent.mkdir(parents=True)
+    (root / file).write_bytes(b"x")
+    return root / file
+
+
+#: What removes ``a/b/c/d`` below a directory, and where links may come to be meanwhile.
+REMOVALS: dict[str, Callable[[Path], Any]] = {
+    "tree": lambda root: files.remove_tree(root / "a" / "b", below=root),
+    "file": lambda root: files.remove_file(root / "a" / "b" / "c" / "d", root),
+    "rename": lambda root: files.rename(
+        root / "a" / "b" / "c", root / "x" / "c", fsync=False, below=root
+    ),
+    "store": lambda root: FileStore(root).delete(["a/b/c/d"]),
+    "batch": lambda root: FileBatch(root, fsync=False).remove(root / "a" / "b"),
+}
+
+
+@pytest.mark.parametrize("how", REMOVALS)
+def test_a_folder_that_becomes_a_link_in_the_middle_leads_no_deletion_out(tmp_path, how):
+    real = os.open
+    for place in ("a", "a/b", "a/b/c"):
+        for moment in range(8):
+            at = tmp_path / f"{place.replace('/', '-')}-{moment}"
+            root, outside = at / "root", at / "outside"
+            tree(root, "a/b/c/d")
+            # What has the names that are removed.
+            victim = tree(outside, Path("a/b/c/d").relative_to(place).as_posix())
+            left = iter(range(moment))
+
+            def opened(
+                *arguments: Any, root=root, place=place, outside=outside, left=left, **more: Any
+            ) -> int:
+                if next(left, None) is None and not (root / place).is_symlink():
+                    with contextlib.suppress(OSError):
+                        os.rename(root / place, root / "away")
+                        (root / place).symlink_to(outside)
+                return real(*arguments, **more)
+
+            with mock.patch.object(os, "open", opened), contextlib.suppress(OSError):
+                REMOVALS[how](root)
+            assert victim.read_bytes() == b"x", (place, moment)
+
+
+def test_retention_says_why_nothing_is_removed_through_a_link(tmp_path):
+    root = tmp_path / "root"
+    run = TrainingRun(root, options=deltackpt.ManagerOptions(max_to_keep=1))
+    outside = tree(tmp_path, "outside/any/5/file")
+    with run.open() as manager:
+        run.save()
+        (root / names.TRASH).symlink_to(tmp_path / "outside")
+        run.save(force_base=True, wait=False)
+        with pytest.warns(UserWarning, match="deleted is a symbolic link to .*; remove the link"):
+            manager.wait_until_finished()
+        (root / names.TRASH).unlink()
+        run.save(force_base=True)
+        assert manager.all_steps() == [3]
+    assert outside.exists()
+
+
+@pytest.mark.parametrize("place", [INCOMING, "folder"])
+def test_a_link_leads_no_deletion_out_of_a_node_store(tmp_path, place):
+    victim = tree(tmp_path, "outside/object")
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / place).symlink_to(tmp_path / "outside")
+    with contextlib.suppress(DeltackptError):
+        shelf = DirectoryShelf(tmp_path / "store")
+        with contextlib.closing(shelf), contextlib.suppress(DeltackptError):
+            shelf.delete(f"{place}/object")
+    assert victim.exists()

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Damaged logs: what was acknowledged is restored, or reported; never is it silently older."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import model
+import pytest
+from damages import HOWS, damage, flip
+from made_up_logs import MadeUpLog, bounds_of, history_of
+from test_log_looking import HANDLERS, manager, segments
+
+import deltackpt
+from deltackpt import events
+from deltackpt.errors import Damaged, DamagedWal
+from deltackpt.format import names
+from deltackpt.handlers.choosing import Chooser
+from deltackpt.reading.log_progress import NAME
+from deltackpt.testing import Disk, DiskCall
+from deltackpt.upkeep.verify import verify_root
+
+
+class Written(NamedTuple):
+    """A root, and the states of its steps and points."""
+
+    root: Path
+    states: dict[int, dict]
+
+    @property
+    def newest(self) -> int:
+        return max(self.states)
+
+
+class Failures:
+    """A sink that keeps failures."""
+
+    def __init__(self) -> None:
+        self.found: list[events.FailureEvent] = []
+
+    def receive(self, event: events.Event) -> None:
+        if isinstance(event, events.FailureEvent):
+            self.found.append(event)
+
+
+def write(root: Path, **options) -> Written:
+    """Step 0, points up to 6 and step 3; then from point 4 on points up to 8."""
+    state = model.initial()
+    states, touched = {0: state}, model.new_touched(state)
+    with manager(root, **options) as trainer:
+        trainer.save(0, state, touched=touched)
+        for step in range(1, 7):
+            state, touched = model.train(state, touched, step)
+            states[step] = state
+            if step == 3:
+                trainer.save(step, state, touched=touched)
+            else:
+                trainer.append(step, state, touched=touched)
+        trainer.wait_until_finished()
+        trainer.wait_appended()
+    with manager(root, **options) as trainer:
+        found = trainer.restore(4, state)
+        assert found.point is not None and found.touched is not None
+        state, touched = found.state, found.touched
+        states = {step: state for step, state in states.items() if step <= 4}
+        for step in range(5, 9):
+            state, touched = model.train(state, touched, 100 + step)
+            states[step] = state
+            trainer.append(step, state, touched=touched)
+        trainer.wait_appended()
+    return Written(root, states)
+
+
+@pytest.fixture(scope="module", params=["whole", "delta"])
+def written(tmp_path_factory, request) -> Written:
+    """Of some segments with one mark, others with several."""
+    backend = deltackpt.wal.LocalWal(segment_bytes=1 if request.param == "whole" else 1 << 14)
+    root = tmp_path_factory.mktemp("damaged") / "root"
+    return write(root, dense=request.param, backend=backend)
+
+
+@pytest.fixture
+def copy(written, tmp_path) -> Written:
+    shutil.copytree(written.root, tmp_path / "root")
+    return Written(tmp_path / "root", written.states)
+
+
+def restore(root: Path) -> tuple[deltackpt.Restored | None, list[str], Failures]:
+    """The newest point by a reader, what it was warned of, and the failures that it was told."""
+    failures, options = Failures(), deltackpt.ManagerOptions(access="read", multiprocess=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with deltackpt.CheckpointManager(
+            root, handlers=HANDLERS, options=options, event_handlers=(failures,)
+        ) as reader:
+            found = reader.restore_latest(model.initial())
+    return found, [str(one.message) for one in caught], failures
+
+
+def assert_restored_or_reported(written: Written) -> int:
+    """The newest state is restored bit for bit, or an older one and every report says so."""
+    found, warned, failures = restore(written.root)
+    assert found is not None
+    model.assert_same(found.state, written.states[found.step])
+    report = verify_root(written.root)
+    if found.step == written.newest:
+        assert found.skipped == ()
+        return found.step
+    steps = [step for step, _ in found.skipped]
+    assert steps and min(steps) > found.step and isinstance(found.skipped[0][1], DamagedWal)
+    assert any("is skipped" in text for text in warned)
+    assert {one.step for one in failures.found if one.operation == "skip"} == {*steps}
+    names = [problem.object_name for problem in report.problems]
+    assert any(error.object_name in names for _, error in found.skipped), (found.skipped, names)
+    return found.step
+
+
+def flips(path: Path) -> Iterator[int]:
+    """Places in the fixed part, the head, the body and the checksum of each frame."""
+    data = path.read_bytes()
+    for start, end in bounds_of(data):
+        yield from {start, start + 28, start + 41, start + 60, (start + end) // 2, end - 1}
+
+
+def cuts(path: Path) -> Iterator[int]:
+    """Lengths at the end of each frame, and within it."""
+    for start, end in bounds_of(path.read_bytes()):
+        yield from (start, (start + end) // 2, end - 1)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_whatever_is_damaged_of_a_log_is_restored_or_reported(seed, copy):
+    drawn, older = random.Random(seed), 0
+    files = [path for path in sorted(copy.root.glob("log/**/*")) if path.is_file()]
+    for number, path in enumerate(files):
+        intact, is_segment = path.read_bytes(), path.suffix == ".seg"
+        how = HOWS[(number + seed) % len(HOWS)]
+        if how == "removed":
+            path.unlink()
+        elif how == "truncated":
+            os.truncate(path, drawn.choice([*cuts(path)] if is_segment else range(len(intact))))
+        elif path.name != NAME:  # It has no checksum, and nothing depends on it.
+            flip(path, drawn.choice([*flips(path)] if is_segment else range(len(intact))))
+        older += assert_restored_or_reported(copy) < copy.newest
+        path.write_bytes(intact)
+    assert older
+
+
+def test_one_flipped_bit_in_a_frame_head_is_reported(copy):
+    first = sorted(copy.root.glob("log/1/0/*.seg"))[0]
+    start, _ = bounds_of(first.read_bytes())[2]
+    flip(first, start + 44)
+    assert assert_restored_or_reported(copy) == 4
+
+
+def test_a_damaged_log_is_read_twice_however_much_its_trainer_commits_meanwhile(copy):
+    sorted(copy.root.glob("log/1/0/*.seg"))[0].unlink()
+    real, looks = Chooser._look, 0
+
+    def look(*arguments):
+        """Each look chooses something else than the one before."""
+        nonlocal looks
+        looks += 1
+        chosen, lost = real(*arguments)
+        return (tuple if looks % 2 else list)(chosen), lost
+
+    with mock.patch.object(Chooser, "_look", look):
+        found, warned, _ = restore(copy.root)
+    assert found is not None and found.skipped and warned
+    assert looks == 2
+
+
+@pytest.mark.parametrize("torn", [0, 1, 30, 44, 60, 120, -1])
+def test_what_a_kill_leaves_is_no_damage(torn, copy):
+    """The last frames of a mark that nobody was told of."""
+    last = segments(copy.root)[-1]
+    os.truncate(last, last.stat().st_size + torn if torn < 0 else torn)
+    (last.parent / NAME).unlink()
+    found, warned, _ = restore(copy.root)
+    assert found is not None and found.skipped == () and found.step < copy.newest
+    assert not any("skipped" in text for text in warned)
+    assert verify_root(copy.root).intact
+
+
+def test_zeros_that_a_power_cut_leaves_are_no_damage(copy):
+    last = segments(copy.root)[-1]
+    intact = last.read_bytes()
+    last.write_bytes(intact + bytes(300))
+    found, _, _ = restore(copy.root)
+    assert found is not None and (found.step, found.skipped) == (copy.newest, ())
+    (last.parent / NAME).unlink()
+    start, end = bounds_of(intact)[-1]
+    last.write_bytes(intact[: (start + end) // 2] + bytes(300))
+    found, _, _ = restore(copy.root)
+    assert found is not None and found.step < copy.newest and found.skipped == ()
+
+
+def test_a_part_that_was_killed_before_its_first_frame_is_no_damage(copy):
+    last = segments(copy.root)[-1]
+    place = names.segment_place(last.name)
+    assert place is not None
+    (last.parent / names.segment_name(place.part + 1, place.seq)).write_bytes(b"DL")
+    found, _, _ = restore(copy.root)
+    assert found is not None and (found.step, found.skipped) == (copy.newest, ())
+    assert verify_root(copy.root).intact
+
+
+# Heads.
+
+
+@pytest.mark.parametrize("how", ["removed", "truncated", "flipped"])
+@pytest.mark.parametrize("stretch", [0, 1])
+def test_one_damaged_head_costs_nothing_and_is_reported(how, stretch, copy):
+    damage(copy.root / "log" / f"{stretch}.msgpack", how)
+    found, warned, failures = restore(copy.root)
+    assert found is not None and (found.step, found.skipped) == (copy.newest, ())
+    model.assert_same(found.state, copy.states[copy.newest])
+    assert any("its copy was read" in text for text in warned) and failures.found
+    [problem] = verify_root(copy.root).problems
+    assert problem.stops == "nothing" and f"log/{stretch}.msgpack" in problem.object_name
+
+
+def test_a_lost_head_never_revives_the_branch_that_training_rolled_back_from(copy):
+    (copy.root / "log/1.msgpack").unlink()
+    (copy.root / "log/1/head.msgpack").unlink()
+    with pytest.raises(Damaged, match=r"log/1\.msgpack.*it is unknown which recovery points count"):
+        restore(copy.root)
+    assert not verify_root(copy.root).intact
+    # Nor does the next run take its number.
+    with manager(copy.root) as trainer:
+        found = trainer.restore_latest(model.initial(), wal=False)
+        assert found is not None and (found.step, found.point) == (3, None)
+        assert found.touched is not None
+        state, touched = model.train(found.state, found.touched, 9)
+        trainer.append(9, state, touched=touched)
+        trainer.wait_appended()
+    assert (copy.root / "log/2.msgpack").exists()
+    found, _, _ = restore(copy.root)
+    assert found is not None and found.step == 9
+
+
+def test_a_lost_head_of_a_run_without_a_log_revives_nothing(copy):
+    options = deltackpt.ManagerOptions()
+    with deltackpt.CheckpointManager(copy.root, handlers=HANDLERS, options=options) as trainer:
+        found = trainer.restore(3, model.initial())
+        assert found.touched is not None
+        state, touched = model.train(found.state, found.touched, 50)
+        trainer.save(5, state, touched=touched)
+        trainer.wait_until_finished()
+    (copy.root / "log/2.msgpack").unlink()
+    found, _, _ = restore(copy.root)
+    assert found is not None and (found.step, found.point) == (5, None)
+    model.assert_same(found.state, state)
+
+
+def test_the_stretch_that_a_later_one_goes_on_from_is_reported_if_its_head_is_lost(copy):
+    (copy.root / "log/0.msgpack").unlink()
+    (copy.root / "log/0/head.msgpack").unlink()
+    assert assert_restored_or_reported(copy) == 3
+
+
+def test_a_head_that_goes_while_another_run_begins_is_no_damage(tmp_path):
+    at = MadeUpLog(tmp_path / "log").begin().mark(1).at
+
+    def begin_another(_: DiskCall) -> None:
+        MadeUpLog(at, stretch=1, run="b1").begin()
+        (at / "0.msgpack").unlink()
+
+    with Disk(at) as disk:
+        disk.on("read", begin_another, r"^0[.]msgpack$", times=1)
+        assert history_of(at).eras[0].head.stretch == 1
+
+
+def test_of_several_places_another_head_takes_the_place_of_a_damaged_one(tmp_path):
+    MadeUpLog(tmp_path / "far").begin().mark(1)
+    near = MadeUpLog(tmp_path / "near").begin().mark(1)
+    (near.at / "0.msgpack").write_bytes(b"torn")
+    history = history_of(near.at, tmp_path / "far")
+    assert [point.step for point in history.points()] == [1] and len(history.replaced) == 1

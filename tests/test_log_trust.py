@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that moved without being marked: ``log()`` finds them, and nothing wrong is restored."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import warnings
+from typing import Any
+
+import jax.numpy as jnp
+import model
+import numpy as np
+import pytest
+from test_log import options
+
+import deltackpt
+from deltackpt import touched
+from deltackpt.errors import OutOfSpace, TrackingError
+from deltackpt.save.extract import FieldSource
+from deltackpt.testing import Disk, TrainingRun
+from deltackpt.wal import audit
+
+#: More records than it takes to look at every row of the small state once.
+ALL_LOOKED_AT = 60
+
+
+class Forgetful(TrainingRun):
+    """Marks only some of the rows that move."""
+
+    def forget(self, keep: slice, *, by_ids: bool = False) -> dict[str, Any] | None:
+        """One step, of whose ids only a part is marked, or given."""
+        self.step += 1
+        self.state, ids = model.move(self.state, self.step, rows=400)
+        kept = {name: rows[keep] for name, rows in ids.items()}
+        self.touched = touched.mark(self.touched, ids if by_ids else kept)
+        self.states[self.step] = self.state
+        return {name: np.asarray(rows) for name, rows in kept.items()} if by_ids else None
+
+
+@pytest.fixture
+def run(tmp_path) -> Forgetful:
+    return Forgetful(tmp_path, options=options())
+
+
+def logged_until_found(manager: Any, run: Forgetful) -> deltackpt.Saved:
+    """Logs the same rows again until a step is saved instead."""
+    for _ in range(ALL_LOOKED_AT):
+        logged = again(run, manager.append)
+        if logged.saved is not None:
+            return logged.saved
+    raise AssertionError("no record has found the rows")
+
+
+@pytest.mark.parametrize("by_ids", [False, True])
+@pytest.mark.parametrize("after_restore", [False, True])
+def test_rows_that_no_record_holds_make_the_log_save_a_base(run, by_ids, after_restore):
+    with run.open() as manager:
+        run.save_initial()
+        for _ in range(3):
+            run.append()
+        manager.wait_appended()
+        if after_restore:
+            run.continue_from(manager.restore_latest(run.state))
+        with pytest.warns(UserWarning, match=r"(?s)is saved as a base.*table tables/.*: rows \d"):
+            for _ in range(8):
+                ids = run.forget(slice(None, None, 2), by_ids=by_ids)
+                logged = manager.append(run.step, run.state, touched=run.touched, ids=ids)
+                if logged.saved is not None:
+                    break
+        assert logged.saved is not None and logged.saved.kind == "base"
+        assert "rows differ from those" in logged.reason
+        saved = run.step
+        manager.wait_until_finished()
+        # Points of a run before, from which this one was restored, stay right.
+        assert [point.step for point in manager.recovery_points()] == (
+            [3, 2, 1] if after_restore else []
+        )
+        for _ in range(2):
+            assert run.append().kind == "full"
+        manager.wait_appended()
+    with run.open() as reader:
+        found = reader.restore_latest(run.state)
+        assert found is not None and found.step == run.step
+        model.assert_same(found.state, run.state)
+        model.assert_same(reader.restore(saved, run.state).state, run.states[saved])
+
+
+def test_a_row_that_an_earlier_record_missed_is_found_by_a_later_one(run):
+    with run.open() as manager:
+        run.save_initial()
+        for _ in range(2):
+            run.append()
+        # A row that is never marked moves once.
+        users = run.state["tables"]["users"].at[699].add(1.0)
+        run.state = {
+            **run.state,
+            "tables": {**run.state["tables"], "users": users},
+        }
+        with pytest.warns(UserWarning, match=r"(?s)is saved as a base.*tables/users: rows 699"):
+            saved = logged_until_found(manager, run)
+        assert saved.kind == "base"
+    with run.open() as reader:
+        found = reader.restore_latest(run.state)
+        assert found is not None
+        model.assert_same(found.state, run.state)
+
+
+def test_every_row_of_a_small_state_is_looked_at_and_none_is_suspected(run):
+    with run.open() as manager:
+        run.save_initial()
+        for number in range(ALL_LOOKED_AT):
+            ids = run.forget(slice(None), by_ids=True) if number % 3 == 0 else None
+            if ids is None:
+                run.train()
+            logged = manager.append(run.step, run.state, touched=run.touched, ids=ids)
+            assert logged.saved is None
+            if number == ALL_LOOKED_AT // 2:
+                assert "rows differ" not in run.save().reason
+
+
+def test_without_the_sampled_proof_no_record_looks(run):
+    given = deltackpt.ManagerOptions(
+        deltas=deltackpt.DeltaOptions(sampled_proof=False), wal=options().wal
+    )
+    with run.open(given) as manager:
+        run.save_initial()
+        for _ in range(8):
+            run.forget(slice(0))
+            logged = manager.append(run.step, run.state, touched=run.touched)
+            assert logged.saved is None
+    assert jnp.any(run.state["tables"]["users"] != run.states[0]["tables"]["users"])
+
+
+def test_rows_on_an_accelerator_are_judged_by_the_next_call(run, monkeypatch):
+    monkeypatch.setattr(FieldSource, "on_host", property(lambda source: False))
+    monkeypatch.setattr(audit, "_EVERY", 1)
+    with run.open() as manager:
+        run.save_initial()
+        run.append()
+        run.forget(slice(0))
+        assert manager.append(run.step, run.state, touched=run.touched).kind == "full"
+        with (
+            pytest.warns(UserWarning, match="saved as a base"),
+            pytest.raises(TrackingError, match="rows differ from those in the WAL"),
+        ):
+            manager.wait_appended()
+        assert manager.recovery_points() == []
+        saved = run.append().saved
+        assert saved is not None and saved.kind == "base"
+
+
+# A head that cannot be written when the points of a run must end.
+
+
+def again(run: Forgetful, call: Any) -> Any:
+    """Gives the state as it is to a call, as that of a further step."""
+    run.step += 1
+    return call(run.step, run.state, touched=run.touched)
+
+
+def misled(manager: Any, run: Forgetful, how: str) -> None:
+    """Has a manager find that its log is wrong."""
+    if how == "verify":
+        manager.verify_tracking(run.state, touched=run.touched)
+        run.forget(slice(0))
+        with pytest.raises(TrackingError, match="tables/"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            manager.verify_tracking(run.state, touched=run.touched)
+        return
+    ids = run.forget(slice(0), by_ids=True)
+    manager.append(run.step, run.state, touched=run.touched, ids=ids)
+    with pytest.raises(TrackingError, match="marked but not named"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again(run, manager.save)
+
+
+def logged_whole(manager: Any, run: Forgetful, how: str) -> deltackpt.Appended:
+    """Logs a step whose rows are all marked, and named where that is how they are found."""
+    ids = run.forget(slice(None), by_ids=True) if how == "ids" else None
+    if ids is None:
+        run.train()
+    return manager.append(run.step, run.state, touched=run.touched, ids=ids)
+
+
+@pytest.mark.parametrize("how", ["verify", "ids"])
+def test_a_log_that_cannot_be_ended_takes_no_mark_and_says_so_until_it_is(run, how):
+    with run.open() as manager, Disk(run.root) as disk:
+        run.save_initial()
+        for _ in range(2):
+            run.append()
+        manager.wait_appended()
+        disk.fail(path=r"^log/[^/]*$", errno=errno.ENOSPC, times=None)
+        misled(manager, run, how)
+        for call in (
+            lambda: again(run, manager.append),
+            manager.wait_appended,
+            lambda: manager.restore_latest(run.state),
+            lambda: again(run, manager.save),
+            manager.wait_until_finished,
+        ):
+            with pytest.raises(OutOfSpace, match="log"):
+                call()
+        disk.clear()
+        manager.wait_appended()
+        assert manager.recovery_points() == []
+        assert logged_whole(manager, run, how).saved is not None
+        saved = run.step
+        logged_whole(manager, run, how)
+        assert manager.wait_appended() == manager.recovery_points()[0]
+        assert manager.recovery_points()[0].step == run.step
+        assert manager.recovery_points()[-1].step > saved
+    with run.open() as reader:
+        found = reader.restore_latest(run.state)
+        assert found is not None and found.step == run.step
+        model.assert_same(found.state, run.state)
+
+
+@pytest.mark.parametrize("how", ["verify", "ids"])
+def test_a_log_whose_folder_is_gone_is_begun_anew(tmp_path, run, how):
+    with run.open() as manager:
+        run.save_initial()
+        for _ in range(2):
+            run.append()
+        manager.wait_appended()
+        shutil.rmtree(tmp_path / "log")
+        misled(manager, run, how)
+        for _ in range(2):
+            logged_whole(manager, run, how)
+        manager.wait_appended()
+    with run.open() as reader:
+        found = reader.restore_latest(run.state)
+        assert found is not None and found.step == run.step
+        model.assert_same(found.state, run.state)

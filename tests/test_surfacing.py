@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong where nobody looks is raised, or told, at the next call; closed is closed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import leaver
+import numpy as np
+import pytest
+from test_exits import opened
+from test_log_assembly import Job
+
+import deltackpt
+from deltackpt import serving
+from deltackpt.errors import AppendFailed, ClosedError, DeltackptError, FencedError, OptionError
+from deltackpt.ledger.directory import Root
+from deltackpt.nodes.server import NodeServer
+from deltackpt.nodes.shelves import MemoryShelf
+from deltackpt.nodes.tokens import Tokens
+from deltackpt.save import dense_layout
+from deltackpt.serving import live as live_module
+from deltackpt.storage import buckets
+from deltackpt.storage.kv_store import KvStore
+from deltackpt.storage.store import FileStore, Spot
+from deltackpt.testing import paused_saves
+from deltackpt.tiers import copy, places
+from deltackpt.tiers.pushing import Pusher
+from deltackpt.tiers.stage import Stage
+from deltackpt.wal.needs import Needs
+
+LIMIT_SECS = 60
+STATE, MARKS = leaver.states(0)[0]
+#: A call of each public name of a manager; what is not here is refused by the test.
+CALLS: dict[str, Callable[[deltackpt.CheckpointManager], Any]] = {
+    "all_steps": lambda manager: manager.all_steps(),
+    "best_step": lambda manager: manager.best_step("loss"),
+    "check_for_errors": lambda manager: manager.check_for_errors(),
+    "check_lease": lambda manager: manager.check_lease(),
+    "custom_metadata": lambda manager: manager.custom_metadata(1),
+    "delete": lambda manager: manager.delete(1),
+    "resume_step": lambda manager: manager.resume_step,
+    "is_saving_in_progress": lambda manager: manager.is_saving_in_progress(),
+    "item_metadata": lambda manager: manager.item_metadata(1),
+    "latest_step": lambda manager: manager.latest_step(),
+    "append": lambda manager: manager.append(2, STATE, touched=MARKS),
+    "metrics": lambda manager: manager.metrics(1),
+    "next_save": lambda manager: manager.next_save(STATE, touched=MARKS),
+    "recovery_points": lambda manager: manager.recovery_points(),
+    "reached_preemption": lambda manager: manager.reached_preemption(2),
+    "read": lambda manager: manager.read(1, {}),
+    "read_state": lambda manager: manager.read_state(1, STATE),
+    "restore": lambda manager: manager.restore(1, STATE),
+    "restore_latest": lambda manager: manager.restore_latest(STATE),
+    "save": lambda manager: manager.save(2, STATE, touched=MARKS),
+    "save_if_due": lambda manager: manager.save_if_due(2, STATE, touched=MARKS),
+    "should_save": lambda manager: manager.should_save(2),
+    "verify_tracking": lambda manager: manager.verify_tracking(STATE, touched=MARKS),
+    "wait_until_finished": lambda manager: manager.wait_until_finished(),
+    "wait_appended": lambda manager: manager.wait_appended(),
+    "with": lambda manager: manager.__enter__(),
+}
+#: What a closed manager answers all the same.
+ALWAYS = {"close", "options"}
+
+
+def saved(root: Path) -> deltackpt.CheckpointManager:
+    """A manager that has committed step 1."""
+    manager = opened(root)
+    manager.save(1, STATE, touched=MARKS)
+    manager.wait_until_finished()
+    return manager
+
+
+def answers_of(manager: deltackpt.CheckpointManager, kind: type[DeltackptError]) -> list[str]:
+    """Calls that are not refused by such an error."""
+    found = []
+    for name, call in CALLS.items():
+        try:
+            call(manager)
+        except kind:
+            continue
+        except BaseException as error:
+            found.append(f"{name}: {error!r}")
+        else:
+            found.append(name)
+    return found
+
+
+def test_every_public_name_of_a_manager_is_tried():
+    public = {name for name in dir(deltackpt.CheckpointManager) if not name.startswith("_")}
+    assert public - ALWAYS == CALLS.keys() - {"with"}
+
+
+def test_a_closed_manager_refuses_every_call(tmp_path):
+    manager = saved(tmp_path)
+    manager.close()
+    assert answers_of(manager, ClosedError) == []
+    manager.close()
+
+
+def test_a_manager_that_another_one_has_ended_refuses_every_call(tmp_path):
+    manager = saved(tmp_path)
+    with opened(tmp_path):
+        assert answers_of(manager, FencedError) == []
+        manager.close()
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_a_forked_manager_refuses_every_call_also_while_another_thread_is_in_it(tmp_path):
+    manager = saved(tmp_path)
+    before = sorted(os.listdir(tmp_path))
+    read, write = os.pipe()
+    with manager._lock:
+        # Whoever holds the lock is no thread of the child.
+        forking = threading.Thread(target=lambda: pids.append(_fork(manager, write)))
+        pids: list[int] = []
+        forking.start()
+        forking.join()
+    os.close(write)
+    with open(read) as told:
+        assert told.read() == "[]"
+    assert os.waitstatus_to_exitcode(os.waitpid(pids[0], 0)[1]) == 0
+    assert sorted(os.listdir(tmp_path)) == before
+    manager.save(2, STATE, touched=MARKS)
+    manager.close()
+
+
+def _fork(manager: deltackpt.CheckpointManager, write: int) -> int:
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            signal.alarm(LIMIT_SECS)  # Should it wait for ever.
+            CALLS["close"] = lambda manager: manager.close()
+            os.write(write, str(answers_of(manager, ClosedError)).encode())
+            os._exit(0)
+        os._exit(1)
+    return pid
+
+
+# A fenced trainer.
+
+
+def test_a_save_in_flight_whose_directory_the_next_trainer_removes_is_fenced(tmp_path):
+    manager = saved(tmp_path)
+    with paused_saves(tmp_path) as held:
+        manager.save(2, STATE, touched=MARKS, force_base=True)
+        Root.open(tmp_path)  # Another process.
+        held.release()
+        with pytest.raises(FencedError, match="expected to hold its lease"):
+            manager.wait_until_finished()
+    manager.close()
+
+
+# Threads.
+
+
+def test_whatever_goes_wrong_where_saves_are_pushed_is_told_and_tried_again(tmp_path):
+    stage = Stage(tmp_path)
+    tmp_path.mkdir(exist_ok=True)
+    pusher, again = Pusher(stage), threading.Event()
+    outcomes = iter([ZeroDivisionError("of nobody's making")])
+
+    def step() -> bool:
+        for error in outcomes:
+            raise error
+        again.set()
+        return False
+
+    with mock.patch.object(pusher, "step", step):
+        thread = pusher.start()
+        assert again.wait(LIMIT_SECS) and thread.is_alive()
+        pusher.end()
+        thread.join(LIMIT_SECS)
+    told = stage.pushed("")
+    assert told.problem == "ZeroDivisionError: of nobody's making"
+    assert told.code == DeltackptError.code
+
+
+def test_whatever_goes_wrong_where_processes_agree_is_kept_for_the_next_call(tmp_path):
+    job, again = Job(tmp_path, 1), threading.Event()
+    one = job.all[0]
+    outcomes = iter([ZeroDivisionError("of nobody's making")])
+
+    def listen() -> None:
+        for error in outcomes:
+            raise error
+        again.set()
+        one._closed.wait(LIMIT_SECS)
+
+    with mock.patch.object(one, "listen", listen):
+        one.start()
+        assert again.wait(LIMIT_SECS)
+        one.close()
+    assert isinstance(one.take_failure(), ZeroDivisionError)
+    assert one.take_failure() is None
+
+
+def test_what_went_wrong_where_processes_agree_is_raised_by_the_next_log(
+    tmp_path,
+):
+    options = deltackpt.ManagerOptions(wal=deltackpt.WalOptions())
+    states = leaver.states(3)
+    with deltackpt.CheckpointManager(tmp_path, handlers=leaver.HANDLERS, options=options) as one:
+        one.save(1, states[1][0], touched=states[1][1])
+        broken = mock.patch.object(Needs, "take_failure", lambda _: ZeroDivisionError("why"))
+        with broken, pytest.raises(AppendFailed, match="found ZeroDivisionError") as caught:
+            one.append(2, states[2][0], touched=states[2][1])
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        assert one.append(3, states[3][0], touched=states[3][1]).kind == "full"
+        one.wait_until_finished()
+        found = one.restore_latest(states[3][0])
+    assert found is not None and found.step == 3
+    leaver.model.assert_same(found.state, states[3][0])
+
+
+def test_whatever_goes_wrong_in_a_collection_is_told_once_and_tried_again(tmp_path):
+    with saved(tmp_path) as manager:
+        outcomes, real = iter([ZeroDivisionError("of nobody's making")]), Root._collect
+
+        def collect(root: Root, protected: Any) -> None:
+            for error in outcomes:
+                raise error
+            real(root, protected)
+
+        with mock.patch.object(Root, "_collect", collect), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            manager.save(2, STATE, touched=MARKS, force_base=True)
+            manager.wait_until_finished()
+            root: Any = manager._root
+            root._collected.exception(LIMIT_SECS)
+            manager.save(3, STATE, touched=MARKS, force_base=True)
+            with pytest.warns(UserWarning, match="could not be removed: ZeroDivisionError"):
+                manager.wait_until_finished()
+            manager.save(4, STATE, touched=MARKS, force_base=True)
+            manager.wait_until_finished()
+
+
+def test_whatever_goes_wrong_where_a_directory_is_followed_is_its_problem(tmp_path):
+    saved(tmp_path).close()
+    error, again = ZeroDivisionError("of nobody's making"), threading.Event()
+
+    def give(*_: Any) -> None:
+        again.set()
+        raise error
+
+    with mock.patch.object(live_module.Candidates, "give", give):
+        with serving.follow(tmp_path, poll_secs=0.01) as live:
+            assert again.wait(LIMIT_SECS)
+            while live.problem is None:
+                assert live._thread is not None and live._thread.is_alive()
+    assert "ZeroDivisionError" in str(live.problem)
+    assert isinstance(live.problem.__cause__, ZeroDivisionError)
+
+
+def test_whatever_goes_wrong_with_one_request_ends_no_node_server(caplog):
+    def ask(server: NodeServer) -> bytes:
+        host, port = server.address.split(":")
+        with socket.create_connection((host, int(port)), LIMIT_SECS) as client:
+            client.sendall(b"GET /a HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                return client.recv(1 << 10)
+        return b""
+
+    shelf = MemoryShelf(1 << 20)
+    server = NodeServer(shelf, bind="127.0.0.1", tokens=Tokens("a-token-of-some-length"))
+    with contextlib.closing(shelf), contextlib.closing(server):
+        with mock.patch.object(server, "_begin", side_effect=ZeroDivisionError("nobody's")):
+            assert ask(server) == b""
+        assert ask(server).startswith(b"HTTP/1.1 401")
+    assert "ZeroDivisionError" in caplog.text
+
+
+# Bytes and names.
+
+
+def test_a_copy_to_a_directory_holds_a_piece_of_a_file_at_most(tmp_path, monkeypatch):
+    saved(tmp_path / "root").close()
+    asked: list[int] = []
+    real = FileStore.read_into
+
+    def read_into(store: FileStore, key: str, start: int, parts: Any, **how: Any) -> None:
+        asked.append(sum(part.nbytes for part in parts))
+        real(store, key, start, parts, **how)
+
+    monkeypatch.setattr(places, "PIECE_BYTES", 1000)
+    with mock.patch.object(FileStore, "read_into", read_into):
+        copy.copy(tmp_path / "root", tmp_path / "copy")
+    longest = max(one.stat().st_size for one in (tmp_path / "root" / "1").rglob("*"))
+    assert longest > 4000 and asked.count(1000) > longest // 1000
+    with opened(tmp_path / "copy") as manager:
+        leaver.model.assert_same(manager.restore(1, STATE).state, STATE)
+
+
+def test_a_file_that_changes_while_it_is_copied_is_damage(tmp_path):
+    saved(tmp_path / "root").close()
+    real = FileStore.read_into
+
+    def read_into(store: FileStore, key: str, start: int, parts: Any, **how: Any) -> None:
+        real(store, key, start, parts, **how)
+        if "/c/" in key or key.endswith(".bin"):
+            parts[0][0] ^= 1
+
+    monkeypatched = mock.patch.object(FileStore, "read_into", read_into)
+    with monkeypatched, pytest.raises(DeltackptError):
+        copy.copy(tmp_path / "root", tmp_path / "copy")
+    assert not (tmp_path / "copy" / "1").exists()
+
+
+def test_a_small_object_of_a_bucket_is_read_once():
+    store = KvStore({"driver": "memory"}, "memory://")
+    store.put("a/b", b"some bytes")
+    reads: list[dict[str, Any]] = []
+    real = KvStore._read
+    with mock.patch.object(
+        KvStore, "_read", lambda self, key, **how: (reads.append(how), real(self, key, **how))[1]
+    ):
+        assert Spot(store, "a/b").read() == b"some bytes"
+        assert reads == [{}]
+        assert Spot(store, "a/b").is_file() and not Spot(store, "a").is_file()
+    assert all(reads[1:])  # Of no more than a range.
+
+
+def test_no_code_changes_the_environment_of_its_process():
+    change = re.compile(
+        r"os\.(putenv|unsetenv)\(|del os\.environ|os\.environ\[[^]]*\] *=[^=]"
+        r"|os\.environ\.(setdefault|update|pop|popitem|clear)\("
+    )
+    files = Path(deltackpt.__file__).parent.rglob("*.py")
+    assert not [path.name for path in files if change.search(path.read_text())]
+
+
+def test_an_endpoint_of_google_must_be_in_the_environment(monkeypatch):
+    monkeypatch.delenv("TENSORSTORE_GCS_HTTP_URL", raising=False)
+    expected = "TENSORSTORE_GCS_HTTP_URL=http://a:1 in the environment.*found none; set it"
+    with pytest.raises(OptionError, match=expected):
+        buckets.place("gs://bucket/run", endpoint="http://a:1")
+    assert "TENSORSTORE_GCS_HTTP_URL" not in os.environ
+    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", "http://a:1")
+    assert buckets.place("gs://bucket/run", endpoint="http://a:1").url == "gs://bucket/run"
+
+
+def test_layouts_of_dense_leaves_are_remembered_for_many_threads_at_once():
+    """More structures than are kept, each planned while another thread's is dropped."""
+
+    def plans() -> Iterator[None]:
+        for number in range(2 * dense_layout._REMEMBERED):
+            dense_layout.plan({f"leaf{number}": np.zeros(2, np.float32)}, process=0)
+            yield
+
+    class Crossing(dict[Any, Any]):
+        """Has another thread plan while one looks for the oldest."""
+
+        def __iter__(self) -> Iterator[Any]:
+            found = super().__iter__()
+            thread = threading.Thread(
+                target=dense_layout.plan, args=({"other": np.zeros(3)},), kwargs={"process": 0}
+            )
+            thread.start()
+            thread.join(0.1)
+            return found
+
+    with mock.patch.object(dense_layout, "_outlines", Crossing()):
+        for _ in plans():
+            pass
