@@ -376,17 +376,22 @@ PHASES = (
 )
 
 
-#: What the shim's lines of the phases that are hardest to hit by chance contain.
+#: What the shim's lines of a phase contain; one of a life's first such lines is of that phase.
 MATCHES = {
     "start: lease": "lease.",
-    "step: temporary directory": "mkdir",
+    "step: temporary directory": "mkdir /",
     "step: Orbax's metadata": "_CHECKPOINT_METADATA",
+    "tables: touched rows": "/rows.gaps",
+    "tables: values and slots": "/values",
+    "tables: manifest and digests": "/embeddings/manifest.",
     "dense leaves": "/dense/",
     "dense leaves: blocks": "/dense.",
     "compaction": "/compacted/",
     "commit: digests of the step": "digests.step",
+    "commit: fsync of the step": "fsync /",
     "commit: rename, fsync of the directory": "fsync \n",
     "removal: rename into the trash": "rename /deleted",
+    "removal: collection": "unlink /deleted",
     "rollback: later steps aside": "rolled-back",
 }
 
