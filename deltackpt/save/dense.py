@@ -12,6 +12,7 @@ from deltackpt.resources.staging import Staging
 from deltackpt.save import dense_layout
 from deltackpt.save.dense_layout import Plan
 from deltackpt.save.rendezvous import Rendezvous
+from deltackpt.state import placement
 from deltackpt.storage import ocdbt
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.ocdbt import Value
@@ -46,15 +47,16 @@ class DenseLeaves:
           UnsupportedLeaf: Orbax's handler must write the leaves.
         """
         plan = dense_layout.plan(tree, process)
-        for chunk in plan.chunks:
-            if not chunk.on_host:
-                chunk.source.copy_to_host_async()
+        sources = [
+            chunk.source if chunk.on_host else placement.host_copy(chunk.source)
+            for chunk in plan.chunks
+        ]
         lent: list[np.ndarray] = []
         copies: list[tuple[np.ndarray, np.ndarray]] = []
         values = [Value(key, data) for key, data in plan.described.items()]
         try:
-            for chunk in plan.chunks:
-                found = np.asarray(chunk.source)[chunk.window]
+            for chunk, source in zip(plan.chunks, sources):
+                found = np.asarray(source)[chunk.window]
                 if not chunk.on_host:
                     data = np.ascontiguousarray(found)  # Memory of its own.
                 elif found.nbytes < _STAGED_BYTES:

@@ -25,6 +25,7 @@ from deltackpt.save.dense import DenseLeaves
 from deltackpt.save.dense_coding import Coding
 from deltackpt.save.dense_layout import Chunk
 from deltackpt.save.dense_references import Left, References
+from deltackpt.state import placement
 from deltackpt.storage.ocdbt import ZARRAY, Value
 
 #: Smaller leaves are copied into memory of their own: staging has whole MiB.
@@ -140,14 +141,16 @@ class DenseKeeper:
         """See ``take``; copies no chunks that are already in memory, except those on devices."""
         plan = dense_layout.plan(tree, process)
         named = self._named(leaves, plan)
+        chunks = []
         for chunk in plan.chunks:
             there = chunk.on_host or self._stays(chunk, named)
             if not there and chunk.key not in held:
-                chunk.source.copy_to_host_async()
+                chunk = chunk._replace(source=placement.host_copy(chunk.source))
+            chunks.append(chunk)
         values = [_plain(name, text.encode(), file=True) for name, text in plan.files.items()]
         values += [_plain(key, data) for key, data in plan.described.items()]
         try:
-            for chunk in plan.chunks:
+            for chunk in chunks:
                 values.append(self._copied(chunk, named, held.get(chunk.key)))
         except BaseException:
             self.references.done_with(value.data for value in values)

@@ -25,7 +25,7 @@ from deltackpt.format.dense_blocks import BLOCK, blocks_of
 from deltackpt.save import encode, encode_blocks
 from deltackpt.save.block_codes import CodedBlocks, CodedLeaf, encode_leaf, within_budget
 from deltackpt.save.dense_references import Array
-from deltackpt.state import contexts
+from deltackpt.state import contexts, placement
 
 #: Numbers of at least this magnitude have sums that are 0 or no subnormal float32.
 _SMALLEST = 2.0**-100
@@ -134,9 +134,8 @@ def _encoded(
     with contexts.beside(leaf):
         found = _program(code.code, leaf, reference)
     small = (found.arrays, found.changed, found.held, found.squared_error, found.squared_norm)
-    for array in jax.tree.leaves(small):
-        array.copy_to_host_async()
-    arrays, changed, held, lost, norm = jax.tree.map(np.asarray, small)
+    copies = jax.tree.map(placement.host_copy, small)
+    arrays, changed, held, lost, norm = jax.tree.map(np.asarray, copies)
     if not skip_unchanged:
         changed = np.ones_like(changed)
     coded, left = np.flatnonzero(changed & held), np.flatnonzero(changed & ~held)

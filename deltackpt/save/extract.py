@@ -30,7 +30,7 @@ from deltackpt.format import blocks
 from deltackpt.format.blocks import Rows
 from deltackpt.format.manifest import Kind
 from deltackpt.save.pieces import AHEAD, DevicePiece, HostPiece, Piece
-from deltackpt.state import contexts
+from deltackpt.state import contexts, placement
 
 _SMALLEST_BUCKET = 1024
 _DEVICE_PIECE_BYTES = 64 << 20
@@ -168,7 +168,7 @@ class FieldSource:
                         piece = _take(shard.data, local)
                 if codec.lossless:
                     if isinstance(piece, jax.Array):
-                        piece.copy_to_host_async()
+                        piece = placement.host_copy(piece)
                     found.append(DevicePiece(piece, len(chosen)))
                 else:
                     found.append(DevicePiece.dispatch(codec, piece, len(chosen)))
@@ -254,8 +254,7 @@ def on_host(array: Any) -> bool:
 
 def _in_host_memory(array: Any) -> bool:
     """Whether a device's array is in host memory, from which device programs cannot gather rows."""
-    kinds = ("pinned_host", "unpinned_host")
-    return isinstance(array, jax.Array) and array.sharding.memory_kind in kinds
+    return isinstance(array, jax.Array) and array.sharding.memory_kind in placement.HOST_MEMORY
 
 
 def bucket(count: int) -> int:
@@ -279,9 +278,7 @@ def few(data: Any, rows: np.ndarray) -> Any:
     padded = np.zeros(bucket(len(rows)), np.int32)
     padded[: len(rows)] = rows
     with contexts.neutral(), contexts.beside(data):
-        taken = _take(data, padded)
-        taken.copy_to_host_async()
-    return taken
+        return placement.host_copy(_take(data, padded))
 
 
 def _start(shard: FieldShard) -> int:

