@@ -158,7 +158,11 @@ def _encoded(
     return CodedLeaf(pieces, decoded, codec, "", error), float(found.vanished)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+# With excess precision, XLA drops the rounding of `decoded` on GPUs: the error would be that of
+# sums that no reader sees, and sums that round to infinity would count as finite.
+@functools.partial(
+    jax.jit, static_argnums=0, compiler_options={"xla_allow_excess_precision": False}
+)
 def _program(code: Uniform, now: jax.Array, before: jax.Array) -> _OnDevice:
     values, reference = now.astype(jnp.float32), before.astype(jnp.float32)
     found = encode.encode(code, values - reference)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The devices of these tests: a GPU, and a CPU device that is taken for one.
 
-They run whole as ``JAX_PLATFORMS=cuda,cpu pytest tests/gpu``; without a GPU only the imitation
-does.
+They run whole as ``JAX_PLATFORMS=cuda,cpu pytest tests/gpu tests/test_device_blocks.py``; without
+a GPU only the imitation does.
 """
 
 from __future__ import annotations
