@@ -190,6 +190,18 @@ def test_rows_in_doubt_are_saved_until_a_base_begun_since_is_committed(trainer):
     assert trainer.begin(5).kind == "delta"
 
 
+@pytest.mark.parametrize("order", [(2, 3), (3, 2)])
+def test_of_several_lost_saves_the_oldest_is_named_in_whatever_order_they_are_told(trainer, order):
+    for step in (1, 2, 3):
+        trainer.save(step)
+    for step in order:
+        trainer.lineage.lost(step, f"step {step} is lost")
+    assert trainer.save(4).reason == "base: step 2 is lost"
+    assert trainer.save(5).kind == "delta"
+    trainer.lineage.lost(5, "step 5 is lost")
+    assert trainer.begin(6).reason == "base: step 5 is lost"
+
+
 def test_a_save_that_is_lost_asks_for_one_base_however_late_it_is_told(trainer):
     trainer.save(1)
     assert [trainer.save(step).kind for step in (2, 3)] == ["delta"] * 2

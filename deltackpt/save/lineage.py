@@ -122,6 +122,8 @@ class Lineage:
         self._distrusted: str | None = None
         #: How many saves had been begun then: a base among them does not end it.
         self._distrusted_at = 0
+        #: Step of the oldest lost save, if that is the reason.
+        self._lost: int | None = None
         #: A fault that only this process has found: its part of the next delta fails.
         self.suspected: str | None = None
 
@@ -214,7 +216,7 @@ class Lineage:
         """
         with self._lock:
             self._settle()
-            self._distrusted, self._distrusted_at = reason, self._begun
+            self._distrusted, self._distrusted_at, self._lost = reason, self._begun, None
             self.suspected = None
 
     def suspect(self, found: str) -> None:
@@ -238,7 +240,8 @@ class Lineage:
     def lost(self, step: int, reason: str) -> None:
         """Records that a save, and the saves on top of it, cannot be uploaded.
 
-        If a base was started since then, nothing else is needed.
+        If a base was started since then, nothing else is needed. Of several, the oldest gives the
+        reason: processes may hear of the others at different times.
 
         Args:
           step: step of the save.
@@ -249,7 +252,9 @@ class Lineage:
             newest = self._branch.in_flight
             base = newest if newest and newest.info.kind == "base" else self._branch.anchor
             if base is None or base.info.save_id.step <= step:
-                self._distrusted, self._distrusted_at = reason, self._begun
+                if self._distrusted is None or self._lost is None or step < self._lost:
+                    self._distrusted, self._lost = reason, step
+                self._distrusted_at = self._begun
 
     def next(self, *, clocks: Clocks, layout: Layout, force_base: bool = False) -> Decision:
         """Returns the decision that ``begin`` would make now, without side effects.
@@ -437,7 +442,7 @@ class Lineage:
                 ),
                 sizes[0],
             )
-            self._distrusted = self.suspected = None
+            self._distrusted = self._lost = self.suspected = None
 
     @property
     def can_go_back(self) -> bool:
@@ -498,7 +503,7 @@ class Lineage:
             return None
         self._branch.promote(head, compacted=self._compacted)
         if known.info.kind == "base" and known.number > self._distrusted_at:
-            self._distrusted = None
+            self._distrusted = self._lost = None
         return known
 
     def _decide(

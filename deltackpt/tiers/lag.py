@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from deltackpt.errors import Damaged, FencedError, RestoreError
 from deltackpt.events import Event, FailureEvent, Operation, UploadEvent
@@ -118,7 +119,7 @@ class Lag:
         """Returns the new reasons why saves cannot reach a tier, each once."""
         damaged = self.progress.damaged if tier == "remote" else self.pushed.damaged
         # The oldest first, so that all processes name the same one; later ones may follow from it.
-        for key in sorted(damaged.keys() - self._raised, key=lambda key: (step_of(key), key)):
+        for key in _oldest_first(damaged.keys() - self._raised):
             self._raised.add(key)
             return damaged[key]
         return None
@@ -143,7 +144,7 @@ class Lag:
                     waiting_bytes=sum(behind.values()),
                 )
             )
-        for key in progress.damaged.keys() - self._told_damaged:
+        for key in _oldest_first(progress.damaged.keys() - self._told_damaged):
             self._told_damaged.add(key)
             message = progress.damaged[key]
             found.append(self._failure("upload", Damaged.code, message, step_of(key), 0.0))
@@ -169,3 +170,7 @@ class Lag:
             message=message,
             seconds=seconds,
         )
+
+
+def _oldest_first(keys: Iterable[str]) -> list[str]:
+    return sorted(keys, key=lambda key: (step_of(key), key))
