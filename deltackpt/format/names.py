@@ -81,7 +81,6 @@ DENSE_NODES = "n/"
 _MANIFEST = re.compile(r"manifest\.(\d+)\.msgpack")
 _STEP_DIGESTS = re.compile(r"digests\.step\.(\d+)\.msgpack")
 #: What Orbax calls the folder of the dense files that a process writes.
-_DENSE_PART = re.compile(r"ocdbt\.process_(\d+)")
 _DENSE_NODE = re.compile(rf"[^/]+/ocdbt\.process_\d+/(manifest\.ocdbt|{DENSE_NODES}.+)")
 _PART = re.compile(r"part\.\d+")
 #: The digests of a part are covered by its manifest.
@@ -152,12 +151,6 @@ def step_digests_process(name: str) -> int | None:
 def dense_part(process: int) -> str:
     """Name of the folder of the dense files that a process writes."""
     return f"ocdbt.process_{process}"
-
-
-def dense_process(name: str) -> int | None:
-    """Returns the process whose dense files an Orbax folder holds; None for other folders."""
-    match = _DENSE_PART.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 class _Folder(Protocol):

@@ -524,19 +524,3 @@ def _frame_at(window: _Window, segment: Spot, scan: _Scan) -> FrameAt:
         head_crc32c=prefix.crc32c,
         body_crc32c=body_crc32c,
     )
-
-
-def read_log(spot: Spot, stretch: int, process: int) -> ProcessLog:
-    """Returns the current WAL of a process.
-
-    Args:
-      spot: the directory of its segments.
-      stretch: number of the epoch.
-      process: index of the process.
-
-    Raises:
-      StorageError: it cannot be read.
-    """
-    found = ProcessLog(spot, stretch, process)
-    found.advance()
-    return found

@@ -607,16 +607,6 @@ def _standing(known: Known, item: str) -> Written | None:
     return known.written
 
 
-def read_manifest(step_dir: Path, item: str, process: int = 0) -> Manifest:
-    """Reads one manifest of a step.
-
-    Raises:
-      Damaged: it is missing or altered.
-    """
-    name, data = _manifest_bytes(step_dir, item, process)
-    return manifest.from_bytes(data, name=name)
-
-
 def _manifest_bytes(step_dir: Path, item: str, process: int) -> tuple[str, bytes]:
     path = step_dir / item / names.manifest_name(process)
     return f"{step_dir.name}/{item}/{path.name}", files.read_bytes(path)
