@@ -8,7 +8,9 @@ READY := $(VENV)/.ready
 ARGS ?=
 # Number of parallel test processes; 0 runs the tests in pytest's own process.
 WORKERS ?= 2
-PYTEST := -m pytest -n $(WORKERS) --dist loadgroup
+# A crashed worker ends the run: xdist 3.8 would wait forever for the worker that replaces it.
+XDIST := -n $(WORKERS) --dist loadgroup --max-worker-restart=0
+PYTEST := -m pytest $(XDIST)
 # A test that the time limit does not interrupt, since it waits in compiled code, ends its process.
 HANGS := -o faulthandler_timeout=960 -o faulthandler_exit_on_timeout=true
 # For test-long: "full" for a recorded run, otherwise a twentieth of it; a seed repeats a run; no
@@ -126,7 +128,7 @@ $(PYTHONS:%=test-python-%): test-python-%: build/py%/.ready
 test-pythons: $(PYTHONS:%=test-python-%)
 
 $(PYTHONS:%=newest-%): newest-%:
-	sh tools/newest.sh $* -n $(WORKERS) --dist loadgroup $(QUICK) $(ARGS)
+	sh tools/newest.sh $* $(XDIST) $(QUICK) $(ARGS)
 
 newest: $(PYTHONS:%=newest-%)
 

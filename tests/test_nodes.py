@@ -637,6 +637,16 @@ def test_a_run_whose_root_is_its_nodes_goes_on_from_an_empty_one(tmp_path):
         )
 
 
+def test_a_termination_is_heard_whichever_thread_the_signal_interrupts():
+    """As if the main thread had been about to block: its call is not interrupted."""
+    with node_process(TOKEN, "--memory", "16MiB") as found:
+        threads = {int(each.name) for each in Path(f"/proc/{found.process.pid}/task").iterdir()}
+        others = threads - {found.process.pid}
+        # The kernel prefers the thread that is named for the process.
+        os.kill(max(others), signal.SIGTERM)
+        assert found.process.wait(60) == 0
+
+
 def test_node_store_wants_a_token_that_nobody_else_reads(tmp_path, monkeypatch):
     monkeypatch.delenv("DELTACKPT_NODES_TOKEN", raising=False)
     refused = command.run("node-store", tmp_path / "held", "--bind", "127.0.0.1")

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import stat
-import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -72,10 +72,8 @@ def node_store(
     if (directory is None) == (memory is None):
         raise click.UsageError("expected DIRECTORY or --memory, found both or neither; pass one")
     token = _token(token_file)
-    ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
     with contextlib.ExitStack() as stack:
+        wait = stack.enter_context(_termination())
         others = None
         if peers is not None:
             others = stack.enter_context(contextlib.closing(Elsewhere(addresses_of(peers), token)))
@@ -98,7 +96,34 @@ def node_store(
             terminal.print_json({"address": server.address, "pid": os.getpid()})
         else:
             click.echo(f"{server.address}: {held}")
-        ended.wait()
+        wait()
+
+
+@contextlib.contextmanager
+def _termination() -> Iterator[Callable[[], None]]:
+    """Yields a function that waits until SIGTERM or SIGINT has arrived.
+
+    Python runs a handler only between two instructions: of a signal that arrives just before the
+    main thread blocks, it would not hear. The file descriptor is written at once.
+    """
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    readable, writable = os.pipe()
+    os.set_blocking(writable, False)
+    former_descriptor = signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
+    former = {number: signal.signal(number, lambda *_: None) for number in numbers}
+
+    def wait() -> None:
+        while os.read(readable, 1)[0] not in numbers:
+            pass  # Of another signal that has a handler.
+
+    try:
+        yield wait
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(former_descriptor)
+        os.close(readable)
+        os.close(writable)
 
 
 def own_address() -> str:

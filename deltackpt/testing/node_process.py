@@ -18,6 +18,8 @@ _PROGRAM = (
     "import sys; sys.path.append(sys.argv.pop(1)); from deltackpt.cli import main; "
     "sys.argv[0] = 'node-store'; sys.argv.insert(1, 'node-store'); main()"
 )
+#: Its server finishes the requests that it is serving.
+_END_SECS = 60.0
 _PACKAGES = Path(__file__).parents[2]
 
 
@@ -45,7 +47,8 @@ def node_process(token: str, *arguments: object) -> Iterator[NodeProcess]:
       The node, once it serves.
 
     Raises:
-      RuntimeError: the process ended before it served.
+      RuntimeError: the process ended before it served, or did not end within a minute of SIGTERM
+        and was killed.
     """
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".token"))
@@ -72,4 +75,10 @@ def node_process(token: str, *arguments: object) -> Iterator[NodeProcess]:
             yield NodeProcess(json.loads(text)["address"], process)
         finally:
             process.send_signal(signal.SIGTERM)
-            process.wait()
+            try:
+                process.wait(_END_SECS)
+            except subprocess.TimeoutExpired as error:
+                process.kill()
+                raise RuntimeError(
+                    f"expected the node to end within {_END_SECS:.0f} s of SIGTERM; it was killed"
+                ) from error
