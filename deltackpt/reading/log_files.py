@@ -26,7 +26,7 @@ from deltackpt.format.frames import BeginHead, Kind, MarkHead, Place
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.names import SegmentPlace
 from deltackpt.reading.log_progress import Noted, newest_durable
-from deltackpt.storage.store import Missing, Spot
+from deltackpt.storage.store import FileStore, Missing, Spot, Stamp
 
 #: Read at once while a log is looked through: heads are small, and rows are passed over.
 _WINDOW_BYTES = 64 << 10
@@ -220,6 +220,7 @@ class ProcessLog:
         self._process = process
         self._scans: dict[SegmentPlace, _Scan] = {}
         self._marks: dict[SegmentPlace, list[Mark]] = {}
+        self._stamp: Stamp | None = None
         #: The newest durable mark according to its writer: number of the call, and step.
         self._noted = Noted(0, 0)
 
@@ -327,6 +328,13 @@ class ProcessLog:
         Raises:
           StorageError: the directory cannot be read.
         """
+        if isinstance(self._spot.store, FileStore):
+            stamp = self._spot.stamp()
+            if self._stamp is not None and not self._stamp.same(stamp):
+                # A copy may have taken the directory's place, with other bytes.
+                self._scans.clear()
+                self._marks.clear()
+            self._stamp = stamp
         # Before the segments: what is durable by now is in them.
         self._noted = newest_durable(self._spot)
         places = sorted(
