@@ -160,3 +160,16 @@ def test_an_address_of_other_memory_is_refused():
     with pytest.raises(OSError, match="other memory"):
         MemoryReader(MemoryAddress(place.machine, place.pid, place.descriptor, "00"))
     one.close()
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_memory_that_is_dropped_keeps_no_descriptor_and_its_arrays_stay(closed):
+    one = handed()
+    array, place = words(one), one.place
+    if closed:
+        one.close()
+        one.close()
+    del one
+    with pytest.raises(OSError):
+        MemoryReader(place)
+    assert (array == numbers(1)).all()

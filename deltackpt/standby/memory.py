@@ -21,6 +21,7 @@ import math
 import mmap
 import os
 import secrets
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,7 @@ class SharedMemory:
         # A separate descriptor: a lease is granted to a reader only while no other process has the
         # file open.
         self._leased = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        self._release = weakref.finalize(self, _close, self._leased, self._descriptor)
         mapping = mmap.mmap(self._descriptor, _HEADER_BYTES + nbytes)
         memory.advise_huge_pages(mapping)
         self._bytes = np.frombuffer(mapping, np.uint8)
@@ -117,9 +119,8 @@ class SharedMemory:
         self._sequence[0] = other._sequence[0] | np.uint64(1)
 
     def close(self) -> None:
-        """Closes the descriptors; the memory is freed with its last array."""
-        os.close(self._leased)
-        os.close(self._descriptor)
+        """Closes the descriptors, as dropping it does; the memory is freed with its last array."""
+        self._release()
 
 
 class MemoryReader:
@@ -158,6 +159,11 @@ class MemoryReader:
         called ``hand_over`` before the memory was mapped.
         """
         return _part(self._bytes, offset, shape, dtype)
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _sequence(memory: np.ndarray) -> np.ndarray:
