@@ -321,13 +321,14 @@ def test_a_full_buffer_is_waited_for_no_longer_than_the_deadline(tmp_path, run, 
         assert run.resume().step == 3
 
 
-@pytest.mark.parametrize("by_ids", [False, True], ids=["stamps", "ids"])
+@pytest.mark.parametrize("passed_by_ids", [False, True])
+@pytest.mark.parametrize("next_by_ids", [False, True])
 def test_where_the_buffer_is_full_the_next_mark_has_the_rows_of_those_passed_over(
-    by_ids, tmp_path, run, disk
+    passed_by_ids, next_by_ids, tmp_path, run, disk
 ):
     gate = disk.pause("fdatasync", LOG)
 
-    def log() -> deltackpt.Appended:
+    def log(by_ids: bool) -> deltackpt.Appended:
         before = run.state["tables"]
         run.train()
         after = run.state["tables"]
@@ -340,15 +341,19 @@ def test_where_the_buffer_is_full_the_next_mark_has_the_rows_of_those_passed_ove
 
     with run.open(options(buffer_bytes=1, when_full="coalesce")) as manager:
         run.save_initial()
-        log()
+        log(next_by_ids)
         assert gate.reached.wait(60)
         for _ in range(3):
-            passed = log()
+            passed = log(passed_by_ids)
             assert passed.kind is None and "the next call also appends these rows" in passed.reason
         gate.release()
         manager.wait_appended()
-        assert log().kind == "full"
+        assert log(next_by_ids).kind == "full"
         manager.wait_appended()
+        # Whoever named rows named all of them.
+        assert run.save().kind == "delta"
+        manager.wait_until_finished()
+        manager.delete(run.step)
     assert marks_in(tmp_path) == [1, 5]
     with run.open():
         assert run.resume().step == 5

@@ -220,10 +220,10 @@ class LogMachine(RuleBasedStateMachine):
         self.sure = min(self.sure, self.manager.latest_step() or 0)
         self.wait()
 
-    @rule(rows=ROWS, removed=st.booleans())
-    def log_while_files_are_gone(self, rows, removed):
+    @rule(rows=ROWS, removed=st.booleans(), by_ids=st.booleans())
+    def log_while_files_are_gone(self, rows, removed, by_ids):
         """The root is elsewhere for a while, or the log is removed for good."""
-        self.log(rows, by_ids=False, full=None)
+        self.log(rows, by_ids, full=None)
         self.quietly(self.manager.wait_until_finished)
         elsewhere = self.folder / "elsewhere"
         if removed:
@@ -237,9 +237,11 @@ class LogMachine(RuleBasedStateMachine):
                 elsewhere.rename(self.root)
             self.train(1, rows)
             with contextlib.suppress(DeltackptError):
-                self.mark(by_ids=False, full=None, sure=False)
+                self.mark(by_ids, full=None, sure=False)
             with contextlib.suppress(DeltackptError):
                 self.manager.wait_appended()
+        # What could not be removed meanwhile is told.
+        self.quietly(self.manager.wait_until_finished)
 
     def mark(self, by_ids, full, *, sure=True):
         """Logs the state; returns whether that saved a base instead."""
@@ -261,8 +263,10 @@ class LogMachine(RuleBasedStateMachine):
         except SaveFailed as error:
             assert "step" in str(error)
             logged = None
+        finally:
+            # The next call names the rows since this one.
+            self.ids = {name: set() for name in self.ids}
         self.gave()
-        self.ids = {name: set() for name in self.ids}
         if sure:
             self.knows(None if logged is None else logged.recovery)
         return logged is not None and logged.saved is not None and logged.saved.kind == "base"
@@ -434,7 +438,8 @@ class LogMachine(RuleBasedStateMachine):
         if not steps:
             return
         step = steps[which % len(steps)]
-        with contextlib.suppress(OptionError):
+        # Compaction may have deleted it since.
+        with contextlib.suppress(OptionError, StepNotFound):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # A save in flight may have failed.
                 self.manager.delete(step)

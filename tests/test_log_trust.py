@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import shutil
 import warnings
 from typing import Any
@@ -16,7 +18,7 @@ from test_log import options
 
 import deltackpt
 from deltackpt import touched
-from deltackpt.errors import OutOfSpace, TrackingError
+from deltackpt.errors import AppendFailed, OptionError, OutOfSpace, TrackingError
 from deltackpt.save.extract import FieldSource
 from deltackpt.testing import Disk, TrainingRun
 from deltackpt.wal import audit
@@ -148,6 +150,84 @@ def test_rows_on_an_accelerator_are_judged_by_the_next_call(run, monkeypatch):
         assert manager.recovery_points() == []
         saved = run.append().saved
         assert saved is not None and saved.kind == "base"
+
+
+# Ids of calls that appended nothing.
+
+
+def named(manager: Any, run: Forgetful, since: int) -> deltackpt.Appended:
+    """Logs one step with the ids of all steps after another one."""
+    run.train()
+    ids: dict[str, np.ndarray] = {}
+    for name in run.state["tables"]:
+        states = [run.states[step]["tables"][name] for step in range(since, run.step + 1)]
+        moved = [(np.asarray(a) != np.asarray(b)).any(1) for a, b in itertools.pairwise(states)]
+        ids[name] = np.flatnonzero(np.any(moved, axis=0))
+    return manager.append(run.step, run.state, touched=run.touched, ids=ids)
+
+
+@pytest.mark.parametrize("by_ids", [False, True])
+def test_rows_named_while_nothing_could_be_logged_are_not_missed_later(run, by_ids):
+    """What the next record would continue from was deleted, so the call saves a step."""
+    with run.open() as manager:
+        run.save_initial()
+        run.save()
+        assert named(manager, run, since=0).kind == "full"
+        run.save()
+        manager.delete(run.step)
+        logged = named(manager, run, since=2) if by_ids else run.append()
+        assert logged.saved is not None
+        for _ in range(2):
+            assert named(manager, run, since=run.step).kind == "full"
+        run.save()
+        assert named(manager, run, since=run.step - 1).kind == "full"
+
+
+def test_records_after_a_removed_log_continue_from_the_save_that_replaces_it(run):
+    """Its ids name only rows since the last call, and rows before were in the removed records."""
+    with run.open() as manager:
+        run.save_initial()
+        for _ in range(2):
+            named(manager, run, since=run.step)
+        manager.wait_appended()
+        shutil.rmtree(run.root / "log")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            while (logged := named(manager, run, since=run.step)).saved is None:
+                with contextlib.suppress(AppendFailed):
+                    manager.wait_appended()
+        for _ in range(2):
+            assert named(manager, run, since=run.step).kind == "full"
+        manager.wait_appended()
+        with pytest.raises(OptionError, match="recovery point"):
+            manager.delete(logged.saved.step)
+        for point in manager.recovery_points():
+            run.check(manager.restore(point, run.state))
+
+
+@pytest.mark.parametrize("failed_by_ids", [False, True])
+def test_rows_of_a_call_that_cannot_begin_the_log_are_in_the_next_record(run, failed_by_ids):
+    with run.open() as manager:
+        run.save_initial()
+        run.append()
+        manager.wait_appended()
+    with run.open() as manager, Disk(run.root) as disk:
+        run.continue_from(manager.restore_latest(run.state))
+        disk.fail(path=r"^log/[^/]*$", errno=errno.ENOSPC)
+        with pytest.raises(OutOfSpace, match="log"):
+            if failed_by_ids:
+                named(manager, run, since=1)
+            else:
+                run.append()
+        assert named(manager, run, since=2).kind == "full"
+        manager.wait_appended()
+        newest = run.step
+        run.save()
+        manager.delete(run.step)
+    with run.open() as reader:
+        found = reader.restore_latest(run.state)
+        assert found is not None and found.step == newest
+        model.assert_same(found.state, run.states[newest])
 
 
 # A head that cannot be written when the points of a run must end.

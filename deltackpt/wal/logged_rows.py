@@ -29,16 +29,19 @@ class LoggedRows:
         self._since: Clocks | None = None
         self._until: Clocks | None = None
 
-    def add(self, rows: Mapping[str, np.ndarray], since: Clocks, until: Clocks) -> None:
+    def add(self, rows: Mapping[str, np.ndarray], since: Clocks | None, until: Clocks) -> None:
         """Adds the rows named between two moments.
 
         Args:
           rows: table name to row indices, int64 ascending.
-          since: the clocks of tracking at the previous record.
+          since: the clocks of tracking at the previous record; None if there is none, and the rows
+            are then needed only if others were added before.
           until: the clocks now.
         """
         if self._since is None:
             self._since = since
+        if self._since is None:
+            return
         self._until = until
         for table, numbers in rows.items():
             self._rows.setdefault(table, []).append(numbers)

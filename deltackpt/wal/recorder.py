@@ -135,6 +135,12 @@ class Recorder:
         self._calls = 0
         self._newest_step = -1
         self._given_rows = LoggedRows()
+        #: Whether ``ids`` of the next call cannot name all rows since the last record, because a
+        #: call in between appended nothing and named none, or that record is not the last call's.
+        self._unnamed = False
+        self._has_called = False
+        #: Whether the next save is the first thing that records can continue from.
+        self._needs_root = False
         self._audit = Audit()
         #: Whether points of this run are known to be wrong, and still count on disk.
         self._voiding = False
@@ -185,32 +191,44 @@ class Recorder:
         self._follow_run()
         number = self._calls
         if self._needs.agreed is not None and self._needs.agreed.anew:
-            self._chain, self._begun = None, False
+            self._chain, self._begun, self._needs_root = None, False, True
             self._run.lineage.distrust(self._needs.agreed.reason)
-        failure = self._tell()
-        touched = self._run.tracking.look(split, call.touched)
-        self._run.end_hashing()
-        marks = Embeddings(split=split, touched=touched).marks
-        clocks = snapshot.clocks_of(split, marks)
-        reason, refused = self._due(split, clocks, call.may_commit, failure)
-        if call.ids is None and self._is_restored(step, split, touched):
-            why = "skipped: it was restored, and nothing has changed since"
-            return self._logged(step, None, why, call.started)
-        self._check_above(step)
-        if reason is None:
-            # Steps that training left are newer than its marks.
-            self._run.roll_back(step)
-            if not self._begun or self._layout != split.layout:
-                reason = self._open(split)
-        items = items_of(call.items)
-        rows = None if call.ids is None else taking.rows_of(call.ids, split)
-        if self._run.tracking.tracker is not None:
-            rows = None  # Fingerprints name every row; the ids might omit some.
-        if rows is not None and self._chain is not None:
-            # Also if nothing is appended: the next record contains these rows.
-            self._given_rows.add(rows, since=self._chain.last.clocks, until=clocks)
+        rows: Rows | None = None
+        invalid: OptionError | None = None
         chain: _Chain | None = None
         try:
+            failure = self._tell()
+            touched = self._run.tracking.look(split, call.touched)
+            self._run.end_hashing()
+            if call.ids is not None and self._run.tracking.tracker is None:
+                # Fingerprints name every row; the ids might omit some.
+                try:
+                    rows = taking.rows_of(call.ids, split)
+                except OptionError as error:
+                    invalid = error  # Perhaps only here: all processes first begin the epoch.
+            marks = Embeddings(split=split, touched=touched).marks
+            clocks = snapshot.clocks_of(split, marks)
+            reason, refused = self._due(split, clocks, call.may_commit, failure)
+            if rows is not None and self._unnamed and marks:
+                # The stamps name the rows of the calls before, too.
+                self._keep(rows)
+                rows = None
+            if rows is not None:
+                # Also if nothing is appended: the next record contains these rows.
+                since = None if self._chain is None else self._chain.last.clocks
+                self._given_rows.add(rows, since=since, until=clocks)
+            if call.ids is None and self._is_restored(step, split, touched):
+                why = "skipped: it was restored, and nothing has changed since"
+                return self._logged(step, None, why, call.started)
+            self._check_above(step)
+            if reason is None:
+                # Steps that training left are newer than its marks.
+                self._run.roll_back(step)
+                if not self._begun or self._layout != split.layout:
+                    reason = self._open(split)
+            if invalid is not None:
+                raise invalid
+            items = items_of(call.items)
             if reason is not None:
                 return Due(reason)
             if refused or self._ended is not None:
@@ -242,16 +260,30 @@ class Recorder:
                 return Due(str(error))
             return self._logged(step, None, f"skipped: {error}", call.started)
         finally:
-            if chain is None and rows is not None and self._stretch is not None:
-                # With ``ids``, the stamps are not read: keep these rows for the next record.
-                self._stretch.writer.owe(rows)
+            self._has_called = True
+            if chain is None:
+                self._keep(rows)
         assert chain is not None
         if rows is None:
             self._given_rows.forget()
+        self._unnamed = False
         chain.last = dataclasses.replace(chain.last, clocks=clocks, settled=moved)
         chain.root, self._newest_step = None, step
         kind = "full" if full else "soft"
         return self._logged(step, kind, f"{kind}: rows since the last record", call.started)
+
+    def _keep(self, rows: Rows | None) -> None:
+        """Keeps the rows of a call that appended nothing for the next record.
+
+        Args:
+          rows: those that the caller named; None if the next record has to read the stamps.
+        """
+        if rows is None:
+            self._unnamed = True
+        elif self._stretch is not None:
+            self._stretch.writer.owe(rows)
+        elif self._chain is not None:  # Else the next record continues from a save to come.
+            self._owed.append(rows)
 
     def _take(
         self,
@@ -368,6 +400,7 @@ class Recorder:
                 reason = _GONE
             if reason is None:
                 self._root_at(known)
+                self._unnamed = self._unnamed or self._has_called
         return reason
 
     def _unfit(self, known: Known, split: Split, clocks: Clocks) -> str | None:
@@ -588,6 +621,8 @@ class Recorder:
             self._suspect(found)
         missing = self._given_rows.missing(split, marks, self._staging)
         self._given_rows.compared()
+        if self._unnamed:
+            self._given_rows.forget()
         if missing is not None:
             self._needs_step = "append(ids=...) omitted touched rows"
             self.distrust(self._needs_step)
@@ -613,8 +648,14 @@ class Recorder:
                 # Other marks than those of the records: rows may have changed without any.
                 chain = None
                 self._given_rows.forget()
-        if chain is None or not self._anchored(chain) or chain.last.layout != known.layout:
+        if (
+            chain is None
+            or self._needs_root
+            or not self._anchored(chain)
+            or chain.last.layout != known.layout
+        ):
             self._root_at(known)
+            self._unnamed = self._needs_root = False
         self._audit.begin(known)
         self._needs_step = None
         writer = self._writer
@@ -646,7 +687,7 @@ class Recorder:
             return
         started = time.perf_counter()
         # From here on no mark is taken and no point of the run is acknowledged.
-        self._chain, self._voiding = None, True
+        self._chain, self._voiding, self._needs_root = None, True, True
         self._audit.begin(None)
         if self._run.among.count > 1:
             # No mark of the others makes a point without ours.
@@ -727,6 +768,7 @@ class Recorder:
         self._of_run, self._begun, self._ended = lineage.run, False, None
         self._voiding, self._needs_step = False, None
         self._chain = self._lost = None
+        self._unnamed = self._has_called = self._needs_root = False
         self._audit.begin(None)
         self._needs.forget()
         self._newest_step = -1
