@@ -15,6 +15,7 @@ import threading
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -364,7 +365,6 @@ _LONG = 24 << 20
 
 def test_a_reader_that_takes_nothing_is_dropped(tokens):
     with (
-        mock.patch.object(servers, "_PIECE_SECS", 1.0),
         contextlib.closing(
             NodeServer(MemoryShelf(2 * _LONG), bind="127.0.0.1", tokens=tokens)
         ) as server,
@@ -376,10 +376,22 @@ def test_a_reader_that_takes_nothing_is_dropped(tokens):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, _, port = server.address.rpartition(":")
         connection.connect((host, int(port)))
-        connection.sendall(request("GET /x HTTP/1.1"))
-        while server._busy or not server._open:
-            node.length("x")
+        with mock.patch.object(servers, "_PIECE_SECS", 1.0):
+            connection.sendall(request("GET /x HTTP/1.1"))
+            while not (served := _served(server, connection)):
+                node.length("x")
+            while served in server._open:
+                node.length("x")
         assert len(said(connection)) < _LONG
+
+
+def _served(server: NodeServer, client: socket.socket) -> Any:
+    """The server's side of a connection of which a request is being served."""
+    for one in [*server._busy]:
+        with contextlib.suppress(OSError):  # It has been closed.
+            if one.client.getpeername() == client.getsockname():
+                return one
+    return None
 
 
 def test_a_connection_that_is_to_close_is_closed_after_a_refusal_as_well(server, node):

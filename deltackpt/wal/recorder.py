@@ -59,7 +59,7 @@ from deltackpt.wal.logged_rows import LoggedRows
 from deltackpt.wal.needs import Needs
 from deltackpt.wal.stretch import Stretch, head_of, write_head
 from deltackpt.wal.taking import Rows
-from deltackpt.wal.writer import Failure, LogWriter
+from deltackpt.wal.writer import Failure, LogWriter, merged
 
 _GONE = "the WAL records below the restored recovery point are gone"
 
@@ -283,7 +283,7 @@ class Recorder:
         elif self._stretch is not None:
             self._stretch.writer.owe(rows)
         elif self._chain is not None:  # Else the next record continues from a save to come.
-            self._owed.append(rows)
+            self._owed = [merged([*self._owed, rows])]
 
     def _take(
         self,

@@ -191,11 +191,7 @@ class LogWriter:
         """Returns and clears table name to rows, ascending, that no durable record contains."""
         with self._changed:
             owed, self._owed = self._owed, []
-        found: dict[str, np.ndarray] = {}
-        for rows in owed:
-            for table, numbers in rows.items():
-                found[table] = np.union1d(found[table], numbers) if table in found else numbers
-        return found
+        return merged(owed)
 
     def owe(self, rows: Mapping[str, np.ndarray]) -> None:
         """Adds rows to the next batch."""
@@ -402,3 +398,12 @@ def _event(
         batches_in_sync=together,
         committed_unix_secs=time.time(),
     )
+
+
+def merged(owed: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Returns table name to all rows of several such mappings, ascending."""
+    found: dict[str, np.ndarray] = {}
+    for rows in owed:
+        for table, numbers in rows.items():
+            found[table] = np.union1d(found[table], numbers) if table in found else numbers
+    return found
