@@ -497,10 +497,14 @@ class CheckpointManager:
                 )
             assert self._recorder is not None
             self._saved_by_log = None
-            self._recorder.count()
-            step = _as_step(step)
-            split = self._saver.split(state, touched)
-            self._saver.go_back(split, touched)
+            try:
+                self._recorder.count()
+                step = _as_step(step)
+                split = self._saver.split(state, touched)
+                self._saver.go_back(split, touched)
+            except BaseException:
+                self._recorder.missed()
+                raise
             call = Call(touched, ids, items, full, started, self._saver.may_commit)
             found = self._recorder.append(step, split, call)
             if isinstance(found, Appended):

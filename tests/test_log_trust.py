@@ -152,6 +152,29 @@ def test_rows_on_an_accelerator_are_judged_by_the_next_call(run, monkeypatch):
         assert saved is not None and saved.kind == "base"
 
 
+def test_records_after_a_base_for_unmarked_rows_do_not_lead_from_an_older_step(run):
+    """Tracking is found to be wrong after a restore, before anything was appended."""
+    with run.open() as manager:
+        run.save_initial()
+        run.append()
+        manager.wait_appended()
+    with run.open() as manager:
+        run.continue_from(manager.restore_latest(run.state))
+        manager.verify_tracking(run.state, touched=run.touched)
+        run.forget(slice(0))
+        with pytest.raises(TrackingError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            manager.verify_tracking(run.state, touched=run.touched)
+        assert run.append().saved.kind == "base"
+        base = run.step
+        manager.wait_until_finished()
+        assert run.append().kind == "full"
+        manager.wait_appended()
+        with pytest.raises(OptionError, match="recovery point"):
+            manager.delete(base)
+        run.check(manager.restore_latest(run.state))
+
+
 # Ids of calls that appended nothing.
 
 
@@ -203,6 +226,43 @@ def test_records_after_a_removed_log_continue_from_the_save_that_replaces_it(run
             manager.delete(logged.saved.step)
         for point in manager.recovery_points():
             run.check(manager.restore(point, run.state))
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_rows_of_a_call_with_a_bad_step_are_in_the_next_record(run, restored):
+    with run.open() as manager:
+        run.save_initial()
+        assert named(manager, run, since=0).kind == "full"
+        manager.wait_appended()
+        if restored:
+            run.continue_from(manager.restore_latest(run.state))
+        run.train()
+        with pytest.raises(OptionError, match="-1"):
+            manager.append(-1, run.state, touched=run.touched, ids={})
+        assert named(manager, run, since=run.step).kind == "full"
+        manager.wait_appended()
+        run.save()
+        manager.delete(run.step)
+    with run.open() as reader:
+        found = reader.restore_latest(run.state)
+        assert found.step == 3
+        model.assert_same(found.state, run.states[3])
+
+
+@pytest.mark.parametrize("ids", [{"users": [[1], [2, 3]]}, {"users": [-1]}, ["users"]])
+def test_ids_of_no_use_begin_the_log_first_as_the_other_processes_do(run, ids):
+    with run.open() as manager:
+        run.save_initial()
+    with run.open() as manager:
+        run.continue_from(manager.restore_latest(run.state))
+        run.train()
+        with pytest.raises((OptionError, TypeError, ValueError, AttributeError)):
+            manager.append(run.step, run.state, touched=run.touched, ids=ids)
+        assert [*(run.root / "log").glob("*.msgpack")]
+        # The stamps know of the rows.
+        assert named(manager, run, since=run.step).kind == "full"
+        manager.wait_appended()
+        run.check(manager.restore_latest(run.state))
 
 
 @pytest.mark.parametrize("failed_by_ids", [False, True])

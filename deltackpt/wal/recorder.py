@@ -139,6 +139,7 @@ class Recorder:
         #: call in between appended nothing and named none, or that record is not the last call's.
         self._unnamed = False
         self._has_called = False
+        self._has_missed = False
         #: Whether the next save is the first thing that records can continue from.
         self._needs_root = False
         self._audit = Audit()
@@ -175,6 +176,10 @@ class Recorder:
         self._calls += 1
         self._needs.call()
 
+    def missed(self) -> None:
+        """Notes a call whose rows are unknown: the next record reads the stamps."""
+        self._has_missed = True
+
     def append(self, step: int, split: Split, call: Call) -> Appended | Due:
         """Appends a record; see ``CheckpointManager.append``.
 
@@ -189,26 +194,28 @@ class Recorder:
         options = self._options
         assert options is not None
         self._follow_run()
+        if self._has_missed:
+            self._unnamed, self._has_called, self._has_missed = True, True, False
         number = self._calls
         if self._needs.agreed is not None and self._needs.agreed.anew:
             self._chain, self._begun, self._needs_root = None, False, True
             self._run.lineage.distrust(self._needs.agreed.reason)
         rows: Rows | None = None
-        invalid: OptionError | None = None
+        invalid: Exception | None = None
         chain: _Chain | None = None
         try:
             failure = self._tell()
             touched = self._run.tracking.look(split, call.touched)
             self._run.end_hashing()
+            marks = Embeddings(split=split, touched=touched).marks
+            clocks = snapshot.clocks_of(split, marks)
+            reason, refused = self._due(split, clocks, call.may_commit, failure)
             if call.ids is not None and self._run.tracking.tracker is None:
                 # Fingerprints name every row; the ids might omit some.
                 try:
                     rows = taking.rows_of(call.ids, split)
-                except OptionError as error:
+                except Exception as error:
                     invalid = error  # Perhaps only here: all processes first begin the epoch.
-            marks = Embeddings(split=split, touched=touched).marks
-            clocks = snapshot.clocks_of(split, marks)
-            reason, refused = self._due(split, clocks, call.may_commit, failure)
             if rows is not None and self._unnamed and marks:
                 # The stamps name the rows of the calls before, too.
                 self._keep(rows)
@@ -684,6 +691,10 @@ class Recorder:
         """
         self._follow_run()
         if self._stretch is None:
+            if self._run.among.count == 1:
+                # Records to come must not continue from a step that is older than the base.
+                self._chain, self._needs_root = None, True
+                self._audit.begin(None)
             return
         started = time.perf_counter()
         # From here on no mark is taken and no point of the run is acknowledged.
