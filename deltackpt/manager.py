@@ -497,14 +497,10 @@ class CheckpointManager:
                 )
             assert self._recorder is not None
             self._saved_by_log = None
-            try:
-                self._recorder.count()
-                step = _as_step(step)
-                split = self._saver.split(state, touched)
-                self._saver.go_back(split, touched)
-            except BaseException:
-                self._recorder.missed()
-                raise
+            self._recorder.count()
+            step = _as_step(step)
+            split = self._saver.split(state, touched)
+            self._saver.go_back(split, touched)
             call = Call(touched, ids, items, full, started, self._saver.may_commit)
             found = self._recorder.append(step, split, call)
             if isinstance(found, Appended):

@@ -103,8 +103,8 @@ def node_store(
 def _termination() -> Iterator[Callable[[], None]]:
     """Yields a function that waits until SIGTERM or SIGINT has arrived.
 
-    Python runs a handler only between two instructions: of a signal that arrives just before the
-    main thread blocks, it would not hear. The file descriptor is written at once.
+    Python runs handlers between two instructions of the main thread, so a handler does not run if
+    the signal arrives just before that thread blocks. The file descriptor is written at once.
     """
     numbers = (signal.SIGTERM, signal.SIGINT)
     readable, writable = os.pipe()
@@ -114,7 +114,7 @@ def _termination() -> Iterator[Callable[[], None]]:
 
     def wait() -> None:
         while os.read(readable, 1)[0] not in numbers:
-            pass  # Of another signal that has a handler.
+            pass  # Another signal with a handler.
 
     try:
         yield wait

@@ -331,7 +331,8 @@ class ProcessLog:
         if isinstance(self._spot.store, FileStore):
             stamp = self._spot.stamp()
             if self._stamp is not None and not self._stamp.same(stamp):
-                # A copy may have taken the directory's place, with other bytes.
+                # A copy with other bytes may have replaced the directory. In other stores, asking
+                # would cost another listing.
                 self._scans.clear()
                 self._marks.clear()
             self._stamp = stamp
@@ -439,7 +440,7 @@ def _rest(segment: Spot, scan: _Scan, process: int) -> _Rest:
     except Missing:
         return _Rest(True, None)  # It was trimmed.
     except Damaged:
-        return _Rest(False, None)  # A piece is shorter than its name says.
+        return _Rest(False, None)  # A piece is shorter than its name implies.
     data = bytes(buffer)
     behind = _newest_frame(data, segment.shown(4), process, scan.seq)
     if behind is not None:
@@ -492,7 +493,7 @@ class _Window:
             except Damaged:
                 if count == nbytes:
                     raise
-                data = self._read(start, nbytes)  # What follows does not damage this.
+                data = self._read(start, nbytes)  # The damage may be behind these bytes.
             self._start, self._data = start, data
         offset = start - self._start
         return self._data[offset : offset + nbytes]

@@ -34,8 +34,8 @@ class LoggedRows:
 
         Args:
           rows: table name to row indices, int64 ascending.
-          since: the clocks of tracking at the previous record; None if there is none, and the rows
-            are then needed only if others were added before.
+          since: the clocks of tracking at the previous record; without one (None), the rows are
+            added only to earlier ones.
           until: the clocks now.
         """
         if self._since is None:

@@ -135,11 +135,9 @@ class Recorder:
         self._calls = 0
         self._newest_step = -1
         self._given_rows = LoggedRows()
-        #: Whether ``ids`` of the next call cannot name all rows since the last record, because a
-        #: call in between appended nothing and named none, or that record is not the last call's.
-        self._unnamed = False
-        self._has_called = False
-        self._has_missed = False
+        #: The last call up to which all rows since the last record are known by name: ``ids`` name
+        #: only rows since the last call. If it is another one, the next record reads the stamps.
+        self._named_until = -1
         #: Whether the next save is the first thing that records can continue from.
         self._needs_root = False
         self._audit = Audit()
@@ -176,10 +174,6 @@ class Recorder:
         self._calls += 1
         self._needs.call()
 
-    def missed(self) -> None:
-        """Notes a call whose rows are unknown: the next record reads the stamps."""
-        self._has_missed = True
-
     def append(self, step: int, split: Split, call: Call) -> Appended | Due:
         """Appends a record; see ``CheckpointManager.append``.
 
@@ -194,8 +188,6 @@ class Recorder:
         options = self._options
         assert options is not None
         self._follow_run()
-        if self._has_missed:
-            self._unnamed, self._has_called, self._has_missed = True, True, False
         number = self._calls
         if self._needs.agreed is not None and self._needs.agreed.anew:
             self._chain, self._begun, self._needs_root = None, False, True
@@ -216,8 +208,8 @@ class Recorder:
                     rows = taking.rows_of(call.ids, split)
                 except Exception as error:
                     invalid = error  # Perhaps only here: all processes first begin the epoch.
-            if rows is not None and self._unnamed and marks:
-                # The stamps name the rows of the calls before, too.
+            if rows is not None and self._named_until != number - 1 and marks:
+                # The stamps name the rows of earlier calls, too.
                 self._keep(rows)
                 rows = None
             if rows is not None:
@@ -267,27 +259,21 @@ class Recorder:
                 return Due(str(error))
             return self._logged(step, None, f"skipped: {error}", call.started)
         finally:
-            self._has_called = True
-            if chain is None:
+            if chain is None and rows is not None:
                 self._keep(rows)
+            if chain is not None or (rows is not None and self._named_until == number - 1):
+                self._named_until = number
         assert chain is not None
         if rows is None:
             self._given_rows.forget()
-        self._unnamed = False
         chain.last = dataclasses.replace(chain.last, clocks=clocks, settled=moved)
         chain.root, self._newest_step = None, step
         kind = "full" if full else "soft"
         return self._logged(step, kind, f"{kind}: rows since the last record", call.started)
 
-    def _keep(self, rows: Rows | None) -> None:
-        """Keeps the rows of a call that appended nothing for the next record.
-
-        Args:
-          rows: those that the caller named; None if the next record has to read the stamps.
-        """
-        if rows is None:
-            self._unnamed = True
-        elif self._stretch is not None:
+    def _keep(self, rows: Rows) -> None:
+        """Keeps the rows that a call named, and did not append, for the next record."""
+        if self._stretch is not None:
             self._stretch.writer.owe(rows)
         elif self._chain is not None:  # Else the next record continues from a save to come.
             self._owed = [merged([*self._owed, rows])]
@@ -407,7 +393,7 @@ class Recorder:
                 reason = _GONE
             if reason is None:
                 self._root_at(known)
-                self._unnamed = self._unnamed or self._has_called
+                self._named_until = -1
         return reason
 
     def _unfit(self, known: Known, split: Split, clocks: Clocks) -> str | None:
@@ -628,7 +614,7 @@ class Recorder:
             self._suspect(found)
         missing = self._given_rows.missing(split, marks, self._staging)
         self._given_rows.compared()
-        if self._unnamed:
+        if self._named_until != self._calls:
             self._given_rows.forget()
         if missing is not None:
             self._needs_step = "append(ids=...) omitted touched rows"
@@ -662,7 +648,7 @@ class Recorder:
             or chain.last.layout != known.layout
         ):
             self._root_at(known)
-            self._unnamed = self._needs_root = False
+            self._named_until, self._needs_root = self._calls, False
         self._audit.begin(known)
         self._needs_step = None
         writer = self._writer
@@ -779,7 +765,7 @@ class Recorder:
         self._of_run, self._begun, self._ended = lineage.run, False, None
         self._voiding, self._needs_step = False, None
         self._chain = self._lost = None
-        self._unnamed = self._has_called = self._needs_root = False
+        self._needs_root = False
         self._audit.begin(None)
         self._needs.forget()
         self._newest_step = -1
