@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +37,7 @@ __all__ = [
     "initial",
     "like",
     "move",
+    "moved",
     "new_touched",
     "placements",
     "train",
@@ -44,6 +47,16 @@ __all__ = [
 def placements(tree: object) -> list[object]:
     """Whether each array is committed, its devices and its memory."""
     return [(leaf.committed, leaf.sharding) for leaf in jax.tree.leaves(tree)]
+
+
+def moved(*states: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The rows of each table that differ between two consecutive states."""
+    found = {}
+    for name in states[0]["tables"]:
+        tables = [np.asarray(state["tables"][name]) for state in states]
+        differs = [(one != next_one).any(axis=1) for one, next_one in itertools.pairwise(tables)]
+        found[name] = np.flatnonzero(np.any(differs, axis=0))
+    return found
 
 
 def decoded(

@@ -154,8 +154,8 @@ class FollowedMachine(LogMachine):
                 one.advance()
         if one.holding is None:
             return False
-        # Marks that were trimmed cannot be read again, and are in no step that it has seen yet;
-        # nor can the last step, which it holds on until there is another.
+        # Trimmed records cannot be read again, and no step that it has seen contains them. Nor can
+        # a deleted step, which it keeps until there is another.
         with contextlib.suppress(FileNotFoundError, StepNotFound):
             if one.holding.point is None or one.holding.point in logs_of(self.root).read().points():
                 try:
@@ -262,11 +262,24 @@ def assert_at(one: Follower, trainer: Trainer, step: int, above: int | None) -> 
     assert holding is not None
     found = None if holding.point is None else holding.point.step
     assert (holding.save.save_id.step, found) == ((step, None) if above is None else (above, step))
-    expected = in_state(trainer.states[step])
+    assert_rows(one, trainer.states[step])
+    assert_holds_storage(one, trainer.root)
+
+
+def assert_rows(one: Follower, state: dict) -> None:
+    """Its rows are those of a state."""
+    expected = in_state(state)
     for table, field, first, rows in held_regions(one):
         same = expected[table][field][first : first + len(rows)]
         assert rows.tobytes() == same.tobytes(), (table, field)
-    assert_holds_storage(one, trainer.root)
+
+
+def flipped(trainer: Trainer, offset: int) -> bytes:
+    """The newest segment with a bit flipped near the first body of its newest record."""
+    [era] = logs_of(trainer.root).read().eras
+    data = bytearray(trainer.segment.read_bytes())
+    data[era.processes[0].log.marks[-1].frames[0].start + offset] ^= 1
+    return bytes(data)
 
 
 def test_marks_are_applied_as_they_are_written(tmp_path):
@@ -366,11 +379,7 @@ def test_a_damaged_mark_is_not_applied_and_is_told_until_a_step_is_above_it(tmp_
         one = opened(tmp_path)
         one.advance()
         trainer.log()
-        [era] = logs_of(tmp_path).read().eras
-        frame = era.processes[0].log.marks[-1].frames[0]
-        data = bytearray(trainer.segment.read_bytes())
-        data[frame.start + (1 if where == "body" else -1)] ^= 1
-        trainer.segment.write_bytes(data)
+        trainer.segment.write_bytes(flipped(trainer, 1 if where == "body" else -1))
         trainer.log()
         assert not one.advance()
         assert_at(one, trainer, 2, above=1)
@@ -393,19 +402,13 @@ def test_a_mark_that_is_damaged_after_it_was_applied_stays_held(tmp_path, copied
         trainer.log()
         one = opened(tmp_path / "root")
         one.advance()
-        [era] = logs_of(tmp_path / "root").read().eras
-        frame = era.processes[0].log.marks[-1].frames[0]
-        segment = trainer.segment
-        data = bytearray(segment.read_bytes())
-        data[frame.start + 1] ^= 1
+        segment, data = trainer.segment, flipped(trainer, 1)
         if copied:
             segment.unlink()
         segment.write_bytes(data)
         assert not one.advance() and one.health == "follows"
         assert one.holding.point.step == 3
-        for table, field, first, rows in held_regions(one):
-            same = in_state(trainer.states[3])[table][field][first : first + len(rows)]
-            assert rows.tobytes() == same.tobytes(), (table, field)
+        assert_rows(one, trainer.states[3])
         with pytest.raises(DamagedWal, match="seg, frame"):
             assert_holds_storage(one, tmp_path / "root")
         trainer.save()
@@ -419,15 +422,11 @@ def test_a_copy_in_the_place_of_the_directory_is_read_anew(tmp_path):
         trainer.save()
         trainer.log()
         trainer.log()
-        segment = trainer.segment
     one = opened(root)
     one.advance()
     assert_at(one, trainer, 3, above=1)
-    [era] = logs_of(root).read().eras
-    data = bytearray(segment.read_bytes())
-    data[era.processes[0].log.marks[-1].frames[0].start - 1] ^= 1
     shutil.copytree(root, copy)
-    (copy / segment.relative_to(root)).write_bytes(data)
+    (copy / trainer.segment.relative_to(root)).write_bytes(flipped(trainer, -1))
     root.rename(tmp_path / "old")
     copy.rename(root)
     assert one.advance() and ".seg, frame" in one.health

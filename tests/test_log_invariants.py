@@ -162,7 +162,7 @@ class LogMachine(RuleBasedStateMachine):
             self.seed += 1
             weights = self.state["weights"]
             self.state, ids = model.move(self.state, self.seed, rows=rows)
-            # Of the one blocks change as a whole or not at all, of the other some numbers.
+            # In "whole", blocks change completely or not at all; in "half", some numbers change.
             at = self.seed * 300 % 1500
             self.state["weights"] = {
                 "whole": jnp.asarray(np.array(weights["whole"]) + (np.arange(1500) >= at)),
@@ -306,7 +306,7 @@ class LogMachine(RuleBasedStateMachine):
         step = self.step
         try:
             with warnings.catch_warnings():
-                # By the collector of an earlier save, while its files were elsewhere.
+                # From the collector of an earlier save, if its files were elsewhere then.
                 warnings.filterwarnings("ignore", "unneeded files could not be removed")
                 self.manager.wait_until_finished()
         except (SaveFailed, AppendFailed):
@@ -405,7 +405,7 @@ class LogMachine(RuleBasedStateMachine):
             except NoIntactStep:
                 if self.manager.all_steps():
                     raise
-                result = None  # The damaged records lead from a step that was deleted.
+                result = None  # The damaged records build on a step that was deleted.
             except RestoreError:
                 # The head that says what counts is damaged.
                 result = self.manager.restore_latest(template, wal=False)
@@ -441,7 +441,7 @@ class LogMachine(RuleBasedStateMachine):
         if not steps:
             return
         step = steps[which % len(steps)]
-        # Compaction may have deleted it since.
+        # Retention may have deleted it since.
         with contextlib.suppress(OptionError, StepNotFound):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # A save in flight may have failed.

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import shutil
 import warnings
 from typing import Any
@@ -181,11 +180,7 @@ def test_records_after_a_base_for_unmarked_rows_do_not_lead_from_an_older_step(r
 def named(manager: Any, run: Forgetful, since: int) -> deltackpt.Appended:
     """Logs one step with the ids of all steps after another one."""
     run.train()
-    ids: dict[str, np.ndarray] = {}
-    for name in run.state["tables"]:
-        states = [run.states[step]["tables"][name] for step in range(since, run.step + 1)]
-        moved = [(np.asarray(a) != np.asarray(b)).any(1) for a, b in itertools.pairwise(states)]
-        ids[name] = np.flatnonzero(np.any(moved, axis=0))
+    ids = model.moved(*(run.states[step] for step in range(since, run.step + 1)))
     return manager.append(run.step, run.state, touched=run.touched, ids=ids)
 
 
@@ -246,7 +241,7 @@ def test_rows_of_a_call_with_a_bad_step_are_in_the_next_record(run, restored):
     with run.open() as reader:
         found = reader.restore_latest(run.state)
         assert found.step == 3
-        model.assert_same(found.state, run.states[3])
+        run.check(found)
 
 
 @pytest.mark.parametrize("ids", [{"users": [[1], [2, 3]]}, {"users": [-1]}, ["users"]])
@@ -287,7 +282,7 @@ def test_rows_of_a_call_that_cannot_begin_the_log_are_in_the_next_record(run, fa
     with run.open() as reader:
         found = reader.restore_latest(run.state)
         assert found is not None and found.step == newest
-        model.assert_same(found.state, run.states[newest])
+        run.check(found)
 
 
 # A head that cannot be written when the points of a run must end.

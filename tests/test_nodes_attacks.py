@@ -15,7 +15,6 @@ import threading
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -385,10 +384,10 @@ def test_a_reader_that_takes_nothing_is_dropped(tokens):
         assert len(said(connection)) < _LONG
 
 
-def _served(server: NodeServer, client: socket.socket) -> Any:
-    """The server's side of a connection of which a request is being served."""
+def _served(server: NodeServer, client: socket.socket) -> servers._Connection | None:
+    """The server's side of a connection whose request it is serving."""
     for one in [*server._busy]:
-        with contextlib.suppress(OSError):  # It has been closed.
+        with contextlib.suppress(OSError):  # If it is closed.
             if one.client.getpeername() == client.getsockname():
                 return one
     return None
