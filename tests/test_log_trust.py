@@ -223,6 +223,20 @@ def test_records_after_a_removed_log_continue_from_the_save_that_replaces_it(run
             run.check(manager.restore(point, run.state))
 
 
+def test_a_state_in_memory_is_appended_after_a_restored_one_was(run):
+    """The ids name the rows since a call of the branch that was left for a moment."""
+    with run.open() as manager:
+        run.save_initial()
+        for _ in range(2):
+            named(manager, run, since=run.step)
+        manager.wait_appended()
+        found = manager.restore(0, run.state)
+        manager.append(0, found.state, touched=found.touched)
+        assert named(manager, run, since=2).kind == "full"
+        manager.wait_appended()
+        run.check(manager.restore_latest(run.state))
+
+
 @pytest.mark.parametrize("restored", [False, True])
 def test_rows_of_a_call_with_a_bad_step_are_in_the_next_record(run, restored):
     with run.open() as manager:
