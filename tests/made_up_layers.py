@@ -20,9 +20,9 @@ from deltackpt.layers.write import (
     ArrayInput,
     LayerFile,
     RowGroupInput,
-    WriteBuffers,
     WrittenLayer,
 )
+from deltackpt.resources.write_buffers import WriteBuffers
 
 NAME = "layer.0"
 RUN = "0123456789abcdef0123456789abcdef"

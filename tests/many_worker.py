@@ -41,14 +41,16 @@ from orbax.checkpoint import v1
 import deltackpt
 from deltackpt import manager, touched
 from deltackpt.handlers import dense, saving
+from deltackpt.layers.write import LayerFile
 from deltackpt.ledger.directory import Root
 from deltackpt.options import Extents, Tiers, Timeouts
+from deltackpt.reading.saves import StoredPart
 from deltackpt.resources import priority
 from deltackpt.restore import placing
 from deltackpt.restore import steps as restoring
 from deltackpt.save import exits, flight, rendezvous, snapshot
 from deltackpt.save import step as steps
-from deltackpt.storage import arrays, batch, files, ocdbt, parts, writer
+from deltackpt.storage import batch, files, ocdbt, parts, writer
 
 #: Rows that any mesh of 8 devices divides, and widths that 4 do. Each process writes a share of
 #: every table, whatever the sharding: none is so small that it goes to one process alone.
@@ -770,6 +772,18 @@ def _after(owner: Any, name: str) -> Callable[[Callable[[], None]], None]:
     return arm
 
 
+def _each(
+    *points: Callable[[Callable[[], None]], None],
+) -> Callable[[Callable[[], None]], None]:
+    """Calls something at each of some points."""
+
+    def arm(reached: Callable[[], None]) -> None:
+        for point in points:
+            point(reached)
+
+    return arm
+
+
 def _around_rename(reached_before: bool) -> Callable[[Callable[[], None]], None]:
     """Calls something before or after the step is renamed into place."""
 
@@ -793,7 +807,9 @@ def _around_rename(reached_before: bool) -> Callable[[Callable[[], None]], None]
 #: process 0 alone.
 POINTS: dict[str, Callable[[Callable[[], None]], None]] = {
     "before its part": _before(flight.PendingSave, "write"),
-    "during its part": _after(writer.ArrayWriter, "_write_chunk"),
+    "during its part": _each(
+        _after(writer.ArrayWriter, "_write_chunk"), _after(LayerFile, "_write_at")
+    ),
     "before its manifest": _before(parts, "complete"),
     "before a force": _before(batch.FileBatch, "force"),
     "after a force": _after(batch.FileBatch, "force"),
@@ -813,7 +829,7 @@ POINTS: dict[str, Callable[[Callable[[], None]], None]] = {
     "before the save": _before(saving.Saver, "_start"),
     "snapshot": _before(snapshot, "take"),
     "listing steps": _before(Root, "steps"),
-    "reading arrays": _before(arrays, "read_array"),
+    "reading arrays": _before(StoredPart, "read_into"),
     "reading dense leaves": _before(restoring.StepReader, "_dense"),
     "reading through Orbax": _before(dense, "from_folder"),
     "reading notes": _before(ocp.JsonCheckpointHandler, "restore"),

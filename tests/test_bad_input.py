@@ -396,7 +396,7 @@ def test_a_newer_format_is_refused_and_no_older_step_is_taken_instead(copied, ho
         assert reader.restore(1, state).step == 1
 
 
-@pytest.mark.parametrize("name", ["manifest.0.msgpack", "digests.0.msgpack"])
+@pytest.mark.parametrize("name", ["manifest.0.msgpack", "layer.0"])
 def test_a_record_of_another_kind_or_no_record_is_damage(copied, name):
     root, state = copied
     path = root / "2" / "embeddings" / name

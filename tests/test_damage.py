@@ -149,6 +149,18 @@ def test_a_swapped_step_is_noticed(written, tmp_path):
     assert any("expected save id" in message for message in messages)
 
 
+def test_the_layer_of_another_save_is_noticed(written, tmp_path):
+    """A whole file, its own checksums right, in the place of another one."""
+    root, states = written
+    copy = tmp_path / "copy"
+    shutil.copytree(root, copy)
+    shutil.copy(copy / "2" / "embeddings" / "layer.0", copy / "3" / "embeddings" / "layer.0")
+    assert inventory.verify_step(copy / "3")
+    step, messages = newest_intact(copy, states)
+    assert step == 2
+    assert "3/embeddings/layer.0: footer" in messages[0]
+
+
 def test_a_chunk_of_another_save_is_noticed(written, tmp_path):
     """A whole chunk, its own checksum right, in the place of another one."""
     root, states = written

@@ -25,7 +25,7 @@ from test_processes import started, step_numbers
 
 import deltackpt
 from deltackpt.errors import DeltackptError, SaveFailed
-from deltackpt.testing import Disk
+from deltackpt.testing import Disk, stored_chunks
 from deltackpt.upkeep import verify
 
 CODED = deltackpt.Dense(deltas="blocks", codec=LOSSY)
@@ -141,18 +141,18 @@ def chain(tmp_path_factory) -> Path:
 
 def test_a_flipped_bit_in_any_file_of_a_delta_is_found(chain, tmp_path, nobody_removes_steps):
     sound = dense_leaves(chain, 4)
-    segments = {path.parts[-4] for path in (chain / "4").glob("embeddings/part.0/dense.*/*/c/*")}
-    assert len(segments) >= 3
+    chunks = stored_chunks(chain / "3", "*")
+    assert len({chunk.name.partition("array")[0] for chunk in chunks}) >= 3
     paths = [path for path in sorted((chain / "3").rglob("*")) if path.is_file()]
+    places = [(path, path.stat().st_size // 2) for path in paths if path.stat().st_size]
+    places += [(chunk.path, chunk.offset + chunk.nbytes // 2) for chunk in chunks]
     read = 0
-    for number, path in enumerate(paths):
+    for number, (path, position) in enumerate(places):
         root = tmp_path / str(number)
         shutil.copytree(chain, root)
         damaged = root / path.relative_to(chain)
         data = bytearray(damaged.read_bytes())
-        if not data:
-            continue
-        data[len(data) // 2] ^= 0x10
+        data[position] ^= 0x10
         damaged.write_bytes(data)
         assert not verify.verify_root(root).intact, path
         try:
@@ -167,11 +167,8 @@ def test_a_flipped_bit_in_any_file_of_a_delta_is_found(chain, tmp_path, nobody_r
 def test_the_newest_intact_step_is_restored_instead(chain, tmp_path, nobody_removes_steps):
     root = tmp_path / "root"
     shutil.copytree(chain, root)
-    for path in (root / "4").glob("embeddings/part.0/dense.*/blocks/c/*"):
-        damaged = path if path.is_file() else next(path.iterdir())
-        data = bytearray(damaged.read_bytes())
-        data[-1] ^= 1
-        damaged.write_bytes(data)
+    for chunk in stored_chunks(root / "4", "blocks", segment="dense.*"):
+        chunk.flip()
     with opened(root, CODED) as saver, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = saver.restore_latest(dense_states.initial())

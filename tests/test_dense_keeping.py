@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -29,7 +30,8 @@ from test_hostile_records import MANIFEST, change
 
 from deltackpt import inspect, interchange
 from deltackpt.errors import Damaged
-from deltackpt.reading import orbax_values
+from deltackpt.reading import orbax_values, saves
+from deltackpt.testing import stored_chunks
 from deltackpt.tiers import copy as copying
 from deltackpt.upkeep import collect, compact, doctor, estimate, verify
 from deltackpt.upkeep.unneeded import Retention
@@ -87,11 +89,11 @@ def test_a_leaf_is_checked_before_it_is_shown(written):
     root, _ = written
     found = inspect.open(root).at(4)
     before = np.asarray(found["params/exact"]).tobytes()
-    path = root / "3/embeddings/part.0/dense.float32.ef4/blocks.scale/c/0"
-    damage(path, "flipped")
-    with pytest.raises(Damaged, match="3/embeddings/part.0/dense.float32"):
+    [chunk] = stored_chunks(root / "3", "blocks.scale", segment="dense.float32.ef4")
+    chunk.flip()
+    with pytest.raises(Damaged, match="3/embeddings/layer.0: row group 'dense.float32.ef4'"):
         [np.asarray(leaf) for leaf in found.dense.values() if leaf.kind == "array"]
-    damage(path, "flipped")
+    chunk.flip()
     assert np.asarray(found["params/exact"]).tobytes() == before
     item = next(path for path in (root / "1/dense/d").iterdir())
     damage(item, "flipped")
@@ -151,19 +153,28 @@ def test_a_sound_directory_verifies(written, compacted):
 def test_every_damaged_file_of_blocks_and_items_is_found(written):
     root, _ = written
     fold(root, 3)
-    files = [*(root / "4/embeddings/part.0").rglob("*"), *(root / "4").glob("embeddings/d*")]
-    files += [*(root / "compacted/3/embeddings/dense").rglob("*")]
+    chunks = stored_chunks(root / "4", "*")
+    files = [*(root / "compacted/3/embeddings/dense").rglob("*")]
     chosen = [path for path in files if path.is_file() and path.stat().st_size]
-    assert len(chosen) > 20
+    assert len(chosen) + len(chunks) > 20
+
+    def problems() -> tuple[list[str], set[int]]:
+        found = verify.verify_root(root)
+        broken = {one.step for one in found.steps if not one.restorable}
+        return [problem.object_name for problem in found.problems], broken
+
+    for chunk in chunks:
+        chunk.flip()
+        named, broken = problems()
+        assert any(re.search(rf"4/embeddings/{chunk.name}", name) for name in named), chunk
+        assert broken == {4, 5}, chunk
+        chunk.flip()
     for path in chosen:
         damage(path, "flipped")
-        found = verify.verify_root(root)
-        name = str(path.relative_to(root))
-        assert name in [problem.object_name for problem in found.problems], name
-        broken = {one.step for one in found.steps if not one.restorable}
+        named, broken = problems()
+        assert str(path.relative_to(root)) in named, path
         # A compacted base is passed over while what it replaced stands.
-        own = name.startswith("4/") and path.name != "zarr.json"
-        assert broken == ({4, 5} if own else set()), name
+        assert broken == set(), path
         damage(path, "flipped")
 
 
@@ -230,16 +241,15 @@ def test_doctor_looks_at_what_dense_leaves_go_on_from(written):
 
 def test_an_estimate_counts_blocks_and_the_item_that_they_go_on_from(written):
     root, _ = written
-    files = [
-        *(path for path in (root / "1/dense").rglob("*") if path.is_file()),
-        *(
-            path
-            for step in (2, 3)
-            for path in (root / f"{step}/embeddings/part.0").glob("dense*/**/c/**/*")
-        ),
-    ]
+    files = [path for path in (root / "1/dense").rglob("*") if path.is_file()]
     beside = [path for path in (root / "3").iterdir() if path.is_file()]
-    expected = sum(path.stat().st_size for path in (*files, *beside) if path.is_file())
+    expected = sum(path.stat().st_size for path in (*files, *beside))
+    parts = [saves.read_save(root / str(step)).parts()[0] for step in (2, 3)]
+    expected += sum(
+        sum(part.arrays.files_of(segment).values())
+        for part in parts
+        for segment in part.record.dense_blocks.segments
+    )
     found = estimate.restore_plan(root, 3)
     assert found.dense_bytes == expected
     tables = 50 * 8 * 4

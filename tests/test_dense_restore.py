@@ -32,6 +32,8 @@ from deltackpt.format.names import DENSE_ITEM
 from deltackpt.handlers import dense, dense_leaves, reading
 from deltackpt.handlers.dense_leaves import DenseLeaves
 from deltackpt.handlers.reading import OrbaxItems
+from deltackpt.layers.footer import LayerArray
+from deltackpt.layers.read import Layer
 from deltackpt.ledger.committed import Committed
 from deltackpt.ledger.directory import Root
 from deltackpt.reading import chains, orbax_values
@@ -40,7 +42,7 @@ from deltackpt.state import tables
 from deltackpt.storage import digests, kv_store, ocdbt, ocdbt_index
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.store import spot
-from deltackpt.testing import Disk
+from deltackpt.testing import Disk, stored_chunks
 from deltackpt.tiers.copy import copy
 from deltackpt.upkeep import compact
 
@@ -261,19 +263,33 @@ def test_only_the_leaves_that_are_asked_for_are_read(run):
     options = deltackpt.ManagerOptions(access="read")
     with (
         deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options) as manager,
-        Disk(root) as disk,
+        read_groups() as read,
     ):
-        disk.on("read", lambda call: None, r"/dense[.]\w+[.].*/c/")
         found = manager.read_state(LAST, {"w": states[-1]["w"], "text": ""})
         assert found.state["text"] == "a text" and bits(found.state["w"]) == bits(states[-1]["w"])
-        groups = {"float32", "bfloat16"}
-        assert {group for group in groups if _of_group(disk, group)} == {"float32"}
+        assert dtypes_of(read) == {"float32"}
         manager.read_state(LAST, {"half": states[-1]["half"]})
-        assert {group for group in groups if _of_group(disk, group)} == groups
+        assert dtypes_of(read) == {"float32", "bfloat16"}
 
 
-def _of_group(disk: Disk, group: str) -> list[str]:
-    return [path for path in disk.paths("read") if f"/dense.{group}." in path]
+@contextlib.contextmanager
+def read_groups() -> Iterator[list[tuple[int, str]]]:
+    """The step and the row group of each array of a layer that is read."""
+    found: list[tuple[int, str]] = []
+    real = Layer.read_into
+
+    def counted(layer: Layer, array: LayerArray, *arguments: Any) -> None:
+        found.append((layer.id.step, array.row_group))
+        real(layer, array, *arguments)
+
+    with mock.patch.object(Layer, "read_into", counted):
+        yield found
+
+
+def dtypes_of(read: list[tuple[int, str]]) -> set[str]:
+    """The dtypes of the blocks of dense leaves that were read."""
+    names = (group.split(".") for _, group in read if group.startswith("dense."))
+    return {name[1] for name in names} - {"plain"}
 
 
 def test_of_arrays_on_few_devices_no_other_chunk_is_read(run):
@@ -474,10 +490,9 @@ def blocks(root: Path, step: int, name: str) -> list[Path]:
         (0, "dense/d/*"),
         (0, "dense/manifest.ocdbt"),
         (0, "dense/_METADATA"),
-        (1, "embeddings/part.0/dense.float32.sparse/*/c/0"),
-        (2, "embeddings/part.0/dense.bfloat16.sparse/*/c/0"),
-        (3, "embeddings/part.0/dense.plain/bytes/c/0"),
-        (2, "embeddings/digests.0.msgpack"),
+        (1, "dense.float32.sparse"),
+        (2, "dense.bfloat16.sparse"),
+        (3, "dense.plain"),
     ],
 )
 @pytest.mark.parametrize("how", ["flip", "cut", "gone"])
@@ -485,10 +500,12 @@ def test_damage_is_found_and_named_and_an_older_step_is_restored(run, tmp_path, 
     root, states = tmp_path / "run", run[1]
     shutil.copytree(run[0], root)
     files = [path for path in (root / str(step)).rglob("*") if path.match(f"{step}/{name}")]
-    assert files
-    for path in files:
+    places = {path: path.stat().st_size // 3 for path in files}
+    for chunk in stored_chunks(root / str(step), "*", segment=name):
+        places[chunk.path] = chunk.offset + chunk.nbytes // 3
+    assert places
+    for path, at in places.items():
         data = bytearray(path.read_bytes())
-        at = len(data) // 3
         data[at] ^= 4
         if how == "gone":
             path.unlink()
@@ -531,11 +548,11 @@ def test_codes_that_need_no_reference_are_read_once(tmp_path):
             marks = touched.mark(marks, {"table": jnp.arange(2)})
             manager.save(step, {**state, "nu": state["nu"] + step}, touched=marks)
             manager.wait_until_finished()
-        with Disk(tmp_path) as disk:
-            disk.on("read", lambda call: None, r"/dense(/d/|[.].*/c/)")
+        with Disk(tmp_path) as disk, read_groups() as read:
+            disk.on("read", lambda call: None, r"/dense/d/")
             found = manager.restore(4, state).state
-            below = [Path(path).relative_to(tmp_path).parts[0] for path in disk.paths("read")]
-            assert {*below} == {"4"}
+            assert not disk.paths("read")
+            assert {step for step, group in read if group.startswith("dense.")} == {4}
             manager.restore(0, state)
             assert "/0/dense/d/" in disk.paths("read")[-1]
     np.testing.assert_allclose(found["nu"], np.asarray(state["nu"]) + 4, atol=2.5e-2)

@@ -20,6 +20,7 @@ from dlrm_jax import data, demo, demo_log, demo_s3, main, model, optimizer, trai
 from running import demonstration, journal
 
 import deltackpt
+from deltackpt.testing import stored_chunks
 
 SMALL = ["--scale", "0.005", "--width", "8", "--bottom", "16", "--top", "16", "--batch", "64"]
 
@@ -188,8 +189,7 @@ def test_quantized_deltas_are_smaller_and_resume(tmp_path, capsys):
         arguments = [*arguments, "--directory", str(directory), "--codec", codec]
         main.main([*arguments, "--steps", "10"])
         main.main([*arguments, "--steps", "15", "--resume"])
-        chunks = directory.glob("15/embeddings/part.0/*/values*/c/**/*")
-        written[codec] = sum(path.stat().st_size for path in chunks if path.is_file())
+        written[codec] = sum(chunk.nbytes for chunk in stored_chunks(directory / "15", "values*"))
     assert "off by" in capsys.readouterr().out
     assert 0 < written["int4"] < written["raw"] / 1.9
 

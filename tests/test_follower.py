@@ -658,7 +658,7 @@ def test_a_step_that_vanishes_while_it_is_read_changes_nothing(tmp_path):
     one.advance()
     os.rename(tmp_path / "3", root / "3")
     with Disk(root) as disk:
-        disk.on("read", lambda _: shutil.rmtree(root / "3"), "^3/.*/c/", times=1)
+        disk.on("read", lambda _: shutil.rmtree(root / "3"), "^3/.*/layer", times=1)
         assert not one.advance()
     assert_holds_still(one, states[2])
     assert not one.advance() and one.health == "follows"

@@ -22,7 +22,7 @@ from deltackpt.reading import chains, dense_values, point_files
 from deltackpt.reading.dense_values import DenseValues
 from deltackpt.reading.reader import RestoredTables, restore_tables
 from deltackpt.standby.follower import Follower
-from deltackpt.testing import Disk
+from deltackpt.testing import Disk, stored_chunks
 from deltackpt.upkeep.compact import compact
 
 CODECS = ["lossless", {"dense/wide": "ef4", "dense/weights": "ef8"}, {"dense/wide": "int8"}]
@@ -118,12 +118,8 @@ def test_damaged_blocks_leave_what_is_held(tmp_path):
         one.advance()
         trainer.train()
         step = trainer.save()
-        [*_, found] = sorted((tmp_path / str(step)).rglob("blocks*/c/*"))
-        found = (
-            next(path for path in found.rglob("*") if path.is_file()) if found.is_dir() else found
-        )
-        whole = found.read_bytes()
-        found.write_bytes(whole[:-8] + bytes(8))
+        [*_, found] = stored_chunks(tmp_path / str(step), "blocks*")
+        found.flip()
         advanced(one)
         assert one.holding is not None and one.holding.save.save_id.step == step - 1
         assert_holds_dense(one, tmp_path, step - 1)
@@ -132,7 +128,7 @@ def test_damaged_blocks_leave_what_is_held(tmp_path):
         with contextlib.suppress(RestoreError):
             advanced(one)
         assert_holds_dense(one, tmp_path, step - 1)
-        found.write_bytes(whole)
+        found.flip()
         one._candidates._refused.clear()
         advanced(one)
         assert_holds_dense(one, tmp_path, step + 1)

@@ -22,7 +22,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import initialize, rule
 from test_follower import held_regions, in_state
-from test_log_invariants import LogMachine
+from test_log_invariants import COLLECTOR, LogMachine
 
 import deltackpt
 from deltackpt import touched
@@ -182,6 +182,7 @@ class FollowedMachine(LogMachine):
 
 
 TestFollowed = FollowedMachine.TestCase
+TestFollowed.pytestmark = [COLLECTOR]
 TestFollowed.settings = settings(
     max_examples=8,
     stateful_step_count=25,

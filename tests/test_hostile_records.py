@@ -40,6 +40,7 @@ GOLDEN = Path(make_golden.__file__).parent
 STEPS = (0, 1, 2)
 MANIFEST = f"embeddings/{layout.manifest_name(0)}"
 DIGESTS = f"embeddings/{layout.digests_name(0)}"
+LAYER = f"embeddings/{layout.layer_name(0)}"
 #: What nothing of some kilobytes may take.
 MOST_BYTES = 256 << 20
 
@@ -308,7 +309,7 @@ def make_huge(root_dir: Path, rows: int = 2**40) -> None:
 
 def test_a_file_may_be_as_long_as_it_likes(written, tmp_path):
     """A sparse file costs nothing, and reading all of it would never end."""
-    for name in (MANIFEST, DIGESTS, layout.STEP_DIGESTS):
+    for name in (MANIFEST, LAYER, layout.STEP_DIGESTS):
         root_dir = tmp_path / name.replace("/", ".")
         shutil.copytree(written["raw"], root_dir)
         os.truncate(root_dir / "2" / name, 2**42)
@@ -317,12 +318,12 @@ def test_a_file_may_be_as_long_as_it_likes(written, tmp_path):
 
 
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(written, tmp_path):
-    for place in (MANIFEST, DIGESTS, "chunk"):
+    for place in (f"2/{MANIFEST}", f"2/{LAYER}", f"0/{DIGESTS}", "0/chunk"):
         root_dir = tmp_path / place.replace("/", ".")
         shutil.copytree(written["raw"], root_dir)
-        path = root_dir / "2" / place
-        if place == "chunk":
-            path = next(p for p in sorted(root_dir.glob("2/**/c/**/*")) if p.is_file())
+        path = root_dir / place
+        if path.name == "chunk":
+            path = next(p for p in sorted(root_dir.glob("0/**/c/**/*")) if p.is_file())
         path.unlink()
         os.mkfifo(path)
         assert read_all(root_dir)

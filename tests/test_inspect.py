@@ -191,13 +191,13 @@ def test_history_says_which_rows_there_were_when_a_table_grew(tmp_path):
 def test_history_reads_each_save_once(tmp_path):
     write_chain(tmp_path)
     opened = []
-    real = stored.arrays.read_array
+    real = stored.StoredPart.read_into
 
-    def counting(directory, *arguments, **keywords):
-        opened.append(directory)
-        return real(directory, *arguments, **keywords)
+    def counting(part, segment, entry, start, *arguments):
+        opened.append((part.record.save_id, segment.name, entry.name, start))
+        return real(part, segment, entry, start, *arguments)
 
-    with mock.patch.object(stored.arrays, "read_array", counting):
+    with mock.patch.object(stored.StoredPart, "read_into", counting):
         deltackpt.inspect.open(tmp_path).history(TABLE, 3)
     assert len(opened) == len(set(opened))
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import hashlib
 import json
@@ -11,6 +12,7 @@ import struct
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import google_crc32c
@@ -36,10 +38,17 @@ from deltackpt.errors import OptionError, OutOfSpace, StorageError
 from deltackpt.format.blocks import Ranges, rows_of
 from deltackpt.format.dtypes import stored_dtype
 from deltackpt.format.manifest import SaveId
-from deltackpt.layers.footer import GAPS, PAGE_BYTES, EpochRef
+from deltackpt.layers.footer import GAPS, PAGE_BYTES, EpochRef, RowGroup
 from deltackpt.layers.read import Layer, StoredBytes, appended_layers
-from deltackpt.layers.write import ArrayInput, LayerFile, RowGroupInput, WriteBuffers
+from deltackpt.layers.write import (
+    REMOVED,
+    ArrayInput,
+    LayerFile,
+    RowGroupInput,
+    ranges_of,
+)
 from deltackpt.resources.pace import Pace
+from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.storage import aligned
 from deltackpt.storage.kv_store import KvStore
 from deltackpt.storage.store import Spot, spot
@@ -116,7 +125,13 @@ def test_what_is_written_is_read_back(tmp_path_factory, data):
     written = write(path, layers, buffer_bytes=buffer_bytes, chunk_bytes=chunk_bytes, fsync=False)
     source = StoredBytes(spot(path))
     found = list(appended_layers(source, path.stat().st_size))
-    assert [(one.start, one.start + one.nbytes, one.digest) for one in found] == written
+    assert [(one.start, one.start + one.nbytes, one.digest) for one in found] == [
+        one[:3] for one in written
+    ]
+    data_of = path.read_bytes()
+    assert [google_crc32c.value(data_of[one.start : one.stop - 4]) for one in written] == [
+        one.crc32c for one in written
+    ]
     for layer, (manifest, groups), number in zip(found, layers, range(count), strict=True):
         layer.verify()
         assert (layer.id, layer.parent) == (manifest.save_id, manifest.parent)
@@ -150,6 +165,82 @@ def test_a_range_of_an_array_is_what_the_whole_array_has_there(tmp_path_factory,
     expected = [row for row in rows if first <= row < stop]
     assert np.asarray(held).tolist() == expected
     assert position == sum(row < first for row in rows) or not expected
+    start = data.draw(st.integers(0, len(rows)))
+    stop = data.draw(st.integers(start, len(rows)))
+    assert layer.row_indices(found, start, stop).tolist() == rows[start:stop]
+
+
+@FAST
+@given(data=st.data())
+def test_several_threads_write_arrays_of_a_layer_in_pieces(tmp_path_factory, data):
+    (whole,) = [one for one in data.draw(row_groups("a")) if one.columns is None] or groups_of()[:1]
+    chunk_bytes = data.draw(st.sampled_from([1, 512, 128 << 10]))
+    buffers = WriteBuffers(nbytes=data.draw(st.sampled_from([8192, 40_000, 1 << 20])))
+    path = tmp_path_factory.mktemp("layers") / "layer"
+    file = LayerFile(path, buffers, fsync=False, chunk_bytes=chunk_bytes)
+    layer = file.begin(manifest_of())
+    cuts = {
+        one.name: sorted(data.draw(st.sets(st.integers(0, one.shape[0])))) for one in whole.arrays
+    }
+    removed = data.draw(st.sets(st.sampled_from([one.name for one in whole.arrays] or [""])))
+
+    def write_array(one: ArrayInput) -> None:
+        held = np.empty(one.shape, one.dtype)
+        one.fill(0, len(held), held)
+        for attempt in range(2 if one.name in removed else 1):
+            writer = layer.array(whole.name, one.name, one.shape, one.dtype, one.compression)
+            for piece in np.split(held, cuts[one.name]):
+                writer.write(piece.copy())
+                if attempt < (one.name in removed):
+                    break
+            if attempt < (one.name in removed):
+                writer.remove()
+            else:
+                writer.finish()
+
+    with ThreadPoolExecutor(3) as pool:
+        rows = pool.submit(layer.write_rows, whole.name, whole.rows)
+        list(pool.map(write_array, whole.arrays))
+        rows.result()
+    group = RowGroup(
+        name=whole.name,
+        group=whole.group,
+        count=len(whole.rows),
+        ranges=ranges_of(whole.rows),
+        codecs={**whole.codecs},
+    )
+    written = layer.finish(dataclasses.replace(manifest_of(), row_groups=(group,)))
+    file.close()
+    buffers.close()
+    contents = path.read_bytes()
+    assert google_crc32c.value(contents[:-4]) == written.crc32c
+    found = opened(contents)
+    found.verify()
+    assert {name: held for name, held in read_all(found).items() if name != REMOVED} == (
+        contents_of([whole])
+    )
+
+
+def test_rows_that_change_while_they_are_copied_are_an_error(tmp_path):
+    buffers = WriteBuffers()
+    file = LayerFile(tmp_path / "layer", buffers)
+    layer = file.begin(manifest_of())
+
+    rows = np.zeros((4, 2), np.float32)
+    real = np.copyto
+
+    def copied(out, given):
+        real(out, given)
+        rows[1] += 1
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(np, "copyto", copied)
+        writer = layer.array("t", "values", rows.shape, rows.dtype, check=True)
+        with pytest.raises(StorageError, match="the arrays changed while they were written"):
+            writer.write(rows)
+    layer.abandon()
+    file.close()
+    buffers.close()
 
 
 @pytest.mark.parametrize("version", sorted(GOLDEN.glob("layers-v*")), ids=lambda path: path.name)

@@ -23,6 +23,7 @@ import hypothesis.strategies as st
 import jax.numpy as jnp
 import model
 import numpy as np
+import pytest
 from damages import HOWS, damage
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
@@ -305,10 +306,7 @@ class LogMachine(RuleBasedStateMachine):
     def wait(self):
         step = self.step
         try:
-            with warnings.catch_warnings():
-                # From the collector of an earlier save, if its files were elsewhere then.
-                warnings.filterwarnings("ignore", "unneeded files could not be removed")
-                self.manager.wait_until_finished()
+            self.manager.wait_until_finished()
         except (SaveFailed, AppendFailed):
             return
         if self.manager.latest_step() == step and step in self.given:
@@ -460,6 +458,9 @@ class LogMachine(RuleBasedStateMachine):
 
 
 TestLog = LogMachine.TestCase
+#: From the collector of an earlier save, if its files were elsewhere then.
+COLLECTOR = pytest.mark.filterwarnings("ignore:unneeded files could not be removed")
+TestLog.pytestmark = [COLLECTOR]
 TestLog.settings = settings(
     max_examples=12,
     stateful_step_count=25,

@@ -77,7 +77,7 @@ def test_a_root_that_is_moved_during_a_save_is_not_made_anew(tmp_path, run):
     with run.open(tables=states.tables("lossless")), quiet():
         run.save_initial()
         with Disk(root) as disk:
-            disk.on("mkdir", lambda _: root.rename(elsewhere), STEP_FILES + ".*/c$", times=1)
+            disk.on("open", lambda _: root.rename(elsewhere), STEP_FILES + ".*/layer", times=1)
             with pytest.raises(SaveFailed):
                 run.save()
         assert not root.exists()

@@ -86,6 +86,9 @@ class MemoryLayer(NamedTuple):
             None if self.has_separate_indices else self.arrays[segment.name, entry.name][start:stop]
         )
 
+    def row_indices(self, segment: Segment, start: int, stop: int) -> None:
+        return None
+
     def read_into(
         self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
     ) -> None:

@@ -368,14 +368,14 @@ def test_a_missing_process_is_named_by_every_other(tmp_path):
 
 def test_a_process_that_fails_tells_the_others_at_once(tmp_path):
     job = Job(4)
-    real = part.write_segments
+    real = part.finish
 
-    def failing(plan, item_dir, process, *taken):
-        if process == 1:
+    def failing(plan, item_dir, segments, batch, others, **given):
+        if others.process == 1:
             raise OSError(28, "No space left on device")
-        return real(plan, item_dir, process, *taken)
+        return real(plan, item_dir, segments, batch, others, **given)
 
-    with job.running(), mock.patch.object(part, "write_segments", failing):
+    with job.running(), mock.patch.object(part, "finish", failing):
         found = Run(job, SHARDED, tmp_path).save(0, initial(), secs=100.0)
     assert isinstance(found[1], OSError)
     assert [type(found[i]) for i in (0, 2, 3)] == [ProcessFailed] * 3

@@ -33,6 +33,7 @@ from deltackpt.format.segments import Encoding
 from deltackpt.reading import saves
 from deltackpt.save import extract
 from deltackpt.save.pieces import HostPiece
+from deltackpt.testing import StoredChunk, stored_chunks
 
 ROWS, WIDTH = 3000, 16
 LOSSY = ["bf16", "fp16", "int8", "int4", "int3", "int2", "symmetric4", "greedy2", "adaptive3"]
@@ -138,16 +139,15 @@ def test_the_device_path_writes_the_bytes_of_the_host_path(codec, tmp_path):
     with mock.patch.object(extract, "on_host", return_value=False):
         saved(tmp_path / "device", codec, row5=np.nan)
     for step in ("0", "1"):
-        part = Path(step) / "embeddings" / "part.0"
-        names = [
-            path.relative_to(tmp_path / "host" / part)
-            for path in (tmp_path / "host" / part).rglob("*")
-            if path.is_file()
+        by_name = [
+            {chunk.name: contents(chunk) for chunk in stored_chunks(tmp_path / side / step, "*")}
+            for side in ("host", "device")
         ]
-        assert names
-        for name in names:
-            left, right = (tmp_path / side / part / name for side in ("host", "device"))
-            assert left.read_bytes() == right.read_bytes(), name
+        assert by_name[0] and by_name[0] == by_name[1]
+
+
+def contents(chunk: StoredChunk) -> bytes:
+    return chunk.path.read_bytes()[chunk.offset : chunk.offset + chunk.nbytes]
 
 
 def test_bases_and_slots_are_quantized_where_asked(tmp_path):
@@ -293,7 +293,10 @@ def test_a_budget_of_nothing_ends_in_raw(tmp_path):
     choice = deltackpt.policies.CodecChoice(delta="int8", base="bf16", max_error=0)
     base, state, report = saved(tmp_path, choice)
     # A reader that does not know encodings would decode by the planned codec.
-    assert saves.read_save(tmp_path / "1").manifests[0].features == (manifest.ENCODINGS,)
+    assert saves.read_save(tmp_path / "1").manifests[0].features == (
+        manifest.ENCODINGS,
+        manifest.LAYERS,
+    )
     model.assert_same(restored(tmp_path, state), state)
     model.assert_same(restored(tmp_path, base, 0), base)
     assert {figures.codec for figures in report.tables} == {"raw"}
@@ -435,22 +438,16 @@ def test_a_codec_of_a_newer_version_is_named(tmp_path):
 
 def test_damaged_codes_are_named_and_the_step_before_is_taken(tmp_path):
     base, state, _ = saved(tmp_path, "int4", row5=np.nan)
-    part = tmp_path / "1" / "embeddings" / "part.0"
-    arrays = sorted(path.name for path in (part / "g0.0").iterdir())
+    [segment] = saves.read_save(tmp_path / "1").parts()[0].segments
+    arrays = sorted(entry.name for entry in segment.arrays)
     expected = ["rows.gaps", "slot.acc", "values", "values.offset", "values.raw", "values.raw_at"]
     assert arrays == [*expected, "values.scale"]
     for array in arrays:
         damaged = tmp_path / "damaged" / array
         for step in ("0", "1"):
             shutil.copytree(tmp_path / step, damaged / step)
-        (chunk,) = [
-            path
-            for path in (damaged / "1" / "embeddings" / "part.0" / "g0.0" / array / "c").rglob("*")
-            if path.is_file()
-        ]
-        data = bytearray(chunk.read_bytes())
-        data[len(data) // 2] ^= 1
-        chunk.write_bytes(data)
+        (chunk,) = stored_chunks(damaged / "1", array, segment="g0.0")
+        chunk.flip()
         options = deltackpt.ManagerOptions(access="read")
         with (
             warnings.catch_warnings(),

@@ -22,7 +22,7 @@ from deltackpt.format.chain import SaveInfo, live_set, restore_chain
 from deltackpt.format.manifest import ParentRef, RollingShare, SaveId
 from deltackpt.policies import Rolling
 from deltackpt.reading import chains, reader, saves
-from deltackpt.testing import failing_saves
+from deltackpt.testing import failing_saves, stored_chunks
 from deltackpt.upkeep import compact, verify
 
 WINDOW = 3
@@ -195,10 +195,7 @@ def test_damage_in_the_window_is_found_and_older_steps_restore(tmp_path):
     loop = Loop()
     with manager(tmp_path) as one:
         loop.save(one, *range(7))
-    chunk = max((tmp_path / "5").rglob("c/*/*"), key=lambda path: path.stat().st_size)
-    data = bytearray(chunk.read_bytes())
-    data[0] ^= 1
-    chunk.write_bytes(data)
+    max(stored_chunks(tmp_path / "5"), key=lambda chunk: chunk.nbytes).flip()
     with manager(tmp_path) as two:
         for step in (5, 6):
             with pytest.raises(RestoreError):

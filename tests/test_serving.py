@@ -33,7 +33,7 @@ from deltackpt.errors import (
 )
 from deltackpt.serving import Live, Version
 from deltackpt.storage.store import FileStore
-from deltackpt.testing import Disk
+from deltackpt.testing import Disk, StoredChunk, stored_chunks
 from deltackpt.upkeep.compact import compact
 
 #: Guards against hangs only.
@@ -137,13 +137,9 @@ def assert_is(version: Version, params: dict[str, Any]) -> None:
         assert not found.flags.writeable
 
 
-def stored_chunks(step_dir: Path) -> list[Path]:
-    """Files of the blocks of a delta that hold bf16 weights."""
-    found = sorted(
-        path
-        for path in (step_dir / "embeddings").rglob("*")
-        if path.is_file() and "c" in path.parts and "dense.bfloat16" in str(path)
-    )
+def chunks_of(step_dir: Path) -> list[StoredChunk]:
+    """The blocks of a delta that hold bf16 weights."""
+    found = stored_chunks(step_dir, "*", segment="dense.bfloat16*")
     assert found
     return found
 
@@ -478,20 +474,18 @@ def test_a_damaged_version_is_never_shown_and_the_next_one_is(tmp_path, caplog):
         live.advance()
         step, state = trainer.step, trainer.state
         trainer.save()
-        damaged = {path: path.read_bytes() for path in stored_chunks(tmp_path / str(trainer.step))}
-        for path, whole in damaged.items():
-            half = len(whole) // 2
-            path.write_bytes(whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :])
+        damaged = chunks_of(tmp_path / str(trainer.step))
+        for chunk in damaged:
+            chunk.flip()
             with caplog.at_level(logging.WARNING):
                 assert not live.advance()
             assert live.problem is not None
             assert_shows(live, state, step)
             assert live.staleness().steps == 1
-            path.write_bytes(whole)
+            chunk.flip()
             live._candidates._refused.clear()
         assert "a newer version cannot be read" in caplog.text
-        path, whole = next(iter(damaged.items()))
-        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        damaged[0].flip()
         assert not live.advance()
         trainer.save(force_base=True)
         assert live.advance()
@@ -511,7 +505,7 @@ def test_a_failure_in_the_middle_leaves_what_is_shown(tmp_path):
             middle, state = trainer.step, trainer.state
             trainer.save()
             with Disk(tmp_path) as disk:
-                disk.fail("read", rf"^{trainer.step}/.*/dense[.]bfloat16.*/blocks/c/", times=None)
+                disk.fail("read", rf"^{trainer.step}/.*/layer", times=None)
                 assert live.advance() and live.problem is not None
                 assert disk.failures
             assert_is(version, shown)
@@ -560,7 +554,7 @@ def test_a_step_that_goes_while_it_is_read_leads_to_the_next(tmp_path):
         step, state = trainer.step, trainer.state
         trainer.save()
         with Disk(tmp_path) as disk:
-            disk.on("read", lambda _: shutil.rmtree(tmp_path / "2"), "^2/.*/c/", times=1)
+            disk.on("read", lambda _: shutil.rmtree(tmp_path / "2"), "^2/.*/layer", times=1)
             assert not live.advance()
         assert_shows(live, state, step)
         assert live.problem is not None

@@ -342,11 +342,8 @@ def test_a_service_that_follows_a_step_that_goes_at_any_access_takes_another(how
 def test_damage_in_a_step_that_stands_is_damage(step, operation, runs, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(runs.root, root)
-    (digests,) = (root / str(step) / "embeddings").glob("digests.0.msgpack")
-    digests.write_bytes(digests.read_bytes()[:-1])
-    for name in (root / str(step) / "embeddings").rglob("c/*"):
-        if name.is_file():
-            name.write_bytes(b"other bytes")
+    (layer,) = (root / str(step) / "embeddings").glob("layer.0")
+    layer.write_bytes(b"other bytes")
     with pytest.raises(Damaged):
         OPERATIONS[operation](root)
 

@@ -23,11 +23,13 @@ from golden import make_golden
 from test_compact import fold, manager, write_chain
 
 from deltackpt.errors import ForeignDirectory, RestoreError, StepGone, StepNotFound, StorageError
-from deltackpt.format import gaps, manifest, names
+from deltackpt.format import manifest, names
+from deltackpt.layers.read import Layer
 from deltackpt.ledger.directory import Root
 from deltackpt.reading import chains, inventory, reader
 from deltackpt.storage import digests as integrity
 from deltackpt.storage.store import Spot
+from deltackpt.testing import stored_chunks
 from deltackpt.upkeep.verdicts import RootReport
 from deltackpt.upkeep.verify import verify_root
 
@@ -72,8 +74,8 @@ def restores(root: Path, step: int) -> bool:
 
 
 def chunk(step_dir: Path) -> Path:
-    """A chunk of values of a save."""
-    return next(p for p in sorted(step_dir.rglob("values/c/**/*")) if p.is_file())
+    """A file with values of a save."""
+    return stored_chunks(step_dir)[0].path
 
 
 def flip(path: Path, other: Path) -> None:
@@ -253,16 +255,14 @@ def test_gaps_of_other_rows_are_found_though_every_checksum_fits(written, tmp_pa
     """A writer that went wrong: rows past the end of their table."""
     root = tmp_path / "root"
     shutil.copytree(written["lossy"], root)
-    with mock.patch.object(gaps, "decode_gaps", side_effect=beyond(gaps.decode_gaps)):
+    real = Layer.row_indices
+
+    def beyond(layer, *arguments):
+        return real(layer, *arguments) + 1_000_000
+
+    with mock.patch.object(Layer, "row_indices", beyond):
         report = verify_root(root)
-    assert any("ascending rows" in str(problem) for problem in report.problems)
-
-
-def beyond(real):
-    def decode(gaps, *, total_rows, name, after=None):
-        return real(gaps, total_rows=1, name=name, after=after)
-
-    return decode
+    assert any("rows below" in str(problem) for problem in report.problems)
 
 
 def test_a_chunk_of_zeros_with_its_own_checksum_is_found(written, tmp_path):
@@ -553,7 +553,7 @@ def test_the_command_names_damage_and_exits_1(written, tmp_path):
     flip(victim, root)
     found = command.run("verify", root)
     assert found.returncode == 1 and found.stderr == ""
-    assert f"damaged: {victim.relative_to(root).as_posix()}: expected" in found.stdout
+    assert f"damaged: {victim.relative_to(root).as_posix()}: row group 'g0.0', " in found.stdout
     assert "1 of 3 steps can be restored, 1 damaged object;" in found.stdout
     told = json.loads(command.run("verify", root, "--json").stdout)
     assert told["intact"] is False

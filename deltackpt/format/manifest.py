@@ -29,7 +29,9 @@ from deltackpt.format.soundness import (
 #: What the bytes of a manifest begin with.
 MAGIC = "deltackpt.manifest"
 #: Features that a reader must know to read a step; unknown ones raise FormatTooNew.
-KNOWN_FEATURES: frozenset[str] = frozenset({"encodings", "parts", "rolling", "dense_blocks"})
+KNOWN_FEATURES: frozenset[str] = frozenset(
+    {"encodings", "parts", "rolling", "dense_blocks", "layers"}
+)
 #: Required unless everything is stored ``raw``: rows may be stored next to their codes.
 ENCODINGS = "encodings"
 #: Required for saves by several processes: only process 0's manifest describes the tables.
@@ -38,6 +40,8 @@ PARTS = "parts"
 ROLLING = "rolling"
 #: Needed by a delta whose dense leaves are blocks of our item, by way of those of its parent.
 DENSE_BLOCKS = "dense_blocks"
+#: Required for deltas whose arrays are in a layer file.
+LAYERS = "layers"
 
 #: Fields that are the same in all saves of a run, and large where there are many tables.
 _ALIKE = frozenset({"groups", "tables", "dense", "tracking_paths", "writers"})
@@ -205,6 +209,21 @@ class Cover:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerRef:
+    """The layer file with the arrays of a part.
+
+    Attributes:
+      nbytes: its length.
+      crc32c: CRC32C of all its bytes but the last four.
+      digest: its last four bytes as a little-endian number, its own checksum.
+    """
+
+    nbytes: int
+    crc32c: int
+    digest: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
     """Process 0's index entry for a part.
 
@@ -243,8 +262,10 @@ class Manifest:
     #: Which digest files were promised: "item", and "step" under our own commit. "dense" where
     #: the item of a compacted base holds Orbax's of the dense leaves: those of the item cover it.
     digests: tuple[str, ...] = ("item",)
-    #: CRC32C of the bytes of this part's ``digests.<process>.msgpack``.
+    #: CRC32C of the bytes of this part's ``digests.<process>.msgpack``; 0 if it has a layer.
     item_digests_crc32c: int = 0
+    #: The layer file with its arrays; None if they are Zarr arrays, as in a base.
+    layer: LayerRef | None = None
     writers: dict[str, str] = dataclasses.field(default_factory=dict)
     #: How often the run had been restored before, itself included.
     restores: int = 0

@@ -6,8 +6,9 @@ Inside an Orbax step directory::
     <step>/
       embeddings/                      the item of DeltaHandler (its name is the user's)
         manifest.<process>.msgpack     written last in its part
-        digests.<process>.msgpack      length and CRC32C of every file of the part
-        part.<process>/<segment>/<array>/zarr.json, c/...
+        layer.<process>                the arrays of a delta
+        digests.<process>.msgpack      of a base: length and CRC32C of every file of the part
+        part.<process>/<segment>/<array>/zarr.json, c/...    the arrays of a base
       dense/                           an Orbax PyTree item
       digests.step.<process>.msgpack   the dense files of one process, if there are several
       digests.step.msgpack             everything else in the step, written just before the commit
@@ -82,7 +83,7 @@ _MANIFEST = re.compile(r"manifest\.(\d+)\.msgpack")
 _STEP_DIGESTS = re.compile(r"digests\.step\.(\d+)\.msgpack")
 #: What Orbax calls the folder of the dense files that a process writes.
 _DENSE_NODE = re.compile(rf"[^/]+/ocdbt\.process_\d+/(manifest\.ocdbt|{DENSE_NODES}.+)")
-_PART = re.compile(r"part\.\d+")
+_PART = re.compile(r"(part|layer)\.\d+")
 #: The digests of a part are covered by its manifest.
 _OTHERS = re.compile(r"(manifest|digests)\.[1-9]\d*\.msgpack")
 _FAILURE = re.compile(r"failed\.(\d+)\.json")
@@ -179,6 +180,11 @@ def is_dense_node(name: str) -> bool:
 def part_dir(item_dir: _Where, process: int) -> _Where:
     """Directory of a process's arrays."""
     return item_dir / f"part.{process}"
+
+
+def layer_name(process: int) -> str:
+    """Name of the file with a process's arrays of a delta."""
+    return f"layer.{process}"
 
 
 def is_of_part(name: str) -> bool:

@@ -28,7 +28,7 @@ from deltackpt.reading import dense_values, logged_dense, orbax_values
 from deltackpt.reading.dense_values import DenseValues, PartSource
 from deltackpt.reading.orbax_values import OrbaxValues
 from deltackpt.reading.saves import StoredSave
-from deltackpt.storage import digests, ocdbt
+from deltackpt.storage import ocdbt
 from deltackpt.storage.store import Spot
 from deltackpt.units import size
 
@@ -234,13 +234,10 @@ def _codec(segment: Segment) -> str:
 
 def _file_bytes(source: PartSource) -> dict[str, int]:
     """Bytes of the chunks of each segment of a part."""
-    found: dict[str, int] = collections.Counter()
-    part = source.part
-    for name, (length, _, _) in digests.read_item_digests(part.item_dir, part.record).files.items():
-        array, inside, _ = name.rpartition("/c/")
-        if inside:
-            found[array.split("/")[1]] += length
-    return found
+    return {
+        segment.name: sum(source.part.arrays.files_of(segment).values())
+        for segment in source.record.segments
+    }
 
 
 SAVED_COLUMNS = ("dense leaf", "codec", "blocks", "share", "on disk", "of raw")

@@ -150,7 +150,7 @@ class LayerManifest:
       epoch: where the schema is, if not in the layer.
       schema: an opaque record of tables and dense leaves.
       row_groups: what the arrays are.
-      arrays: in file order.
+      arrays: in any order.
       features: names of features that a reader must know.
     """
 

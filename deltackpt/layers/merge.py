@@ -83,6 +83,14 @@ class Layer(Protocol):
         """
         ...
 
+    def row_indices(self, segment: Segment, start: int, stop: int) -> np.ndarray | None:
+        """Returns the row indices at some positions; None if an array has the gaps between them.
+
+        Raises:
+          Damaged: they are missing or altered.
+        """
+        ...
+
     def read_into(
         self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
     ) -> None:
@@ -134,7 +142,7 @@ def gap_rows(
     *,
     after: int | None = None,
 ) -> np.ndarray:
-    """Returns row indices of a segment that are stored as gaps, checked against its group.
+    """Returns row indices of a segment without ranges, checked against its group.
 
     Args:
       layer: the layer of the segment.
@@ -148,11 +156,15 @@ def gap_rows(
     """
     entry = next(entry for entry in segment.arrays if entry.name == names.GAPS)
     stop = entry.shape[0] if stop is None else stop
+    total = layer.groups[segment.group].rows
+    if (rows := layer.row_indices(segment, start, stop)) is not None:
+        if len(rows) and rows[-1] >= total:
+            raise Damaged(layer.name_of(segment, entry), f"rows below {total}", f"{rows[-1]}")
+        return rows
     out = layer.view(segment, entry, start, stop)
     if out is None:
         out = memory.empty_buffer((stop - start,), np.dtype(entry.dtype))
         layer.read_into(segment, entry, start, stop, out)
-    total = layer.groups[segment.group].rows
     name = layer.name_of(segment, entry)
     return gaps.decode_gaps(out, total_rows=total, name=name, after=after)
 

@@ -139,6 +139,30 @@ class Layer:
         found = row_slice(rows, first, max(first, stop))
         return position + found.start, rows[found]
 
+    def row_indices(self, row_group: RowGroup, start: int, stop: int) -> np.ndarray:
+        """Returns the row indices at positions ``[start, stop)``, int64.
+
+        Raises:
+          Damaged: the row indices are altered or invalid.
+          StorageError: reading failed.
+        """
+        if row_group.ranges is not None:
+            return np.asarray(rows_of(row_group.ranges)[start:stop])
+        size = self._arrays[row_group.name][GAPS].chunk_rows
+        wanted = range(start // size, -(-stop // size)) if start < stop else range(0)
+        rows, first = self._read_chunks_of_rows(row_group, wanted)
+        return rows[start - first : stop - first]
+
+    def chunks_of(self, array: LayerArray) -> Sequence[Chunk]:
+        """Returns where the chunks of an array are."""
+        return self._chunks[array.row_group, array.name]
+
+    def bytes_of(self, array: LayerArray, start: int, stop: int) -> int:
+        """Returns how many bytes are read for elements of an array's first axis."""
+        chunks = self.chunks_of(array)
+        first, last = start // array.chunk_rows, -(-stop // array.chunk_rows)
+        return sum(one.stop - one.start for one in chunks[first:last])
+
     def read_into(self, array: LayerArray, start: int, stop: int, out: np.ndarray) -> None:
         """Reads elements ``[start, stop)`` of an array's first axis into ``out``, verified.
 
@@ -205,17 +229,18 @@ class Layer:
 
     def _read_rows(self, group: RowGroup, first: int, stop: int) -> tuple[np.ndarray, int]:
         """Decodes the chunks of row indices that may have some in a range; and their position."""
+        below = sum(high < first for _, high in group.bounds)
+        return self._read_chunks_of_rows(
+            group, range(below, max(below, sum(low < stop for low, _ in group.bounds)))
+        )
+
+    def _read_chunks_of_rows(self, group: RowGroup, wanted: range) -> tuple[np.ndarray, int]:
+        """Decodes some chunks of row indices; returns them and the position of the first."""
         gaps = self._arrays[group.name][GAPS]
-        wanted = [
-            number
-            for number, (low, high) in enumerate(group.bounds)
-            if low < stop and first <= high
-        ]
+        start = min(wanted.start * gaps.chunk_rows, group.count)
         if not wanted:
-            below = sum(high < first for _, high in group.bounds)
-            return np.empty(0, np.int64), min(below * gaps.chunk_rows, group.count)
-        start = wanted[0] * gaps.chunk_rows
-        end = min((wanted[-1] + 1) * gaps.chunk_rows, group.count)
+            return np.empty(0, np.int64), start
+        end = min(wanted.stop * gaps.chunk_rows, group.count)
         held = np.empty(end - start, gaps.dtype)
         self.read_into(gaps, start, end, held)
         rows = held.astype(np.int64)
@@ -296,7 +321,7 @@ class Layer:
         return np.ascontiguousarray(np.moveaxis(planes, 0, -1)).reshape(-1).view(np.uint8)
 
     def _chunk(self, array: LayerArray, number: int) -> Chunk:
-        return self._chunks[array.row_group, array.name][number]
+        return self.chunks_of(array)[number]
 
 
 class _Wanted(NamedTuple):

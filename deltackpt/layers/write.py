@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes layers: arrays are gathered in private memory while earlier ones are written directly.
 
-A layer that fits into one buffer is a single write: handing it to another thread costs more than it
-saves. The header of a longer one is written last.
+Several threads may gather arrays of one layer; their chunks then alternate in the file. A layer
+that fits into one buffer is a single write: handing it to another thread costs more than it saves.
+The header of a longer one is written last.
 """
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
-import contextlib
 import dataclasses
 import fcntl
 import math
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +21,7 @@ import numpy as np
 import zstandard
 
 from deltackpt.errors import OptionError, StorageError
-from deltackpt.format.blocks import Rows, spans_of
+from deltackpt.format.blocks import Rows, Span, spans_of
 from deltackpt.layers import footer
 from deltackpt.layers.footer import (
     CHUNK,
@@ -35,9 +34,10 @@ from deltackpt.layers.footer import (
     LayerManifest,
     RowGroup,
 )
-from deltackpt.resources.memory import private_buffer
 from deltackpt.resources.pace import Pace
+from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.storage import aligned, files
+from deltackpt.storage.crc import crc32c, joined
 
 #: Reading one row reads and verifies that many bytes.
 _CHUNK_BYTES = 128 << 10
@@ -46,7 +46,13 @@ _COMPRESSED_FACTOR = 8
 _ZSTD_LEVEL, _PLANES_ZSTD_LEVEL = 3, 1
 #: Short arrays begin at multiples of it; longer ones at pages, so that they can be read directly.
 _ALIGNMENT = 64
+#: Row group of arrays that were abandoned while they were written.
+REMOVED = "removed"
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+
+
+#: Writes the elements ``[start, stop)`` of an array's first axis into memory of that shape.
+Fill = Callable[[int, int, np.ndarray], None]
 
 
 class ArrayInput(NamedTuple):
@@ -56,15 +62,15 @@ class ArrayInput(NamedTuple):
       name: unique in its row group.
       shape: its shape.
       dtype: a core dtype of Zarr v3.
-      fill: writes the elements ``[start, stop)`` of the first axis into memory of that shape.
-        Called in ascending order, each element once. The memory is only valid during the call.
+      fill: called in ascending order, for each element once, with memory that is only valid
+        during the call.
       compression: how to compress its chunks.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    fill: Callable[[int, int, np.ndarray], None]
+    fill: Fill
     compression: Compression = ""
 
     @classmethod
@@ -90,81 +96,19 @@ class RowGroupInput(NamedTuple):
 
 
 class WrittenLayer(NamedTuple):
-    """A layer's byte range in the file, and the digest that the next layer continues from."""
+    """A layer that was written.
+
+    Attributes:
+      start: offset of its first byte in the file.
+      stop: offset of its last byte + 1.
+      digest: its last four bytes as a number, which the next layer continues from.
+      crc32c: CRC32C of all its bytes but the last four.
+    """
 
     start: int
     stop: int
     digest: int
-
-
-class WriteBuffers:
-    """Memory to gather layers in, and a thread that writes it; kept from save to save.
-
-    Used by one thread at a time, and not after a fork.
-    """
-
-    def __init__(self, *, nbytes: int = 6 << 20, count: int = 3):
-        """Allocates nothing yet.
-
-        Args:
-          nbytes: length of a buffer. Layers up to this length are a single write.
-          count: number of buffers, at least 2.
-        """
-        self.nbytes = nbytes
-        self._count = count
-        self._free: list[np.ndarray] = []
-        self._writes: collections.deque[tuple[concurrent.futures.Future[None], np.ndarray]] = (
-            collections.deque()
-        )
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, "deltackpt-layer")
-
-    def take(self, nbytes: int) -> np.ndarray:
-        """Returns a buffer of at least ``nbytes``, after waiting for one to be written.
-
-        Raises:
-          StorageError: writing failed.
-        """
-        while len(self._writes) >= self._count - 1:
-            self._await_one()
-        if self._free and nbytes <= self.nbytes:
-            return self._free.pop()
-        return private_buffer(max(nbytes, self.nbytes))
-
-    def give_back(self, buffer: np.ndarray) -> None:
-        """Keeps a buffer for the next ``take``, unless it is an oversized one."""
-        if len(self._free) < self._count and buffer.nbytes < 2 * self.nbytes:
-            self._free.append(buffer)
-
-    def write(self, write: Callable[[np.ndarray], None], buffer: np.ndarray, nbytes: int) -> None:
-        """Writes the first bytes of a buffer in the background, which then is free."""
-        self._writes.append((self._pool.submit(write, buffer[:nbytes]), buffer))
-
-    def wait(self) -> None:
-        """Waits for all writes.
-
-        Raises:
-          StorageError: writing failed.
-        """
-        while self._writes:
-            self._await_one()
-
-    def abandon(self) -> None:
-        """Waits for all writes of a layer that has failed."""
-        while self._writes:
-            with contextlib.suppress(Exception):
-                self._await_one()
-
-    def close(self) -> None:
-        """Ends the thread and frees the memory."""
-        self.abandon()
-        self._free.clear()
-        self._pool.shutdown()
-
-    def _await_one(self) -> None:
-        future, buffer = self._writes.popleft()
-        concurrent.futures.wait([future])
-        self.give_back(buffer)
-        future.result()
+    crc32c: int
 
 
 class LayerFile:
@@ -203,9 +147,10 @@ class LayerFile:
         self._sequence, self._predecessor, self._pace = sequence, predecessor, pace or Pace()
         self._chunk_bytes = chunk_bytes
         self._stop, self._is_durable, self._has_failed = 0, True, False
+        #: Whether to write directly, and whether that has succeeded.
+        self._direct, self._is_direct = True, False
         with files.typed_errors(path, "create"):
             self._descriptor = os.open(path, _NEW, 0o666)
-            self._direct = True
             try:
                 aligned.check_alignment(self._descriptor)
                 self._set_direct(True)
@@ -227,21 +172,36 @@ class LayerFile:
           StorageError: writing failed.
           OptionError: row indices are not ascending.
         """
-        self.sync()
-        self._has_failed, self._is_durable = True, not self._fsync
-        manifest = dataclasses.replace(
-            manifest, sequence=self._sequence, predecessor=self._predecessor
-        )
+        layer = self.begin(manifest)
         try:
-            gathering = _Gathering(self._buffers, self._stop, self._write_at, self._chunk_bytes)
-            written = gathering.write(manifest, groups)
+            for given in groups:
+                layer.add(given)
         except BaseException:
-            self._buffers.abandon()
+            layer.abandon()
             raise
-        self._has_failed = False
-        self._sequence += 1
-        self._predecessor, self._stop = written.digest, written.stop
-        return written
+        return layer.finish(manifest)
+
+    def begin(self, manifest: LayerManifest) -> OpenLayer:
+        """Begins a layer; finish or abandon it before the next call.
+
+        Args:
+          manifest: as for ``append``; only who writes which save is used.
+
+        Raises:
+          StorageError: an earlier write failed.
+        """
+        self.sync()
+        self._has_failed = True
+        numbered = dataclasses.replace(manifest, sequence=self._sequence)
+        return OpenLayer(
+            self._buffers,
+            self._stop,
+            self._write_at,
+            self._chunk_bytes,
+            numbered.seed,
+            self._completed,
+            self._ended,
+        )
 
     def sync(self) -> None:
         """Makes all layers durable, unless the file was created with ``fsync=False``.
@@ -260,6 +220,10 @@ class LayerFile:
             aligned.force(self._descriptor)
         self._has_failed, self._is_durable = False, True
 
+    def release(self) -> int:
+        """Returns the file's descriptor, which the caller then flushes and closes."""
+        return self._descriptor
+
     def close(self) -> None:
         """Closes the file, without flushing it.
 
@@ -269,16 +233,25 @@ class LayerFile:
         with files.typed_errors(self.path, "close"):
             os.close(self._descriptor)
 
+    def _completed(self, manifest: LayerManifest) -> LayerManifest:
+        return dataclasses.replace(manifest, sequence=self._sequence, predecessor=self._predecessor)
+
+    def _ended(self, written: WrittenLayer) -> None:
+        self._has_failed, self._is_durable = False, not self._fsync
+        self._sequence += 1
+        self._predecessor, self._stop = written.digest, written.stop
+
     def _write_at(self, start: int, data: np.ndarray) -> None:
         self._pace.take(len(data))
         with files.typed_errors(self.path, "write"):
             if self._direct:
                 try:
                     aligned.write_aligned(self._descriptor, data, start)
+                    self._is_direct = True
                     return
                 except OSError as error:
                     # Some file systems refuse only the first write.
-                    if error.errno not in aligned.REFUSED or start:
+                    if error.errno not in aligned.REFUSED or self._is_direct:
                         raise
                     self._set_direct(False)
                     self._direct = False
@@ -289,8 +262,11 @@ class LayerFile:
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | (os.O_DIRECT if on else 0))
 
 
-class _Gathering:
-    """One layer on its way to a file: what is in the current buffer, and where it belongs."""
+class OpenLayer:
+    """A layer on its way to a file: what is in the current buffer, and where it belongs.
+
+    Several threads may write its arrays; one finishes or abandons it.
+    """
 
     def __init__(
         self,
@@ -298,33 +274,127 @@ class _Gathering:
         start: int,
         write_at: Callable[[int, np.ndarray], None],
         chunk_bytes: int,
+        seed: int,
+        complete: Callable[[LayerManifest], LayerManifest],
+        ended: Callable[[WrittenLayer], None],
     ):
+        """Created by ``LayerFile.begin``."""
         self._buffers, self._start, self._write_at = buffers, start, write_at
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes, self._seed = chunk_bytes, seed
+        self._complete, self._ended = complete, ended
+        self._lock = threading.Lock()
+        self._groups: list[RowGroup] = []
+        self._arrays: list[_Array] = []
+        #: Row group to the bounds of each chunk of its row indices.
+        self._bounds: dict[str, tuple[tuple[int, int], ...]] = {}
         self._buffer = buffers.take(PAGE_BYTES)
         #: Offset of the buffer in the layer, and the number of its bytes that are in use.
         self._first, self._used = 0, PAGE_BYTES
         self._buffer[:PAGE_BYTES] = 0
+        #: CRC32C of all flushed bytes but the header.
+        self._crc = 0
 
-    def write(self, manifest: LayerManifest, groups: Iterable[RowGroupInput]) -> WrittenLayer:
-        """Writes the layer."""
-        seed = manifest.seed
-        row_groups: list[RowGroup] = []
-        arrays: list[LayerArray] = []
-        for given in groups:
-            group, gaps = _row_group(given, self._chunk_bytes)
-            inputs = given.arrays if gaps is None else (gaps, *given.arrays)
-            own = [self._add_array(group.name, one, seed) for one in inputs]
-            if gaps is not None:
-                group = dataclasses.replace(group, bounds=_bounds(given.rows, own[0]))
-            row_groups.append(group)
-            arrays += own
-        manifest = dataclasses.replace(manifest, row_groups=tuple(row_groups), arrays=tuple(arrays))
+    def add(self, given: RowGroupInput) -> None:
+        """Adds a row group and its arrays.
+
+        Raises:
+          StorageError: writing failed.
+          OptionError: row indices are not ascending.
+        """
+        self.write_rows(given.name, given.rows)
+        self._groups.append(
+            RowGroup(
+                name=given.name,
+                group=given.group,
+                count=len(given.rows),
+                kind=given.kind,
+                columns=given.columns,
+                ranges=ranges_of(given.rows),
+                codecs={**given.codecs},
+            )
+        )
+        for one in given.arrays:
+            array = self._begun(given.name, one.name, one.shape, one.dtype, one.compression)
+            self._append(array, 0, one.shape[0], one.fill)
+
+    def write_rows(self, row_group: str, rows: Rows) -> LayerArray | None:
+        """Writes the row indices of a row group, unless ``ranges_of`` describes them.
+
+        Raises:
+          StorageError: writing failed.
+          OptionError: row indices are not ascending.
+        """
+        if ranges_of(rows) is not None:
+            return None
+        gaps = _gaps(row_group, np.asarray(rows), self._chunk_bytes)
+        array = self._begun(row_group, GAPS, gaps.shape, gaps.dtype, "")
+        self._append(array, 0, gaps.shape[0], gaps.fill)
+        found = array.entry()
+        self._bounds[row_group] = _bounds(rows, found)
+        return found
+
+    def array(
+        self,
+        row_group: str,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        compression: Compression = "",
+        *,
+        check: bool = False,
+    ) -> ArrayWriter:
+        """Begins an array that is written piece by piece; see ``ArrayInput``.
+
+        Args:
+          row_group: name of its row group.
+          name: unique in its row group.
+          shape: its shape.
+          dtype: a core dtype of Zarr v3.
+          compression: how to compress its chunks.
+          check: whether others might change the pieces while they are copied, which is detected.
+        """
+        return ArrayWriter(self, self._begun(row_group, name, shape, dtype, compression), check)
+
+    def finish(self, manifest: LayerManifest) -> WrittenLayer:
+        """Writes the rest of the layer; it is durable after ``LayerFile.sync``.
+
+        Args:
+          manifest: with the row groups that were not added, but without bounds, sequence number,
+            predecessor and arrays.
+
+        Raises:
+          StorageError: writing failed.
+        """
+        try:
+            written = self._finish(manifest)
+        except BaseException:
+            self._buffers.abandon()
+            raise
+        self._ended(written)
+        return written
+
+    def abandon(self) -> None:
+        """Waits for pending writes of a layer that is not finished."""
+        self._buffers.abandon()
+
+    def _finish(self, manifest: LayerManifest) -> WrittenLayer:
+        groups = [
+            dataclasses.replace(group, bounds=self._bounds.get(group.name, ()))
+            for group in (*self._groups, *manifest.row_groups)
+        ]
+        manifest = dataclasses.replace(
+            self._complete(manifest),
+            row_groups=tuple(groups),
+            arrays=tuple(array.entry() for array in self._arrays),
+        )
         data = footer.footer_bytes(manifest, self._offset)
         self._room(len(data))[: len(data)] = np.frombuffer(data, np.uint8)
         self._used += len(data)
         nbytes = self._offset
         header = np.frombuffer(Header.of(manifest, nbytes).page(), np.uint8)
+        tail = self._buffer[PAGE_BYTES if self._first == 0 else 0 : self._used - footer.CRC_BYTES]
+        rest = joined(self._crc, crc32c(tail), len(tail))
+        crc = joined(crc32c(header), rest, nbytes - PAGE_BYTES - footer.CRC_BYTES)
         if self._first == 0:
             self._buffer[:PAGE_BYTES] = header
             self._write_at(self._start, self._buffer[:nbytes])
@@ -334,9 +404,8 @@ class _Gathering:
             self._buffer[:PAGE_BYTES] = header
             self._write_at(self._start, self._buffer[:PAGE_BYTES])
         self._buffers.give_back(self._buffer)
-        return WrittenLayer(
-            self._start, self._start + nbytes, int.from_bytes(data[-footer.CRC_BYTES :], "little")
-        )
+        digest = int.from_bytes(data[-footer.CRC_BYTES :], "little")
+        return WrittenLayer(self._start, self._start + nbytes, digest, crc)
 
     @property
     def _offset(self) -> int:
@@ -354,87 +423,197 @@ class _Gathering:
         rest = self._buffer[whole : self._used]
         following = self._buffers.take(nbytes + len(rest))
         following[: len(rest)] = rest
+        done = self._buffer[PAGE_BYTES if self._first == 0 else 0 : whole]
+        self._crc = joined(self._crc, crc32c(done), len(done))
         start = self._start + self._first
         self._buffers.write(lambda data: self._write_at(start, data), self._buffer, whole)
         self._buffer = following
         self._first, self._used = self._first + whole, len(rest)
 
-    def _add_array(self, row_group: str, given: ArrayInput, seed: int) -> LayerArray:
-        count, row_bytes = given.shape[0], math.prod(given.shape[1:]) * given.dtype.itemsize
-        chunk_bytes = self._chunk_bytes * (_COMPRESSED_FACTOR if given.compression else 1)
-        chunk_rows = max(1, chunk_bytes // row_bytes if row_bytes else count)
-        padding = -self._offset % (PAGE_BYTES if count * row_bytes >= PAGE_BYTES else _ALIGNMENT)
-        chunks: list[tuple[int, int, int]] = []
-        start = 0
-        while start < count and row_bytes:
-            stop = min(count, start + chunk_rows)
-            if given.compression:
-                plain = np.empty((stop - start, *given.shape[1:]), given.dtype)
-                given.fill(start, stop, plain)
-                data = _compressed(plain, given.compression)
-                room = self._room(padding + len(data))
-                room[padding : padding + len(data)] = data
-                chunks.append(self._add_chunk(seed, room, padding, len(data)))
-            else:
-                room = self._room(padding + (stop - start) * row_bytes)
-                # As many whole chunks as fit: one call of a gather instead of many.
-                fitting = (len(room) - padding) // (chunk_rows * row_bytes) * chunk_rows
-                stop = max(stop, min(count, start + fitting))
-                rows = room[padding : padding + (stop - start) * row_bytes].view(given.dtype)
-                given.fill(start, stop, rows.reshape(stop - start, *given.shape[1:]))
-                for first in range(start, stop, chunk_rows):
-                    nbytes = min(chunk_rows, stop - first) * row_bytes
-                    chunks.append(self._add_chunk(seed, room, padding, nbytes))
-                    room, padding = room[padding + nbytes :], 0
-            start, padding = stop, 0
-        return LayerArray(
-            row_group=row_group,
-            name=given.name,
-            shape=given.shape,
-            dtype=given.dtype.name,
-            chunk_rows=chunk_rows,
-            compression=given.compression,
-            chunks=np.array(chunks, CHUNK).tobytes(),
-        )
+    def _begun(
+        self,
+        row_group: str,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        compression: Compression,
+    ) -> _Array:
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        chunk_bytes = self._chunk_bytes * (_COMPRESSED_FACTOR if compression else 1)
+        chunk_rows = max(1, chunk_bytes // row_bytes if row_bytes else shape[0])
+        array = _Array(row_group, name, shape, dtype, compression, chunk_rows, row_bytes)
+        with self._lock:
+            self._arrays.append(array)
+        return array
 
-    def _add_chunk(
-        self, seed: int, room: np.ndarray, padding: int, nbytes: int
-    ) -> tuple[int, int, int]:
+    def _remove(self, array: _Array, rows: int) -> None:
+        """Ends an array that nobody will read after some rows."""
+        with self._lock:
+            if all(group.name != REMOVED for group in self._groups):
+                self._groups.append(RowGroup(name=REMOVED, group="", count=0, ranges=()))
+            array.name = f"{array.row_group}/{array.name}.{self._arrays.index(array)}"
+            array.row_group, array.shape = REMOVED, (rows, *array.shape[1:])
+
+    def _append(self, array: _Array, start: int, stop: int, fill: Fill) -> None:
+        """Adds whole chunks of an array, which continue those before."""
+        if not array.row_bytes:
+            return
+        while start < stop:
+            if array.compression:
+                end = min(stop, start + array.chunk_rows)
+                plain = np.empty((end - start, *array.shape[1:]), array.dtype)
+                fill(start, end, plain)
+                data = _compressed(plain, array.compression)
+                with self._lock:
+                    padding = self._padding(array)
+                    room = self._room(padding + len(data))
+                    room[padding : padding + len(data)] = data
+                    self._add_chunk(array, room, padding, len(data))
+            else:
+                with self._lock:
+                    end = self._copy(array, start, stop, fill)
+            start = end
+
+    def _copy(self, array: _Array, start: int, stop: int, fill: Fill) -> int:
+        """Adds as many uncompressed chunks as fit into the buffer; returns the end of them."""
+        chunk_rows, row_bytes, padding = array.chunk_rows, array.row_bytes, self._padding(array)
+        room = self._room(padding + min(chunk_rows, stop - start) * row_bytes)
+        # One call of a gather instead of many.
+        fitting = (len(room) - padding) // (chunk_rows * row_bytes) * chunk_rows
+        end = min(stop, start + max(chunk_rows, fitting))
+        rows = room[padding : padding + (end - start) * row_bytes].view(array.dtype)
+        fill(start, end, rows.reshape(end - start, *array.shape[1:]))
+        for first in range(start, end, chunk_rows):
+            nbytes = min(chunk_rows, end - first) * row_bytes
+            self._add_chunk(array, room, padding, nbytes)
+            room, padding = room[padding + nbytes :], 0
+        return end
+
+    def _padding(self, array: _Array) -> int:
+        """Bytes before the next chunk of an array: long arrays begin at a page."""
+        is_long = not array.chunks and array.shape[0] * array.row_bytes >= PAGE_BYTES
+        return -self._offset % (PAGE_BYTES if is_long else _ALIGNMENT)
+
+    def _add_chunk(self, array: _Array, room: np.ndarray, padding: int, nbytes: int) -> None:
         """Adds padding and the bytes after it, which are in place, and describes them."""
         offset = self._offset + padding
         room[:padding] = 0
         data = room[padding : padding + nbytes]
         self._used += padding + nbytes
-        return offset, nbytes, footer.chunk_crc32c(seed, offset, room[:padding], data)
+        crc = footer.chunk_crc32c(self._seed, offset, room[:padding], data)
+        array.chunks.append((offset, nbytes, crc))
 
 
-def _row_group(given: RowGroupInput, chunk_bytes: int) -> tuple[RowGroup, ArrayInput | None]:
-    """A row group, and the array of its row indices if they are not ranges."""
-    rows = given.rows
-    ranges = None if isinstance(rows, np.ndarray) and len(rows) else ()
-    if not isinstance(rows, np.ndarray):
-        ranges = spans_of(rows)
-    group = RowGroup(
-        name=given.name,
-        group=given.group,
-        count=len(rows),
-        kind=given.kind,
-        columns=given.columns,
-        ranges=ranges,
-        codecs={**given.codecs},
-    )
-    if ranges is not None:
-        return group, None
-    gaps = np.diff(np.asarray(rows, np.int64), prepend=0)
+@dataclasses.dataclass(eq=False)
+class _Array:
+    """An array on its way to the file."""
+
+    row_group: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    compression: Compression
+    chunk_rows: int
+    row_bytes: int
+    chunks: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+
+    def entry(self) -> LayerArray:
+        return LayerArray(
+            row_group=self.row_group,
+            name=self.name,
+            shape=self.shape,
+            dtype=self.dtype.name,
+            chunk_rows=self.chunk_rows,
+            compression=self.compression,
+            chunks=np.array(self.chunks, CHUNK).tobytes(),
+        )
+
+
+class ArrayWriter:
+    """Writes an array of a layer piece by piece; used by one thread."""
+
+    def __init__(self, layer: OpenLayer, array: _Array, check: bool):
+        """Created by ``OpenLayer.array``."""
+        self._layer, self._array, self._check = layer, array, check
+        self._done = 0
+        #: The first rows of the next chunk, if a piece ended within it.
+        self._rest: np.ndarray | None = None
+        self._filled = 0
+
+    def write(self, rows: np.ndarray) -> None:
+        """Appends rows, (n, *trailing); their memory may be reused when this returns.
+
+        Raises:
+          StorageError: writing failed, or the rows changed while they were copied.
+        """
+        array = self._array
+        rows = rows.view(array.dtype) if rows.dtype != array.dtype else rows
+        while len(rows):
+            at = self._done + self._filled
+            is_end = at + len(rows) == array.shape[0]
+            if not self._filled and (is_end or len(rows) >= array.chunk_rows):
+                whole = len(rows) if is_end else len(rows) - len(rows) % array.chunk_rows
+                self._append(rows[:whole])
+            else:
+                whole = min(len(rows), array.chunk_rows - self._filled)
+                if self._rest is None:
+                    self._rest = np.empty((array.chunk_rows, *array.shape[1:]), array.dtype)
+                self._rest[self._filled : self._filled + whole] = rows[:whole]
+                self._filled += whole
+                if self._filled == array.chunk_rows or at + whole == array.shape[0]:
+                    filled, self._filled = self._filled, 0
+                    self._append(self._rest[:filled])
+            rows = rows[whole:]
+
+    def finish(self) -> int:
+        """Ends the array; returns its stored bytes."""
+        if self._done != self._array.shape[0]:
+            raise ValueError(
+                f"{self._array.name}: expected {self._array.shape[0]} rows, found {self._done}"
+            )
+        return sum(nbytes for _, nbytes, _ in self._array.chunks)
+
+    def remove(self) -> None:
+        """Abandons the array: what is in the file already stays there, under another name."""
+        self._layer._remove(self._array, self._done)
+        self._rest = None
+
+    def _append(self, rows: np.ndarray) -> None:
+        first = self._done
+
+        def fill(start: int, stop: int, out: np.ndarray) -> None:
+            piece = rows[start - first : stop - first]
+            np.copyto(out, piece)
+            if self._check and crc32c(np.ascontiguousarray(piece)) != crc32c(out):
+                raise StorageError(
+                    f"segment {self._array.row_group}, {self._array.name}: expected rows that stay "
+                    "as they are, found others: the arrays changed while they were written; do not "
+                    "write into numpy leaves, nor donate with base_snapshot='hold', before the "
+                    "save has released them. Nothing was committed"
+                )
+
+        self._layer._append(self._array, first, first + len(rows), fill)
+        self._done += len(rows)
+
+
+def ranges_of(rows: Rows) -> tuple[Span, ...] | None:
+    """Returns the ranges of a row group's rows; None if they are stored as gaps."""
+    if isinstance(rows, np.ndarray):
+        return None if len(rows) else ()
+    return spans_of(rows)
+
+
+def _gaps(row_group: str, rows: np.ndarray, chunk_bytes: int) -> ArrayInput:
+    gaps = np.diff(rows.astype(np.int64, copy=False), prepend=0)
     if gaps[0] < 0 or np.any(gaps[1:] <= 0):
         raise OptionError(
-            f"row group {given.name!r}: expected ascending row indices, found others; sort them"
+            f"row group {row_group!r}: expected ascending row indices, found others; sort them"
         )
     most = int(gaps[1:].max(initial=0))
     dtype = next(one for one in map(np.dtype, footer.GAPS_DTYPES) if most <= np.iinfo(one).max)
     # The bounds have the first row of each chunk.
     gaps[:: max(1, chunk_bytes // dtype.itemsize)] = 0
-    return group, ArrayInput.of(GAPS, gaps.astype(dtype))
+    return ArrayInput.of(GAPS, gaps.astype(dtype))
 
 
 def _bounds(rows: Rows, gaps: LayerArray) -> tuple[tuple[int, int], ...]:

@@ -42,8 +42,9 @@ def blamed(error: BaseException, root: Spot, item: str) -> DamagedSave | None:
     """
     if not isinstance(error, Damaged) or isinstance(error, DamagedWal):
         return None
-    # A chunk's name may be followed by the number of a block.
-    path = error.object_name.partition(", ")[0].split("/")
+    # The name of a layer file is followed by that of a chunk, that of a chunk's file by a block.
+    name, _, within = error.object_name.partition(": ")
+    path = name.partition(", ")[0].split("/")
     if path[-1] == COMMIT and (step := prefix_step("/".join(path[-3:-1]))) is not None:
         path = [str(step), COMMIT]  # Where a bucket stores it.
     inside = {item, names.DENSE_ITEM, names.STEP_DIGESTS, COMMIT}
@@ -72,4 +73,5 @@ def blamed(error: BaseException, root: Spot, item: str) -> DamagedSave | None:
     below = path[at + 1 :]
     of_dense = path[at] in (names.DENSE_ITEM, names.STEP_DIGESTS) or names.DENSE_ITEM in below[:1]
     of_dense = of_dense or any(one.startswith("dense.") for one in below[1:2])
+    of_dense = of_dense or within.startswith("row group 'dense.")
     return DamagedSave(int(path[at - 1]), compacted, not of_dense)

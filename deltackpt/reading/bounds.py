@@ -20,6 +20,7 @@ from deltackpt.format.records import Unsound
 from deltackpt.format.segments import ArrayEntry, Encoding, FieldSpec, GroupEntry, Segment
 from deltackpt.format.soundness import MOST, MOST_AXES, MOST_ZSTD_RATIO, require
 from deltackpt.format.stretches import StretchHead
+from deltackpt.layers.footer import GAPS_DTYPES
 
 #: Rows as wide as that gain from every codec: whether one fits is then a matter of the dtype.
 _WIDE = (1024,)
@@ -303,7 +304,7 @@ def _check_arrays(segment: Segment, group: GroupEntry) -> None:
         )
     if segment.ranges is None:
         require(names.GAPS in entries, f"an array {names.GAPS}", "none in the manifest")
-        _check_array(entries[names.GAPS], (segment.count,), ("uint32", "uint64"), False)
+        _check_array(entries[names.GAPS], (segment.count,), GAPS_DTYPES, False)
     beside = dict(_beside(segment, group, entries))
     for name, (shape, dtype) in beside.items():
         _check_array(entries[name], shape, (dtype,), False)

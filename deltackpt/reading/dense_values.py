@@ -101,10 +101,20 @@ class PartSource:
     def read(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> np.ndarray:
         """See ``Source``."""
         self.part.check(segment)
-        self.on_bytes(self.part.bytes_of(segment, entry, start, stop))
+        self.on_bytes(self.part.arrays.bytes_of(segment, entry, start, stop))
         out = memory.empty_buffer((stop - start, *entry.shape[1:]), np.dtype(entry.dtype))
         self.part.read_into(segment, entry, start, stop, out)
         return out
+
+    def rows(self, segment: Segment, total: int) -> np.ndarray:
+        """See ``Source``."""
+        found = self.part.row_indices(segment, 0, segment.count)
+        if found is None:
+            return gap_rows(self, segment, total)
+        self.on_bytes(self.part.arrays.stored_bytes(segment, gaps_entry(self, segment)))
+        if len(found) and found[-1] >= total:
+            raise Damaged(f"{self.name}, {segment.name}", f"rows below {total}", f"{found[-1]}")
+        return found
 
 
 def of_step(
@@ -550,11 +560,26 @@ def rows_of(source: Source, segment: Segment) -> blocks.Rows:
     if segment.ranges is not None:
         rows = blocks.rows_of(segment.ranges)
     else:
-        entry = next((one for one in segment.arrays if one.name == names.GAPS), None)
-        if entry is None:
-            raise Damaged(source.name, f"row indices of {segment.name}", "none")
-        found = source.read(segment, entry, 0, entry.shape[0])
-        rows = gaps.decode_gaps(found, total_rows=total, name=f"{source.name}, {segment.name}")
+        rows = source.rows(segment, total)
     if len(rows) != segment.count:
         raise Damaged(source.name, f"{segment.count} blocks of {segment.name}", f"{len(rows)}")
     return rows
+
+
+def gap_rows(source: Source, segment: Segment, total: int) -> np.ndarray:
+    """Returns row indices that are stored as an array of gaps; see ``Source.rows``."""
+    entry = gaps_entry(source, segment)
+    found = source.read(segment, entry, 0, entry.shape[0])
+    return gaps.decode_gaps(found, total_rows=total, name=f"{source.name}, {segment.name}")
+
+
+def gaps_entry(source: Source, segment: Segment) -> ArrayEntry:
+    """Returns the array of a segment's row indices.
+
+    Raises:
+      Damaged: it has none.
+    """
+    entry = next((one for one in segment.arrays if one.name == names.GAPS), None)
+    if entry is None:
+        raise Damaged(source.name, f"row indices of {segment.name}", "none")
+    return entry

@@ -50,6 +50,14 @@ class Source(Protocol):
         """
         ...
 
+    def rows(self, segment: Segment, total: int) -> np.ndarray:
+        """Returns the row indices of a segment without ranges, ascending and below ``total``.
+
+        Raises:
+          Damaged: they are missing or altered.
+        """
+        ...
+
 
 @dataclasses.dataclass(eq=False)
 class Leaf:

@@ -13,7 +13,7 @@ import google_crc32c
 
 from deltackpt.errors import Damaged, RestoreError, StorageError
 from deltackpt.format import manifest, names
-from deltackpt.format.manifest import Manifest
+from deltackpt.format.manifest import LayerRef, Manifest
 from deltackpt.storage import digests
 from deltackpt.storage.digests import Digest, Digests
 from deltackpt.storage.store import Spot, spot
@@ -103,10 +103,10 @@ def only_at(folder: Spot, item: str, process: int) -> dict[str, Digest]:
       Damaged: a record of the part is missing or altered.
       StorageError: a record cannot be read.
     """
-    own = folder / item / names.digests_name(process)
+    own = folder / item / names.manifest_name(process)
     step = folder / names.step_digests_name(process)
-    found = digests.read_digests(own)
-    files = {f"{item}/{path}": found.digest(path) for path in found.files}
+    known = _digests_of(folder / item, manifest.from_bytes(own.read(), name=own.shown()))
+    files = {f"{item}/{path}": digest for path, digest in known.items()}
     found = digests.read_digests(step)
     rest = (path for path in found.files if not names.is_dense_node(path))
     return files | {path: found.digest(path) for path in rest}
@@ -160,6 +160,10 @@ class _Inventory:
         record: Manifest | None = self._record(name, manifest.from_bytes, crc32c, head)
         if record is not None:
             self._records.append(record)
+            if record.layer is not None:
+                path = f"{self._item}/{names.layer_name(process)}"
+                self._add(path, _digest_of(record.layer), name)
+                return record
             said_by, name = name, f"{self._item}/{names.digests_name(process)}"
             known = self._digests(name, record.item_digests_crc32c, said_by)
             for path in known.files:
@@ -226,6 +230,18 @@ class _Inventory:
                     f"crc32c {digest.tail:08x} at its end",
                 )
             )
+
+
+def _digests_of(item_dir: Spot, record: Manifest) -> dict[str, Digest]:
+    """Digests of the files with a part's arrays, by path below the item's directory."""
+    if record.layer is not None:
+        return {names.layer_name(record.process): _digest_of(record.layer)}
+    known = digests.read_item_digests(item_dir, record)
+    return {path: known.digest(path) for path in known.files}
+
+
+def _digest_of(layer: LayerRef) -> Digest:
+    return Digest(layer.nbytes, layer.crc32c, layer.digest)
 
 
 def verify_step(step_dir: Spot | Path, item: str = names.EMBEDDINGS_ITEM) -> list[Damaged]:

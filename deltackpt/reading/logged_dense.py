@@ -230,6 +230,10 @@ class FrameSource:
                 self._stored = self._read()
         return self._stored[segment.name, entry.name].rows(start, stop)
 
+    def rows(self, segment: Segment, total: int) -> np.ndarray:
+        """See ``Source``."""
+        return dense_values.gap_rows(self, segment, total)
+
     def _read(self) -> dict[tuple[str, str], StoredArray]:
         head = self._head
         self._on_bytes(self._frame.body_bytes)

@@ -230,6 +230,9 @@ class RecordLayer:
         """See ``layers.merge.Layer``; reads and verifies the whole body."""
         return self.body.arrays(self.frame)[entry.name][start:stop]
 
+    def row_indices(self, segment: Segment, start: int, stop: int) -> None:
+        """Returns None: frames have arrays of gaps."""
+
     def read_into(
         self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
     ) -> None:

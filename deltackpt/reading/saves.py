@@ -26,10 +26,8 @@ from deltackpt.format.outline import outline
 from deltackpt.format.segments import ArrayEntry, FieldSpec, GroupEntry, Segment
 from deltackpt.reading import bounds
 from deltackpt.reading.foreign import foreign, lacks_our_item
+from deltackpt.reading.part_arrays import PartArrays, arrays_of
 from deltackpt.reading.removal import gone
-from deltackpt.storage import arrays, digests
-from deltackpt.storage.crc import BLOCK_BYTES, ChunkSums
-from deltackpt.storage.digests import Digest
 from deltackpt.storage.store import Spot, Stamp, spot
 
 
@@ -139,73 +137,20 @@ class StoredPart:
     groups: Mapping[str, GroupEntry]
 
     @functools.cached_property
-    def checksums(self) -> dict[str, dict[str, ChunkSums]]:
-        """Returns directory of each array below the item's to its chunks' paths and checksums."""
-        return {
-            array: {chunk: ChunkSums(one.tail, one.blocks) for chunk, one in chunks.items()}
-            for array, chunks in self._digests.items()
-        }
-
-    @functools.cached_property
-    def _digests(self) -> dict[str, dict[str, Digest]]:
-        """Returns the directory of each array below the item's to its chunks' paths and digests."""
-        found: dict[str, dict[str, Digest]] = {}
-        known = digests.read_item_digests(self.item_dir, self.record)
-        for name in known.files:
-            array, _, chunk = name.rpartition("/c/")
-            found.setdefault(array, {})[f"c/{chunk}"] = known.digest(name)
-        return found
+    def arrays(self) -> PartArrays:
+        """Returns its stored arrays."""
+        return arrays_of(self.item_dir, self.record)
 
     @functools.cached_property
     def _sound(self) -> set[str]:
         """Returns names of the segments that were checked."""
         return set()
 
-    def directory(self, segment: Segment, entry: ArrayEntry) -> Spot:
-        """Returns the path of a stored array."""
-        return names.array_dir(self.item_dir, self.record.process, segment.name, entry.name)
-
     def check(self, segment: Segment) -> None:
-        """Checks that the files of a segment are long enough for its arrays.
-
-        Call it before allocating memory for its rows. The digests contain the length of each file,
-        and the first chunk of each array its own length.
-
-        Raises:
-          Damaged: the files are too short; the message names the array.
-        """
-        if segment.name in self._sound:
-            return
-        for entry in segment.arrays:
-            directory = self.directory(segment, entry)
-            chunks = self._digests.get(directory.below(self.item_dir), {})
-            nbytes, name = arrays.chunk_bytes(entry), directory.shown(5)
-            bounds.check_chunks(entry, nbytes, [one.length for one in chunks.values()], name)
-            if chunks:
-                first = directory / arrays.chunk_name(entry, 0)
-                shown = f"{name}/{arrays.chunk_name(entry, 0)}"
-                bounds.check_chunk(entry, nbytes, first.length(shown), shown)
-        self._sound.add(segment.name)
-
-    def chunks_of(
-        self, segment: Segment, entry: ArrayEntry, start: int, stop: int
-    ) -> dict[str, int]:
-        """Returns the files that rows of a stored array are read from, and their lengths."""
-        directory = self.directory(segment, entry).below(self.item_dir)
-        known = self._digests.get(directory, {})
-        chunks = range(start // entry.chunk_rows, -(-stop // entry.chunk_rows))
-        wanted = (arrays.chunk_name(entry, chunk) for chunk in chunks)
-        return {f"{directory}/{name}": known[name].length for name in wanted if name in known}
-
-    def bytes_of(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> int:
-        """Returns how many bytes are read for rows of a stored array."""
-        files = sum(self.chunks_of(segment, entry, start, stop).values())
-        if entry.compressed or not entry.shape[0]:
-            return files
-        # From an uncompressed chunk, only the blocks around the rows are read.
-        row = entry.nbytes // entry.shape[0]
-        first, last = start * row // BLOCK_BYTES, -(-stop * row // BLOCK_BYTES)
-        return min(files, (last - first) * BLOCK_BYTES)
+        """See ``layers.merge.Layer``."""
+        if segment.name not in self._sound:
+            self.arrays.check(segment)
+            self._sound.add(segment.name)
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -219,7 +164,7 @@ class StoredPart:
 
     def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
         """Returns the name of a stored array in errors."""
-        return self.directory(segment, entry).shown(5)
+        return self.arrays.name_of(segment, entry)
 
     def failing(self) -> contextlib.AbstractContextManager[None]:
         """See ``layers.merge.Layer``."""
@@ -228,14 +173,17 @@ class StoredPart:
     def view(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> None:
         """Returns None: arrays are read from the store."""
 
+    def row_indices(self, segment: Segment, start: int, stop: int) -> np.ndarray | None:
+        """See ``layers.merge.Layer``."""
+        self.check(segment)
+        return self.arrays.row_indices(segment, start, stop)
+
     def read_into(
         self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
     ) -> None:
         """Reads rows of one stored array; verifies that every chunk is the one written there."""
         self.check(segment)
-        directory = self.directory(segment, entry)
-        checksums = self.checksums.get(directory.below(self.item_dir), {})
-        arrays.read_array(directory, entry, start, stop, out, checksums=checksums)
+        self.arrays.read_into(segment, entry, start, stop, out)
 
 
 #: A step by its spot, or by its path, which is a name in the store of its directory.

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import functools
-from collections.abc import Callable, Collection
+import os
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from deltackpt.resources import priority
 from deltackpt.resources.pace import Pace
+from deltackpt.resources.write_buffers import WriteBuffers
 
 _T = TypeVar("_T")
 #: That write, and that encode.
@@ -82,6 +85,8 @@ class Workers:
         self.encoders: concurrent.futures.Executor = pool(threads or _THREADS, "deltackpt-encode")
         #: Wait for the disk most of the time.
         self.forcers: concurrent.futures.Executor = pool(FORCERS, "deltackpt-force")
+        #: Buffers that no save uses, and the process whose memory they are.
+        self._buffers: collections.deque[tuple[int, WriteBuffers]] = collections.deque(maxlen=1)
 
     def save(self, call: Callable[..., _T], *arguments: Any) -> Future[_T]:
         """Runs the background half of a save; one at a time."""
@@ -90,6 +95,18 @@ class Workers:
     def write(self, call: Callable[..., _T], *arguments: Any) -> Future[_T]:
         """Runs a call that writes one array or field."""
         return self._writers.submit(call, *arguments)
+
+    @contextlib.contextmanager
+    def write_buffers(self) -> Iterator[WriteBuffers]:
+        """Lends buffers for one file, which are kept for the next."""
+        process, buffers = self._buffers.popleft() if self._buffers else (0, None)
+        if buffers is None or process != os.getpid():
+            buffers = WriteBuffers(pool=self.forcers)
+        try:
+            yield buffers
+        finally:
+            buffers.abandon()
+            self._buffers.append((os.getpid(), buffers))
 
     def close(self) -> None:
         """Stops accepting work; the threads exit once they are done.
@@ -105,3 +122,4 @@ class Workers:
     def _close_others(self) -> None:
         for pool in (self._writers, self.encoders, self.forcers):
             pool.shutdown(wait=False)
+        self._buffers.clear()

@@ -12,13 +12,15 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from deltackpt import events
 from deltackpt.errors import TrackingError
 from deltackpt.format.figures import LeafFigures, table_figures
-from deltackpt.format.manifest import TrackingName
-from deltackpt.format.segments import GroupEntry
+from deltackpt.format.manifest import LayerRef, TrackingName
+from deltackpt.format.segments import GroupEntry, Segment
+from deltackpt.layers.shard import LayerShard
 from deltackpt.resources.staging import Staging
 from deltackpt.resources.workers import Workers
 from deltackpt.save import part
@@ -33,7 +35,7 @@ from deltackpt.save.taken import TakenRows
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState, plain
 from deltackpt.storage.batch import FileBatch
-from deltackpt.storage.parts import ArrayPlace
+from deltackpt.storage.parts import ArrayPlace, Place
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,12 +191,10 @@ class PendingSave:
                 raise TrackingError(f"step {self.intent.save_id.step}: {self._faults}")
             self.rows.land()
             landed = time.perf_counter()
-            segments = part.write_segments(
-                plan, item_dir, others.process, self.rows, batch, self._workers, encoding
-            )
-            dense = self._write_dense(item_dir, batch, others.process)
+            arrays = self._write_arrays(item_dir, batch, others, encoding)
         finally:
             self.abandon()
+        segments, dense, layer = arrays
         written = time.perf_counter()
         record = None if dense is None else dense.record
         done = part.finish(
@@ -203,6 +203,7 @@ class PendingSave:
             segments,
             batch,
             others,
+            layer=layer,
             dense=record,
             dense_bytes=self.base_dense_bytes,
         )
@@ -225,7 +226,38 @@ class PendingSave:
             dense=() if dense is None else dense.leaves,
         )
 
-    def _write_dense(self, item_dir: Path, batch: FileBatch, process: int) -> WrittenDense | None:
+    def _write_arrays(
+        self, item_dir: Path, batch: FileBatch, others: Rendezvous, encoding: BusyClock
+    ) -> tuple[list[Segment], WrittenDense | None, LayerRef | None]:
+        """Writes the arrays of a base as Zarr arrays, and those of a delta into a layer file."""
+        plan, workers, intent = self._plan, self._workers, self.intent
+        if intent.kind == "base":
+
+            def place(segment: str) -> Place:
+                return ArrayPlace(item_dir, others.process, segment, batch)
+
+            segments = part.write_segments(plan, place, self.rows, workers, encoding)
+            return segments, self._write_dense(place), None
+        with workers.write_buffers() as buffers:
+            shard = LayerShard(
+                item_dir,
+                intent.save_id,
+                None if intent.parent is None else intent.parent.save_id,
+                batch,
+                buffers,
+                process=others.process,
+                process_count=others.count,
+            )
+            try:
+                segments = part.write_segments(plan, shard.place, self.rows, workers, encoding)
+                dense = self._write_dense(shard.place)
+                blocks = () if dense is None else dense.record.segments
+                return segments, dense, shard.finish([*segments, *blocks])
+            except BaseException:
+                shard.abandon()
+                raise
+
+    def _write_dense(self, place_of: Callable[[str], Place]) -> WrittenDense | None:
         if self.dense is None:
             return None
         parent = self.intent.parent
@@ -235,7 +267,7 @@ class PendingSave:
             self._workers.encoders,
             rolling=self.intent.rolling,
         )
-        return coded.told(coded.write(lambda name: ArrayPlace(item_dir, process, name, batch)))
+        return coded.told(coded.write(place_of))
 
     def complete(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
         """Does nothing: process 0's manifest describes all shards."""

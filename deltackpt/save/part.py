@@ -10,13 +10,13 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from deltackpt.codecs import Codec
 from deltackpt.format import blocks, manifest
 from deltackpt.format.dense_blocks import DenseBlocks
-from deltackpt.format.manifest import Layout, Manifest, TrackingName
+from deltackpt.format.manifest import LayerRef, Layout, Manifest, TrackingName
 from deltackpt.format.segments import GroupEntry, Segment
 from deltackpt.policies import Choice, CodecChoice
 from deltackpt.resources.workers import Workers
@@ -30,7 +30,7 @@ from deltackpt.save.rendezvous import Rendezvous
 from deltackpt.save.taken import TakenRows
 from deltackpt.storage import parts
 from deltackpt.storage.batch import FileBatch
-from deltackpt.storage.parts import ArrayPlace, Share, WrittenPart
+from deltackpt.storage.parts import Place, Share, WrittenPart
 
 #: Group name to field name to the codec that a save tries first.
 Plans = Mapping[str, Mapping[str, Choice]]
@@ -67,10 +67,8 @@ class PartPlan:
 
 def write_segments(
     plan: PartPlan,
-    item_dir: Path,
-    process: int,
+    place_of: Callable[[str], Place],
     rows: TakenRows,
-    batch: FileBatch,
     workers: Workers,
     encoding: BusyClock,
 ) -> list[Segment]:
@@ -78,10 +76,8 @@ def write_segments(
 
     Args:
       plan: the part to write.
-      item_dir: directory of the item, in the step's temporary directory.
-      process: index of this process.
+      place_of: returns the destination of a segment.
       rows: captured rows.
-      batch: fsyncs the files, and keeps their digests.
       workers: threads that write and encode.
       encoding: measures the encoding time, separately from writing.
 
@@ -93,7 +89,7 @@ def write_segments(
     groups = plan.layout.group_by_name
     started = []
     for number, source in enumerate(rows.segments):
-        place = ArrayPlace(item_dir, process, f"{source.group}.{number}", batch)
+        place = place_of(f"{source.group}.{number}")
         row_numbers = workers.write(parts.write_rows, place, source.rows)
         stored = [
             workers.write(
@@ -179,6 +175,7 @@ def finish(
     batch: FileBatch,
     others: Rendezvous,
     *,
+    layer: LayerRef | None = None,
     dense: DenseBlocks | None = None,
     dense_bytes: int = 0,
 ) -> WrittenPart:
@@ -193,6 +190,7 @@ def finish(
       segments: all segments of the shard.
       batch: the batch that wrote them.
       others: coordinates the processes.
+      layer: the layer file with all arrays; None if they are files of the batch.
       dense: dense leaves that were written with the segments.
       dense_bytes: see ``Manifest.dense_bytes``.
 
@@ -206,6 +204,7 @@ def finish(
         dataclasses.replace(_head(plan, others), dense_blocks=dense, dense_bytes=dense_bytes),
         segments,
         batch,
+        layer=layer,
         share=_share(plan, segments) if several else None,
         index=functools.partial(others.collect, item_dir) if several else None,
     )

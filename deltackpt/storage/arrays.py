@@ -178,20 +178,28 @@ def _check_tail(at: Spot, tail: bytes | bytearray, expected: int) -> None:
         )
 
 
+def _chunk(at: Spot) -> contextlib.AbstractContextManager[None]:
+    return unreadable_is_damage(_shown(at), "a chunk")
+
+
 @contextlib.contextmanager
-def _chunk(at: Spot) -> Iterator[None]:
-    """Describes an error of a chunk; an inaccessible one counts as damaged as well."""
+def unreadable_is_damage(name: str, kind: str) -> Iterator[None]:
+    """Names an object in errors; an inaccessible one counts as damaged as well.
+
+    Args:
+      name: its name.
+      kind: what it is, such as ``a chunk``.
+    """
     try:
         yield
     except Missing as error:
-        raise Damaged(_shown(at), "a chunk", error.found) from error
+        raise Damaged(name, kind, error.found) from error
     except Damaged as error:
-        raise Damaged(_shown(at), error.expected, error.found) from error
+        raise Damaged(name, error.expected, error.found) from error
     except StorageError as error:
         cause = error.__cause__
         if isinstance(cause, OSError) and cause.errno in _UNOPENED:
-            text = f"{cause.strerror}"
-            raise Damaged(_shown(at), "a chunk that can be read", text) from error
+            raise Damaged(name, f"{kind} that can be read", f"{cause.strerror}") from error
         raise
 
 

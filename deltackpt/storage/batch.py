@@ -189,6 +189,20 @@ class FileBatch:
             self._closed[path] = None
         return digest.length
 
+    def take(self, path: Path, descriptor: int, digest: Digest) -> None:
+        """Takes over a new file that was written and is still open; ``force`` fsyncs it.
+
+        Raises:
+          StorageError: closing it reported an error.
+        """
+        with self._lock:
+            self._directories[path.parent] = None
+            if self._fsync:
+                self._open[path] = descriptor
+        if not self._fsync:
+            _close_all({path: descriptor})
+        self._note(path, digest)
+
     def remove(self, directory: Path) -> None:
         """Removes a directory with everything that was written below it.
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from deltackpt import __about__
 from deltackpt.format import blocks, gaps, manifest, names
-from deltackpt.format.manifest import Cover, Manifest, Part
+from deltackpt.format.manifest import Cover, LayerRef, Manifest, Part
 from deltackpt.format.segments import ArrayEntry, Encoding, GroupEntry, Segment
 from deltackpt.storage import arrays, digests, writer
 from deltackpt.storage.batch import FileBatch
@@ -69,6 +69,10 @@ class Place(Protocol):
         """
         ...
 
+    def write_rows(self, rows: np.ndarray) -> StoredArrays:
+        """Writes row indices, int64 ascending."""
+        ...
+
 
 class ArrayPlace(NamedTuple):
     """The destination of one segment's arrays in a step.
@@ -94,6 +98,10 @@ class ArrayPlace(NamedTuple):
     ) -> int:
         """See ``Place``."""
         return writer.write_array(self.directory(entry.name), entry, pieces, self.batch, held=held)
+
+    def write_rows(self, rows: np.ndarray) -> StoredArrays:
+        """See ``Place``."""
+        return write_gaps(self, rows)
 
     def directory(self, array: str) -> Path:
         """Returns the directory of one array."""
@@ -159,8 +167,11 @@ def write_array(
 
 def write_rows(place: Place, rows: blocks.Rows) -> StoredArrays:
     """Writes the row indices of a segment, if ranges do not describe them."""
-    if not isinstance(rows, np.ndarray):
-        return StoredArrays((), 0)
+    return place.write_rows(rows) if isinstance(rows, np.ndarray) else StoredArrays((), 0)
+
+
+def write_gaps(place: Place, rows: np.ndarray) -> StoredArrays:
+    """Writes row indices as an array of the gaps between them."""
     encoded = gaps.encode_gaps(rows)
     zstd = encoded.nbytes >= _COMPRESSED_BYTES
     entry = arrays.array_entry(names.GAPS, encoded.shape, encoded.dtype, zstd=zstd)
@@ -250,6 +261,7 @@ def finish(
     segments: Sequence[Segment],
     batch: FileBatch,
     *,
+    layer: LayerRef | None = None,
     share: Share | None = None,
     index: Callable[[Manifest], tuple[Part, ...]] | None = None,
     beside: Mapping[str, Digest] | None = None,
@@ -261,6 +273,7 @@ def finish(
       head: the manifest, as far as it is known before anything is written.
       segments: all written segments of the part.
       batch: the batch that wrote them.
+      layer: the layer file with all arrays; None if they are files of the batch.
       share: this process's shard; None if one process writes the whole save.
       index: for process 0: waits for the parts of the other processes and returns the index of
         all parts. If it is None, the index is written later.
@@ -270,12 +283,15 @@ def finish(
       StorageError: the store reported an error.
     """
     process = head.process
-    digests_path = item_dir / names.digests_name(process)
-    part_digests = batch.below(names.part_dir(item_dir, process), relative_to=item_dir)
-    part_digests |= beside or {}
-    data = digests.digests_bytes(Digests.of(part_digests))
-    batch.write(digests_path, data)
-    record = complete(head, segments, google_crc32c.value(data), share)
+    if layer is None:
+        part_digests = batch.below(names.part_dir(item_dir, process), relative_to=item_dir)
+        part_digests |= beside or {}
+        data = digests.digests_bytes(Digests.of(part_digests))
+        batch.write(item_dir / names.digests_name(process), data)
+        record = complete(head, segments, share, item_digests_crc32c=google_crc32c.value(data))
+        nbytes = len(data) + sum(digest.length for digest in part_digests.values())
+    else:
+        record, nbytes = complete(head, segments, share, layer=layer), layer.nbytes
     if process > 0:
         # Process 0 describes all; its digest verifies that.
         record = dataclasses.replace(record, groups=(), tables=(), dense=(), tracking_paths=())
@@ -285,21 +301,26 @@ def finish(
     manifest_bytes = manifest.to_bytes(record)
     # The others look for it.
     batch.write(item_dir / names.manifest_name(process), manifest_bytes, whole=share is not None)
-    arrays_bytes = sum(digest.length for digest in part_digests.values())
-    nbytes = arrays_bytes + len(data) + len(manifest_bytes)
+    nbytes += len(manifest_bytes)
     return WrittenPart(record, nbytes, google_crc32c.value(manifest_bytes))
 
 
 def complete(
-    head: Manifest, segments: Sequence[Segment], digests_crc32c: int, share: Share | None
+    head: Manifest,
+    segments: Sequence[Segment],
+    share: Share | None,
+    *,
+    item_digests_crc32c: int = 0,
+    layer: LayerRef | None = None,
 ) -> Manifest:
-    """Completes a manifest after the arrays and digests of a part were written."""
+    """Completes a manifest after the arrays of a part were written."""
     record = dataclasses.replace(
         head,
         segments=tuple(segments),
-        item_digests_crc32c=digests_crc32c,
+        item_digests_crc32c=item_digests_crc32c,
+        layer=layer,
         writers=__about__.writer_versions(),
-        features=_features(head, segments),
+        features=_features(head, segments, layer),
     )
     if share is None:
         return record
@@ -312,7 +333,9 @@ def complete(
     )
 
 
-def _features(head: Manifest, segments: Iterable[Segment]) -> tuple[str, ...]:
+def _features(
+    head: Manifest, segments: Iterable[Segment], layer: LayerRef | None
+) -> tuple[str, ...]:
     """Features that a reader must support, such as codecs other than the planned ones."""
     planned = {spec.codec for group in head.groups for spec in group.fields}
     used = {encoding.codec for segment in segments for encoding in segment.encodings}
@@ -321,6 +344,8 @@ def _features(head: Manifest, segments: Iterable[Segment]) -> tuple[str, ...]:
         coded = (*coded, manifest.PARTS)
     if head.dense_blocks is not None:
         coded = (*coded, manifest.DENSE_BLOCKS)
+    if layer is not None:
+        coded = (*coded, manifest.LAYERS)
     return coded if head.rolling is None else (*coded, manifest.ROLLING)
 
 

@@ -183,8 +183,7 @@ def restore_plan(
         walked = chains.read_chain(step_dir, item)
         with chains.standing_chain(walked):
             for save in walked:
-                for part in save.parts():
-                    part.checksums  # noqa: B018  (reads the digests)
+                _files(save, _segments(save))  # Reads the digests.
             records_secs = time.perf_counter() - started
             if way is not None:
                 return _with_log(_plan(step, walked, {}, records_secs), way)
@@ -219,7 +218,7 @@ def _plan(
     step: int, saves: Sequence[StoredSave], dense: Mapping[Spot, int], records_secs: float
 ) -> RestorePlan:
     """The plan of a step whose manifests were read in ``records_secs``."""
-    sizes = {save.name: _array_bytes(save) for save in saves}
+    sizes = {save.name: _segment_bytes(save) for save in saves}
     chain = tuple(_save_plan(save, sizes[save.name]) for save in saves)
     tables_secs, sampled, share = _sampled(saves)
     groups = saves[-1].layout.groups
@@ -244,26 +243,29 @@ def _plan(
     )
 
 
-#: Process, segment and array to the bytes and number of its files, without ``zarr.json``.
-_Sizes = Mapping[tuple[int, str, str], tuple[int, int]]
+#: Process and segment to its stored bytes, without ``zarr.json``.
+_Sizes = Mapping[tuple[int, str], int]
 
 
-def _array_bytes(save: StoredSave) -> _Sizes:
-    found: dict[tuple[int, str, str], tuple[int, int]] = {}
-    for part in save.parts():
-        process = part.record.process
-        lengths = digests.read_item_digests(part.item_dir, part.record).files
-        chunks: dict[str, list[int]] = collections.defaultdict(list)
-        for name, (length, _, _) in lengths.items():
-            array, inside, _ = name.rpartition("/c/")
-            if inside:
-                chunks[array].append(length)
-        for segment in part.record.segments:
-            for entry in segment.arrays:
-                place = part.directory(segment, entry).below(part.item_dir)
-                held = chunks[place]
-                found[process, segment.name, entry.name] = sum(held), len(held)
+def _segment_bytes(save: StoredSave) -> _Sizes:
+    return {
+        (part.record.process, segment.name): sum(part.arrays.files_of(segment).values())
+        for part in save.parts()
+        for segment in part.record.segments
+    }
+
+
+def _files(save: StoredSave, segments: Iterable[tuple[StoredPart, Segment]]) -> dict[Spot, int]:
+    """The files that hold some segments of a save, with the bytes of these."""
+    found: dict[Spot, int] = collections.Counter()
+    for part, segment in segments:
+        for name, nbytes in part.arrays.files_of(segment).items():
+            found[save.item_dir / name] += nbytes
     return found
+
+
+def _segments(save: StoredSave) -> Iterator[tuple[StoredPart, Segment]]:
+    return ((part, segment) for part in save.parts() for segment in part.record.segments)
 
 
 def _save_plan(save: StoredSave, sizes: _Sizes) -> SavePlan:
@@ -278,8 +280,8 @@ def _save_plan(save: StoredSave, sizes: _Sizes) -> SavePlan:
         kind=save.info.kind,
         compacted=save.compacted,
         rows=sum(_value_rows(save).values()),
-        nbytes=sum(nbytes for nbytes, _ in sizes.values()),
-        file_count=sum(count for _, count in sizes.values()),
+        nbytes=sum(sizes.values()),
+        file_count=len(_files(save, _segments(save))),
         codecs=tuple(sorted(used)),
     )
 
@@ -294,10 +296,7 @@ def _table_plans(saves: Sequence[StoredSave], sizes: Mapping[str, _Sizes]) -> It
         rows.update(_value_rows(save))
         for part in save.parts():
             for segment in part.record.segments:
-                held = sum(
-                    sizes[save.name][part.record.process, segment.name, entry.name][0]
-                    for entry in segment.arrays
-                )
+                held = sizes[save.name][part.record.process, segment.name]
                 for name, count in _table_rows(part, segment, save.head.tables).items():
                     nbytes[name] += held * count / max(1, segment.count)
     for table in target.tables:
@@ -344,14 +343,9 @@ def _dense_files(chain: Sequence[StoredSave]) -> dict[Spot, int]:
     """Files of dense leaves that a chain stores as blocks, and of the base's item."""
     held = DenseChain.of(chain)
     found: dict[Spot, int] = {}
-    for source in (source for of_save in held.sources for source in of_save):
-        item_dir = source.part.item_dir
-        segments = {segment.name for segment in source.record.segments}
-        known = digests.read_item_digests(item_dir, source.part.record).files
-        for name, (length, _, _) in known.items():
-            array, inside, _ = name.rpartition("/c/")
-            if inside and array.split("/")[1] in segments:
-                found[item_dir / name] = length
+    for save, of_save in zip(reversed(chain), held.sources, strict=False):
+        blocks = ((one.part, segment) for one in of_save for segment in one.record.segments)
+        found |= _files(save, blocks)
     if held.missing or (chain[-1].compacted and not held.sources):
         found |= _item_files(held.base)
     return found
@@ -372,7 +366,7 @@ def _dense_secs(dense: Mapping[Spot, int]) -> float:
         if read and read + nbytes > _DENSE_BYTES:
             break
         digests.digest_file(path)
-        read += nbytes
+        read += path.length()
     return (time.perf_counter() - started) * sum(dense.values()) / max(1, read)
 
 

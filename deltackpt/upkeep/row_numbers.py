@@ -21,7 +21,8 @@ class RowNumbers:
     def __init__(self) -> None:
         """Decodes nothing yet."""
         self._stretch: Span = (0, 0)
-        self._cursors: dict[Spot, _Cursor] = {}
+        #: Item, process and segment to where its row indices are read.
+        self._cursors: dict[tuple[Spot, int, str], _Cursor] = {}
 
     def move(self, stretch: Span) -> None:
         """Moves to the next range of rows."""
@@ -33,7 +34,7 @@ class RowNumbers:
             return merge.stored_rows(part, segment, targets)
         if not targets.want(segment, self._stretch):
             return None
-        place = names.array_dir(part.item_dir, part.record.process, segment.name, names.GAPS)
+        place = part.item_dir, part.record.process, segment.name
         cursor = self._cursors.setdefault(place, _Cursor(part, segment))
         return cursor.within(self._stretch)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from deltackpt.reading import bounds, dense_values, dense_work
 from deltackpt.reading.dense_values import PartSource
 from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.resources import memory
-from deltackpt.storage import arrays
 
 
 def structure_problems(save: StoredSave) -> Iterator[tuple[str, str, str]]:
@@ -119,13 +117,8 @@ def _segment_problems(part: StoredPart, segment: Segment) -> Iterator[tuple[str,
     """Inconsistencies within a segment: (path, what was expected, what was found)."""
     part.check(segment)  # The number of chunks.
     for entry in segment.arrays:
-        directory = part.directory(segment, entry)
-        below = directory.below(part.item_dir)
-        known = part.checksums.get(below, {})
-        for number in range(math.ceil(entry.shape[0] / entry.chunk_rows)):
-            chunk = arrays.chunk_name(entry, number)
-            if chunk not in known:
-                yield f"/{entry.name}/{chunk}", "a chunk with a digest", "none"
+        for chunk in part.arrays.missing(segment, entry):
+            yield f"/{entry.name}/{chunk}", "a chunk with a digest", "none"
         if entry.name.endswith(f".{codecs.BESIDE_AT}"):
             at = memory.empty_buffer(entry.shape, np.dtype(entry.dtype))
             part.read_into(segment, entry, 0, len(at), at)

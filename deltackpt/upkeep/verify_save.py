@@ -16,6 +16,7 @@ from deltackpt.format.manifest import Manifest
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import inventory, saves
 from deltackpt.reading.inventory import Inventory
+from deltackpt.reading.part_arrays import LayerArrays
 from deltackpt.reading.saves import StoredSave
 from deltackpt.storage import digests
 from deltackpt.storage.store import Spot, Stamp
@@ -107,7 +108,7 @@ def verify_save(
         unreadable=True,
         on_bytes=on_bytes,
     )
-    problems = [problem_of(save, error) for error in damage]
+    problems = [problem_of(save, _within_layer(save, found, error)) for error in damage]
     problems += _unknown_files(save, found)
     info = None
     head = found.records[0] if found.records and found.records[0].process == 0 else None
@@ -136,8 +137,10 @@ def verify_save(
 
 def problem_of(save: StandingSave, error: Damaged) -> Problem:
     """Converts damage of a save to a problem, with its effect on restores."""
-    inside = error.object_name.removeprefix(f"{save.name}/").removeprefix(f"{save.item}/")
-    ours = inside != error.object_name.removeprefix(f"{save.name}/")
+    # Errors of layers name the chunk after the file.
+    file, _, _ = error.object_name.partition(": ")
+    inside = file.removeprefix(f"{save.name}/").removeprefix(f"{save.item}/")
+    ours = inside != file.removeprefix(f"{save.name}/")
     stops: Stops = "step"
     if ours and inside.endswith("/zarr.json"):
         stops = "nothing"  # Only other readers use it.
@@ -154,6 +157,22 @@ def problem_of(save: StandingSave, error: Damaged) -> Problem:
         found=error.found,
         stops=stops,
     )
+
+
+def _within_layer(save: StandingSave, found: Inventory, error: Damaged) -> Damaged:
+    """Returns the damage of a layer file with the name of its first damaged chunk."""
+    for record in found.records:
+        if record.layer is not None:
+            name = names.layer_name(record.process)
+            if error.object_name == f"{save.name}/{save.item}/{name}":
+                item_dir = save.step_dir / save.item
+                try:
+                    LayerArrays(item_dir, record, record.layer).layer.verify()
+                except Damaged as of_chunk:
+                    return of_chunk
+                except StorageError:
+                    break
+    return error
 
 
 def _unknown_files(save: StandingSave, found: Inventory) -> Iterator[Problem]:

@@ -12,8 +12,9 @@ import numpy as np
 from deltackpt.format import frames
 from deltackpt.format.frames import Head
 from deltackpt.format.segments import ArrayEntry
-from deltackpt.storage import frame_arrays
+from deltackpt.storage import frame_arrays, parts
 from deltackpt.storage.frame_arrays import Body
+from deltackpt.storage.parts import StoredArrays
 
 
 class Frame(NamedTuple):
@@ -71,6 +72,10 @@ class FramePlace:
         for piece in pieces:
             writer.write(piece)
         return writer.finish()
+
+    def write_rows(self, rows: np.ndarray) -> StoredArrays:
+        """See ``parts.Place``."""
+        return parts.write_gaps(self, rows)
 
     def pieces(self, entry: ArrayEntry) -> Sequence[np.ndarray]:
         """Returns the pieces of an array."""

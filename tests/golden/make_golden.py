@@ -43,7 +43,8 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.format.records import FORMAT_VERSION
 from deltackpt.layers import footer
 from deltackpt.layers.footer import EpochRef, LayerManifest
-from deltackpt.layers.write import ArrayInput, LayerFile, RowGroupInput, WriteBuffers
+from deltackpt.layers.write import ArrayInput, LayerFile, RowGroupInput
+from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.storage.crc import crc32c
 from deltackpt.tiers import packing
 from deltackpt.tiers.extents import ExtentFile

@@ -297,6 +297,8 @@ def draw_life(random_: random.Random, life: int, doings: int) -> dict[str, Any]:
         "policy": policy,
         "bases": "periodic" if policy == "rolling" else random_.choice(("periodic", "compacted")),
         "dense": draw_dense(random_),
+        # A layer is one write, or many.
+        "buffer_bytes": random_.choice((8 << 10, 64 << 10, 6 << 20)),
     }
 
 
@@ -345,10 +347,10 @@ def phase(call: str, path: str) -> str:
     if call == "fsync":
         return "commit: fsync of the step"
     if item.startswith("embeddings"):
-        if inner.partition("/")[2].startswith("dense."):
-            return "dense leaves: blocks"
+        if inner.startswith("layer."):
+            return "tables: layer"
         if inner.startswith("part."):
-            return "tables: touched rows" if "rows.gaps" in inner else "tables: values and slots"
+            return "tables: values and slots"
         return "tables: manifest and digests"
     if item.startswith("dense"):
         return "dense leaves"
@@ -361,11 +363,10 @@ PHASES = (
     "start: lease",
     "step: temporary directory",
     "step: Orbax's metadata",
-    "tables: touched rows",
+    "tables: layer",
     "tables: values and slots",
     "tables: manifest and digests",
     "dense leaves",
-    "dense leaves: blocks",
     "compaction",
     "commit: digests of the step",
     "commit: fsync of the step",
@@ -381,11 +382,10 @@ MATCHES = {
     "start: lease": "lease.",
     "step: temporary directory": "mkdir /",
     "step: Orbax's metadata": "_CHECKPOINT_METADATA",
-    "tables: touched rows": "/rows.gaps",
+    "tables: layer": "/layer.",
     "tables: values and slots": "/values",
     "tables: manifest and digests": "/embeddings/manifest.",
     "dense leaves": "/dense/",
-    "dense leaves: blocks": "/dense.",
     "compaction": "/compacted/",
     "commit: digests of the step": "digests.step",
     "commit: fsync of the step": "fsync /",

@@ -53,6 +53,7 @@ from deltackpt.errors import (
 )
 from deltackpt.format import names
 from deltackpt.reading import saves
+from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.save.dense_blocks import TakenDense
 from deltackpt.upkeep import compact
 
@@ -492,6 +493,7 @@ def train(task: dict[str, Any]) -> None:
     root = Path(task["root"])
     _arm(task, root)
     watch_encoders()
+    WriteBuffers.__init__.__kwdefaults__["nbytes"] = task.get("buffer_bytes", 6 << 20)
     options = {
         "policy": POLICIES[task.get("policy", "consecutive")](),
         "bases": task.get("bases", "periodic"),

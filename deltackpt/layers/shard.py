@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layer file of one process's shard of a delta, as the destination of its segments."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from deltackpt.errors import StorageError
+from deltackpt.format import names
+from deltackpt.format.dense_blocks import BLOCKS, PLAIN
+from deltackpt.format.manifest import LayerRef, SaveId
+from deltackpt.format.segments import ArrayEntry, Segment
+from deltackpt.layers.footer import Compression, Kind, LayerManifest, RowGroup
+from deltackpt.layers.write import ArrayWriter, LayerFile, OpenLayer
+from deltackpt.resources.write_buffers import WriteBuffers
+from deltackpt.storage import arrays
+from deltackpt.storage.batch import FileBatch
+from deltackpt.storage.digests import Digest
+from deltackpt.storage.parts import StoredArrays
+
+
+class LayerPlace(NamedTuple):
+    """The destination of one segment's arrays in a layer; see ``storage.parts.Place``."""
+
+    layer: OpenLayer
+    segment: str
+
+    def writer(self, entry: ArrayEntry, *, held: bool = False) -> ArrayWriter:
+        """See ``Place``."""
+        dtype, compression = np.dtype(entry.dtype), compression_of(entry)
+        return self.layer.array(
+            self.segment, entry.name, entry.shape, dtype, compression, check=held
+        )
+
+    def write_array(
+        self, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, held: bool = False
+    ) -> int:
+        """See ``Place``."""
+        writer = self.writer(entry, held=held)
+        for piece in pieces:
+            writer.write(piece)
+        return writer.finish()
+
+    def write_rows(self, rows: np.ndarray) -> StoredArrays:
+        """See ``Place``."""
+        stored = self.layer.write_rows(self.segment, rows)
+        dtype = np.dtype(np.uint8 if stored is None else stored.dtype)
+        entry = arrays.array_entry(names.GAPS, rows.shape, dtype)
+        return StoredArrays((entry,), entry.nbytes)
+
+
+class LayerShard:
+    """Writes the layer of one process's shard of a delta."""
+
+    def __init__(
+        self,
+        item_dir: Path,
+        save_id: SaveId,
+        parent: SaveId | None,
+        batch: FileBatch,
+        buffers: WriteBuffers,
+        *,
+        process: int,
+        process_count: int,
+    ):
+        """Creates the file.
+
+        Args:
+          item_dir: directory of the item, in the step's temporary directory.
+          save_id: id of the save.
+          parent: id of its parent.
+          batch: fsyncs the file, and keeps its digest.
+          buffers: memory and thread.
+          process: index of this process.
+          process_count: number of processes.
+
+        Raises:
+          StorageError: the file cannot be created.
+        """
+        self._path = item_dir / names.layer_name(process)
+        self._batch = batch
+        self._manifest = LayerManifest(
+            save_id=save_id, parent=parent, process=process, process_count=process_count
+        )
+        file = LayerFile(self._path, buffers, pace=batch.pace)
+        #: None once the batch has it.
+        self._file: LayerFile | None = file
+        self._layer = file.begin(self._manifest)
+
+    def place(self, segment: str) -> LayerPlace:
+        """Returns the destination of a segment."""
+        return LayerPlace(self._layer, segment)
+
+    def finish(self, segments: Sequence[Segment]) -> LayerRef:
+        """Writes the rest of the file; the caller then fsyncs the batch.
+
+        Args:
+          segments: all segments, whose arrays were written.
+
+        Raises:
+          StorageError: writing failed.
+        """
+        manifest = dataclasses.replace(self._manifest, row_groups=tuple(map(_row_group, segments)))
+        written = self._layer.finish(manifest)
+        digest = Digest(written.stop, written.crc32c, written.digest)
+        file, self._file = self._file, None
+        assert file is not None
+        self._batch.take(self._path, file.release(), digest)
+        return LayerRef(nbytes=written.stop, crc32c=written.crc32c, digest=written.digest)
+
+    def abandon(self) -> None:
+        """Closes the file of a save that has failed, unless the batch has it. Idempotent."""
+        if self._file is not None:
+            self._layer.abandon()
+            with contextlib.suppress(StorageError):
+                self._file.close()
+            self._file = None
+
+
+def compression_of(entry: ArrayEntry) -> Compression:
+    """Returns how the chunks of an array are compressed in a layer."""
+    return "planes" if entry.byte_planes else "zstd" if entry.zstd else ""
+
+
+def _row_group(segment: Segment) -> RowGroup:
+    kind: Kind = "blocks" if BLOCKS in segment.fields else "rows"
+    if segment.group == PLAIN:
+        kind = "item"
+    return RowGroup(
+        name=segment.name,
+        group=segment.group,
+        kind=kind,
+        count=segment.count,
+        columns=segment.columns,
+        ranges=() if segment.ranges is None and not segment.count else segment.ranges,
+        codecs={encoding.field: encoding.codec for encoding in segment.encodings},
+    )

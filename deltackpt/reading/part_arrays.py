@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stored arrays of a part: Zarr arrays, as in a base, or a layer file, as in a delta."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from deltackpt.errors import Damaged
+from deltackpt.format import names
+from deltackpt.format.manifest import LayerRef, Manifest
+from deltackpt.format.segments import ArrayEntry, Segment
+from deltackpt.layers.footer import LayerArray, RowGroup
+from deltackpt.layers.read import Layer
+from deltackpt.layers.shard import compression_of
+from deltackpt.reading import bounds
+from deltackpt.storage import arrays, digests
+from deltackpt.storage.crc import BLOCK_BYTES, ChunkSums
+from deltackpt.storage.digests import Digest
+from deltackpt.storage.store import Spot
+
+
+class PartArrays(Protocol):
+    """The stored arrays of a part; every read is verified."""
+
+    def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
+        """Returns the name of an array in errors."""
+        ...
+
+    def check(self, segment: Segment) -> None:
+        """Checks that the stored bytes are long enough for the arrays of a segment.
+
+        Raises:
+          Damaged: they are too short; the message names the array.
+        """
+        ...
+
+    def missing(self, segment: Segment, entry: ArrayEntry) -> Iterator[str]:
+        """Yields names of chunks of an array, below the array's, that no record describes."""
+        ...
+
+    def stored_bytes(self, segment: Segment, entry: ArrayEntry) -> int:
+        """Returns the stored bytes of an array."""
+        ...
+
+    def bytes_of(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> int:
+        """Returns how many bytes are read for elements of an array's first axis."""
+        ...
+
+    def row_indices(self, segment: Segment, start: int, stop: int) -> np.ndarray | None:
+        """Returns the row indices at some positions; None if an array has the gaps between them.
+
+        Raises:
+          Damaged: they are missing or altered.
+        """
+        ...
+
+    def read_into(
+        self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
+    ) -> None:
+        """Reads elements ``[start, stop)`` of an array's first axis.
+
+        Raises:
+          Damaged: the array is missing or altered.
+        """
+        ...
+
+    def files_of(self, segment: Segment) -> dict[str, int]:
+        """Returns the stored bytes of a segment in each file, by path below the item's folder."""
+        ...
+
+
+class ZarrArrays:
+    """One Zarr array in files of its own for each array; see ``PartArrays``."""
+
+    def __init__(self, item_dir: Spot, record: Manifest):
+        """Reads nothing yet.
+
+        Args:
+          item_dir: directory of the item.
+          record: manifest of the part.
+        """
+        self._item_dir, self._record = item_dir, record
+
+    @functools.cached_property
+    def _digests(self) -> dict[str, dict[str, Digest]]:
+        """Returns the directory of each array below the item's to its chunks' paths and digests."""
+        found: dict[str, dict[str, Digest]] = {}
+        known = digests.read_item_digests(self._item_dir, self._record)
+        for name in known.files:
+            array, _, chunk = name.rpartition("/c/")
+            found.setdefault(array, {})[f"c/{chunk}"] = known.digest(name)
+        return found
+
+    def files_of(self, segment: Segment) -> dict[str, int]:
+        """See ``PartArrays``; without ``zarr.json``."""
+        return {
+            f"{self._directory(segment, entry).below(self._item_dir)}/{name}": digest.length
+            for entry in segment.arrays
+            for name, digest in self._chunks(segment, entry).items()
+        }
+
+    def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
+        """See ``PartArrays``."""
+        return self._directory(segment, entry).shown(5)
+
+    def check(self, segment: Segment) -> None:
+        """See ``PartArrays``.
+
+        The digests contain the length of each file, and the first chunk of each array its own.
+        """
+        for entry in segment.arrays:
+            directory, chunks = self._directory(segment, entry), self._chunks(segment, entry)
+            nbytes, name = arrays.chunk_bytes(entry), directory.shown(5)
+            bounds.check_chunks(entry, nbytes, [one.length for one in chunks.values()], name)
+            if chunks:
+                first = directory / arrays.chunk_name(entry, 0)
+                shown = f"{name}/{arrays.chunk_name(entry, 0)}"
+                bounds.check_chunk(entry, nbytes, first.length(shown), shown)
+
+    def missing(self, segment: Segment, entry: ArrayEntry) -> Iterator[str]:
+        """See ``PartArrays``."""
+        known = self._chunks(segment, entry)
+        for number in range(math.ceil(entry.shape[0] / entry.chunk_rows)):
+            name = arrays.chunk_name(entry, number)
+            if name not in known:
+                yield name
+
+    def stored_bytes(self, segment: Segment, entry: ArrayEntry) -> int:
+        """See ``PartArrays``."""
+        return sum(one.length for one in self._chunks(segment, entry).values())
+
+    def bytes_of(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> int:
+        """See ``PartArrays``."""
+        known = self._chunks(segment, entry)
+        chunks = range(start // entry.chunk_rows, -(-stop // entry.chunk_rows))
+        wanted = (arrays.chunk_name(entry, chunk) for chunk in chunks)
+        nbytes = sum(known[name].length for name in wanted if name in known)
+        if entry.compressed or not entry.shape[0]:
+            return nbytes
+        # From an uncompressed chunk, only the blocks around the rows are read.
+        row = entry.nbytes // entry.shape[0]
+        first, last = start * row // BLOCK_BYTES, -(-stop * row // BLOCK_BYTES)
+        return min(nbytes, (last - first) * BLOCK_BYTES)
+
+    def row_indices(self, segment: Segment, start: int, stop: int) -> None:
+        """See ``PartArrays``."""
+
+    def read_into(
+        self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
+    ) -> None:
+        """See ``PartArrays``."""
+        sums = {
+            name: ChunkSums(one.tail, one.blocks)
+            for name, one in self._chunks(segment, entry).items()
+        }
+        directory = self._directory(segment, entry)
+        arrays.read_array(directory, entry, start, stop, out, checksums=sums)
+
+    def _chunks(self, segment: Segment, entry: ArrayEntry) -> dict[str, Digest]:
+        directory = self._directory(segment, entry)
+        return self._digests.get(directory.below(self._item_dir), {})
+
+    def _directory(self, segment: Segment, entry: ArrayEntry) -> Spot:
+        return names.array_dir(self._item_dir, self._record.process, segment.name, entry.name)
+
+
+class LayerArrays:
+    """A layer file; see ``PartArrays``."""
+
+    def __init__(self, item_dir: Spot, record: Manifest, ref: LayerRef):
+        """Reads nothing yet.
+
+        Args:
+          item_dir: directory of the item.
+          record: manifest of the part.
+          ref: the layer, from the manifest.
+        """
+        self._source = _LayerBytes(item_dir / names.layer_name(record.process))
+        self._record, self._ref = record, ref
+
+    @functools.cached_property
+    def layer(self) -> Layer:
+        """Returns the layer.
+
+        Raises:
+          Damaged: its footer is missing, altered, or that of another save.
+        """
+        layer = Layer(self._source, self._ref.nbytes)
+        if layer.digest != self._ref.digest or layer.id != self._record.save_id:
+            expected = f"the layer of {self._record.save_id} with crc32c {self._ref.digest:08x}"
+            raise Damaged(
+                f"{self._source.name}: footer", expected, f"{layer.id}, {layer.digest:08x}"
+            )
+        return layer
+
+    def files_of(self, segment: Segment) -> dict[str, int]:
+        """See ``PartArrays``."""
+        nbytes = sum(self.stored_bytes(segment, entry) for entry in segment.arrays)
+        return {names.layer_name(self._record.process): nbytes}
+
+    def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
+        """See ``PartArrays``."""
+        return f"{self._source.name}: row group {segment.name!r}, array {entry.name!r}"
+
+    def check(self, segment: Segment) -> None:
+        """See ``PartArrays``; the footer bounds each array by the length of the file."""
+        self._group(segment)
+        for entry in segment.arrays:
+            if entry.name != names.GAPS:
+                self._array(segment, entry)
+
+    def missing(self, segment: Segment, entry: ArrayEntry) -> Iterator[str]:
+        """See ``PartArrays``; the footer describes all chunks."""
+        return iter(())
+
+    def stored_bytes(self, segment: Segment, entry: ArrayEntry) -> int:
+        """See ``PartArrays``."""
+        return self.bytes_of(segment, entry, 0, entry.shape[0])
+
+    def bytes_of(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> int:
+        """See ``PartArrays``."""
+        held = self.layer.arrays(self._group(segment)).get(entry.name)
+        return 0 if held is None else self.layer.bytes_of(held, start, stop)
+
+    def row_indices(self, segment: Segment, start: int, stop: int) -> np.ndarray:
+        """See ``PartArrays``."""
+        return self.layer.row_indices(self._group(segment), start, stop)
+
+    def read_into(
+        self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
+    ) -> None:
+        """See ``PartArrays``."""
+        array = self._array(segment, entry)
+        if out.flags.c_contiguous:
+            self.layer.read_into(array, start, stop, out)
+        else:
+            whole = np.empty(out.shape, out.dtype)
+            self.layer.read_into(array, start, stop, whole)
+            out[...] = whole
+
+    @functools.cached_property
+    def _groups(self) -> dict[str, RowGroup]:
+        return {group.name: group for group in self.layer.row_groups()}
+
+    def _group(self, segment: Segment) -> RowGroup:
+        group = self._groups.get(segment.name)
+        expected = segment.count, segment.ranges if segment.count else ()
+        if group is None or (group.count, group.ranges) != expected:
+            found = "none" if group is None else f"{group.count} rows in {group.ranges}"
+            shown = f"{self._source.name}: row group {segment.name!r}"
+            raise Damaged(shown, f"{expected[0]} rows in {expected[1]}, as in the manifest", found)
+        return group
+
+    def _array(self, segment: Segment, entry: ArrayEntry) -> LayerArray:
+        found = self.layer.arrays(self._group(segment)).get(entry.name)
+        expected = entry.shape, entry.dtype, compression_of(entry)
+        if found is None or (found.shape, found.dtype, found.compression) != expected:
+            held = None if found is None else (found.shape, found.dtype, found.compression)
+            raise Damaged(
+                self.name_of(segment, entry), f"{expected}, as in the manifest", f"{held}"
+            )
+        return found
+
+
+class _LayerBytes(NamedTuple):
+    """A layer file of a step; see ``layers.read.ByteSource``."""
+
+    spot: Spot
+
+    @property
+    def name(self) -> str:
+        return self.spot.shown()
+
+    def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
+        with arrays.unreadable_is_damage(self.name, "a layer file"):
+            self.spot.store.read_into(self.spot.key, start, parts)
+
+
+def arrays_of(item_dir: Spot, record: Manifest) -> PartArrays:
+    """Returns the stored arrays of a part.
+
+    Args:
+      item_dir: directory of the item.
+      record: manifest of the part.
+    """
+    if record.layer is None:
+        return ZarrArrays(item_dir, record)
+    return LayerArrays(item_dir, record, record.layer)

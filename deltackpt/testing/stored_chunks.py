@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the arrays of a step are stored, for tests that damage them."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from deltackpt.layers.read import Layer, StoredBytes
+from deltackpt.storage.store import spot
+
+
+class StoredChunk(NamedTuple):
+    """A chunk of a stored array.
+
+    Attributes:
+      path: the file that holds it.
+      offset: its first byte in the file.
+      nbytes: its length, checksum included if the file is a Zarr chunk.
+      process: index of the process that wrote it.
+      name: a regular expression that the message of ``Damaged`` matches if it is altered.
+    """
+
+    path: Path
+    offset: int
+    nbytes: int
+    process: int
+    name: str
+
+    def flip(self, bit: int = 0) -> None:
+        """Flips a bit of its middle byte; twice restores it."""
+        data = bytearray(self.path.read_bytes())
+        data[self.offset + self.nbytes // 2] ^= 1 << bit
+        self.path.write_bytes(data)
+
+
+def stored_chunks(
+    step_dir: Path, array: str = "values", *, segment: str = "*", item: str = "embeddings"
+) -> list[StoredChunk]:
+    """Returns the chunks of arrays of a step that are not empty, by file and offset.
+
+    Args:
+      step_dir: the step, or the directory ``compacted/<step>``.
+      array: glob of names of arrays, such as ``values``, ``slot.*`` or ``blocks``.
+      segment: glob of names of segments, such as ``g0.0`` or ``dense.*``.
+      item: name of deltackpt's item.
+    """
+    found = []
+    for path in sorted((step_dir / item).glob("part.*/*/*/c/**/*")):
+        part, of_segment, of_array = path.relative_to(step_dir / item).parts[:3]
+        if path.is_file() and _matches(of_segment, segment) and _matches(of_array, array):
+            chunk = path.relative_to(step_dir / item / part).as_posix()
+            name = re.escape(f"{part}/{chunk}")
+            process = int(part.removeprefix("part."))
+            found.append(StoredChunk(path, 0, path.stat().st_size, process, name))
+    for path in sorted((step_dir / item).glob("layer.*")):
+        found += _chunks_of_layer(path, array, segment)
+    return found
+
+
+def _chunks_of_layer(path: Path, array: str, segment: str) -> list[StoredChunk]:
+    layer = Layer(StoredBytes(spot(path)), path.stat().st_size)
+    found = []
+    for one in layer.manifest.arrays:
+        if _matches(one.row_group, segment) and _matches(one.name, array):
+            for number, chunk in enumerate(layer.chunks_of(one)):
+                shown = f"row group {one.row_group!r}, array {one.name!r}, chunk {number}"
+                name = re.escape(f"{path.name}: {shown}") + r"\b"
+                nbytes = chunk.stop - chunk.offset
+                process = layer.manifest.process
+                found.append(StoredChunk(path, chunk.offset, nbytes, process, name))
+    return sorted(found, key=lambda chunk: chunk.offset)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern)
