@@ -470,7 +470,8 @@ class CheckpointManager:
           ids: table, or the end of its path, to the row indices (on the host) that were touched
             since the last call of ``append()``, regardless of saves in between. The manager then
             does not read the stamps, for which it would wait for an accelerator. Each save compares
-            them with the stamps. Fingerprints find the rows without ``ids``.
+            them with the stamps. Fingerprints find the rows without ``ids``. Without a
+            ``TouchState``, the call after one with invalid ids saves the step instead.
           items: small values by name, bytes or JSON, such as a data iterator's position; a restored
             recovery point has them in ``Restored.items``. If the step is saved instead, they become
             JSON items, bytes as ``{"base64": ...}``.
@@ -497,10 +498,14 @@ class CheckpointManager:
                 )
             assert self._recorder is not None
             self._saved_by_log = None
-            self._recorder.count()
-            step = _as_step(step)
-            split = self._saver.split(state, touched)
-            self._saver.go_back(split, touched)
+            try:
+                self._recorder.count()
+                step = _as_step(step)
+                split = self._saver.split(state, touched)
+                self._saver.go_back(split, touched)
+            except BaseException:
+                self._recorder.missed(ids)
+                raise
             call = Call(touched, ids, items, full, started, self._saver.may_commit)
             found = self._recorder.append(step, split, call)
             if isinstance(found, Appended):

@@ -10,6 +10,7 @@ import pytest
 
 import deltackpt
 from deltackpt.errors import OptionError
+from deltackpt.save.clocks import Clocks
 from deltackpt.state import tables
 from deltackpt.state.tables import Split
 from deltackpt.wal.taking import rows_of
@@ -33,7 +34,7 @@ def test_each_row_is_given_once_in_order(split, dtype, count):
     given = np.random.default_rng(0).integers(0, most, count).astype(dtype)
     given[0] = most - 1
     for ids in (given, given.reshape(-1, 1), given[::-1], np.repeat(given, 2)[::2]):
-        found = rows_of({"users": ids}, split)["tables/users"]
+        found = rows_of({"users": ids}, split.layout, Clocks())["tables/users"]
         assert found.dtype == np.int64
         np.testing.assert_array_equal(found, sorted({*given.tolist()}))
 
@@ -58,28 +59,28 @@ def test_rows_that_the_table_has_not_are_refused(split, ids):
     longer = np.array([299], "i2")
     for name in ("items", "tables/items"):
         with pytest.raises(OptionError, match=r"expected rows from 0 to 4, found"):
-            rows_of({"users": longer, name: ids}, split)
+            rows_of({"users": longer, name: ids}, split.layout, Clocks())
 
 
 def test_a_negative_number_of_few_bits_is_no_row_of_a_longer_table(split):
     with pytest.raises(OptionError, match="found -1 to 7"):
-        rows_of({"users": np.array([-1, 7], "i1")}, split)
+        rows_of({"users": np.array([-1, 7], "i1")}, split.layout, Clocks())
 
 
 @pytest.mark.parametrize("ids", [[1.0], [True], np.array(["a"])])
 def test_what_is_no_number_of_a_row_is_refused(split, ids):
     with pytest.raises(OptionError, match="expected integers"):
-        rows_of({"items": ids}, split)
+        rows_of({"items": ids}, split.layout, Clocks())
 
 
 def test_tables_are_known_by_the_ends_of_their_paths(split):
     given: dict[str, Any] = {"users": [7, 2], "tables/users": [2, 9], "items": []}
     for _ in range(2):
-        found = rows_of(given, split)
+        found = rows_of(given, split.layout, Clocks())
         assert {name: rows.tolist() for name, rows in found.items()} == {
             "tables/users": [2, 7, 9],
             "tables/items": [],
         }
     for _ in range(2):
         with pytest.raises(OptionError, match="found no such table"):
-            rows_of({"others": [1]}, split)
+            rows_of({"others": [1]}, split.layout, Clocks())

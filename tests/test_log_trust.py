@@ -17,7 +17,14 @@ from test_log import options
 
 import deltackpt
 from deltackpt import touched
-from deltackpt.errors import AppendFailed, OptionError, OutOfSpace, TrackingError
+from deltackpt.errors import (
+    AppendFailed,
+    DeltackptError,
+    FencedError,
+    OptionError,
+    OutOfSpace,
+    TrackingError,
+)
 from deltackpt.save.extract import FieldSource
 from deltackpt.testing import Disk, TrainingRun
 from deltackpt.wal import audit
@@ -381,3 +388,72 @@ def test_a_log_whose_folder_is_gone_is_begun_anew(tmp_path, run, how):
         found = reader.restore_latest(run.state)
         assert found is not None and found.step == run.step
         model.assert_same(found.state, run.state)
+
+
+# Ids alone: nothing but the caller knows which rows were touched.
+
+
+@pytest.fixture
+def untracked(tmp_path) -> TrainingRun:
+    """A run whose saves and records are given no TouchState, and whose rows are not hashed."""
+    deltas = deltackpt.DeltaOptions(tracking="touched")
+    return TrainingRun(tmp_path, options=deltackpt.ManagerOptions(deltas=deltas, wal=options().wal))
+
+
+def named_alone(run: TrainingRun, **changes: Any) -> deltackpt.Appended:
+    """Appends one step with its ids; ``changes`` replace arguments of ``append()``."""
+    step = run.train()
+    ids = model.moved(run.states[step - 1], run.state)
+    return run.manager.append(**{"step": step, "state": run.state, "ids": ids, **changes})
+
+
+def check_after_a_restart(run: TrainingRun, step: int) -> None:
+    """Asserts that the newest restored state is the one of a step."""
+    with run.open() as reader:
+        found = reader.restore_latest(run.state)
+        assert found is not None and found.step == step
+        run.check(found)
+
+
+@pytest.mark.parametrize("bad", ["step", "leaf", "lease"])
+def test_ids_of_a_call_that_failed_early_are_in_the_next_record(untracked, bad, monkeypatch):
+    run = untracked
+    with run.open() as manager:
+        manager.save(0, run.state)
+        assert named_alone(run).kind == "full"
+        manager.wait_appended()
+        with pytest.raises(DeltackptError), monkeypatch.context() as patch:
+            if bad == "step":
+                named_alone(run, step=-1)
+            elif bad == "leaf":
+                named_alone(run, state={**run.state, "bad": object()})
+            else:
+                patch.setattr(manager._recorder, "_tell", fenced)
+                named_alone(run)
+        assert named_alone(run).kind == "full"
+        manager.wait_appended()
+    check_after_a_restart(run, 3)
+
+
+def fenced() -> None:
+    raise FencedError("another trainer took over")
+
+
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("ids", [None, {"users": [-1]}])
+def test_a_step_is_saved_if_the_ids_of_an_earlier_call_are_unknown(untracked, ids, saves):
+    run = untracked
+    with run.open() as manager:
+        manager.save(0, run.state)
+        assert named_alone(run).kind == "full"
+        with pytest.raises(DeltackptError):
+            named_alone(run, ids=ids)
+        if saves:
+            manager.save(run.train(), run.state)
+        logged = named_alone(run)
+        assert logged.saved is not None and "did not name its rows" in logged.reason
+        manager.wait_until_finished()
+        for _ in range(2):
+            assert named_alone(run).kind == "full"
+        manager.wait_appended()
+    check_after_a_restart(run, run.step)

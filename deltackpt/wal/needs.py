@@ -35,8 +35,8 @@ class Needs:
         self._run = run
         #: Only with several processes; it outlives the writer of its epoch.
         self._assembly: Assembly | None = None
-        #: The tables of a save that the others have begun, and this process could not.
-        self._refused: Layout | None = None
+        #: The tables for which this process can append only after a save of all, and why.
+        self._refused: tuple[Layout, str] | None = None
         self._bytes_at_step = 0
         #: Why all processes save at this call.
         self.agreed: Wish | None = None
@@ -102,15 +102,20 @@ class Needs:
         if self._assembly is not None:
             self._assembly.saved()
 
-    def refused(self, layout: Layout) -> None:
-        """Called when the other processes started a save that this process could not make."""
-        self._refused = layout
+    def refused(self, layout: Layout, reason: str) -> None:
+        """Called when only this process can append nothing before the next save of all.
+
+        Args:
+          layout: layout of the tables.
+          reason: why.
+        """
+        self._refused = layout, reason
 
     def waits_for_others(self, layout: Layout) -> bool:
-        """Returns whether this process missed a save of the others and requests another one."""
-        if self._refused != layout:
+        """Returns whether only this process needs a save of all, and requests it."""
+        if self._refused is None or self._refused[0] != layout:
             return False
-        self.ask("one of them failed in its part of the last save")
+        self.ask(self._refused[1])
         return True
 
     def alone(

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
@@ -62,6 +63,7 @@ from deltackpt.wal.taking import Rows
 from deltackpt.wal.writer import Failure, LogWriter, merged
 
 _GONE = "the WAL records below the restored recovery point are gone"
+_UNNAMED = "an earlier call of append() did not name its rows, and there is no TouchState"
 
 
 class _Unmarked(TrackingError):
@@ -195,27 +197,38 @@ class Recorder:
         rows: Rows | None = None
         invalid: Exception | None = None
         chain: _Chain | None = None
+        is_named = False
         try:
-            failure = self._tell()
             touched = self._run.tracking.look(split, call.touched)
             self._run.end_hashing()
             marks = Embeddings(split=split, touched=touched).marks
             clocks = snapshot.clocks_of(split, marks)
-            reason, refused = self._due(split, clocks, call.may_commit, failure)
             if call.ids is not None and self._run.tracking.tracker is None:
                 # Fingerprints name every row; the ids might omit some.
                 try:
-                    rows = taking.rows_of(call.ids, split)
+                    rows = taking.rows_of(call.ids, split.layout, clocks)
+                    is_named = not marks
                 except Exception as error:
                     invalid = error  # Perhaps only here: all processes first begin the epoch.
-            if rows is not None and self._named_until != number - 1 and marks:
-                # The stamps name the rows of earlier calls, too.
-                self._keep(rows)
-                rows = None
+            failure = self._tell()
+            reason, refused = self._due(split, clocks, call.may_commit, failure)
+            if rows is not None and self._named_until != number - 1:
+                if marks:
+                    # The stamps name the rows of earlier calls, too.
+                    self._keep(rows)
+                    rows = None
+                else:
+                    self._needs_root = True
+                    if self._run.among.count == 1:
+                        reason = reason or _UNNAMED
+                    elif reason is None:
+                        self._needs.refused(split.layout, _UNNAMED)
+                        refused = self._needs.waits_for_others(split.layout)
             if rows is not None:
                 # Also if nothing is appended: the next record contains these rows.
                 since = None if self._chain is None else self._chain.last.clocks
                 self._given_rows.add(rows, since=since, until=clocks)
+                is_named = True
             if call.ids is None and self._is_restored(step, split, touched):
                 why = "skipped: it was restored, and nothing has changed since"
                 return self._logged(step, None, why, call.started)
@@ -261,7 +274,7 @@ class Recorder:
         finally:
             if chain is None and rows is not None:
                 self._keep(rows)
-            if chain is not None or (rows is not None and self._named_until == number - 1):
+            if chain is not None or (is_named and self._named_until == number - 1):
                 self._named_until = number
         assert chain is not None
         if rows is None:
@@ -270,6 +283,20 @@ class Recorder:
         chain.root, self._newest_step = None, step
         kind = "full" if full else "soft"
         return self._logged(step, kind, f"{kind}: rows since the last record", call.started)
+
+    def missed(self, ids: Mapping[str, Any] | None) -> None:
+        """Keeps the rows that a call named and that failed before ``append``.
+
+        If its rows are unknown, the next record reads the stamps; without any, a step is saved.
+        """
+        chain = self._chain
+        if ids is None or chain is None or chain.last.clocks.readings:
+            return
+        if self._run.lineage.run != self._of_run or self._named_until != self._calls - 1:
+            return
+        with contextlib.suppress(Exception):  # The caller raises its own error.
+            self._keep(taking.rows_of(ids, chain.last.layout, chain.last.clocks))
+            self._named_until = self._calls
 
     def _keep(self, rows: Rows) -> None:
         """Keeps the rows that a call named, and did not append, for the next record."""
@@ -658,7 +685,7 @@ class Recorder:
 
     def refused(self, split: Split) -> None:
         """See ``Log``: this process can append again only after a save of all processes."""
-        self._needs.refused(split.layout)
+        self._needs.refused(split.layout, "one of them failed in its part of the last save")
 
     def _suspect(self, found: str) -> None:
         """Invalidates the points of this run, and makes the next save of all processes a base."""

@@ -17,6 +17,7 @@ from deltackpt.handlers import dense
 from deltackpt.policies import BitWidthPolicy, CodecChoice
 from deltackpt.resources.staging import Staging
 from deltackpt.save import snapshot
+from deltackpt.save.clocks import Clocks
 from deltackpt.save.dense import DenseLeaves
 from deltackpt.save.dense_blocks import DenseKeeper
 from deltackpt.save.extract import SegmentSource
@@ -38,24 +39,25 @@ _MOST_FLAGS = 64
 Rows = Mapping[str, np.ndarray]
 
 
-def rows_of(ids: Mapping[str, Any], split: Split) -> Rows:
+def rows_of(ids: Mapping[str, Any], layout: Layout, clocks: Clocks) -> Rows:
     """Returns the rows that a caller names as touched.
 
     Args:
       ids: tables, by their paths or the ends of exactly one path each, to row indices, in any order
         and shape.
-      split: the state.
+      layout: layout of the tables.
+      clocks: the state of tracking.
 
     Raises:
       OptionError: a table does not exist; indices are not integers, or are outside the table;
         or there are gradient accumulators, whose rows move later.
     """
-    if split.windows:
+    if clocks.windows:
         raise OptionError(
             "ids: expected none with optax.MultiSteps, which moves all gathered rows at the end of "
             "a window; omit them: the stamps record which rows moved"
         )
-    names = _meant.get(split.layout, tuple(ids), lambda: _tables_meant(ids, split.layout))
+    names = _meant.get(layout, tuple(ids), lambda: _tables_meant(ids, layout))
     found: dict[str, np.ndarray] = {}
     for (given, numbers), (name, count) in zip(ids.items(), names, strict=True):
         rows = np.asarray(numbers)
