@@ -457,3 +457,37 @@ def test_a_step_is_saved_if_the_ids_of_an_earlier_call_are_unknown(untracked, id
             assert named_alone(run).kind == "full"
         manager.wait_appended()
     check_after_a_restart(run, run.step)
+
+
+# A state in memory that is older than the last record.
+
+
+@pytest.mark.parametrize("by_ids", [False, True])
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_save_of_an_earlier_state_is_what_the_next_record_continues_from(run, by_ids, wait):
+    with run.open() as manager:
+
+        def append(since: int) -> None:
+            logged = named(manager, run, since) if by_ids else run.append()
+            assert logged.kind == "full"
+
+        run.save_initial()
+        for _ in range(2):
+            run.append()
+        earlier = run.state, run.touched
+        for _ in range(3):
+            append(run.step)
+        manager.wait_appended()
+        run.state, run.touched = earlier
+        run.save(wait=wait)
+        saved = run.step
+        # Until the clock is later than that of the last record.
+        run.train(3)
+        for _ in range(2):
+            append(saved)
+        manager.wait_until_finished()
+        manager.wait_appended()
+        for point in manager.recovery_points():
+            run.check(manager.restore(point, run.state))
+        assert manager.recovery_points()[0].step == run.step
+    check_after_a_restart(run, run.step)

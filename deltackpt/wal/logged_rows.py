@@ -13,6 +13,7 @@ import numpy as np
 
 from deltackpt.format.blocks import Span
 from deltackpt.resources.staging import Staging
+from deltackpt.save import snapshot
 from deltackpt.save.clocks import Clocks, clocks_seen
 from deltackpt.save.selection import Sources, virtual_rows, within
 from deltackpt.state.marks import match_marks
@@ -69,8 +70,11 @@ class LoggedRows:
             return None
         now = Clocks(readings=tuple(until.readings))
         before, after = clocks_seen(now, since), {one.place: one.clock for one in until.readings}
-        if not before or {mark.place for mark in marks} != before.keys():
+        found = {one.place: one.clock for one in snapshot.clocks_of(split, marks).readings}
+        if not before or found.keys() != before.keys():
             return None
+        if any(clock < after[place] for place, clock in found.items()):
+            return None  # Training has gone back to a state from before the last calls.
         stamps = match_marks(marks, split.layout)
         sources = Sources(split.layout, split.fields, stamps, staging)
         given = virtual_rows(

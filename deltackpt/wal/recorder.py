@@ -663,11 +663,10 @@ class Recorder:
             return
         known, chain = lineage.newest_known, self._chain
         assert known is not None
-        if chain is not None and known.clocks.readings:
-            if not clocks_seen(known.clocks, chain.last.clocks):
-                # Other marks than those of the records: rows may have changed without any.
-                chain = None
-                self._given_rows.forget()
+        if chain is not None and known.clocks.readings and doubt(known.clocks, chain.last):
+            # Other marks than those of the records: rows may have changed without any.
+            chain = None
+            self._given_rows.forget()
         if (
             chain is None
             or self._needs_root
