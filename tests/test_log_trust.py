@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import shutil
+import tracemalloc
 import warnings
 from typing import Any
 
@@ -437,6 +439,37 @@ def test_ids_of_a_call_that_failed_early_are_in_the_next_record(untracked, bad, 
 
 def fenced() -> None:
     raise FencedError("another trainer took over")
+
+
+#: Calls whose ids take 8 MB.
+MANY_CALLS = 1000
+
+
+@pytest.mark.parametrize("bad", ["items", "leaf"])
+@pytest.mark.parametrize("tracked", [False, True])
+def test_ids_of_many_calls_take_the_memory_of_one_set(run, untracked, bad, tracked):
+    run = run if tracked else untracked
+    ids = {name: np.arange(rows) for name, rows in model.ROWS.items()}
+    bad_items = {"items": {"at": object()}} if bad == "items" else {}
+    with run.open() as manager:
+        touched = {"touched": run.touched} if tracked else {}
+        manager.save(0, run.state, **touched)
+        state = {**run.state, "bad": object()} if bad == "leaf" else run.state
+
+        def call(step: int) -> None:
+            with contextlib.suppress(DeltackptError):
+                manager.append(step, state, ids=ids, full=False, **bad_items, **touched)
+
+        call(1)
+        manager.wait_appended()
+        tracemalloc.start()
+        for step in range(2, MANY_CALLS):
+            call(step)
+        manager.wait_appended()
+        gc.collect()
+        grown, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert grown < 1 << 20
 
 
 @pytest.mark.parametrize("saves", [False, True])

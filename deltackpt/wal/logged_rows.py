@@ -19,6 +19,7 @@ from deltackpt.save.selection import Sources, virtual_rows, within
 from deltackpt.state.marks import match_marks
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks
+from deltackpt.wal.named_rows import NamedRows
 
 
 class LoggedRows:
@@ -26,7 +27,7 @@ class LoggedRows:
 
     def __init__(self) -> None:
         """Creates it without rows."""
-        self._rows: dict[str, list[np.ndarray]] = {}
+        self._rows = NamedRows()
         self._since: Clocks | None = None
         self._until: Clocks | None = None
 
@@ -44,16 +45,15 @@ class LoggedRows:
         if self._since is None:
             return
         self._until = until
-        for table, numbers in rows.items():
-            self._rows.setdefault(table, []).append(numbers)
+        self._rows.add(rows)
 
     def compared(self) -> None:
         """Continues from the last moment of which rows were named: those before are correct."""
-        self._rows, self._since, self._until = {}, self._until or self._since, None
+        self._rows, self._since, self._until = NamedRows(), self._until or self._since, None
 
     def forget(self) -> None:
         """Removes all rows."""
-        self._rows, self._since, self._until = {}, None, None
+        self._rows, self._since, self._until = NamedRows(), None, None
 
     def missing(self, split: Split, marks: Sequence[Marks], staging: Staging) -> str | None:
         """Describes the touched rows that ``ids`` did not name; None if it named all.
@@ -77,10 +77,7 @@ class LoggedRows:
             return None  # Training has gone back to a state from before the last calls.
         stamps = match_marks(marks, split.layout)
         sources = Sources(split.layout, split.fields, stamps, staging)
-        given = virtual_rows(
-            {table: np.unique(np.concatenate(held)) for table, held in self._rows.items()},
-            split.layout,
-        )
+        given = virtual_rows(self._rows.rows(), split.layout)
         touched = {
             clock: _all_touched(sources, clocks) for clock, clocks in enumerate((before, after))
         }

@@ -57,10 +57,11 @@ from deltackpt.wal import taking, trimming
 from deltackpt.wal.audit import Audit
 from deltackpt.wal.batch import Item, items_of
 from deltackpt.wal.logged_rows import LoggedRows
+from deltackpt.wal.named_rows import NamedRows
 from deltackpt.wal.needs import Needs
 from deltackpt.wal.stretch import Stretch, head_of, write_head
 from deltackpt.wal.taking import Rows
-from deltackpt.wal.writer import Failure, LogWriter, merged
+from deltackpt.wal.writer import Failure, LogWriter
 
 _GONE = "the WAL records below the restored recovery point are gone"
 _UNNAMED = "an earlier call of append() did not name its rows, and there is no TouchState"
@@ -148,7 +149,7 @@ class Recorder:
         #: Why a step is saved before the next mark, which would be incomplete with ``ids`` alone.
         self._needs_step: str | None = None
         #: Rows that no durable record of an ended epoch contains; the next epoch begins with them.
-        self._owed: list[Rows] = []
+        self._owed = NamedRows()
         self._committed: collections.deque[SaveId] = collections.deque(maxlen=2)
         self._trimming: Future[None] | None = None
         #: Whether this manager may have trimmed records that a run continued from.
@@ -303,7 +304,7 @@ class Recorder:
         if self._stretch is not None:
             self._stretch.writer.owe(rows)
         elif self._chain is not None:  # Else the next record continues from a save to come.
-            self._owed = [merged([*self._owed, rows])]
+            self._owed.add(rows)
 
     def _take(
         self,
@@ -621,14 +622,13 @@ class Recorder:
             self._chain, self._lost = None, continues
         self._needs.end()
         if self._stretch is not None:
-            self._owed.append(self._stretch.close())
+            self._owed.add(self._stretch.close())
             self._stretch = None
         if number is not None and logs:
             with run.among.together("looking for the WAL", fatal=True):
                 head = head_of(run, self._logs, number)
                 stretch = Stretch.open(run, head, self._references)
-            while self._owed:
-                stretch.writer.owe(self._owed.pop())
+            stretch.writer.owe(self._owed.take())
             self._stretch, self._ended = stretch, None
             self._needs.begin(stretch, split.layout, self._calls)
         self._begun, self._layout, self._voiding = True, split.layout, False
@@ -747,7 +747,7 @@ class Recorder:
         self._needs.end()
         self._begun = False
         if self._stretch is not None:
-            self._owed.append(self._stretch.close())
+            self._owed.add(self._stretch.close())
             self._stretch = None
 
     def _write_end(self) -> None:
@@ -780,7 +780,7 @@ class Recorder:
         # Stamps and ids no longer identify the touched rows, so pending rows are meaningless.
         stretch.close()
         stretch.void()
-        self._owed.clear()
+        self._owed = NamedRows()
         self._stretch, self._voiding = None, False
 
     def _follow_run(self) -> None:
@@ -796,7 +796,7 @@ class Recorder:
         self._needs.forget()
         self._newest_step = -1
         self._given_rows.forget()
-        self._owed.clear()
+        self._owed = NamedRows()
         self._committed.clear()
         if (newest := lineage.newest_committed) is not None:
             self._committed.append(newest)

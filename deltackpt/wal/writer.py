@@ -27,6 +27,7 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.resources.workers import Workers
 from deltackpt.wal.batch import Batch, Figures, frames_of
 from deltackpt.wal.dense_frames import DenseFrames, dense_bytes
+from deltackpt.wal.named_rows import NamedRows
 from deltackpt.wal.segments import SegmentWriter
 
 #: Bytes after which to fsync although more batches wait, so that the page cache drains steadily.
@@ -121,7 +122,7 @@ class LogWriter:
         self._durable_at = segments.position
         #: The newest durable record, which a batch continues after a failure.
         self._durable: SaveId | None = None
-        self._owed: list[Mapping[str, np.ndarray]] = []
+        self._owed = NamedRows()
         self._roll = False
         self._busy = self._closed = self._is_abandoned = False
         self._thread: threading.Thread | None = None
@@ -190,14 +191,12 @@ class LogWriter:
     def take_owed(self) -> dict[str, np.ndarray]:
         """Returns and clears table name to rows, ascending, that no durable record contains."""
         with self._changed:
-            owed, self._owed = self._owed, []
-        return merged(owed)
+            return self._owed.take()
 
     def owe(self, rows: Mapping[str, np.ndarray]) -> None:
         """Adds rows to the next batch."""
         with self._changed:
-            if rows:
-                self._owed.append(rows)
+            self._owed.add(rows)
 
     def take_failure(self) -> Failure | None:
         """Returns the failure since the last call, or None."""
@@ -370,7 +369,8 @@ class LogWriter:
         if roots:
             self._durable = roots[-1]
         self._parent = self._durable
-        self._owed += [one.batch.row_numbers for one in lost]
+        for one in lost:
+            self._owed.add(one.batch.row_numbers)
         steps = tuple(one.batch.save_id.step for one in lost)
         since = lost[0].batch.started
         if (before := self.failure) is not None:
@@ -398,12 +398,3 @@ def _event(
         batches_in_sync=together,
         committed_unix_secs=time.time(),
     )
-
-
-def merged(owed: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Returns table name to all rows of several such mappings, ascending."""
-    found: dict[str, np.ndarray] = {}
-    for rows in owed:
-        for table, numbers in rows.items():
-            found[table] = np.union1d(found[table], numbers) if table in found else numbers
-    return found
