@@ -371,6 +371,33 @@ def test_rows_that_the_log_finds_unmarked_on_one_process_make_all_save_a_base(se
     assert_reads_alone(root, step + 2)
 
 
+@pytest.mark.parametrize("refused", [[1], [0, 1]], ids=["one", "all"])
+def test_a_process_without_its_part_of_the_base_for_unmarked_rows_appends_nothing(
+    server, tmp_path, refused
+):
+    root = tmp_path / "root"
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        started(job, root, TRAINED)
+        logged(job, 2)
+        job.all("train", to=3, forget=[0, 1])
+        job.ask("fault", at="snapshot", of=refused)
+        job.answers(of=refused)
+        found = job.each("run_until_saved", at_most=FAR)
+        assert ["error" in one for one in found] == [one in refused for one in (0, 1)], found
+        step = job.all("told")[1]["events"][-1]["step"]
+        found = job.each("run_on", to=step + 1)
+        assert [one["skipped"] for one in found if "skipped" in one][-1] == [step + 1], found
+        for one in job.each("wait_appended"):
+            assert one.get("recovery") in (0, None), one
+        job.each("run_until_saved", at_most=FAR)
+        job.each("wait")
+        step = job.one("steps")["steps"][-1]
+        logged(job, step + 2)
+        assert job.one("points")["points"] == [step + 2, step + 1]
+        job.close()
+    assert_reads_alone(root, step + 2)
+
+
 # Where all must come to the same meetings.
 
 

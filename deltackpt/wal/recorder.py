@@ -245,7 +245,7 @@ class Recorder:
             if reason is not None:
                 return Due(reason)
             if refused or self._ended is not None:
-                why = self._ended or "this process failed in its part of the last save"
+                why = self._ended or "this process waits for the next save of all processes"
                 return self._logged(step, None, f"skipped: {why}", call.started)
             if (broken := self._needs.take_failure()) is not None:
                 raise AppendFailed(
@@ -398,8 +398,10 @@ class Recorder:
         needs, agreed = self._needs, self._needs.agreed
         if agreed is not None:
             return reason or agreed.reason, False
+        if (reason is not None or self._needs_root) and needs.waits_for_others(split.layout):
+            return None, True
         if reason is not None:
-            return (None, True) if needs.waits_for_others(split.layout) else (reason, False)
+            return reason, False
         reason = self._run.lineage.distrusted or self._needs_step
         if reason is None and not may_commit and not self.is_anchored:
             reason = "the save that the WAL continues from has failed"
