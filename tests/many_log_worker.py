@@ -93,10 +93,10 @@ class Logger(Worker):
             skipped += [self._step] * found["reason"].startswith("skipped")
         return {"saved": saved, "skipped": skipped}
 
-    def run_until_saved(self, at_most: int) -> dict[str, Any]:
+    def run_until_saved(self, at_most: int, **arguments: Any) -> dict[str, Any]:
         """Trains and logs until a step is saved instead of a mark."""
         while self._step < at_most:
-            found = self.run_on(self._step + 1)
+            found = self.run_on(self._step + 1, **arguments)
             if found["saved"]:
                 return found
         return {"saved": [], "skipped": []}

@@ -291,6 +291,7 @@ class Worker:
         self._step = 0
         self._state: dict[str, Any] = {}
         self._marks: touched.TouchState | None = None
+        self._hides_marks = False
 
     def run(self) -> None:
         """Answers until the test has no more questions."""
@@ -449,8 +450,13 @@ class Worker:
         found = self._manager.restore(step, template)
         return {"wrong": difference(found.state, self._model.at(step))}
 
+    def hide_marks(self) -> None:
+        """Passes no TouchState from now on."""
+        self._hides_marks = True
+
     def _given(self) -> touched.TouchState | None:
-        return self._marks if self._manager.options.deltas.tracking != "fingerprints" else None
+        hides = self._hides_marks or self._manager.options.deltas.tracking == "fingerprints"
+        return None if hides else self._marks
 
     def next_save(self) -> dict[str, Any]:
         """What the next save would be."""

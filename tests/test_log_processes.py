@@ -419,6 +419,32 @@ def test_what_one_process_gives_wrongly_after_a_restore_keeps_nobody_waiting(ser
     assert_reads_alone(root, 4)
 
 
+def test_invalid_ids_of_one_process_without_marks_have_all_save_at_the_same_call(server, tmp_path):
+    root = tmp_path / "root"
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        job.all("open", root=str(root), log={}, tracking="touched")
+        job.all("start", place=TRAINED)
+        job.all("hide_marks")
+        assert job.one("log")["saved"] == "base"
+        job.all("wait")
+        logged(job, 2, ids=True)
+        job.all("train", to=3)
+        found = job.each("log", ids=True, beyond=1)
+        assert found[0]["kind"] == "full"
+        assert found[1]["error"]["type"] == "OptionError"
+        found = job.each("run_on", to=4, ids=True)
+        assert [one["skipped"] for one in found] == [[], [4]], found
+        found = [one["saved"] for one in job.all("run_until_saved", at_most=FAR, ids=True)]
+        assert found[0] == found[1] and "did not name its rows" in found[0][0][2], found
+        job.all("wait")
+        step = found[0][0][0]
+        logged(job, step + 2, ids=True)
+        assert job.one("points")["points"][:2] == [step + 2, step + 1]
+        job.close()
+    assert_reads_alone(root, step + 2)
+    assert_reads_alone(root, 2)
+
+
 def test_a_process_whose_buffer_is_full_makes_points_void_and_the_next_holds_all(server, tmp_path):
     root = tmp_path / "root"
     with Job(server, tmp_path / "jobs", processes=2) as job:
