@@ -12,6 +12,8 @@ import pytest
 
 import deltackpt
 from deltackpt import touched
+from deltackpt.errors import StorageError
+from deltackpt.wal import recorder
 
 ROWS, WIDTH = 64, 4
 
@@ -128,3 +130,32 @@ def test_a_step_that_is_not_above_the_last_is_refused(tmp_path):
         saver.append(3, training.state, touched=training.touched)
         with pytest.raises(deltackpt.errors.OptionError, match="above 3"):
             saver.append(3, training.state, touched=training.touched)
+
+
+def test_an_epoch_that_cannot_be_opened_is_begun_anew_also_for_the_former_tables(
+    tmp_path, monkeypatch
+):
+    training, opened = Training(), recorder.head_of
+
+    def fails(*given: Any) -> Any:
+        raise StorageError("log/1.msgpack: expected to read it, found an I/O error")
+
+    with manager(tmp_path) as saver:
+        saver.save(0, training.state, touched=training.touched)
+        training.step(1)
+        saver.append(1, training.state, touched=training.touched)
+        larger = {**training.state, "table": jnp.pad(training.state["table"], ((0, 8), (0, 0)))}
+        marks = touched.init({"table": larger["table"]})
+        saver.save(2, larger, touched=marks)
+        monkeypatch.setattr(recorder, "head_of", fails)
+        with pytest.raises(StorageError, match="log/1"):
+            saver.append(3, larger, touched=marks)
+        monkeypatch.setattr(recorder, "head_of", opened)
+        assert saver.append(4, training.state, touched=training.touched).saved is not None
+        training.step(5)
+        assert saver.append(5, training.state, touched=training.touched).kind == "full"
+        saver.wait_appended()
+        saver.wait_until_finished()
+    with manager(tmp_path) as reader:
+        found = reader.restore_latest(training.state)
+    assert found is not None and found.step == 5 and training.equals(found.state)

@@ -619,6 +619,7 @@ class Recorder:
             )
             return number, leads
 
+        self._begun = False  # Until the epoch is open.
         number, leads = run.among.of_first("starting a WAL epoch", write, fatal=True)
         if not leads:
             self._chain, self._lost = None, continues
