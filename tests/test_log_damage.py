@@ -20,7 +20,7 @@ from test_log_looking import HANDLERS, manager, segments
 
 import deltackpt
 from deltackpt import events
-from deltackpt.errors import Damaged, DamagedWal
+from deltackpt.errors import Damaged, DamagedWal, NoIntactStep
 from deltackpt.format import names
 from deltackpt.handlers.choosing import Chooser
 from deltackpt.reading.log_progress import NAME
@@ -284,3 +284,18 @@ def test_of_several_places_another_head_takes_the_place_of_a_damaged_one(tmp_pat
     (near.at / "0.msgpack").write_bytes(b"torn")
     history = history_of(near.at, tmp_path / "far")
     assert [point.step for point in history.points()] == [1] and len(history.replaced) == 1
+
+
+@pytest.mark.parametrize(("has_step", "found"), [(False, "no step"), (True, "none among 2 steps")])
+def test_without_an_intact_step_the_error_names_the_damaged_wal(copy, has_step, found):
+    for segment in (copy.root / "log").rglob("*.seg"):
+        flip(segment, 30)
+    for step in (0, 3):
+        if has_step:
+            next((copy.root / str(step)).glob("embeddings/manifest.0.msgpack")).write_bytes(b"")
+        else:
+            shutil.rmtree(copy.root / str(step))
+    with pytest.raises(
+        NoIntactStep, match=f"expected an intact step, found {found} and a damaged WAL: "
+    ):
+        restore(copy.root)

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from deltackpt import events, processes
+from deltackpt import events, processes, units
 from deltackpt.errors import (
     BrokenChain,
     Damaged,
+    DamagedWal,
     DeltackptError,
     ForeignDirectory,
     NoIntactStep,
@@ -150,9 +151,12 @@ class Restorer:
         why = str(newest)
         if isinstance(newest, Damaged):  # Its advice is to restore an older step.
             why = why.removesuffix(f"; {newest.action}")
+        count = sum(not isinstance(error, DamagedWal) for _, error in skipped)
+        found = f"none among {units.count(count, 'step')}" if count else "no step"
+        if count < len(skipped):
+            found = f"{found} and a damaged WAL"
         error = NoIntactStep(
-            f"{run.root}: expected an intact step, found {len(skipped)} steps and "
-            f"none intact, the newest because {why}; copy the directory back "
+            f"{run.root}: expected an intact step, found {found}: {why}; copy the directory back "
             "from a backup, or start again in an empty one"
         )
         run.tell_failure("restore", None, error, started)
