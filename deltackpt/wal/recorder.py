@@ -139,7 +139,8 @@ class Recorder:
         self._newest_step = -1
         self._given_rows = LoggedRows()
         #: The last call up to which all rows since the last record are known by name: ``ids`` name
-        #: only rows since the last call. If it is another one, the next record reads the stamps.
+        #: only rows since the last call. If it is another one, the next record reads the stamps; a
+        #: step is saved if there are none.
         self._named_until = -1
         #: Whether the next save is the first thing that records can continue from.
         self._needs_root = False
