@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import pytest
 from damages import HOWS, damage
@@ -139,8 +140,9 @@ def test_retention_keeps_a_compacted_base_and_its_item(tmp_path):
 
 
 def write_items(root: Path) -> dict:
-    """Saves a state twice, with an item of Orbax's each time."""
-    state = initial()
+    """Saves a state twice, with an item of Orbax's each time, because of one leaf."""
+    pinned = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    state = {**initial(), "odd": jax.device_put(jnp.ones(4), pinned)}
     touched = deltackpt.touched.init({"emb": state["emb"]})
     with deltackpt.CheckpointManager(root, handlers=HANDLERS) as one:
         for step in (1, 2):
@@ -153,7 +155,7 @@ def test_where_deltas_have_orbax_s_item_a_compacted_base_has_none(tmp_path):
     root = tmp_path / "run"
     state = write_items(root)
     assert fold(root, 2) is not None
-    assert not (root / "compacted/2/embeddings/dense").exists()
+    assert (root / "2/dense").exists() and not (root / "compacted/2/embeddings/dense").exists()
     assert restored(root, 2, state) == bits(state)
 
 
@@ -162,8 +164,10 @@ def test_no_delta_goes_on_from_an_item_that_compaction_takes_away(tmp_path):
     state = write_items(root)
     with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options()) as one:
         found = one.restore(2, state)
-        one.save(3, trained(found.state, 2), touched=marked(found.touched, 2))
+        state = {**found.state, "odd": jnp.ones(4)}
+        assert one.save(3, trained(state, 2), touched=marked(found.touched, 2)).kind == "delta"
         one.wait_until_finished()
+    assert stored.read_save(root / "3").head.dense_blocks is not None
     fold(root, 2)
     before = restored(root, 3, state)
     for step in (1, 2):

@@ -62,8 +62,9 @@ def test_an_event_tells_of_each_leaf_how_it_was_kept(tmp_path):
     assert sum(figures.nbytes for figures in delta.dense) <= on_disk + len(delta.dense)
     # Rows are counted as they are without such leaves.
     assert 0 < delta.bytes_written < delta.dense_bytes
-    _, (_, plain) = run(tmp_path / "orbax", deltackpt.Dense(), 2)
-    assert (plain.dense, plain.dense_bytes, plain.rows) == ((), 0, delta.rows)
+    _, (base, whole) = run(tmp_path / "whole", deltackpt.Dense(), 2)
+    assert (whole.dense, whole.rows, base.dense_bytes) == ((), delta.rows, 0)
+    assert 0 < whole.bytes_written < delta.bytes_written < delta.dense_bytes < whole.dense_bytes
 
 
 def test_a_leaf_that_was_widened_is_named_with_its_reason(tmp_path, caplog):

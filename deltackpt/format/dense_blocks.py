@@ -11,7 +11,7 @@ an array are *plain*: consecutive bytes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from deltackpt.format import dtypes
 from deltackpt.format.segments import Segment
@@ -77,10 +77,13 @@ class DenseBlocks:
         processes.
       segments: the data that changed since the parent. ``group`` is a dtype, or ``plain``;
         ``fields`` is ``blocks``, whose codec is that of the encoding.
+      complete: whether the segments contain every value without reference, so that no older save
+        is needed; False if that is unknown.
     """
 
     values: tuple[BlockedValue, ...]
     segments: tuple[Segment, ...]
+    complete: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -169,6 +172,21 @@ def check(record: DenseBlocks) -> None:
         if segment.ranges:
             last = segment.ranges[-1][1]
             require(last <= total, f"blocks below {total}", last, f"segments.{segment.name}")
+    if record.complete:
+        _check_complete(record, ends)
+
+
+def _check_complete(record: DenseBlocks, blocks: Mapping[str, int]) -> None:
+    """Checks that a complete record contains all of its values."""
+    found: dict[str, int] = {}
+    for segment in record.segments:
+        found[segment.group] = found.get(segment.group, 0) + segment.count
+    for value in record.values:
+        if value.plain:
+            require(value.at is not None, "bytes", None, f"values.{value.key}.at")
+    for group, count in {**blocks, PLAIN: plain_bytes(record)}.items():
+        held = found.get(group, 0)
+        require(held == count, f"all {count} of {group}", held, "segments")
 
 
 def plain_bytes(record: DenseBlocks) -> int:

@@ -38,7 +38,7 @@ ENCODINGS = "encodings"
 PARTS = "parts"
 #: Needed by a save from which a restore may go back a few saves only, not to a base.
 ROLLING = "rolling"
-#: Needed by a delta whose dense leaves are blocks of our item, by way of those of its parent.
+#: Needed by a delta whose dense leaves are in our item, complete or relative to its parent's.
 DENSE_BLOCKS = "dense_blocks"
 #: Required for deltas whose arrays are in a layer file.
 LAYERS = "layers"
@@ -286,7 +286,7 @@ class Manifest:
     shared_stamps: dict[str, int] = dataclasses.field(default_factory=dict)
     #: Every part, by process; only in process 0's manifest, for several processes.
     parts: tuple[Part, ...] = ()
-    #: The dense leaves, if they are blocks of this item; in deltas, for each part its own.
+    #: The dense leaves, if they are stored in this item; in deltas, for each part its own.
     dense_blocks: DenseBlocks | None = None
     #: Bytes of the dense leaves of a base, against which deltas have theirs as blocks; 0 elsewhere.
     dense_bytes: int = 0
@@ -305,10 +305,14 @@ class Manifest:
 
 
 def nbytes_of(record: Any) -> int:
-    """Returns the bytes of a manifest's or outline's arrays; of all parts if it describes them."""
+    """Returns the bytes of a manifest's or outline's arrays; of all parts if it describes them.
+
+    Excludes complete dense leaves: every save has them, and a restore reads only the newest ones.
+    """
     if record.parts:
         return sum(part.nbytes for part in record.parts)
-    dense = () if record.dense_blocks is None else record.dense_blocks.segments
+    held = record.dense_blocks
+    dense = () if held is None or held.complete else held.segments
     segments = (*record.segments, *dense)
     return record.dense_bytes + sum(entry.nbytes for one in segments for entry in one.arrays)
 

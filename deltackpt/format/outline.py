@@ -39,6 +39,7 @@ class _DenseSizes:
     """Of DenseBlocks what its bytes follow from."""
 
     segments: tuple[_Sizes, ...]
+    complete: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -122,11 +122,12 @@ class OrbaxItems:
             return handler.restore(item_dir, args=args)
 
     def _of_blocks(self, step: int) -> Sequence[StoredSave] | None:
-        """Returns the chain of a delta with dense leaves as blocks, or None."""
+        """Returns the saves with the dense leaves of a delta's shards; None for Orbax's item."""
         step_dir, item = self._root.at(step), self._root.item
-        if saves.read_save(step_dir, item).head.dense_blocks is None:
+        save = saves.read_save(step_dir, item)
+        if save.head.dense_blocks is None:
             return None
-        return chains.read_chain(step_dir, item)
+        return chains.read_chain(step_dir, item) if save.needs_older_dense else [save]
 
     def _own(self, step: int) -> Sequence[StoredSave] | None:
         """Returns the chain with a step's dense leaves; None if it is another manager's."""

@@ -168,7 +168,7 @@ class Run:
       meetings: coordinates processes that do not share directories.
       newest: the newest step: first as process 0 found it, then every committed one.
       restored: the step that the next save continues from, if it is not the newest one.
-      dense: keeps dense leaves that deltas store as blocks; None if they are Orbax items.
+      dense: keeps dense leaves that deltas store as changed blocks; None if they store them whole.
       log: receives the saves.
       restored_state: the restored state, and where training continued from it.
       is_emitting: whether event handlers are being called.

@@ -52,6 +52,7 @@ from deltackpt.save.flight import (
 )
 from deltackpt.save.lineage import UNTRACKED
 from deltackpt.save.step import Item, Step
+from deltackpt.save.whole_dense import WholeDense
 from deltackpt.state import contexts, tables
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import TouchState
@@ -268,11 +269,14 @@ class Saver:
     def _dense(self, step: int, attempt: int, split: Split, pending: PendingSave) -> Item | None:
         """Captures dense leaves for our own writer, or for Orbax's handler if one is unusual.
 
-        Returns None if they are blocks of the item of a delta.
+        Returns None if they are part of the item of a delta.
         """
         run = self._run
         leaves = dense.storable(split.dense)
         try:
+            if run.dense is None and pending.intent.kind == "delta":
+                pending.dense = WholeDense.capture(leaves, run.among.index, run.staging)
+                return None
             if run.dense is None:
                 return DenseLeaves.take(leaves, run.among.index, run.staging)
             taken = run.dense.take(leaves, split.layout.dense, run.among.index)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense leaves of a step whose deltas contain them as blocks: read, verified, decoded; no jax.
+"""Dense leaves of a step whose deltas contain them in shards: read, verified, decoded; no jax.
 
 The shards of the step list the values of its dense item. The reader determines what it
 needs from the newest save backwards: once a block has a codec that needs no reference, older saves
@@ -239,7 +239,7 @@ class _Later:
 
 
 def listed(save: StoredSave) -> list[BlockedValue]:
-    """Returns the dense item's values if a save stores them as blocks; otherwise none."""
+    """Returns the dense item's values if a save stores them in its shards; otherwise none."""
     if save.head.dense_blocks is None:
         return []
     return [value for source in sources(save) for value in source.record.values]
@@ -250,18 +250,20 @@ def sources_of(
 ) -> tuple[list[list[PartSource]], StoredSave | None]:
     """Returns the blocks of a chain's deltas, newest first, and the save below the deltas.
 
-    The latter is None if the oldest save of the chain stores blocks too.
+    The latter is None if no older save is needed, or if the oldest save of the chain stores blocks.
     """
     found = []
     for save in reversed(saves):
         if save.head.dense_blocks is None:
             return found, save
         found.append([*sources(save, on_bytes)])
+        if not save.needs_older_dense:
+            break
     return found, None
 
 
 def sources(save: StoredSave, on_bytes: OnBytes = uncounted) -> Iterator[PartSource]:
-    """Returns the dense leaves that each process wrote, for a save that stores them as blocks.
+    """Returns the dense leaves that each process wrote, for a save with them in its shards.
 
     Args:
       save: the save.

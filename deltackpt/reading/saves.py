@@ -68,6 +68,11 @@ class StoredSave:
         kept = self.head.dense_blocks is not None or names.DENSE_ITEM in self.head.digests
         return kept or (self.info.kind == "base" and not self.compacted)
 
+    @property
+    def needs_older_dense(self) -> bool:
+        """Returns whether its dense leaves are changes of those of older saves."""
+        return self.head.dense_blocks is not None and not self.head.dense_blocks.complete
+
     def parts(self, wanted: Callable[[Cover], bool] | None = None) -> list[StoredPart]:
         """Returns the shards with wanted rows, by process; all of them by default.
 

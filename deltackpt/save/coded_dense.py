@@ -254,21 +254,11 @@ class CodedDense:
         return told if len(found) <= _MOST_REASONS else f"{told}; and others"
 
     def _plain(self, place_of: Callable[[str], Place]) -> Iterator[Segment]:
-        held = [one.taken.data for one in self.values if one.changed and one.taken.plain]
-        total = sum(data.nbytes for data in held)
-        if not total:
-            return
-        place = place_of(f"dense.{PLAIN}")
-        entry = arrays.array_entry(PLAIN_BYTES_OF, (total,), np.dtype(np.uint8), zstd=True)
-        stored = parts.stored_field(
-            PLAIN_BYTES_OF,
-            parts.write_array(place, entry, [np.concatenate(held)]),
-            codec="raw",
-            reason="",
-            bounds=np.array([0, total]),
-        )
-        rows = range(total)
-        yield parts.stored_segment(place, PLAIN, (0, 1), rows, StoredArrays((), 0), [stored])
+        held = [
+            np.asarray(one.taken.data) for one in self.values if one.changed and one.taken.plain
+        ]
+        if any(data.nbytes for data in held):
+            yield write_plain(place_of, held, zstd=True)
 
     def _by_codec(self) -> dict[tuple[str, str], list[CodedBlocks]]:
         """Returns the pieces of each group and codec in order, with block indices in the group."""
@@ -279,6 +269,29 @@ class CodedDense:
                 moved = piece._replace(blocks=piece.blocks + value.at)
                 found.setdefault((value.group, piece.codec), []).append(moved)
         return found
+
+
+def write_plain(
+    place_of: Callable[[str], Place], held: Sequence[np.ndarray], *, zstd: bool
+) -> Segment:
+    """Writes the bytes of plain values.
+
+    Args:
+      place_of: returns the destination of a segment.
+      held: (n,) uint8 each, not all empty.
+      zstd: whether to compress them.
+    """
+    place = place_of(f"dense.{PLAIN}")
+    total = sum(data.nbytes for data in held)
+    entry = arrays.array_entry(PLAIN_BYTES_OF, (total,), np.dtype(np.uint8), zstd=zstd)
+    stored = parts.stored_field(
+        PLAIN_BYTES_OF,
+        parts.write_array(place, entry, [np.concatenate(held)]),
+        codec="raw",
+        reason="",
+        bounds=np.array([0, total]),
+    )
+    return parts.stored_segment(place, PLAIN, (0, 1), range(total), StoredArrays((), 0), [stored])
 
 
 def _figures(one: CodedValue, shares: Mapping[tuple[str, str], float]) -> LeafFigures:

@@ -32,6 +32,7 @@ from deltackpt.save.part import PartPlan
 from deltackpt.save.pieces import BusyClock
 from deltackpt.save.rendezvous import Rendezvous, of_this_process
 from deltackpt.save.taken import TakenRows
+from deltackpt.save.whole_dense import WholeDense
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState, plain
 from deltackpt.storage.batch import FileBatch
@@ -98,8 +99,8 @@ class SaveReport:
     """The result of the background half of a save, with the stages of ``events.SaveEvent``.
 
     ``rows``, ``bytes_written`` and ``tables`` are of this process's shard, ``base_bytes`` is the
-    unencoded size of all rows of tables and slots. ``dense_bytes`` and ``dense`` are of dense
-    leaves stored in the shard as blocks, which ``bytes_written`` does not count.
+    unencoded size of all rows of tables and slots. ``dense_bytes`` is of dense leaves
+    stored in the shard, which ``bytes_written`` does not count; ``dense`` only of blocks.
     """
 
     intent: Intent
@@ -150,8 +151,8 @@ class PendingSave:
         self.rows = rows
         #: Bytes of the rows, before they are encoded.
         self.nbytes = nbytes
-        #: Dense leaves that are written beside the rows, as blocks of this item.
-        self.dense: TakenDense | None = None
+        #: Dense leaves that are written beside the rows, in this item.
+        self.dense: TakenDense | WholeDense | None = None
         #: See ``Manifest.dense_bytes``.
         self.base_dense_bytes = 0
         self._plan = plan
@@ -260,6 +261,12 @@ class PendingSave:
     def _write_dense(self, place_of: Callable[[str], Place]) -> WrittenDense | None:
         if self.dense is None:
             return None
+
+        def place_of(segment: str) -> ArrayPlace:
+            return ArrayPlace(item_dir, process, segment, batch)
+
+        if isinstance(self.dense, WholeDense):
+            return self.dense.write(place_of)
         parent = self.intent.parent
         coded = self.dense.coded(
             None if parent is None else parent.save_id,

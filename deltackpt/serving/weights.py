@@ -91,7 +91,7 @@ class Weights:
         Raises:
           Damaged: something is missing or altered.
         """
-        if not held.goes_on or any(save.head.dense_blocks is None for save in further):
+        if not held.goes_on or not all(save.needs_older_dense for save in further):
             return None
         values, meter, fresh = dict(held.values), _Bytes(), dict[Key, Buffer]()
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense leaves of a delta that stores them as blocks, held as files next to the step's files.
+"""Dense leaves of a delta that stores them in its shards, held as files next to the step's files.
 
-The blocks of the next delta are applied to a copy of the held leaves, so unchanged data is not read
-again. After any other save, such as a base, the leaves are read from storage.
+The changed blocks of the next delta are applied to a copy of the held leaves, so unchanged data is
+not read again. After any other save, such as a base, the leaves are read from storage.
 """
 
 from __future__ import annotations
@@ -77,8 +77,10 @@ class BlockedDense:
                 dense_values.apply(source, {key: by_key[key] for key in own})
 
     def _read(self, data: Mapping[str, np.ndarray]) -> None:
-        """Reads all of them, from the base on."""
-        chain = chains.read_chain(self._save.step_dir, self._save.item)
+        """Reads all of them, from the base on if they are changes."""
+        chain = [self._save]
+        if self._save.needs_older_dense:
+            chain = chains.read_chain(self._save.step_dir, self._save.item)
 
         def room(value: BlockedValue) -> np.ndarray:
             return data[_name(value)]
@@ -99,9 +101,7 @@ class BlockedDense:
         return same and bool(further) and all(map(self._is_alike, further))
 
     def _is_alike(self, save: StoredSave) -> bool:
-        if save.head.dense_blocks is None:
-            return False
-        return _kinds(_values(save)) == _kinds(self._values)
+        return save.needs_older_dense and _kinds(_values(save)) == _kinds(self._values)
 
 
 def _values(save: StoredSave) -> dict[str, BlockedValue]:

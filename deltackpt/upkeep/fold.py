@@ -314,7 +314,8 @@ class _Fold:
         if self._number:
             return 0
         records = [part.record.dense_blocks for part in self._target.parts()]
-        return sum(value.nbytes for record in records if record for value in record.values)
+        changed = (record for record in records if record and not record.complete)
+        return sum(value.nbytes for record in changed for value in record.values)
 
     def _share(self) -> Share:
         """The part's share, if there are several parts."""

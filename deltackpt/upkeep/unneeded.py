@@ -220,7 +220,7 @@ class Unneeded:
             found = saves.read_save(self._at / str(step), self._item)
         except (RestoreError, StorageError):
             return False
-        return found.head.dense_blocks is not None
+        return found.needs_older_dense
 
     def _is_damaged_base(self, name: str) -> bool:
         damage = self._damage(self._at / names.COMPACTED / name)
