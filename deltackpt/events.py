@@ -64,9 +64,10 @@ class SaveEvent:
       committed_unix_secs: time of the commit, in seconds since 1970. The event itself is emitted at
         the manager's next call.
       tables: figures of each table and slot with rows; not in the log line.
-      dense_bytes: bytes on disk of dense leaves that a delta stores as blocks
-        (``Dense(deltas="blocks")``); otherwise 0. Not part of ``bytes_written``.
-      dense: figures of each of these leaves, whether it changed or not; not in the log line.
+      dense_bytes: bytes on disk of the dense leaves in a delta's shard; 0 for a base. Not part of
+        ``bytes_written``.
+      dense: with ``Dense(deltas="blocks")``, figures of each of these leaves, whether it changed or
+        not; not in the log line.
     """
 
     step: int

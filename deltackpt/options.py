@@ -428,11 +428,14 @@ class WalOptions:
 class Dense:
     """How leaves that are neither tables nor slots are saved.
 
-    Bases always contain them losslessly, in Orbax's layout, which stock Orbax reads.
+    Bases always contain them losslessly, in Orbax's layout, which stock Orbax reads. Deltas store
+    them in the shards of their tables, which stock Orbax cannot read; ``deltackpt export orbax``
+    and compaction convert any step.
 
     Attributes:
-      deltas: ``"whole"``: deltas contain all dense leaves, as bases do. ``"blocks"``: deltas
-        contain the blocks of 256 elements that changed since the parent.
+      deltas: ``"whole"``: deltas contain all dense leaves losslessly, and none is kept in memory
+        between saves. ``"blocks"``: deltas contain the blocks of 256 elements that changed since
+        the parent.
       codec: codec of blocks: one name for all leaves, or a mapping from globs over leaf paths to
         names (``*`` matches within one path component, ``**`` across components; the first match
         applies; leaves without a match are lossless). Lossy codecs apply to floats of 16 and 32
