@@ -23,6 +23,8 @@ BLOCK = 256
 PLAIN_BYTES = 1024
 #: Group of the segment that holds plain values, and its only array.
 PLAIN, PLAIN_BYTES_OF = "plain", "bytes"
+#: Prefix of the names of all segments of dense leaves.
+SEGMENTS = "dense."
 #: Field of the blocks of a segment.
 BLOCKS = "blocks"
 

@@ -86,7 +86,7 @@ def read_whole(saves: Sequence[StoredSave], read: Callable[[Sequence[StoredSave]
     and retention replaced at the same time is read through its new base.
 
     Args:
-      saves: a chain of ``read_chain``.
+      saves: a chain of ``read_chain``, or the end of one.
       read: reads a chain as a whole; called again with another one.
 
     Raises:
@@ -119,7 +119,9 @@ def _other_chain(saves: Sequence[StoredSave], unusable: set[Spot]) -> tuple[Stor
         found = _walked(target.step_dir, target.item, lambda base: base not in unusable)
     except RestoreError:
         return None
-    same = [save.item_dir for save in found] == [save.item_dir for save in saves]
+    # Of dense leaves, a chain may begin at a delta that contains all of them.
+    last = found[-len(saves) :]
+    same = [save.item_dir for save in last] == [save.item_dir for save in saves]
     return None if same or found[-1].info.save_id != target.info.save_id else found
 
 

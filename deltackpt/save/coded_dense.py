@@ -209,7 +209,7 @@ class CodedDense:
         """
         segments = list(self._plain(place_of))
         for (group, codec), pieces in sorted(self._by_codec().items()):
-            place = place_of(f"dense.{group}.{codec}")
+            place = place_of(f"{dense_blocks.SEGMENTS}{group}.{codec}")
             reason = self._reason(group, codec)
             segments.append(_written(place, group, codec, pieces, reason))
         return DenseBlocks(values=self._described, segments=tuple(segments))
@@ -281,7 +281,7 @@ def write_plain(
       held: (n,) uint8 each, not all empty.
       zstd: whether to compress them.
     """
-    place = place_of(f"dense.{PLAIN}")
+    place = place_of(f"{dense_blocks.SEGMENTS}{PLAIN}")
     total = sum(data.nbytes for data in held)
     entry = arrays.array_entry(PLAIN_BYTES_OF, (total,), np.dtype(np.uint8), zstd=zstd)
     stored = parts.stored_field(

@@ -127,7 +127,7 @@ class WholeDense:
                 data = np.frombuffer(self._data, np.uint8)
                 segments.append(coded_dense.write_plain(place_of, [data], zstd=zstd))
             segments += (
-                _write_group(place_of(f"dense.{name}.{_RAW}"), name, group)
+                _write_group(place_of(f"{dense_blocks.SEGMENTS}{name}.{_RAW}"), name, group)
                 for name, group in self._groups.items()
             )
         finally:

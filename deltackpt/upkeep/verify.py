@@ -46,7 +46,14 @@ from deltackpt.upkeep.verdicts import (
     StepVerdict,
 )
 from deltackpt.upkeep.verify_log import verify_log
-from deltackpt.upkeep.verify_save import StandingSave, once, problem_of, standing_saves, verify_save
+from deltackpt.upkeep.verify_save import (
+    StandingSave,
+    is_of_dense_segment,
+    once,
+    problem_of,
+    standing_saves,
+    verify_save,
+)
 
 #: Number of listings if a chain lacks something that may have been replaced.
 _MOST_ROUNDS = 8
@@ -265,6 +272,8 @@ class _Audit:
                 name = found.base.step_dir.name
                 if self._has_damaged_item(name) and not found.base.compacted:
                     return [name]
+            if found.sources and self._has_damaged_dense(oldest := read[-len(found.sources)]):
+                return [oldest]
             found.check()
         except (Damaged, ForeignDirectory) as error:
             self._add(step, error)
@@ -278,6 +287,17 @@ class _Audit:
         of_item = f"{name}/{names.DENSE_ITEM}"
         problems = self._found[name][1].problems if name in self._found else ()
         return any(f"{problem.object_name}/".startswith(f"{of_item}/") for problem in problems)
+
+    def _has_damaged_dense(self, name: str) -> bool:
+        """Whether dense leaves in the shards of a delta are damaged."""
+        item = f"{name}/{self._item}/"
+        problems = self._found[name][1].problems if name in self._found else ()
+        return any(
+            problem.stops != "nothing"
+            and problem.object_name.startswith(item)
+            and is_of_dense_segment(problem.object_name.removeprefix(item))
+            for problem in problems
+        )
 
     def _add(self, step: int, error: Damaged | ForeignDirectory) -> None:
         """Adds a problem of the chain to the report on a step."""

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
 from deltackpt.errors import Damaged, RestoreError, StorageError
-from deltackpt.format import names
+from deltackpt.format import dense_blocks, names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import Manifest
 from deltackpt.ledger.steps import Steps
@@ -144,6 +144,8 @@ def problem_of(save: StandingSave, error: Damaged) -> Problem:
     stops: Stops = "step"
     if ours and inside.endswith("/zarr.json"):
         stops = "nothing"  # Only other readers use it.
+    elif ours and _is_of_complete_dense(save, inside):
+        pass  # Later steps with changed blocks may need it: ``verify`` checks their chains.
     elif ours and (
         names.is_of_part(inside)
         # In a compacted base, which readers then ignore.
@@ -188,6 +190,22 @@ def _unknown_files(save: StandingSave, found: Inventory) -> Iterator[Problem]:
                 found="a file without one",
                 stops="nothing",
             )
+
+
+def is_of_dense_segment(inside: str) -> bool:
+    """Returns whether a file of deltackpt's item belongs to a segment of dense leaves."""
+    return any(name.startswith(dense_blocks.SEGMENTS) for name in inside.split("/")[1:2])
+
+
+def _is_of_complete_dense(save: StandingSave, inside: str) -> bool:
+    """Returns whether a file of a shard has dense leaves that need no older save."""
+    if not is_of_dense_segment(inside):
+        return False
+    try:
+        record = save.read().head.dense_blocks
+    except (RestoreError, StorageError):
+        return False
+    return record is not None and record.complete
 
 
 def _misplaced(save: StandingSave, head: Manifest) -> Iterator[Problem]:
