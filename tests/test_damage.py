@@ -238,7 +238,7 @@ def test_the_version_that_the_checksum_covers_decides(written, inner, outer, rep
 def test_a_compacted_base_copied_over_a_step_is_damage_and_an_older_step_restores(
     written, tmp_path
 ):
-    """It holds the tables of the step, bit for bit, under its save id, and no dense leaf."""
+    """It holds the tables of the step, bit for bit, under its save id, and no other item."""
     root, states = written
     copy = tmp_path / "copy"
     shutil.copytree(root, copy)

@@ -122,10 +122,15 @@ class OrbaxItems:
             return handler.restore(item_dir, args=args)
 
     def _of_blocks(self, step: int) -> Sequence[StoredSave] | None:
-        """Returns the saves with the dense leaves of a delta's shards; None for Orbax's item."""
+        """Returns the saves with the dense leaves of a delta's shards; None for Orbax's item.
+
+        Raises:
+          Damaged, ForeignDirectory: as for ``check_dense``.
+        """
         step_dir, item = self._root.at(step), self._root.item
         save = saves.read_save(step_dir, item)
         if save.head.dense_blocks is None:
+            saves.check_dense(save)
             return None
         return chains.read_chain(step_dir, item) if save.needs_older_dense else [save]
 

@@ -318,7 +318,7 @@ def stands(step_dir: Where, save_id: SaveId, item: str = names.EMBEDDINGS_ITEM) 
 def check_dense(save: StoredSave) -> None:
     """Checks that a step has the dense leaves that its manifest names.
 
-    A compacted base names them too. It contains them if the replaced step stores them as blocks;
+    A compacted base names them too. It contains them if the replaced step has them in its shards;
     otherwise they stay in that step.
 
     Raises:
@@ -327,12 +327,11 @@ def check_dense(save: StoredSave) -> None:
     """
     if not save.head.dense or save.head.dense_blocks is not None:
         return
-    if names.DENSE_ITEM in save.head.digests:
-        return
-    if (save.step_dir / names.DENSE_ITEM).is_dir():
+    has_own = names.DENSE_ITEM in save.head.digests
+    if save.compacted if has_own else (save.step_dir / names.DENSE_ITEM).is_dir():
         return
     name, leaves = f"{save.step_dir.name}/{names.DENSE_ITEM}", len(save.head.dense)
-    if (save.step_dir / names.STEP_METADATA).exists():
+    if not has_own and (save.step_dir / names.STEP_METADATA).exists():
         raise ForeignDirectory(
             f"{name}: expected {leaves} dense leaves, found no such item: another manager "
             "committed the step; restore it with that manager, or restore only its tables"
