@@ -44,7 +44,7 @@ class DenseChain(NamedTuple):
         """
         name = saves[-1].name
         sources, base = dense_values.sources_of(saves)
-        missing = dense_values.missing(sources, base, name) if sources else {}
+        missing = dense_values.missing(sources, base, name) if saves[-1].needs_older_dense else {}
         return cls(name, sources, base, missing)
 
     def check(self) -> None:

@@ -103,6 +103,9 @@ def _dense_problems(source: PartSource) -> Iterator[tuple[str, str, str]]:
             continue
         dense_work.check_arrays(source, segment)
         if segment.group != PLAIN:
+            codec = dense_work.codec_of(segment, source.name)
+            if source.record.complete and codec.relative:
+                yield f"{folder}/{segment.name}", "blocks without a reference", codec.name
             held.setdefault(segment.group, []).append(dense_values.rows_of(source, segment))
         elif segment.count != (total := dense_blocks.plain_bytes(source.record)):
             yield f"{folder}/{segment.name}", f"{total} bytes of plain values", f"{segment.count}"

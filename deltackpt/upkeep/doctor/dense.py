@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that the newest chain has everything that its dense blocks depend on."""
+"""Checks that the newest chain has everything that its dense leaves depend on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deltackpt.upkeep.doctor.findings import Finding
 
 
 def dense_findings(opened: Steps) -> Iterator[Finding]:
-    """Checks dense leaves that the newest step stores as blocks; yields nothing for Orbax's item.
+    """Checks dense leaves in the shards of the newest step; yields nothing for Orbax's item.
 
     Reads records and block indices, but no data: ``deltackpt verify`` reads everything.
 
@@ -54,7 +54,7 @@ def dense_findings(opened: Steps) -> Iterator[Finding]:
         area="directory",
         subject="dense leaves",
         severity="ok",
-        found=f"step {newest} stores them as blocks of {units.count(deltas, 'delta')}, "
+        found=f"step {newest} stores them in the shards of {units.count(deltas, 'delta')}, "
         f"{units.size(held)} before compression{where}",
         figures={"deltas": deltas, "nbytes": held, "from_base": bool(found.missing)},
     )
