@@ -27,7 +27,7 @@ from deltackpt.errors import Damaged
 from deltackpt.format.names import DENSE_ITEM
 from deltackpt.reading import saves
 from deltackpt.testing import Disk
-from deltackpt.upkeep import compact, verify
+from deltackpt.upkeep import compact, stored_chunks, verify
 
 WHOLE = deltackpt.Dense()
 BLOCKS = deltackpt.Dense(deltas="blocks")
@@ -112,7 +112,8 @@ def test_no_older_save_is_read(tmp_path):
     with opened(tmp_path, WHOLE) as saver:
         loop.steps(saver, 1, 2, 3)
     shutil.rmtree(tmp_path / "1" / DENSE_ITEM)
-    shutil.rmtree(tmp_path / "2/embeddings/part.0/dense.float32.raw")
+    for chunk in stored_chunks(tmp_path / "2", "*", segment="dense.*"):
+        chunk.flip()
     with opened(tmp_path, WHOLE, **READ) as reader:
         model.assert_same(reader.restore(3, loop.states[3]).state, loop.states[3])
     for step in (1, 2):

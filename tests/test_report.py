@@ -23,6 +23,7 @@ from deltackpt import inspect
 from deltackpt.errors import StorageError
 from deltackpt.format import names
 from deltackpt.inspect import report
+from deltackpt.testing import stored_chunks
 from deltackpt.units import size
 
 
@@ -127,8 +128,8 @@ def test_damage_beside_the_tables_costs_a_section_and_not_the_page(tmp_path):
     head = max((tmp_path / "run" / "log").glob("*.msgpack"))
     for path in (head, *(tmp_path / "run" / "log").glob("*/head.msgpack")):
         path.write_bytes(b"nothing")
-    for path in (tmp_path / "run" / "3" / "embeddings").glob("part.0/dense.plain/bytes/c/*"):
-        path.write_bytes(b"nothing")
+    for chunk in stored_chunks(tmp_path / "run" / "3", "*", segment="dense.plain"):
+        chunk.flip()
     written = report.write(inspect.open(tmp_path / "run"), tmp_path / "report.html")
     assert any("dense leaves are not shown" in text for text in written.warnings)
     assert any("valid recovery points cannot be determined" in text for text in written.warnings)

@@ -50,6 +50,7 @@ from deltackpt.errors import (
 from deltackpt.integrations import t5x as deltackpt_t5x
 from deltackpt.integrations.t5x.retention import BestByMetric
 from deltackpt.storage import batch
+from deltackpt.testing import stored_chunks
 
 TABLE = "target/token_embedder/embedding"
 
@@ -347,17 +348,9 @@ def test_a_save_that_was_cut_off_leaves_a_name_and_the_run_goes_on_from_the_step
     assert saves_of(model_dir)[4].kind == "delta"
 
 
-def dense_chunk(step: Path) -> Path:
-    """A file with dense leaves of a delta."""
-    return next(path for path in step.glob("**/dense.*/**/c/*") if path.is_file())
-
-
 def test_a_damaged_newest_step_is_skipped_with_a_warning(run, initializer):
     model_dir, states = run
-    damaged = dense_chunk(model_dir / "deltackpt" / "3")
-    data = bytearray(damaged.read_bytes())
-    data[len(data) // 2] ^= 1
-    damaged.write_bytes(bytes(data))
+    stored_chunks(model_dir / "deltackpt" / "3", "*", segment="dense.*")[0].flip()
     manager = open_manager(model_dir, initializer)
     with pytest.warns(UserWarning, match="3"):
         assert_same(manager.restore(path=newest(model_dir)), states[2])
@@ -733,8 +726,7 @@ def test_an_altered_position_of_the_data_is_named_and_not_taken(run_with_data, i
 
 
 def test_the_data_stays_where_it_is_when_the_step_cannot_be_read(run_with_data, initializer):
-    damaged = dense_chunk(run_with_data / "deltackpt" / "4")
-    damaged.write_bytes(damaged.read_bytes()[::-1])
+    stored_chunks(run_with_data / "deltackpt" / "4", "*", segment="dense.*")[0].flip()
     data = numbers()
     reader = open_reader(run_with_data, initializer, dataset_iterator=data)
     with pytest.raises(Damaged):

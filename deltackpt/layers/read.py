@@ -200,16 +200,37 @@ class Layer:
           Damaged: a byte is altered or missing; the error names the header or the chunk.
           StorageError: reading failed.
         """
+        for error in self.damage():
+            raise error
+
+    def damage(self) -> Iterator[Damaged]:
+        """Reads every byte of the layer, and yields what is altered or missing.
+
+        Raises:
+          StorageError: reading failed.
+        """
         page = np.empty(PAGE_BYTES, np.uint8)
-        self._read(0, [page], "header")
-        if page.tobytes() != Header.of(self.manifest, self.nbytes).page():
-            raise Damaged(f"{self._name}: header", "the header of its footer", "other bytes")
+        try:
+            self._read(0, [page], "header")
+            if page.tobytes() != Header.of(self.manifest, self.nbytes).page():
+                yield Damaged(f"{self._name}: header", "the header of its footer", "other bytes")
+        except Damaged as error:
+            yield error
         for array in self.manifest.arrays:
             for numbers in self._batches(array, 0, array.chunk_count - 1):
                 chunks = [(number, self._chunk(array, number)) for number in numbers]
-                self._read_chunks(
-                    array, [_Wanted(number, chunk, _room(chunk)) for number, chunk in chunks]
-                )
+                wanted = [_Wanted(number, chunk, _room(chunk)) for number, chunk in chunks]
+                try:
+                    self._read_chunks(array, wanted)
+                except Damaged:
+                    yield from self._each_damaged(array, wanted)
+
+    def _each_damaged(self, array: LayerArray, wanted: Sequence[_Wanted]) -> Iterator[Damaged]:
+        for one in wanted:
+            try:
+                self._read_chunks(array, [one])
+            except Damaged as error:
+                yield error
 
     def _read_tail(self) -> tuple[footer.Trailer, memoryview]:
         """Reads the footer; unverified except for the trailer's bounds."""

@@ -261,10 +261,6 @@ class PendingSave:
     def _write_dense(self, place_of: Callable[[str], Place]) -> WrittenDense | None:
         if self.dense is None:
             return None
-
-        def place_of(segment: str) -> ArrayPlace:
-            return ArrayPlace(item_dir, process, segment, batch)
-
         if isinstance(self.dense, WholeDense):
             return self.dense.write(place_of)
         parent = self.intent.parent

@@ -108,7 +108,8 @@ def verify_save(
         unreadable=True,
         on_bytes=on_bytes,
     )
-    problems = [problem_of(save, _within_layer(save, found, error)) for error in damage]
+    damage = [one for error in damage for one in _within_layer(save, found, error)]
+    problems = [problem_of(save, error) for error in damage]
     problems += _unknown_files(save, found)
     info = None
     head = found.records[0] if found.records and found.records[0].process == 0 else None
@@ -137,14 +138,14 @@ def verify_save(
 
 def problem_of(save: StandingSave, error: Damaged) -> Problem:
     """Converts damage of a save to a problem, with its effect on restores."""
-    # Errors of layers name the chunk after the file.
-    file, _, _ = error.object_name.partition(": ")
-    inside = file.removeprefix(f"{save.name}/").removeprefix(f"{save.item}/")
-    ours = inside != file.removeprefix(f"{save.name}/")
+    # Errors of layers name the row group after the file.
+    name, _, row_group = error.object_name.partition(": ")
+    inside = name.removeprefix(f"{save.name}/").removeprefix(f"{save.item}/")
+    ours = inside != name.removeprefix(f"{save.name}/")
     stops: Stops = "step"
     if ours and inside.endswith("/zarr.json"):
         stops = "nothing"  # Only other readers use it.
-    elif ours and _is_of_complete_dense(save, inside):
+    elif ours and _is_of_complete_dense(save, inside, row_group):
         pass  # Later steps with changed blocks may need it: ``verify`` checks their chains.
     elif ours and (
         names.is_of_part(inside)
@@ -161,20 +162,21 @@ def problem_of(save: StandingSave, error: Damaged) -> Problem:
     )
 
 
-def _within_layer(save: StandingSave, found: Inventory, error: Damaged) -> Damaged:
-    """Returns the damage of a layer file with the name of its first damaged chunk."""
+def _within_layer(save: StandingSave, found: Inventory, error: Damaged) -> list[Damaged]:
+    """Returns damage of a file; of a layer file, that of each damaged chunk."""
     for record in found.records:
         if record.layer is not None:
             name = names.layer_name(record.process)
             if error.object_name == f"{save.name}/{save.item}/{name}":
                 item_dir = save.step_dir / save.item
                 try:
-                    LayerArrays(item_dir, record, record.layer).layer.verify()
-                except Damaged as of_chunk:
-                    return of_chunk
+                    layer = LayerArrays(item_dir, record, record.layer).layer
+                    return [*layer.damage()] or [error]
+                except Damaged as of_footer:
+                    return [of_footer]
                 except StorageError:
                     break
-    return error
+    return [error]
 
 
 def _unknown_files(save: StandingSave, found: Inventory) -> Iterator[Problem]:
@@ -192,14 +194,20 @@ def _unknown_files(save: StandingSave, found: Inventory) -> Iterator[Problem]:
             )
 
 
-def is_of_dense_segment(inside: str) -> bool:
-    """Returns whether a file of deltackpt's item belongs to a segment of dense leaves."""
-    return any(name.startswith(dense_blocks.SEGMENTS) for name in inside.split("/")[1:2])
+def is_of_dense_segment(object_name: str) -> bool:
+    """Returns whether damage in deltackpt's item is in a segment of dense leaves.
+
+    Args:
+      object_name: name in the error, without the path of the item.
+    """
+    inside, _, row_group = object_name.partition(": ")
+    names = [*inside.split("/")[1:2], row_group.removeprefix("row group '")]
+    return any(name.startswith(dense_blocks.SEGMENTS) for name in names)
 
 
-def _is_of_complete_dense(save: StandingSave, inside: str) -> bool:
-    """Returns whether a file of a shard has dense leaves that need no older save."""
-    if not is_of_dense_segment(inside):
+def _is_of_complete_dense(save: StandingSave, inside: str, row_group: str) -> bool:
+    """Returns whether a file or row group of a shard has dense leaves that need no older save."""
+    if not is_of_dense_segment(f"{inside}: {row_group}"):
         return False
     try:
         record = save.read().head.dense_blocks
