@@ -324,7 +324,7 @@ def bill(options: argparse.Namespace, place: Path, report: Report) -> None:
         spent = server.requests() - before
         step = place / "billed" / "steps" / "1"
         files = [path for path in step.rglob("*") if path.is_file()]
-        chunks = [path for path in files if "c" in path.relative_to(step).parts[:-1]]
+        layers = [path for path in files if path.name.startswith("layer.")]
         way.close()
         before = server.requests()
         open_steps(url, endpoint=server.endpoint)
@@ -334,7 +334,7 @@ def bill(options: argparse.Namespace, place: Path, report: Report) -> None:
     report.state("requests of a commit, beyond 1 PUT a file", _one(further), _count, bar=3)
     report.state("listings of an opening", _one(opened["ListObjectsV2"]), _count, bar=1)
     report.state(
-        "files of a delta that are no chunks", _one(len(files) - len(chunks)), _count, bar=20
+        "files of a delta that are no layers", _one(len(files) - len(layers)), _count, bar=20
     )
     report.note(
         f"A delta of {len(files)} files: {dict(spent)}; an opening to read: {dict(opened)}."

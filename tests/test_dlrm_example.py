@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -212,6 +213,10 @@ def test_demo_tells_a_save_in_progress_from_others(tmp_path):
     chunk.parent.mkdir(parents=True)
     assert demonstration.save_in_progress(tmp_path) is None
     chunk.write_text("rows")
+    assert demonstration.save_in_progress(tmp_path) == begun
+    shutil.rmtree(begun / "embeddings" / "part.0")
+    assert demonstration.save_in_progress(tmp_path) is None
+    (begun / "embeddings" / "layer.0").write_text("rows")
     assert demonstration.save_in_progress(tmp_path) == begun
 
 

@@ -41,6 +41,19 @@ def segment_name(name: str, number: int) -> str:
     return f"{SEGMENTS}/{name}/{number:06}"
 
 
+def _first_bytes(parts: list[memoryview], most_bytes: int) -> tuple[list[memoryview], int]:
+    """Removes the first bytes of some parts; returns them, and their number."""
+    found, nbytes = [], 0
+    while parts and nbytes < most_bytes:
+        piece = parts[0][: most_bytes - nbytes]
+        found.append(piece)
+        nbytes += piece.nbytes
+        parts[0] = parts[0][piece.nbytes :]
+        if not parts[0].nbytes:
+            del parts[0]
+    return found, nbytes
+
+
 class Catalog(Protocol):
     """The units in a store, and their locations."""
 
@@ -181,17 +194,19 @@ class Committed:
             at = self._at(prefix, name)
             self._asked(prefix, key, lambda: at.store.read_into(at.key, first, parts))
             return
-        for part in parts:
-            while part.nbytes:
-                number, inside = divmod(first, SEGMENT_BYTES)
-                piece = part[: SEGMENT_BYTES - inside]
-                at = self._at(prefix, segment_name(name, number))
-                self._asked(
-                    prefix,
-                    key,
-                    lambda at=at, one=piece, at_=inside: at.store.read_into(at.key, at_, [one]),
-                )
-                part, first = part[piece.nbytes :], first + piece.nbytes
+        left = [part for part in parts if part.nbytes]
+        while left:
+            number, inside = divmod(first, SEGMENT_BYTES)
+            pieces, nbytes = _first_bytes(left, SEGMENT_BYTES - inside)
+            at = self._at(prefix, segment_name(name, number))
+            self._asked(
+                prefix,
+                key,
+                lambda at=at, pieces=pieces, inside=inside: at.store.read_into(
+                    at.key, inside, pieces
+                ),
+            )
+            first += nbytes
 
     def length(self, key: str) -> int:
         """See ``Store``."""
