@@ -219,7 +219,7 @@ def test_a_table_whose_rows_no_codec_holds_is_stored_raw_with_the_reason(tmp_pat
 def test_raw_steps_ask_no_feature_of_their_reader(tmp_path):
     saved(tmp_path, "raw")
     found = [saves.read_save(tmp_path / step).manifests[0].features for step in ("0", "1")]
-    assert found == [(), (manifest.DENSE_BLOCKS,)]
+    assert found == [(), (manifest.DENSE_BLOCKS, manifest.LAYERS)]
 
 
 def test_many_rows_beyond_a_codec_are_not_collected_in_memory(tmp_path):

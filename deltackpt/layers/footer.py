@@ -22,6 +22,7 @@ from deltackpt.errors import Damaged, FormatTooNew
 from deltackpt.format import dtypes, records
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.records import Unsound
+from deltackpt.format.segments import ArrayEntry
 from deltackpt.format.soundness import (
     MOST,
     MOST_AXES,
@@ -125,6 +126,11 @@ class LayerArray:
     def chunk_length(self, number: int) -> int:
         """Returns the length of a chunk along the first axis."""
         return min(self.chunk_rows, self.shape[0] - number * self.chunk_rows)
+
+
+def compression_of(entry: ArrayEntry) -> Compression:
+    """Returns how the chunks of an array of a segment are compressed."""
+    return "planes" if entry.byte_planes else "zstd" if entry.zstd else ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

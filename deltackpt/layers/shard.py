@@ -16,7 +16,7 @@ from deltackpt.format import names
 from deltackpt.format.dense_blocks import BLOCKS, PLAIN
 from deltackpt.format.manifest import LayerRef, SaveId
 from deltackpt.format.segments import ArrayEntry, Segment
-from deltackpt.layers.footer import Compression, Kind, LayerManifest, RowGroup
+from deltackpt.layers.footer import Kind, LayerManifest, RowGroup, compression_of
 from deltackpt.layers.write import ArrayWriter, LayerFile, OpenLayer
 from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.storage import arrays
@@ -121,11 +121,6 @@ class LayerShard:
             with contextlib.suppress(StorageError):
                 self._file.close()
             self._file = None
-
-
-def compression_of(entry: ArrayEntry) -> Compression:
-    """Returns how the chunks of an array are compressed in a layer."""
-    return "planes" if entry.byte_planes else "zstd" if entry.zstd else ""
 
 
 def _row_group(segment: Segment) -> RowGroup:

@@ -14,9 +14,8 @@ from deltackpt.errors import Damaged
 from deltackpt.format import names
 from deltackpt.format.manifest import LayerRef, Manifest
 from deltackpt.format.segments import ArrayEntry, Segment
-from deltackpt.layers.footer import LayerArray, RowGroup
+from deltackpt.layers.footer import LayerArray, RowGroup, compression_of
 from deltackpt.layers.read import Layer
-from deltackpt.layers.shard import compression_of
 from deltackpt.reading import bounds
 from deltackpt.storage import arrays, digests
 from deltackpt.storage.crc import BLOCK_BYTES, ChunkSums

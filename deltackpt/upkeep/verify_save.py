@@ -143,8 +143,8 @@ def problem_of(save: StandingSave, error: Damaged) -> Problem:
     inside = name.removeprefix(f"{save.name}/").removeprefix(f"{save.item}/")
     ours = inside != name.removeprefix(f"{save.name}/")
     stops: Stops = "step"
-    if ours and inside.endswith("/zarr.json"):
-        stops = "nothing"  # Only other readers use it.
+    if ours and (inside.endswith("/zarr.json") or row_group == "header"):
+        stops = "nothing"  # Restores do not read it.
     elif ours and _is_of_complete_dense(save, inside, row_group):
         pass  # Later steps with changed blocks may need it: ``verify`` checks their chains.
     elif ours and (
