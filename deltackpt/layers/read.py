@@ -23,6 +23,7 @@ from deltackpt.layers.footer import (
     LayerManifest,
     RowGroup,
 )
+from deltackpt.storage import arrays
 from deltackpt.storage.frame_arrays import decompressed
 from deltackpt.storage.store import Spot
 
@@ -62,7 +63,7 @@ class StoredBytes(NamedTuple):
 
     def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
         """See ``ByteSource``."""
-        with self.spot.missing_is_damage(self.name):
+        with arrays.unreadable_is_damage(self.name, "a layer file"):
             self.spot.store.read_into(self.spot.key, start, parts)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from deltackpt.format import names
 from deltackpt.format.manifest import LayerRef, Manifest
 from deltackpt.format.segments import ArrayEntry, Segment
 from deltackpt.layers.footer import LayerArray, RowGroup, compression_of
-from deltackpt.layers.read import Layer
+from deltackpt.layers.read import Layer, StoredBytes
 from deltackpt.reading import bounds
 from deltackpt.storage import arrays, digests
 from deltackpt.storage.crc import BLOCK_BYTES, ChunkSums
@@ -179,7 +179,7 @@ class LayerArrays:
           record: manifest of the part.
           ref: the layer, from the manifest.
         """
-        self._source = _LayerBytes(item_dir / names.layer_name(record.process))
+        self._source = StoredBytes(item_dir / names.layer_name(record.process))
         self._record, self._ref = record, ref
 
     @functools.cached_property
@@ -264,20 +264,6 @@ class LayerArrays:
                 self.name_of(segment, entry), f"{expected}, as in the manifest", f"{held}"
             )
         return found
-
-
-class _LayerBytes(NamedTuple):
-    """A layer file of a step; see ``layers.read.ByteSource``."""
-
-    spot: Spot
-
-    @property
-    def name(self) -> str:
-        return self.spot.shown()
-
-    def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
-        with arrays.unreadable_is_damage(self.name, "a layer file"):
-            self.spot.store.read_into(self.spot.key, start, parts)
 
 
 def arrays_of(item_dir: Spot, record: Manifest) -> PartArrays:
