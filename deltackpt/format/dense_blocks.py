@@ -11,7 +11,7 @@ an array are *plain*: consecutive bytes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 
 from deltackpt.format import dtypes
 from deltackpt.format.segments import Segment
@@ -139,22 +139,24 @@ def check(record: DenseBlocks) -> None:
     keys: set[Key] = set()
     ends: dict[str, int] = {}
     for value in record.values:
-        place = f"values.{value.key}"
-        require((value.file, value.key) not in keys, "one value of a key", value.key, "values")
-        keys.add((value.file, value.key))
-        if value.file:
-            inside = all(map(is_name, value.key.split("/")))
-            require(inside, "a path in the item", value.key, f"{place}.key")
-        require(value.dtype in BLOCKED_DTYPES, "a dtype of blocks", value.dtype, f"{place}.dtype")
-        require(0 <= value.count <= MOST // 16, "numbers", value.count, f"{place}.count")
-        if value.plain:
-            require(value.dtype == "uint8", "bytes", value.dtype, f"{place}.dtype")
-            require((value.at or 0) >= 0, "0 or more", value.at, f"{place}.at")
-            continue
-        require(value.group == value.dtype, f"group {value.dtype}", value.group, f"{place}.group")
-        expected = ends.get(value.group, 0)
-        require(value.at == expected, f"blocks from {expected} on", value.at, f"{place}.at")
-        ends[value.group] = expected + value.blocks
+        # A record may have thousands of values, so errors are described only if there are any.
+        key, at, plain = (value.file, value.key), value.at, value.group == PLAIN
+        expected = 0 if plain else ends.get(value.group, 0)
+        sound = (
+            key not in keys
+            and 0 <= value.count <= MOST // 16
+            and not value.file
+            and (
+                value.dtype == "uint8" and (at is None or at >= 0)
+                if plain
+                else value.dtype in BLOCKED_DTYPES and value.group == value.dtype and at == expected
+            )
+        )
+        if not sound:
+            _check_value(value, keys, expected)
+        keys.add(key)
+        if not plain:
+            ends[value.group] = expected + value.blocks
     names: set[str] = set()
     for segment in record.segments:
         check_segment(segment)
@@ -178,14 +180,31 @@ def check(record: DenseBlocks) -> None:
         _check_complete(record, ends)
 
 
+def _check_value(value: BlockedValue, keys: Set[Key], expected: int) -> None:
+    """Checks a value; ``expected`` is its first block, and ``keys`` are those before it."""
+    place = f"values.{value.key}"
+    require((value.file, value.key) not in keys, "one value of a key", value.key, "values")
+    if value.file:
+        inside = all(map(is_name, value.key.split("/")))
+        require(inside, "a path in the item", value.key, f"{place}.key")
+    require(value.dtype in BLOCKED_DTYPES, "a dtype of blocks", value.dtype, f"{place}.dtype")
+    require(0 <= value.count <= MOST // 16, "numbers", value.count, f"{place}.count")
+    if value.plain:
+        require(value.dtype == "uint8", "bytes", value.dtype, f"{place}.dtype")
+        require((value.at or 0) >= 0, "0 or more", value.at, f"{place}.at")
+        return
+    require(value.group == value.dtype, f"group {value.dtype}", value.group, f"{place}.group")
+    require(value.at == expected, f"blocks from {expected} on", value.at, f"{place}.at")
+
+
 def _check_complete(record: DenseBlocks, blocks: Mapping[str, int]) -> None:
     """Checks that a complete record contains all of its values."""
     found: dict[str, int] = {}
     for segment in record.segments:
         found[segment.group] = found.get(segment.group, 0) + segment.count
     for value in record.values:
-        if value.plain:
-            require(value.at is not None, "bytes", None, f"values.{value.key}.at")
+        if value.at is None:
+            require(not value.plain, "bytes", None, f"values.{value.key}.at")
     for group, count in {**blocks, PLAIN: plain_bytes(record)}.items():
         held = found.get(group, 0)
         require(held == count, f"all {count} of {group}", held, "segments")

@@ -7,7 +7,7 @@ them, and nothing is kept in memory after the save.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,12 +21,10 @@ from deltackpt.format.dense_blocks import (
     BlockedValue,
     DenseBlocks,
 )
-from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.segments import Segment
 from deltackpt.resources.staging import Staging
 from deltackpt.save import coded_dense, dense_layout
 from deltackpt.save.coded_dense import WrittenDense
-from deltackpt.save.dense_layout import Chunk
 from deltackpt.state import placement
 from deltackpt.storage import parts
 from deltackpt.storage.parts import Place
@@ -39,15 +37,31 @@ _COMPRESSED_BYTES = 64 << 10
 _RAW = "raw"
 
 
+class _Plain(NamedTuple):
+    """A value that is stored as bytes.
+
+    Attributes:
+      key: key in Orbax's database, or a file's path in the item.
+      data: its bytes.
+      file: whether it is a file.
+    """
+
+    key: str
+    data: bytes
+    file: bool = False
+
+
 class _Group(NamedTuple):
     """Blocks of one dtype.
 
     Attributes:
-      values: the values, in the order of their blocks.
+      dtype: the dtype.
+      counts: key and number of elements of each value, in the order of their blocks.
       pieces: their blocks, (n, 256) each, end to end.
     """
 
-    values: list[BlockedValue]
+    dtype: np.dtype
+    counts: list[tuple[str, int]]
     pieces: list[np.ndarray]
 
 
@@ -56,26 +70,27 @@ class WholeDense:
 
     def __init__(
         self,
-        plain: Sequence[BlockedValue],
-        data: bytes,
-        groups: Mapping[str, _Group],
+        plain: Sequence[_Plain],
+        groups: Sequence[_Group],
         staging: Staging,
         lent: list[np.ndarray],
     ):
         """Created by ``capture``."""
         self._plain = plain
-        self._data = data
         self._groups = groups
         self._staging = staging
         self._lent = lent
         #: Bytes of what is to be written.
-        self.nbytes = len(data) + sum(
-            piece.nbytes for group in groups.values() for piece in group.pieces
+        self.nbytes = sum(len(value.data) for value in plain) + sum(
+            piece.nbytes for group in groups for piece in group.pieces
         )
 
     @classmethod
     def capture(cls, tree: Any, process: int, staging: Staging) -> WholeDense:
         """Copies the values that this process writes; waits for accelerators.
+
+        Values of the host get one buffer per dtype in the layout of its segment, which is then
+        written without another copy. Copies of accelerators are already memory of their own.
 
         Args:
           tree: nested containers of leaves.
@@ -86,33 +101,42 @@ class WholeDense:
           UnsupportedLeaf: Orbax's handler must write the leaves.
         """
         plan = dense_layout.plan(tree, process)
-        chunks = [
-            chunk if chunk.on_host else chunk._replace(source=placement.host_copy(chunk.source))
+        sources = [
+            chunk.source if chunk.on_host else placement.host_copy(chunk.source)
             for chunk in plan.chunks
         ]
-        plain = _Plain()
-        for name, text in plan.files.items():
-            plain.add(name, text.encode(), file=True)
-        for key, data in plan.described.items():
-            plain.add(key, data)
-        blocked: dict[str, list[tuple[Chunk, np.ndarray]]] = {}
-        for chunk in chunks:
-            found = np.asarray(chunk.source)[chunk.window]
-            if dense_blocks.is_plain(found.nbytes, found.dtype.name) or not found.dtype.isnative:
-                plain.add(chunk.key, found.tobytes())
+        plain = [_Plain(name, text.encode(), file=True) for name, text in plan.files.items()]
+        plain += [_Plain(key, data) for key, data in plan.described.items()]
+        on_host: dict[np.dtype, list[tuple[str, np.ndarray]]] = {}
+        fetched: dict[np.dtype, list[tuple[str, np.ndarray]]] = {}
+        is_blocked: dict[np.dtype, bool] = {}
+        for chunk, source in zip(plan.chunks, sources, strict=True):
+            found = np.asarray(source)[chunk.window]
+            dtype = found.dtype
+            if dtype not in is_blocked:
+                is_blocked[dtype] = dtype.isnative and dtype.name in dense_blocks.BLOCKED_DTYPES
+            if found.nbytes < dense_blocks.PLAIN_BYTES or not is_blocked[dtype]:
+                plain.append(_Plain(chunk.key, found.tobytes()))
             else:
-                blocked.setdefault(found.dtype.name, []).append((chunk, found))
+                of_dtype = on_host if chunk.on_host else fetched
+                of_dtype.setdefault(dtype, []).append((chunk.key, found))
         lent: list[np.ndarray] = []
         copies: list[tuple[np.ndarray, np.ndarray]] = []
+        groups = []
         try:
-            groups = {
-                name: _group(blocked[name], copies, staging, lent) for name in sorted(blocked)
-            }
+            for dtype in sorted({*on_host, *fetched}, key=str):
+                group = _Group(dtype, [], [])
+                if dtype in on_host:
+                    _lay_out(on_host[dtype], group, copies, staging, lent)
+                for key, found in fetched.get(dtype, ()):
+                    group.counts.append((key, found.size))
+                    group.pieces.extend(_blocks(np.ascontiguousarray(found).reshape(-1)))
+                groups.append(group)
             staging.copy(copies)
         except BaseException:
             _give_back(lent, staging)
             raise
-        return cls(plain.values, b"".join(plain.data), groups, staging, lent)
+        return cls(plain, groups, staging, lent)
 
     def write(self, place_of: Callable[[str], Place]) -> WrittenDense:
         """Writes the segments, and releases the memory.
@@ -122,95 +146,74 @@ class WholeDense:
         """
         try:
             segments = []
-            if self._data:
-                zstd = len(self._data) >= _COMPRESSED_BYTES
-                data = np.frombuffer(self._data, np.uint8)
-                segments.append(coded_dense.write_plain(place_of, [data], zstd=zstd))
-            segments += (
-                _write_group(place_of(f"{dense_blocks.SEGMENTS}{name}.{_RAW}"), name, group)
-                for name, group in self._groups.items()
-            )
+            if data := b"".join(value.data for value in self._plain):
+                held = [np.frombuffer(data, np.uint8)]
+                zstd = len(data) >= _COMPRESSED_BYTES
+                segments.append(coded_dense.write_plain(place_of, held, zstd=zstd))
+            segments += (_write_group(place_of, group) for group in self._groups)
         finally:
             self.release()
-        values = [value for group in self._groups.values() for value in group.values]
         record = DenseBlocks(
-            values=(*self._plain, *dense_blocks.laid_out(values)),
+            values=tuple(self._values()),
             segments=tuple(segments),
             complete=True,
         )
         nbytes = sum(encoding.nbytes for segment in segments for encoding in segment.encodings)
         return WrittenDense(record, nbytes, ())
 
+    def _values(self) -> Iterator[BlockedValue]:
+        """Yields all values with their positions."""
+        at = 0
+        for key, data, file in self._plain:
+            count = len(data)
+            yield BlockedValue(key=key, file=file, dtype="uint8", count=count, group=PLAIN, at=at)
+            at += count
+        for dtype, counts, _ in self._groups:
+            name, at = dtype.name, 0
+            for key, count in counts:
+                yield BlockedValue(key=key, dtype=name, count=count, group=name, at=at)
+                at += dense_blocks.blocks_of(count)
+
     def release(self) -> None:
         """Releases the memory. Idempotent."""
-        for group in self._groups.values():
+        for group in self._groups:
             group.pieces.clear()
         _give_back(self._lent, self._staging)
 
 
-class _Plain:
-    """Values that are stored as bytes, end to end."""
-
-    def __init__(self) -> None:
-        self.values: list[BlockedValue] = []
-        self.data: list[bytes] = []
-        self._end = 0
-
-    def add(self, key: str, data: bytes, *, file: bool = False) -> None:
-        self.values.append(
-            BlockedValue(
-                key=key, file=file, dtype="uint8", count=len(data), group=PLAIN, at=self._end
-            )
-        )
-        self.data.append(data)
-        self._end += len(data)
-
-
-def _group(
-    chunks: Sequence[tuple[Chunk, np.ndarray]],
+def _lay_out(
+    values: Sequence[tuple[str, np.ndarray]],
+    group: _Group,
     copies: list[tuple[np.ndarray, np.ndarray]],
     staging: Staging,
     lent: list[np.ndarray],
-) -> _Group:
-    """Lays out the blocks of one dtype.
-
-    Values of the host get one buffer in the layout of the segment, which is then written without
-    another copy. Copies of accelerators are already memory of their own.
+) -> None:
+    """Adds values of the host to a group, as one buffer.
 
     Args:
-      chunks: the chunks and their values.
+      values: keys and values.
+      group: gets the buffer.
       copies: gets the copies to make, as destination and source.
       staging: provides the buffer.
       lent: gets the buffer if it must be given back.
     """
-    # A stable sort: values of the host first.
-    ordered = sorted(chunks, key=lambda one: not one[0].on_host)
-    dtype = ordered[0][1].dtype
-    values = [
-        BlockedValue(key=chunk.key, dtype=dtype.name, count=found.size, group=dtype.name, at=None)
-        for chunk, found in ordered
-    ]
-    count = sum(
-        value.blocks for value, (chunk, _) in zip(values, ordered, strict=True) if chunk.on_host
-    )
-    pieces: list[np.ndarray] = []
-    if count:
-        shape = (count, BLOCK)
-        if count * BLOCK * dtype.itemsize < _STAGED_BYTES:
-            buffer = np.empty(shape, dtype)
-        else:
-            buffer = staging.take(shape, dtype)
-            lent.append(buffer)
-        pieces.append(buffer)
-        left = buffer.reshape(-1)
-    for value, (chunk, found) in zip(values, ordered, strict=True):
-        if not chunk.on_host:
-            pieces += _blocks(np.ascontiguousarray(found).reshape(-1))
-            continue
-        copies.append((left[: found.size].reshape(found.shape), found))
-        left[found.size : value.blocks * BLOCK] = 0
-        left = left[value.blocks * BLOCK :]
-    return _Group(values, pieces)
+    starts = [0]
+    for _, found in values:
+        starts.append(starts[-1] + dense_blocks.blocks_of(found.size) * BLOCK)
+    shape = (starts[-1] // BLOCK, BLOCK)
+    if starts[-1] * group.dtype.itemsize < _STAGED_BYTES:
+        buffer = np.empty(shape, group.dtype)
+    else:
+        buffer = staging.take(shape, group.dtype)
+        lent.append(buffer)
+    flat = buffer.reshape(-1)
+    for (key, found), start, stop in zip(values, starts, starts[1:], strict=False):
+        end = start + found.size
+        copies.append((flat[start:end].reshape(found.shape), found))
+        if end < stop:
+            flat[end:stop] = 0
+        group.counts.append((key, found.size))
+    group.pieces.append(buffer)
 
 
 def _blocks(flat: np.ndarray) -> Iterator[np.ndarray]:
@@ -224,9 +227,11 @@ def _blocks(flat: np.ndarray) -> Iterator[np.ndarray]:
         yield last
 
 
-def _write_group(place: Place, name: str, group: _Group) -> Segment:
+def _write_group(place_of: Callable[[str], Place], group: _Group) -> Segment:
     """Writes all blocks of one dtype."""
-    [(suffix, array)] = of_blocks.get(_RAW).stored(dtype_of(name)).items()
+    name = group.dtype.name
+    place = place_of(f"{dense_blocks.SEGMENTS}{name}.{_RAW}")
+    [(suffix, array)] = of_blocks.get(_RAW).stored(group.dtype).items()
     held = [piece.view(array.dtype) for piece in group.pieces]
     rows = range(sum(map(len, held)))
     stored = parts.write_array(place, coded_dense.entry_of(suffix, array, held), held)
