@@ -524,3 +524,27 @@ def test_a_save_of_an_earlier_state_is_what_the_next_record_continues_from(run, 
             run.check(manager.restore(point, run.state))
         assert manager.recovery_points()[0].step == run.step
     check_after_a_restart(run, run.step)
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_records_of_an_earlier_state_do_not_replay_onto_the_save_that_it_left(run, saves):
+    """The earlier state is that of the last record; only a save has seen a later one."""
+    with run.open() as manager:
+        run.save_initial()
+        run.append()
+        earlier = run.state, run.touched
+        run.train(2)
+        run.save()
+        run.state, run.touched = earlier
+        if saves:
+            run.save()
+        saved = run.append().saved
+        assert (saved is None) == saves
+        manager.wait_until_finished()
+        assert run.append().kind == "full"
+        manager.wait_appended()
+        for point in manager.recovery_points():
+            run.check(manager.restore(point, run.state))
+        with pytest.raises(OptionError, match="recovery point"):
+            manager.delete(5)
+    check_after_a_restart(run, run.step)

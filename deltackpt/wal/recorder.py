@@ -101,12 +101,21 @@ class _Chain:
       root: the save after which the first record's rows were touched; None once that is written.
       anchor: save or recovery point that the records replay onto.
       committed: whether that is known to be committed.
+      saved: the clocks of the newest save since, which the records may replay onto.
     """
 
     last: Known
     root: SaveId | None
     anchor: SaveId
     committed: bool
+    saved: Clocks
+
+    def doubt(self, clocks: Clocks) -> str | None:
+        """Returns why no record may follow with these clocks; see ``save.branch.doubt``."""
+        seen = clocks_seen(clocks, self.saved)
+        if any(one.clock < seen.get(one.place, 0) for one in clocks.readings):
+            return "the TouchState is older than that of the last save"
+        return doubt(clocks, self.last)
 
 
 class Recorder:
@@ -416,10 +425,10 @@ class Recorder:
         """
         reason = "there is no step or recovery point that a WAL record could continue from"
         if self._chain is not None:
-            reason = self._unfit(self._chain.last, split, clocks)
+            reason = self._unfit(self._chain.last, split) or self._chain.doubt(clocks)
         if reason is not None and (known := self._run.lineage.newest_known) is not None:
             # It may be newer than what the records continue from.
-            reason = self._unfit(known, split, clocks)
+            reason = self._unfit(known, split) or doubt(clocks, known)
             if reason is None and known.continues is not None and known.continues == self._lost:
                 reason = _GONE
             if reason is None:
@@ -427,16 +436,15 @@ class Recorder:
                 self._named_until = -1
         return reason
 
-    def _unfit(self, known: Known, split: Split, clocks: Clocks) -> str | None:
-        if known.layout != split.layout:
-            return "the tables are not those of the step below"
-        return doubt(clocks, known)
+    def _unfit(self, known: Known, split: Split) -> str | None:
+        same = known.layout == split.layout
+        return None if same else "the tables are not those of the step below"
 
     def _root_at(self, known: Known) -> None:
         """Makes the next record continue from a save, or from the point restored above it."""
         anchor = known.info.save_id if known.continues is None else known.continues.save_id
         committed = known.continues is not None or self._run.lineage.is_committed(anchor)
-        self._chain = _Chain(last=known, root=anchor, anchor=anchor, committed=committed)
+        self._chain = _Chain(known, anchor, anchor, committed, known.clocks)
         self._audit.begin(known)
 
     def _tell(self) -> Failure | None:
@@ -667,7 +675,7 @@ class Recorder:
             return
         known, chain = lineage.newest_known, self._chain
         assert known is not None
-        if chain is not None and known.clocks.readings and doubt(known.clocks, chain.last):
+        if chain is not None and known.clocks.readings and chain.doubt(known.clocks):
             # Other marks than those of the records: rows may have changed without any.
             chain = None
             self._given_rows.forget()
@@ -679,6 +687,8 @@ class Recorder:
         ):
             self._root_at(known)
             self._named_until, self._needs_root = self._calls, False
+        else:
+            chain.saved = known.clocks
         self._audit.begin(known)
         self._needs_step = None
         writer = self._writer
