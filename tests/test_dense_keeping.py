@@ -225,7 +225,7 @@ def test_doctor_looks_at_what_dense_leaves_go_on_from(written):
         return found.severity, found.found
 
     severity, found = told()
-    assert severity == "ok" and "blocks of 4 deltas" in found and "from 1/embeddings" in found
+    assert severity == "ok" and "shards of 4 deltas" in found and "from 1/embeddings" in found
     with _without("frozen/0.0"):
         assert told()[0] == "problem" and "frozen/0.0" in told()[1]
     shutil.move(root / "1/dense", root.with_name("aside"))
