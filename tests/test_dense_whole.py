@@ -26,8 +26,8 @@ from deltackpt import inspect
 from deltackpt.errors import Damaged
 from deltackpt.format.names import DENSE_ITEM
 from deltackpt.reading import saves
-from deltackpt.testing import Disk
-from deltackpt.upkeep import compact, stored_chunks, verify
+from deltackpt.testing import Disk, stored_chunks
+from deltackpt.upkeep import compact, verify
 
 WHOLE = deltackpt.Dense()
 BLOCKS = deltackpt.Dense(deltas="blocks")
@@ -139,7 +139,7 @@ def test_leaves_may_change_and_be_donated_once_save_has_returned(tmp_path):
         loop.train()
         expected = jax.tree.map(lambda leaf: leaf if leaf is None else jnp.copy(leaf), loop.state)
         step = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf + 1, params), donate_argnums=0)
-        with Disk(tmp_path) as disk, disk.pause("write", "part") as paused:
+        with Disk(tmp_path) as disk, disk.pause("write", "layer") as paused:
             saver.save(2, loop.state, touched=loop.touched)
             assert paused.reached.wait(60)
             step(loop.state["params"])
