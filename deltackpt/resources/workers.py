@@ -14,11 +14,13 @@ import functools
 import os
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from deltackpt.resources import priority
 from deltackpt.resources.pace import Pace
-from deltackpt.resources.write_buffers import WriteBuffers
+
+if TYPE_CHECKING:
+    from deltackpt.resources.write_buffers import WriteBuffers
 
 _T = TypeVar("_T")
 #: That write, and that encode.
@@ -99,6 +101,9 @@ class Workers:
     @contextlib.contextmanager
     def write_buffers(self) -> Iterator[WriteBuffers]:
         """Lends buffers for one file, which are kept for the next."""
+        # The command line imports this module also if numpy is missing.
+        from deltackpt.resources.write_buffers import WriteBuffers
+
         process, buffers = self._buffers.popleft() if self._buffers else (0, None)
         if buffers is None or process != os.getpid():
             buffers = WriteBuffers(pool=self.forcers)
