@@ -28,6 +28,10 @@ SEGMENTS = "dense."
 #: Field of the blocks of a segment.
 BLOCKS = "blocks"
 
+#: Values that were checked, kept alive so that their identities stay unique, and their blocks.
+_known: dict[int, tuple[tuple[BlockedValue, ...], Mapping[str, int]]] = {}
+_MOST_KNOWN = 64
+
 #: A value of the item: whether it is a file, and its key.
 Key = tuple[bool, str]
 
@@ -136,27 +140,7 @@ def check(record: DenseBlocks) -> None:
     Raises:
       Unsound: the record is invalid.
     """
-    keys: set[Key] = set()
-    ends: dict[str, int] = {}
-    for value in record.values:
-        # A record may have thousands of values, so errors are described only if there are any.
-        key, at, plain = (value.file, value.key), value.at, value.group == PLAIN
-        expected = 0 if plain else ends.get(value.group, 0)
-        sound = (
-            key not in keys
-            and 0 <= value.count <= MOST // 16
-            and not value.file
-            and (
-                value.dtype == "uint8" and (at is None or at >= 0)
-                if plain
-                else value.dtype in BLOCKED_DTYPES and value.group == value.dtype and at == expected
-            )
-        )
-        if not sound:
-            _check_value(value, keys, expected)
-        keys.add(key)
-        if not plain:
-            ends[value.group] = expected + value.blocks
+    ends = _ends_of(record.values)
     names: set[str] = set()
     for segment in record.segments:
         check_segment(segment)
@@ -178,6 +162,42 @@ def check(record: DenseBlocks) -> None:
             require(last <= total, f"blocks below {total}", last, f"segments.{segment.name}")
     if record.complete:
         _check_complete(record, ends)
+
+
+def _ends_of(values: tuple[BlockedValue, ...]) -> Mapping[str, int]:
+    """Checks values; returns the number of blocks of each group. Remembers them by identity.
+
+    ``records.quickly`` returns the same objects for the same bytes, and saves mostly have the same
+    values.
+    """
+    known = _known.get(id(values))
+    if known is not None:
+        return known[1]
+    keys: set[Key] = set()
+    ends: dict[str, int] = {}
+    for value in values:
+        # A record may have thousands of values, so errors are described only if there are any.
+        key, at, plain = (value.file, value.key), value.at, value.group == PLAIN
+        expected = 0 if plain else ends.get(value.group, 0)
+        sound = (
+            key not in keys
+            and 0 <= value.count <= MOST // 16
+            and not value.file
+            and (
+                value.dtype == "uint8" and (at is None or at >= 0)
+                if plain
+                else value.dtype in BLOCKED_DTYPES and value.group == value.dtype and at == expected
+            )
+        )
+        if not sound:
+            _check_value(value, keys, expected)
+        keys.add(key)
+        if not plain:
+            ends[value.group] = expected + value.blocks
+    _known[id(values)] = values, ends
+    while len(_known) > _MOST_KNOWN:
+        _known.pop(next(iter(_known)), None)
+    return ends
 
 
 def _check_value(value: BlockedValue, keys: Set[Key], expected: int) -> None:

@@ -44,7 +44,9 @@ DENSE_BLOCKS = "dense_blocks"
 LAYERS = "layers"
 
 #: Fields that are the same in all saves of a run, and large where there are many tables.
-_ALIKE = frozenset({"groups", "tables", "dense", "tracking_paths", "writers"})
+_ALIKE = frozenset(
+    {"groups", "tables", "dense", "tracking_paths", "writers", "dense_blocks.values"}
+)
 _sound_paths = records.Sound()
 
 #: Names of parents in a manifest: what is read ahead at once.

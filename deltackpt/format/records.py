@@ -28,6 +28,7 @@ _VERSION = "format_version"
 _SHOWN_CHARACTERS = 60
 #: Values of fields in which records are alike: those of a few layouts.
 _KEPT_FIELDS = 32
+_NIL = b"\xc0"
 
 
 class Unsound(ValueError):
@@ -162,7 +163,7 @@ def quickly(kind: Any, data: bytes, *, name: str, magic: str, alike: frozenset[s
       data: the result of ``to_bytes``.
       name: the object's name in errors.
       magic: the kind of record.
-      alike: names of the shared fields.
+      alike: names of the shared fields; ``a.b`` is the field ``b`` of the map in ``a``.
 
     Returns:
       The record; None if anything is unusual, which ``fields_of`` and ``built`` then report.
@@ -179,8 +180,11 @@ def quickly(kind: Any, data: bytes, *, name: str, magic: str, alike: frozenset[s
         found = {}
         for field, make in builders.items():
             if field in slices:
+                inner = _inner(alike, field)
                 if field in alike:
                     found[field] = _built_once(kind, field, slices[field])
+                elif inner and slices[field] != _NIL:
+                    found[field] = _map_built(_map_in(kind, field), slices[field], inner)
                 else:
                     found[field] = make(_unpacked_plainly(slices[field]))
         return kind(**found)
@@ -191,6 +195,45 @@ def quickly(kind: Any, data: bytes, *, name: str, magic: str, alike: frozenset[s
 @functools.lru_cache(_KEPT_FIELDS)
 def _built_once(kind: Any, field: str, data: bytes) -> Any:
     return _field_builders(kind)[0][field](_unpacked_plainly(data))
+
+
+#: A cache of its own: each process of a job has other fields of this kind.
+_inner_built_once = functools.lru_cache(_KEPT_FIELDS)(_built_once.__wrapped__)
+
+
+@functools.cache
+def _inner(alike: frozenset[str], field: str) -> frozenset[str]:
+    """Names of the shared fields within a field."""
+    return frozenset(
+        name.removeprefix(f"{field}.") for name in alike if name.startswith(f"{field}.")
+    )
+
+
+@functools.cache
+def _map_in(kind: Any, field: str) -> Any:
+    """The dataclass of a field that is one, or nil."""
+    hint = typing.get_type_hints(kind)[field]
+    return next(one for one in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(one))
+
+
+def _map_built(kind: Any, data: bytes, alike: frozenset[str]) -> Any:
+    """Builds a map of which some fields are shared.
+
+    Raises:
+      ValueError, TypeError, msgpack.UnpackException: the bytes are not such a map.
+    """
+    slices, (builders, required) = _sliced(data), _field_builders(kind)
+    if not required <= slices.keys():
+        raise ValueError("a field is missing")
+    return kind(
+        **{
+            name: _inner_built_once(kind, name, slices[name])
+            if name in alike
+            else make(_unpacked_plainly(slices[name]))
+            for name, make in builders.items()
+            if name in slices
+        }
+    )
 
 
 def _sliced(body: bytes) -> dict[str, bytes]:
