@@ -147,12 +147,12 @@ def check(record: DenseBlocks) -> None:
         require(segment.name not in names, "one segment of a name", segment.name, "segments")
         names.add(segment.name)
         require(
-            segment.group == PLAIN or segment.group in ends,
+            segment.group in ends,
             "a group of its values",
             segment.group,
             f"segments.{segment.name}.group",
         )
-        total = plain_bytes(record) if segment.group == PLAIN else ends[segment.group]
+        total = ends[segment.group]
         if segment.group == PLAIN:
             shapes = [(entry.dtype, entry.shape) for entry in segment.arrays]
             expected = [("uint8", (segment.count,))]
@@ -165,7 +165,7 @@ def check(record: DenseBlocks) -> None:
 
 
 def _ends_of(values: tuple[BlockedValue, ...]) -> Mapping[str, int]:
-    """Checks values; returns the number of blocks of each group. Remembers them by identity.
+    """Checks values; returns the blocks of each group, and all plain bytes. Remembers them.
 
     ``records.quickly`` returns the same objects for the same bytes, and saves mostly have the same
     values.
@@ -173,6 +173,7 @@ def _ends_of(values: tuple[BlockedValue, ...]) -> Mapping[str, int]:
     known = _known.get(id(values))
     if known is not None:
         return known[1]
+    plain_end = 0
     keys: set[Key] = set()
     ends: dict[str, int] = {}
     for value in values:
@@ -194,6 +195,9 @@ def _ends_of(values: tuple[BlockedValue, ...]) -> Mapping[str, int]:
         keys.add(key)
         if not plain:
             ends[value.group] = expected + value.blocks
+        elif at is not None:
+            plain_end += value.count
+    ends[PLAIN] = plain_end
     _known[id(values)] = values, ends
     while len(_known) > _MOST_KNOWN:
         _known.pop(next(iter(_known)), None)
@@ -225,7 +229,7 @@ def _check_complete(record: DenseBlocks, blocks: Mapping[str, int]) -> None:
     for value in record.values:
         if value.at is None:
             require(not value.plain, "bytes", None, f"values.{value.key}.at")
-    for group, count in {**blocks, PLAIN: plain_bytes(record)}.items():
+    for group, count in blocks.items():
         held = found.get(group, 0)
         require(held == count, f"all {count} of {group}", held, "segments")
 
