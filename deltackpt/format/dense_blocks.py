@@ -199,8 +199,8 @@ def _ends_of(values: tuple[BlockedValue, ...]) -> Mapping[str, int]:
             plain_end += value.count
     ends[PLAIN] = plain_end
     _known[id(values)] = values, ends
-    while len(_known) > _MOST_KNOWN:
-        _known.pop(next(iter(_known)), None)
+    for oldest in [*_known][:-_MOST_KNOWN]:  # Other threads may do the same.
+        _known.pop(oldest, None)
     return ends
 
 
