@@ -207,7 +207,7 @@ def test_a_copy_that_is_killed_shows_nothing_half_and_goes_on(store, run, server
     )
     given = {"target": where, "endpoint": server.endpoint}
     whole: set[str] = set()
-    for name, after in (("write", 0), ("write", 9), ("publish", 1), ("write", 12), ("publish", 0)):
+    for name, after in (("write", 0), ("write", 9), ("publish", 1), ("write", 8), ("publish", 0)):
         kind = "KvStore" if name == "write" else "copies.Bucket"
         call = "put" if (store, name) == ("Bucket", "write") else name
         cut = subprocess.run(

@@ -308,9 +308,8 @@ def test_a_job_of_another_number_of_processes_goes_on_from_the_root(nodes):
 def test_a_part_that_is_damaged_in_its_stage_is_told_to_all_and_the_next_save_is_a_base(nodes):
     with nodes.job() as job:
         saves_that_wait(nodes, job)
-        part = nodes.stage(1) / "steps" / "1" / "embeddings" / "part.1"
-        chunk = next(path for path in part.glob("*/*/c/**/*") if path.is_file())
-        chunk.write_bytes(bytes(len(chunk.read_bytes())))
+        layer = nodes.stage(1) / "steps" / "1" / "embeddings" / "layer.1"
+        layer.write_bytes(bytes(len(layer.read_bytes())))
         nodes.stop_promoter(1, signal.SIGCONT)
         wait_until(
             lambda: all(
@@ -376,9 +375,8 @@ def test_a_save_that_is_damaged_in_a_shared_stage_is_known_to_all_processes(node
         for pid in promoters(stage):
             os.kill(pid, signal.SIGSTOP)
         assert saved(job, 1) == "delta"
-        part = stage / "steps" / "1" / "embeddings" / "part.1"
-        chunk = next(path for path in part.glob("*/*/c/**/*") if path.is_file())
-        chunk.write_bytes(bytes(len(chunk.read_bytes())))
+        layer = stage / "steps" / "1" / "embeddings" / "layer.1"
+        layer.write_bytes(bytes(len(layer.read_bytes())))
         for pid in promoters(stage):
             os.kill(pid, signal.SIGCONT)
         found = Stage(stage)
