@@ -347,7 +347,7 @@ def chunk_crc32c(seed: int, offset: int, padding: np.ndarray, data: np.ndarray) 
       data: its bytes, contiguous uint8, read-only or not.
     """
     crc = google_crc32c.extend(seed, _OFFSET.pack(offset))
-    return crc32c(data, crc32c(padding, crc))
+    return crc32c(data, crc32c(padding, crc) if len(padding) else crc)
 
 
 def _check_version(version: int, shown: str) -> None:

@@ -31,6 +31,8 @@ from deltackpt.storage.store import Spot
 _TAIL_BYTES = 32 << 10
 #: Chunks are read and verified in ranges of about this length.
 _RANGE_BYTES = 16 << 20
+#: Whole uncompressed chunks are: what was read is verified while it is in the cache.
+_RUN_BYTES = 4 << 20
 
 
 class ByteSource(Protocol):
@@ -184,9 +186,19 @@ class Layer:
         _check_target(array, start, stop, out)
         if not out.nbytes:
             return
-        target = out.reshape(-1).view(np.uint8)
-        last = (stop - 1) // array.chunk_rows
-        for numbers in self._batches(array, start // array.chunk_rows, last):
+        target, size = out.reshape(-1).view(np.uint8), array.chunk_rows
+        first, last = start // size, (stop - 1) // size
+        whole = range(0)
+        if not array.compression:
+            end = array.chunk_count if stop == array.shape[0] else stop // size
+            whole = range(-(-start // size), end)
+        if whole:
+            skipped = (whole.start * size - start) * array.row_bytes
+            self._read_whole(array, whole, target[skipped:])
+            batches = [range(number, number + 1) for number in {first, last} - {*whole}]
+        else:
+            batches = self._batches(array, first, last)
+        for numbers in batches:
             wanted = [self._wanted(array, number, start, stop, target) for number in numbers]
             self._read_chunks(array, wanted)
             for one in wanted:
@@ -300,6 +312,28 @@ class Layer:
             return _Wanted(number, chunk, target)
         return _Wanted(number, chunk, _room(chunk), target, (low - own) * row_bytes)
 
+    def _read_whole(self, array: LayerArray, numbers: range, out: np.ndarray) -> None:
+        """Reads whole uncompressed chunks to the start of ``out``, adjacent ones with one range."""
+        chunks = self.chunks_of(array)[numbers.start : numbers.stop]
+        at = 0
+        for run in _runs(chunks):
+            padding = np.empty(run[0].offset - run[0].start, np.uint8)
+            shown = _shown(array, numbers.start)
+            data = out[at : at + run[-1].stop - run[0].offset]
+            self._read(run[0].start, [part for part in (padding, data) if len(part)], shown)
+            for chunk in run:
+                nbytes = chunk.stop - chunk.offset
+                self._check(array, numbers.start, chunk, padding, out[at : at + nbytes])
+                numbers, padding, at = numbers[1:], padding[:0], at + nbytes
+
+    def _check(
+        self, array: LayerArray, number: int, chunk: Chunk, padding: np.ndarray, data: np.ndarray
+    ) -> None:
+        found = footer.chunk_crc32c(self._seed, chunk.offset, padding, data)
+        if found != chunk.crc32c:
+            shown = f"{self._name}: {_shown(array, number)}"
+            raise Damaged(shown, f"crc32c {chunk.crc32c:08x}", f"crc32c {found:08x}")
+
     def _read_chunks(self, array: LayerArray, wanted: Sequence[_Wanted]) -> None:
         """Reads chunks, adjacent ones with one range, and verifies them."""
         paddings = [np.empty(one.chunk.offset - one.chunk.start, np.uint8) for one in wanted]
@@ -317,11 +351,7 @@ class Layer:
             self._read(wanted[first].chunk.start, parts, _shown(array, wanted[first].number))
             first = number
         for one, padding in zip(wanted, paddings, strict=True):
-            found = footer.chunk_crc32c(self._seed, one.chunk.offset, padding, one.data)
-            if found != one.chunk.crc32c:
-                expected = f"crc32c {one.chunk.crc32c:08x}"
-                shown = f"{self._name}: {_shown(array, one.number)}"
-                raise Damaged(shown, expected, f"crc32c {found:08x}")
+            self._check(array, one.number, one.chunk, padding, one.data)
 
     def _read(self, offset: int, parts: Sequence[np.ndarray], shown: str) -> None:
         try:
@@ -452,6 +482,18 @@ def _any_header(source: ByteSource, start: int, length: int, last: Layer | None)
 def _is_later(found: Header, own: Header) -> bool:
     # Others are left over from files that used these blocks before.
     return found.run_crc32c == own.run_crc32c and found.sequence > own.sequence
+
+
+def _runs(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
+    """Splits chunks so that those of a run follow each other without padding."""
+    first = 0
+    for number in range(1, len(chunks) + 1):
+        if number == len(chunks) or (
+            chunks[number].offset != chunks[number - 1].stop
+            or chunks[number].stop - chunks[first].offset > _RUN_BYTES
+        ):
+            yield chunks[first:number]
+            first = number
 
 
 def _room(chunk: Chunk) -> np.ndarray:
