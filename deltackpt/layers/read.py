@@ -195,7 +195,8 @@ class Layer:
         if whole:
             skipped = (whole.start * size - start) * array.row_bytes
             self._read_whole(array, whole, target[skipped:])
-            batches = [range(number, number + 1) for number in {first, last} - {*whole}]
+            ends = {first, last}
+            batches = [range(number, number + 1) for number in ends if number not in whole]
         else:
             batches = self._batches(array, first, last)
         for numbers in batches:
