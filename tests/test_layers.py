@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import hashlib
@@ -34,12 +35,14 @@ from made_up_layers import (
     write,
 )
 
-from deltackpt.errors import OptionError, OutOfSpace, StorageError
+from deltackpt.errors import Damaged, OptionError, OutOfSpace, StorageError
 from deltackpt.format.blocks import Ranges, rows_of
 from deltackpt.format.dtypes import stored_dtype
 from deltackpt.format.manifest import SaveId
+from deltackpt.layers import footer
 from deltackpt.layers.footer import GAPS, PAGE_BYTES, EpochRef, RowGroup
 from deltackpt.layers.read import Layer, StoredBytes, appended_layers
+from deltackpt.layers.shard import LayerShard
 from deltackpt.layers.write import (
     REMOVED,
     ArrayInput,
@@ -47,9 +50,11 @@ from deltackpt.layers.write import (
     RowGroupInput,
     ranges_of,
 )
+from deltackpt.resources import write_buffers
 from deltackpt.resources.pace import Pace
 from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.storage import aligned
+from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.kv_store import KvStore
 from deltackpt.storage.store import Spot, spot
 
@@ -221,26 +226,55 @@ def test_several_threads_write_arrays_of_a_layer_in_pieces(tmp_path_factory, dat
     )
 
 
-def test_rows_that_change_while_they_are_copied_are_an_error(tmp_path):
-    buffers = WriteBuffers()
-    file = LayerFile(tmp_path / "layer", buffers)
+@pytest.mark.parametrize("sizes", [[20_000], [100, 19_900]])
+def test_rows_that_change_while_the_disk_is_waited_for_are_an_error(tmp_path, monkeypatch, sizes):
+    buffers = WriteBuffers(nbytes=16 << 10)
+    file = LayerFile(tmp_path / "layer", buffers, chunk_bytes=4096)
     layer = file.begin(manifest_of())
+    rows = np.zeros((20_000, 2), np.float32)
+    write_at = file._write_at
 
-    rows = np.zeros((4, 2), np.float32)
-    real = np.copyto
+    def changing(*arguments):
+        write_at(*arguments)
+        rows[:] += 1
 
-    def copied(out, given):
-        real(out, given)
-        rows[1] += 1
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(np, "copyto", copied)
-        writer = layer.array("t", "values", rows.shape, rows.dtype, check=True)
-        with pytest.raises(StorageError, match="the arrays changed while they were written"):
-            writer.write(rows)
+    monkeypatch.setattr(layer, "_write_at", changing)
+    writer = layer.array("t", "values", rows.shape, rows.dtype, check=True)
+    with pytest.raises(StorageError, match="the arrays changed while they were written"):
+        for piece in np.split(rows, np.cumsum(sizes)[:-1]):
+            writer.write(piece)
     layer.abandon()
     file.close()
     buffers.close()
+
+
+def test_the_footer_of_another_layer_is_refused_before_it_is_read(tmp_path):
+    write(tmp_path / "layer", [(manifest_of(), groups_of())])
+    data = (tmp_path / "layer").read_bytes()
+    digest = opened(data).digest
+    assert Layer(Memory(data), len(data), digest=digest).digest == digest
+    with pytest.raises(Damaged, match=f"footer: expected crc32c {digest ^ 1:08x}"):
+        Layer(Memory(data), len(data), digest=digest ^ 1)
+
+
+def test_a_footer_that_claims_to_be_huge_is_damage(tmp_path):
+    """A sparse file of any length costs nothing."""
+    path = tmp_path / "layer"
+    write(path, [(manifest_of(), groups_of())])
+    tail, nbytes = bytearray(path.read_bytes()[-footer.TRAILER_BYTES :]), 1 << 42
+    fixed = footer._TRAILER.pack(
+        footer._TRAILER_MAGIC,
+        footer.VERSION,
+        nbytes,
+        PAGE_BYTES,
+        nbytes - PAGE_BYTES - footer.TRAILER_BYTES,
+    )
+    tail[: len(fixed)] = fixed
+    with open(path, "r+b") as out:
+        out.seek(nbytes - len(tail))
+        out.write(tail)
+    with pytest.raises(Damaged, match="footer: expected at most"):
+        Layer(StoredBytes(spot(path)), nbytes)
 
 
 @pytest.mark.parametrize("version", sorted(GOLDEN.glob("layers-v*")), ids=lambda path: path.name)
@@ -658,3 +692,20 @@ def test_ranges_of_rows_are_stored_as_ranges(tmp_path):
     position, held = layer.rows(found, 3, 11)
     assert (position, np.asarray(held).tolist()) == (3, [3, 9, 10])
     assert layer.id == SaveId(RUN, 1, 1)
+
+
+def test_a_shard_that_cannot_begin_leaves_no_file_open(tmp_path, monkeypatch):
+    def refuse(_):
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(write_buffers, "private_buffer", refuse)
+    batch, buffers = FileBatch(tmp_path, fsync=True), WriteBuffers()
+    save_id = SaveId(RUN, 1, 1)
+    with pytest.raises(MemoryError):
+        LayerShard(tmp_path, save_id, None, batch, buffers, process=0, process_count=1)
+    held = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # Of the listing itself.
+            held.append(os.readlink(f"/proc/self/fd/{name}"))
+    assert not [path for path in held if path.startswith(str(tmp_path))]
+    buffers.close()

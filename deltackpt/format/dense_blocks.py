@@ -30,7 +30,7 @@ BLOCKS = "blocks"
 
 #: Values that were checked, kept alive so that their identities stay unique, and their blocks.
 _known: dict[int, tuple[tuple[BlockedValue, ...], Mapping[str, int]]] = {}
-_MOST_KNOWN = 64
+_MOST_KNOWN = 16
 
 #: A value of the item: whether it is a file, and its key.
 Key = tuple[bool, str]
@@ -134,13 +134,17 @@ def laid_out(values: Iterable[BlockedValue]) -> Iterator[BlockedValue]:
         yield dataclasses.replace(value, at=at)
 
 
-def check(record: DenseBlocks) -> None:
+def check(record: DenseBlocks, *, remember: bool = False) -> None:
     """Checks a record on its own.
+
+    Args:
+      record: the record.
+      remember: whether other records may have the same tuple of values, which is checked once.
 
     Raises:
       Unsound: the record is invalid.
     """
-    ends = _ends_of(record.values)
+    ends = _known_ends_of(record.values) if remember else _ends_of(record.values)
     names: set[str] = set()
     for segment in record.segments:
         check_segment(segment)
@@ -164,18 +168,25 @@ def check(record: DenseBlocks) -> None:
         _check_complete(record, ends)
 
 
-def _ends_of(values: tuple[BlockedValue, ...]) -> Mapping[str, int]:
-    """Checks values; returns the blocks of each group, and all plain bytes. Remembers them.
+def _known_ends_of(values: tuple[BlockedValue, ...]) -> Mapping[str, int]:
+    """Returns ``_ends_of`` some values, remembered by identity.
 
     ``records.quickly`` returns the same objects for the same bytes, and saves mostly have the same
     values.
     """
     known = _known.get(id(values))
-    if known is not None:
-        return known[1]
-    plain_end = 0
+    if known is None:
+        known = _known[id(values)] = values, _ends_of(values)
+        for oldest in [*_known][:-_MOST_KNOWN]:  # Other threads may do the same.
+            _known.pop(oldest, None)
+    return known[1]
+
+
+def _ends_of(values: tuple[BlockedValue, ...]) -> Mapping[str, int]:
+    """Checks values; returns the number of blocks of each group, and that of plain bytes."""
     keys: set[Key] = set()
     ends: dict[str, int] = {}
+    plain_end = 0
     for value in values:
         # A record may have thousands of values, so errors are described only if there are any.
         key, at, plain = (value.file, value.key), value.at, value.group == PLAIN
@@ -198,9 +209,6 @@ def _ends_of(values: tuple[BlockedValue, ...]) -> Mapping[str, int]:
         elif at is not None:
             plain_end += value.count
     ends[PLAIN] = plain_end
-    _known[id(values)] = values, ends
-    for oldest in [*_known][:-_MOST_KNOWN]:  # Other threads may do the same.
-        _known.pop(oldest, None)
     return ends
 
 

@@ -425,7 +425,7 @@ def _check(record: Manifest) -> None:
             raise error.within(f"segments[{number}]") from None
     if record.dense_blocks is not None:
         try:
-            dense_blocks.check(record.dense_blocks)
+            dense_blocks.check(record.dense_blocks, remember=True)
         except Unsound as error:
             raise error.within("dense_blocks") from None
 

@@ -43,6 +43,8 @@ PAGE_BYTES = 4096
 TRAILER_BYTES = 64
 CRC_BYTES = 4
 _MOST_CRC = (1 << 32) - 1
+#: Read at once.
+MOST_MANIFEST_BYTES = 1 << 30
 #: A chunk is preceded by fewer zero bytes.
 MOST_PADDING = PAGE_BYTES - 1
 #: Name of the array with the row indices of a row group that is not a few ranges.
@@ -277,6 +279,8 @@ def trailer_of(data: bytes | memoryview, nbytes: int, name: str) -> Trailer:
     if own != nbytes:
         raise Damaged(shown, f"the trailer of {nbytes} bytes", f"that of {own}")
     padding = nbytes - TRAILER_BYTES - manifest_bytes - footer
+    if manifest_bytes > MOST_MANIFEST_BYTES:
+        raise Damaged(shown, f"at most {MOST_MANIFEST_BYTES} bytes", f"{manifest_bytes} bytes")
     if footer < PAGE_BYTES or not 0 <= padding <= MOST_PADDING:
         raise Damaged(
             shown, f"a manifest at the end of {nbytes} bytes", f"{manifest_bytes} at {footer}"

@@ -31,8 +31,6 @@ from deltackpt.storage.store import Spot
 _TAIL_BYTES = 32 << 10
 #: Chunks are read and verified in ranges of about this length.
 _RANGE_BYTES = 16 << 20
-#: Whole uncompressed chunks are: what was read is verified while it is in the cache.
-_RUN_BYTES = 4 << 20
 
 
 class ByteSource(Protocol):
@@ -79,22 +77,25 @@ class Layer:
       digest: CRC32C that identifies its contents.
     """
 
-    def __init__(self, source: ByteSource, nbytes: int, *, start: int = 0):
+    def __init__(
+        self, source: ByteSource, nbytes: int, *, start: int = 0, digest: int | None = None
+    ):
         """Reads and verifies the footer, usually with one range.
 
         Args:
           source: the file or object.
           nbytes: length of the layer; stores without suffix ranges cannot find its end.
           start: offset of the layer in the source.
+          digest: expected digest; None if it is not known.
 
         Raises:
-          Damaged: the footer is missing, truncated, altered or invalid.
+          Damaged: the footer is missing, truncated, altered or invalid, or of another layer.
           FormatTooNew: a later version of deltackpt wrote the layer.
           StorageError: reading failed.
         """
         self._source, self.start, self.nbytes = source, start, nbytes
         self._name = source.name if not start else f"{source.name}, layer at byte {start}"
-        trailer, data = self._read_tail()
+        trailer, data = self._read_tail(digest)
         self.digest = trailer.digest
         self.manifest: LayerManifest = footer.manifest_of(trailer, data, self._name)
         self._seed = self.manifest.seed
@@ -246,7 +247,7 @@ class Layer:
             except Damaged as error:
                 yield error
 
-    def _read_tail(self) -> tuple[footer.Trailer, memoryview]:
+    def _read_tail(self, digest: int | None) -> tuple[footer.Trailer, memoryview]:
         """Reads the footer; unverified except for the trailer's bounds."""
         nbytes, shown = self.nbytes, f"{self._name}: footer"
         if nbytes < 2 * PAGE_BYTES or nbytes % PAGE_BYTES:
@@ -255,6 +256,8 @@ class Layer:
         tail = np.empty(min(_TAIL_BYTES, nbytes - PAGE_BYTES), np.uint8)
         self._read(nbytes - len(tail), [tail], "footer")
         trailer = footer.trailer_of(tail[-TRAILER_BYTES:].data, nbytes, self._name)
+        if digest is not None and digest != trailer.digest:
+            raise Damaged(shown, f"crc32c {digest:08x}", f"crc32c {trailer.digest:08x}")
         missing = nbytes - trailer.footer - len(tail)
         if missing > 0:
             before = np.empty(missing, np.uint8)
@@ -491,7 +494,7 @@ def _runs(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
     for number in range(1, len(chunks) + 1):
         if number == len(chunks) or (
             chunks[number].offset != chunks[number - 1].stop
-            or chunks[number].stop - chunks[first].offset > _RUN_BYTES
+            or chunks[number].stop - chunks[first].offset > _RANGE_BYTES
         ):
             yield chunks[first:number]
             first = number

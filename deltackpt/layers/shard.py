@@ -91,7 +91,11 @@ class LayerShard:
         file = LayerFile(self._path, buffers, pace=batch.pace)
         #: None once the batch has it.
         self._file: LayerFile | None = file
-        self._layer = file.begin(self._manifest)
+        try:
+            self._layer = file.begin(self._manifest)
+        except BaseException:
+            file.close()
+            raise
 
     def place(self, segment: str) -> LayerPlace:
         """Returns the destination of a segment."""

@@ -546,24 +546,34 @@ class ArrayWriter:
         Raises:
           StorageError: writing failed, or the rows changed while they were copied.
         """
-        array = self._array
-        rows = rows.view(array.dtype) if rows.dtype != array.dtype else rows
+        array, crc = self._array, 0
+        given = rows = rows.view(array.dtype) if rows.dtype != array.dtype else rows
         while len(rows):
             at = self._done + self._filled
             is_end = at + len(rows) == array.shape[0]
             if not self._filled and (is_end or len(rows) >= array.chunk_rows):
                 whole = len(rows) if is_end else len(rows) - len(rows) % array.chunk_rows
-                self._append(rows[:whole])
+                crc = self._append(rows[:whole], crc)
             else:
                 whole = min(len(rows), array.chunk_rows - self._filled)
                 if self._rest is None:
                     self._rest = np.empty((array.chunk_rows, *array.shape[1:]), array.dtype)
-                self._rest[self._filled : self._filled + whole] = rows[:whole]
+                rest = self._rest[self._filled : self._filled + whole]
+                rest[...] = rows[:whole]
+                crc = crc32c(rest, crc) if self._check else crc
                 self._filled += whole
                 if self._filled == array.chunk_rows or at + whole == array.shape[0]:
                     filled, self._filled = self._filled, 0
                     self._append(self._rest[:filled])
             rows = rows[whole:]
+        # The disk may have been waited for in between.
+        if self._check and crc32c(np.ascontiguousarray(given)) != crc:
+            raise StorageError(
+                f"segment {array.row_group}, {array.name}: expected rows that stay as they are, "
+                "found others: the arrays changed while they were written; do not write into numpy "
+                "leaves, nor donate with base_snapshot='hold', before the save has released them. "
+                "Nothing was committed"
+            )
 
     def finish(self) -> int:
         """Ends the array; returns its stored bytes."""
@@ -578,22 +588,18 @@ class ArrayWriter:
         self._layer._remove(self._array, self._done)
         self._rest = None
 
-    def _append(self, rows: np.ndarray) -> None:
+    def _append(self, rows: np.ndarray, crc: int = 0) -> int:
+        """Adds whole chunks; returns the CRC32C of what was copied if it is checked."""
         first = self._done
 
         def fill(start: int, stop: int, out: np.ndarray) -> None:
-            piece = rows[start - first : stop - first]
-            np.copyto(out, piece)
-            if self._check and crc32c(np.ascontiguousarray(piece)) != crc32c(out):
-                raise StorageError(
-                    f"segment {self._array.row_group}, {self._array.name}: expected rows that stay "
-                    "as they are, found others: the arrays changed while they were written; do not "
-                    "write into numpy leaves, nor donate with base_snapshot='hold', before the "
-                    "save has released them. Nothing was committed"
-                )
+            nonlocal crc
+            np.copyto(out, rows[start - first : stop - first])
+            crc = crc32c(out, crc) if self._check else crc
 
         self._layer._append(self._array, first, first + len(rows), fill)
         self._done += len(rows)
+        return crc
 
 
 def ranges_of(rows: Rows) -> tuple[Span, ...] | None:

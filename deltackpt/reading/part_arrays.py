@@ -189,12 +189,10 @@ class LayerArrays:
         Raises:
           Damaged: its footer is missing, altered, or that of another save.
         """
-        layer = Layer(self._source, self._ref.nbytes)
-        if layer.digest != self._ref.digest or layer.id != self._record.save_id:
-            expected = f"the layer of {self._record.save_id} with crc32c {self._ref.digest:08x}"
-            raise Damaged(
-                f"{self._source.name}: footer", expected, f"{layer.id}, {layer.digest:08x}"
-            )
+        layer = Layer(self._source, self._ref.nbytes, digest=self._ref.digest)
+        if layer.id != self._record.save_id:
+            expected = f"the layer of {self._record.save_id}"
+            raise Damaged(f"{self._source.name}: footer", expected, f"{layer.id}")
         return layer
 
     def files_of(self, segment: Segment) -> dict[str, int]:

@@ -104,7 +104,10 @@ class Workers:
         # The command line imports this module also if numpy is missing.
         from deltackpt.resources.write_buffers import WriteBuffers
 
-        process, buffers = self._buffers.popleft() if self._buffers else (0, None)
+        try:
+            process, buffers = self._buffers.popleft()
+        except IndexError:
+            process, buffers = 0, None
         if buffers is None or process != os.getpid():
             buffers = WriteBuffers(pool=self.forcers)
         try:

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from deltackpt.codecs import Codec
 from deltackpt.format import blocks, manifest
@@ -30,7 +31,7 @@ from deltackpt.save.rendezvous import Rendezvous
 from deltackpt.save.taken import TakenRows
 from deltackpt.storage import parts
 from deltackpt.storage.batch import FileBatch
-from deltackpt.storage.parts import Place, Share, WrittenPart
+from deltackpt.storage.parts import Place, Share, StoredField, WrittenPart
 
 #: Group name to field name to the codec that a save tries first.
 Plans = Mapping[str, Mapping[str, Choice]]
@@ -88,24 +89,23 @@ def write_segments(
     """
     groups = plan.layout.group_by_name
     started = []
-    for number, source in enumerate(rows.segments):
-        place = place_of(f"{source.group}.{number}")
-        row_numbers = workers.write(parts.write_rows, place, source.rows)
-        stored = [
-            workers.write(
-                fields.write_field,
-                place,
-                field,
-                functools.partial(_pieces, rows, encoding, number, field.name),
-                workers.encoders,
-            )
-            for field in _fields(plan, groups[source.group], source, held=rows.held)
-        ]
-        started.append((place, source, row_numbers, stored))
-    # All are waited for before the first error is raised: they read memory that is given back.
-    concurrent.futures.wait(
-        [future for _, _, row_numbers, stored in started for future in (row_numbers, *stored)]
-    )
+    pending: list[concurrent.futures.Future[Any]] = []
+    try:
+        for number, source in enumerate(rows.segments):
+            place = place_of(f"{source.group}.{number}")
+            row_numbers = workers.write(parts.write_rows, place, source.rows)
+            pending.append(row_numbers)
+            stored: list[concurrent.futures.Future[StoredField]] = []
+            for field in _fields(plan, groups[source.group], source, held=rows.held):
+                pieces = functools.partial(_pieces, rows, encoding, number, field.name)
+                stored.append(
+                    workers.write(fields.write_field, place, field, pieces, workers.encoders)
+                )
+                pending.append(stored[-1])
+            started.append((place, source, row_numbers, stored))
+    finally:
+        # They read memory that is given back after an error.
+        concurrent.futures.wait(pending)
     return [
         parts.stored_segment(
             place,
