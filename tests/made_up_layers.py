@@ -32,6 +32,7 @@ class Memory:
     """Bytes in memory, which count the ranges that are read."""
 
     name = NAME
+    run_bytes = 16 << 20
 
     def __init__(self, data: bytes | bytearray):
         self.data = data

@@ -25,12 +25,13 @@ from deltackpt.layers.footer import (
 )
 from deltackpt.storage import arrays
 from deltackpt.storage.frame_arrays import decompressed
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import FileStore, Spot
 
 #: Read at once from the end of a layer: the footer of a layer with some 1,000 chunks.
 _TAIL_BYTES = 32 << 10
 #: Chunks are read and verified in ranges of about this length.
 _RANGE_BYTES = 16 << 20
+_FILE_RUN_BYTES = 4 << 20
 
 
 class ByteSource(Protocol):
@@ -39,6 +40,11 @@ class ByteSource(Protocol):
     @property
     def name(self) -> str:
         """Returns its name in errors."""
+        ...
+
+    @property
+    def run_bytes(self) -> int:
+        """Returns how many bytes to read at once, which are then verified."""
         ...
 
     def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
@@ -60,6 +66,11 @@ class StoredBytes(NamedTuple):
     def name(self) -> str:
         """See ``ByteSource``."""
         return self.spot.shown()
+
+    @property
+    def run_bytes(self) -> int:
+        """See ``ByteSource``; what a file has is verified while it is in the cache."""
+        return _FILE_RUN_BYTES if isinstance(self.spot.store, FileStore) else _RANGE_BYTES
 
     def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
         """See ``ByteSource``."""
@@ -320,7 +331,7 @@ class Layer:
         """Reads whole uncompressed chunks to the start of ``out``, adjacent ones with one range."""
         chunks = self.chunks_of(array)[numbers.start : numbers.stop]
         at = 0
-        for run in _runs(chunks):
+        for run in _runs(chunks, self._source.run_bytes):
             padding = np.empty(run[0].offset - run[0].start, np.uint8)
             shown = _shown(array, numbers.start)
             data = out[at : at + run[-1].stop - run[0].offset]
@@ -488,13 +499,13 @@ def _is_later(found: Header, own: Header) -> bool:
     return found.run_crc32c == own.run_crc32c and found.sequence > own.sequence
 
 
-def _runs(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
+def _runs(chunks: Sequence[Chunk], most_bytes: int) -> Iterator[Sequence[Chunk]]:
     """Splits chunks so that those of a run follow each other without padding."""
     first = 0
     for number in range(1, len(chunks) + 1):
         if number == len(chunks) or (
             chunks[number].offset != chunks[number - 1].stop
-            or chunks[number].stop - chunks[first].offset > _RANGE_BYTES
+            or chunks[number].stop - chunks[first].offset > most_bytes
         ):
             yield chunks[first:number]
             first = number
