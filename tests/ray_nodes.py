@@ -232,7 +232,8 @@ def newest(manager: deltackpt.CheckpointManager, template: Any, **arguments: Any
 def remove_arrays(root: Path) -> None:
     """Takes the rows of all steps away; what else they are stays."""
     for path in root.glob("*/embeddings/**/*"):
-        if path.is_file() and "c" in path.relative_to(root).parts:
+        is_array = "c" in path.relative_to(root).parts or path.name.startswith("layer.")
+        if path.is_file() and is_array:
             path.unlink()
 
 
