@@ -418,7 +418,7 @@ class OpenLayer:
         return self._buffer[self._used :]
 
     def _flush(self, nbytes: int) -> None:
-        """Writes all whole pages, and goes on in a buffer with room for ``nbytes``."""
+        """Writes all whole pages, and continues in a buffer with room for ``nbytes``."""
         whole = self._used // PAGE_BYTES * PAGE_BYTES
         rest = self._buffer[whole : self._used]
         following = self._buffers.take(nbytes + len(rest))

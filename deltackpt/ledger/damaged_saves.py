@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from deltackpt.errors import Damaged, DamagedWal, DeltackptError
-from deltackpt.format import dense_blocks, names
+from deltackpt.format import names
 from deltackpt.ledger.entries import COMMIT, prefix_step
 from deltackpt.reading import inventory
+from deltackpt.reading.part_arrays import is_of_dense_segment
 from deltackpt.storage import digests
 from deltackpt.storage.store import Spot
 
@@ -72,6 +73,5 @@ def blamed(error: BaseException, root: Spot, item: str) -> DamagedSave | None:
         return None
     below = path[at + 1 :]
     of_dense = path[at] in (names.DENSE_ITEM, names.STEP_DIGESTS) or names.DENSE_ITEM in below[:1]
-    of_dense = of_dense or any(one.startswith(dense_blocks.SEGMENTS) for one in below[1:2])
-    of_dense = of_dense or within.startswith(f"row group '{dense_blocks.SEGMENTS}")
+    of_dense = of_dense or is_of_dense_segment(f"{'/'.join(below)}: {within}")
     return DamagedSave(int(path[at - 1]), compacted, not of_dense)

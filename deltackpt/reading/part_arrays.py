@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from deltackpt.errors import Damaged
-from deltackpt.format import names
+from deltackpt.format import dense_blocks, names
 from deltackpt.format.manifest import LayerRef, Manifest
 from deltackpt.format.segments import ArrayEntry, Segment
 from deltackpt.layers.footer import LayerArray, RowGroup, compression_of
@@ -95,6 +95,14 @@ class ZarrArrays:
             found.setdefault(array, {})[f"c/{chunk}"] = known.digest(name)
         return found
 
+    @functools.cached_property
+    def _sums(self) -> dict[str, dict[str, ChunkSums]]:
+        """Returns the directory of each array below the item's to its chunks' checksums."""
+        return {
+            array: {name: ChunkSums(one.tail, one.blocks) for name, one in chunks.items()}
+            for array, chunks in self._digests.items()
+        }
+
     def files_of(self, segment: Segment) -> dict[str, int]:
         """See ``PartArrays``; without ``zarr.json``."""
         return {
@@ -153,11 +161,8 @@ class ZarrArrays:
         self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
     ) -> None:
         """See ``PartArrays``."""
-        sums = {
-            name: ChunkSums(one.tail, one.blocks)
-            for name, one in self._chunks(segment, entry).items()
-        }
         directory = self._directory(segment, entry)
+        sums = self._sums.get(directory.below(self._item_dir), {})
         arrays.read_array(directory, entry, start, stop, out, checksums=sums)
 
     def _chunks(self, segment: Segment, entry: ArrayEntry) -> dict[str, Digest]:
@@ -181,6 +186,8 @@ class LayerArrays:
         """
         self._source = StoredBytes(item_dir / names.layer_name(record.process))
         self._record, self._ref = record, ref
+        #: Row groups that agree with the manifest.
+        self._checked: dict[str, RowGroup] = {}
 
     @functools.cached_property
     def layer(self) -> Layer:
@@ -245,12 +252,15 @@ class LayerArrays:
         return {group.name: group for group in self.layer.row_groups()}
 
     def _group(self, segment: Segment) -> RowGroup:
+        if segment.name in self._checked:
+            return self._checked[segment.name]
         group = self._groups.get(segment.name)
         expected = segment.count, segment.ranges if segment.count else ()
         if group is None or (group.count, group.ranges) != expected:
             found = "none" if group is None else f"{group.count} rows in {group.ranges}"
             shown = f"{self._source.name}: row group {segment.name!r}"
             raise Damaged(shown, f"{expected[0]} rows in {expected[1]}, as in the manifest", found)
+        self._checked[segment.name] = group
         return group
 
     def _array(self, segment: Segment, entry: ArrayEntry) -> LayerArray:
@@ -262,6 +272,17 @@ class LayerArrays:
                 self.name_of(segment, entry), f"{expected}, as in the manifest", f"{held}"
             )
         return found
+
+
+def is_of_dense_segment(object_name: str) -> bool:
+    """Returns whether an error names a part of a segment of dense leaves.
+
+    Args:
+      object_name: name in the error, without the path of the item.
+    """
+    inside, _, row_group = object_name.partition(": ")
+    found = [*inside.split("/")[1:2], row_group.removeprefix("row group '")]
+    return any(name.startswith(dense_blocks.SEGMENTS) for name in found)
 
 
 def arrays_of(item_dir: Spot, record: Manifest) -> PartArrays:

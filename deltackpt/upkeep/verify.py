@@ -37,6 +37,7 @@ from deltackpt.ledger.opening import BucketSteps, open_steps
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import saves
 from deltackpt.reading.meter import Meter, Progress
+from deltackpt.reading.part_arrays import is_of_dense_segment
 from deltackpt.upkeep.dense_chain import DenseChain
 from deltackpt.upkeep.verdicts import (
     LogReport,
@@ -48,7 +49,6 @@ from deltackpt.upkeep.verdicts import (
 from deltackpt.upkeep.verify_log import verify_log
 from deltackpt.upkeep.verify_save import (
     StandingSave,
-    is_of_dense_segment,
     once,
     problem_of,
     standing_saves,

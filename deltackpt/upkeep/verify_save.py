@@ -10,13 +10,13 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
 from deltackpt.errors import Damaged, RestoreError, StorageError
-from deltackpt.format import dense_blocks, names
+from deltackpt.format import names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import Manifest
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import inventory, saves
 from deltackpt.reading.inventory import Inventory
-from deltackpt.reading.part_arrays import LayerArrays
+from deltackpt.reading.part_arrays import LayerArrays, is_of_dense_segment
 from deltackpt.reading.saves import StoredSave
 from deltackpt.storage import digests
 from deltackpt.storage.store import Spot, Stamp
@@ -192,17 +192,6 @@ def _unknown_files(save: StandingSave, found: Inventory) -> Iterator[Problem]:
                 found="a file without one",
                 stops="nothing",
             )
-
-
-def is_of_dense_segment(object_name: str) -> bool:
-    """Returns whether damage in deltackpt's item is in a segment of dense leaves.
-
-    Args:
-      object_name: name in the error, without the path of the item.
-    """
-    inside, _, row_group = object_name.partition(": ")
-    names = [*inside.split("/")[1:2], row_group.removeprefix("row group '")]
-    return any(name.startswith(dense_blocks.SEGMENTS) for name in names)
 
 
 def _is_of_complete_dense(save: StandingSave, inside: str, row_group: str) -> bool:
