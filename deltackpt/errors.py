@@ -187,6 +187,13 @@ class FormatTooNew(RestoreError):
     another_step_may_do = False
 
 
+class FormatTooOld(RestoreError):
+    """A development version of deltackpt wrote the data; this version cannot read it."""
+
+    code = "format-too-old"
+    another_step_may_do = False
+
+
 class Damaged(RestoreError):
     """A stored object is missing, truncated or altered; ``object_name`` names it."""
 

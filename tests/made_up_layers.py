@@ -15,7 +15,7 @@ from deltackpt.format.blocks import rows_of
 from deltackpt.format.manifest import SaveId
 from deltackpt.layers import footer
 from deltackpt.layers.footer import PAGE_BYTES, TRAILER_BYTES, LayerManifest
-from deltackpt.layers.read import Layer
+from deltackpt.layers.read import ByteSource, Layer
 from deltackpt.layers.write import (
     ArrayInput,
     LayerFile,
@@ -138,6 +138,18 @@ def write(
 def opened(data: bytes | bytearray) -> Layer:
     """The layer that some bytes are."""
     return Layer(Memory(data), len(data))
+
+
+def layers_in(source: ByteSource, data: bytes) -> list[Layer]:
+    """The whole layers of a file with some bytes."""
+    found, start = [], 0
+    while start + PAGE_BYTES <= len(data):
+        header = footer.header_of(data[start : start + PAGE_BYTES], "a layer")
+        if header is None or start + header.nbytes > len(data):
+            break
+        found.append(Layer(source, header.nbytes, start=start))
+        start += header.nbytes
+    return found
 
 
 def fields_of(data: bytes) -> dict:

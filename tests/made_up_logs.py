@@ -1,38 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small logs that no training wrote: frames of one table, and what their marks should give."""
+"""Small logs that no training wrote: rows of one table, and what their records should give."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import google_crc32c
+import made_up_layers
 import msgpack
 import numpy as np
 
-from deltackpt.format import frames, gaps, names, stretches
-from deltackpt.format.frames import (
-    BeginHead,
-    DenseHead,
-    DenseValue,
-    ItemsHead,
-    LoggedItem,
-    MarkHead,
-    RowsHead,
-)
+from deltackpt.format import names, stretches, wal_records
+from deltackpt.format.dense_blocks import PLAIN, BlockedValue, DenseBlocks
 from deltackpt.format.manifest import DenseLeaf, Layout, SaveId, TableEntry
-from deltackpt.format.segments import ArrayEntry, FieldSpec, GroupEntry, Segment
+from deltackpt.format.segments import FieldSpec, GroupEntry, Segment
 from deltackpt.format.stretches import Continues, StretchHead
+from deltackpt.format.wal_records import ITEM_BYTES, ITEMS, RecordHead, RecordItem
+from deltackpt.layers import footer
+from deltackpt.layers.footer import CHUNK, PAGE_BYTES, TRAILER_BYTES, EpochRef, LayerManifest
+from deltackpt.layers.read import Layer, StoredBytes
 from deltackpt.layers.targets import empty_buffers
 from deltackpt.reading import logged_dense, replay
-from deltackpt.reading.log_files import ProcessLog
 from deltackpt.reading.log_places import LogFolder, LogLayers
 from deltackpt.reading.stretches import History, Logs, RecoveryPoint, Way, newest_way
+from deltackpt.reading.wal_records import ProcessLog
+from deltackpt.resources.write_buffers import WriteBuffers
+from deltackpt.save import coded_dense
+from deltackpt.storage import arrays
+from deltackpt.storage.parts import Place
 from deltackpt.storage.store import spot
-from deltackpt.wal.frame import Frame
-from deltackpt.wal.segments import SegmentWriter
+from deltackpt.wal.segments import Fill, SegmentWriter
 
 ROWS, WIDTH = 16, 2
 TABLE = "tables/t"
@@ -82,41 +81,39 @@ def weights_of(number: int, run: str = "a0") -> bytes:
     return np.full(3, number + int(run, 16), np.float32).tobytes()
 
 
-def segment_of(count: int) -> Segment:
-    """Some rows of the table, as a frame has them."""
-    return Segment(
-        name="g0.0",
-        group="g0",
-        columns=(0, WIDTH),
-        count=count,
-        ranges=None,
-        fields=("values",),
-        arrays=(
-            ArrayEntry(name=names.GAPS, shape=(count,), dtype="uint32", chunk_rows=count),
-            ArrayEntry(name="values", shape=(count, WIDTH), dtype="float32", chunk_rows=count),
-        ),
-    )
+def fill_of(number: int, run: str = "a0") -> Fill:
+    """What writes the arrays of a full record, and what they are."""
 
+    def fill(place_of: Callable[[str], Place]) -> RecordHead:
+        rows, weights = rows_of(number), np.frombuffer(weights_of(number, run), np.uint8)
+        place = place_of("g0.0")
+        gaps, values = place.write_rows(rows), values_of(number, run)
+        entry = arrays.array_entry("values", values.shape, values.dtype)
+        place.write_array(entry, [values])
+        segment = Segment(
+            name="g0.0",
+            group="g0",
+            columns=(0, WIDTH),
+            count=len(rows),
+            ranges=None,
+            fields=("values",),
+            arrays=(*gaps.entries, entry),
+        )
+        value = BlockedValue(key="w", dtype="uint8", count=len(weights), group=PLAIN, at=0)
+        plain = coded_dense.write_plain(place_of, [weights], zstd=False)
+        data = np.frombuffer(str(number).encode(), np.uint8)
+        place_of(ITEMS).write_array(arrays.array_entry(ITEM_BYTES, data.shape, data.dtype), [data])
+        return RecordHead(
+            part=0,
+            part_start=0,
+            full=True,
+            unix_ns=number,
+            segments=(segment,),
+            dense=DenseBlocks(values=(value,), segments=(plain,), complete=True),
+            items=(RecordItem(name="at", kind="json", nbytes=len(data)),),
+        )
 
-def batch_of(number: int, parent: SaveId, run: str = "a0") -> list[Frame]:
-    """The frames of a full mark."""
-    rows, weights = rows_of(number), weights_of(number, run)
-    value = DenseValue(key="w", file=False, nbytes=len(weights), decoded_bytes=len(weights))
-    item = LoggedItem(name="at", kind="json", nbytes=len(str(number)))
-    return [
-        Frame(
-            RowsHead(segment=segment_of(len(rows))),
-            [[gaps.encode_gaps(rows)], [values_of(number, run)]],
-        ),
-        Frame(DenseHead(values=(value,)), [[weights]]),
-        Frame(ItemsHead(items=(item,)), [[str(number).encode()]]),
-        Frame(
-            MarkHead(
-                save_id=save_id(number, run), parent=parent, full=True, frames=3, unix_ns=number
-            ),
-            [],
-        ),
-    ]
+    return fill
 
 
 #: The writers of the running test: each has a file open.
@@ -138,16 +135,36 @@ class MadeUpLog:
       stretch: number of the stretch.
       run: id of its run.
       process: which one it is of.
+      count: number of processes.
+      continues: the recovery point that the run goes on from.
     """
 
     at: Path
     stretch: int = 0
     run: str = "a0"
     process: int = 0
+    count: int = 1
+    continues: Continues | None = None
 
     def __post_init__(self) -> None:
+        self.head = StretchHead(
+            stretch=self.stretch,
+            run=self.run,
+            process_count=self.count,
+            base=BASE,
+            continues=self.continues,
+            groups=LAYOUT.groups,
+            tables=LAYOUT.tables,
+            dense=LAYOUT.dense,
+        )
         self.writer = SegmentWriter(
-            self.at.parent, self.folder, stretch=self.stretch, process=self.process, fsync=False
+            self.at.parent,
+            self.folder,
+            WriteBuffers(nbytes=1 << 16),
+            epoch=EpochRef.of(self.head),
+            process=self.process,
+            process_count=self.count,
+            fsync=False,
         )
         _WRITERS.append(self.writer)
 
@@ -161,27 +178,18 @@ class MadeUpLog:
         """Its segments, in order."""
         return sorted(self.folder.glob("*.seg"))
 
-    def begin(self, *, count: int = 1, continues: Continues | None = None) -> MadeUpLog:
+    def begin(self) -> MadeUpLog:
         """Writes the head of the stretch."""
-        head = StretchHead(
-            stretch=self.stretch,
-            run=self.run,
-            process_count=count,
-            base=BASE,
-            continues=continues,
-            groups=LAYOUT.groups,
-            tables=LAYOUT.tables,
-            dense=LAYOUT.dense,
-        )
         self.at.mkdir(parents=True, exist_ok=True)
-        (self.at / names.stretch_name(self.stretch)).write_bytes(stretches.to_bytes(head))
+        (self.at / names.stretch_name(self.stretch)).write_bytes(stretches.to_bytes(self.head))
         return self
 
     def mark(self, *numbers: int, parent: SaveId | None = None) -> MadeUpLog:
         """Writes marks, each since the one before."""
         for number in numbers:
             above = save_id(number - 1, self.run) if number > 1 else BASE
-            self.writer.write(batch_of(number, parent or above, self.run), number)
+            own = save_id(number, self.run)
+            self.writer.write(own, parent or above, fill_of(number, self.run))
             parent = None
         return self
 
@@ -220,7 +228,7 @@ def history_of(*at: Path) -> History:
 
 def scan_of(log: MadeUpLog) -> ProcessLog:
     """The records of a log as it stands; ``advance`` scans what is written later."""
-    found = ProcessLog(spot(log.folder), log.stretch, log.process)
+    found = ProcessLog(spot(log.folder), log.head, log.process)
     found.advance()
     return found
 
@@ -247,82 +255,131 @@ def read_newest(at: Path) -> Read | None:
 
 
 def bounds_of(data: bytes) -> list[tuple[int, int]]:
-    """Where each frame of an intact file begins and ends."""
+    """Where each record of an intact segment begins and ends."""
     found, start = [], 0
     while start < len(data):
-        nbytes = frames.prefix_of(data[start : start + frames.PREFIX_BYTES], "a frame").nbytes
-        found.append((start, start + nbytes))
-        start += nbytes
+        header = footer.header_of(data[start : start + PAGE_BYTES], "a record")
+        assert header is not None
+        found.append((start, start + header.nbytes))
+        start += header.nbytes
     return found
 
 
-class StoredFrame(NamedTuple):
-    """A frame as a segment holds it.
+class StoredRecord(NamedTuple):
+    """A record as a segment holds it.
 
     Attributes:
       path: the segment.
-      number: index of the frame in the segment.
-      start: where the body begins in the segment.
-      place, head, body: of the frame.
+      number: index of the record in the segment.
+      layer: its layer.
+      head: what its arrays are.
     """
 
     path: Path
     number: int
-    start: int
-    place: frames.Place
-    head: Any
-    body: bytes
+    layer: Layer
+    head: RecordHead
+
+    @property
+    def seq(self) -> int:
+        """Number of the record in the WAL."""
+        return self.layer.manifest.sequence
+
+    def chunks_of(self, row_group: str, array: str) -> list[tuple[int, int]]:
+        """Where the chunks of an array begin and end in the segment."""
+        start, chunks = self.layer.start, self.layer._chunks[row_group, array]
+        return [(start + one.offset, start + one.stop) for one in chunks]
 
 
-def frames_in(path: Path) -> Iterator[StoredFrame]:
-    """Parses the frames of a segment, up to the first that is incomplete."""
-    data, start, crc, number = path.read_bytes(), 0, 0, 0
-    while start + frames.PREFIX_BYTES <= len(data):
-        prefix = frames.prefix_of(data[start : start + frames.PREFIX_BYTES], path.name)
-        first, end = start + frames.PREFIX_BYTES, start + prefix.nbytes
-        if end > len(data):
-            return
-        body = first + prefix.head_bytes
-        head = frames.head_of(prefix, data[first:body], crc, path.name)
-        crc = frames.body_crc32c(data[end - frames.CRC_BYTES : end])
-        crc = head.crc32c if isinstance(head, BeginHead) else crc
-        held = data[body : end - frames.CRC_BYTES]
-        yield StoredFrame(path, number, body, prefix.place, head, held)
-        start, number = end, number + 1
-
-
-def records_in(folder: Path) -> list[list[StoredFrame]]:
-    """The frames of each valid WAL record of a process, oldest first; a record's mark is last."""
-    found: list[list[StoredFrame]] = []
+def records_in(folder: Path) -> list[StoredRecord]:
+    """The intact records of a process that count, oldest first."""
+    found: list[StoredRecord] = []
     for path in sorted(folder.glob("*.seg")):
-        record: list[StoredFrame] = []
-        for frame in frames_in(path):
-            if not isinstance(frame.head, BeginHead):
-                record.append(frame)
-            elif (after := frame.head.after) is not None:
-                found = [one for one in found if one[-1].place.seq <= after.seq]
-            if isinstance(frame.head, MarkHead):
-                found.append(record)
-                record = []
+        source = StoredBytes(spot(path))
+        for number, (start, end) in enumerate(bounds_of(path.read_bytes())):
+            layer = Layer(source, end - start, start=start)
+            head = wal_records.from_bytes(layer.manifest.schema, name=path.name)
+            start = head.part_start
+            found = [one for one in found if one.head.part == head.part or one.seq < start]
+            found.append(StoredRecord(path, number, layer, head))
     return found
 
 
-def reframed(data: bytes, head: object, crc32c: int, *, body: bytes | None = None) -> bytes:
-    """A frame with another head, or body, whose checksums are right.
+def change(
+    path: Path,
+    number: int,
+    head: Callable[[Any], Any] | None = None,
+    *,
+    manifest: Callable[[dict[str, Any]], Any] | None = None,
+    chunks: Mapping[tuple[str, str], bytes] | None = None,
+) -> None:
+    """Changes a record of a segment, and makes all checksums right from there on.
 
     Args:
-      data: the frame.
-      head: what msgpack makes the head of.
-      crc32c: what it goes on from.
-      body: by default as it was.
+      path: the segment.
+      number: index of the record.
+      head: changes the record's head, or returns another one.
+      manifest: changes the manifest of the layer.
+      chunks: row group and array to other bytes of its only chunk, as many as before.
     """
-    prefix = frames.prefix_of(data, "a frame")
-    start = frames.PREFIX_BYTES + prefix.head_bytes
-    body = data[start : start + prefix.body_bytes] if body is None else body
-    packed = head if isinstance(head, bytes) else msgpack.packb(head)
-    assert isinstance(packed, bytes)
-    fixed = prefix.covered[:-12] + len(packed).to_bytes(4, "little")
-    fixed += len(body).to_bytes(8, "little")
-    crc = google_crc32c.extend(google_crc32c.extend(crc32c, fixed), packed)
-    last = google_crc32c.extend(crc, body)
-    return b"".join((fixed, crc.to_bytes(4, "little"), packed, body, last.to_bytes(4, "little")))
+    data, made, digest = path.read_bytes(), [], None
+    for at, (start, end) in enumerate(bounds_of(data)):
+        layer = bytearray(data[start:end])
+        fields = made_up_layers.fields_of(bytes(layer))
+        length = footer.trailer_of(layer[-TRAILER_BYTES:], len(layer), "it").footer
+        if at == number:
+            if head is not None:
+                held = msgpack.unpackb(fields["schema"])
+                replaced = head(held)
+                held = held if replaced is None else replaced
+                fields["schema"] = held if isinstance(held, bytes) else msgpack.packb(held)
+            for (group, name), found in (chunks or {}).items():
+                _replace_chunk(layer, fields, group, name, found)
+            if manifest is not None:
+                manifest(fields)
+        if digest is not None:
+            fields["predecessor"] = digest
+        packed = msgpack.packb(fields)
+        assert packed is not None
+        changed = made_up_layers.footed(bytes(layer[:length]), packed)
+        old = footer.header_of(data[start : start + PAGE_BYTES], "it")
+        assert old is not None
+        page = old._replace(nbytes=len(changed), predecessor=fields["predecessor"]).page()
+        made.append(page + changed[PAGE_BYTES:])
+        digest = int.from_bytes(changed[-4:], "little")
+    path.write_bytes(b"".join(made))
+
+
+def _replace_chunk(
+    layer: bytearray, fields: dict[str, Any], group: str, name: str, data: bytes
+) -> None:
+    [array] = [one for one in fields["arrays"] if (one["row_group"], one["name"]) == (group, name)]
+    [(offset, nbytes, _)] = np.frombuffer(array["chunks"], CHUNK).tolist()
+    assert len(data) == nbytes
+    layer[offset : offset + nbytes] = data
+    before = [
+        one_offset + one_nbytes
+        for one in fields["arrays"]
+        for one_offset, one_nbytes, _ in np.frombuffer(one["chunks"], CHUNK).tolist()
+        if one_offset < offset
+    ]
+    padding = np.frombuffer(bytes(layer[max(before, default=PAGE_BYTES) : offset]), np.uint8)
+    identity = fields["save_id"]
+    found = LayerManifest(
+        save_id=SaveId(identity["run"], identity["step"], identity["attempt"]),
+        process=fields["process"],
+        sequence=fields["sequence"],
+    )
+    crc = footer.chunk_crc32c(found.seed, offset, padding, np.frombuffer(data, np.uint8))
+    array["chunks"] = np.array([(offset, nbytes, crc)], CHUNK).tobytes()
+
+
+def to(*path: Any, value: Any) -> Callable[[Any], None]:
+    """What sets the value at a path of a head or manifest."""
+
+    def replace(head: Any) -> None:
+        for key in path[:-1]:
+            head = head[key]
+        head[path[-1]] = value
+
+    return replace

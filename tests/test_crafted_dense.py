@@ -3,27 +3,42 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import model
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
-from made_up_logs import StoredFrame, records_in
-from test_log_frames import change
+from made_up_logs import StoredRecord, history_of, records_in
 from test_log_looking import manager
 
 from deltackpt.errors import Damaged, DamagedWal, DeltackptError
-from deltackpt.format import frames
-from deltackpt.format.frames import DenseHead
+from deltackpt.format import names, wal_records
+from deltackpt.format.dense_blocks import PLAIN, BlockedValue, DenseBlocks
 from deltackpt.format.names import PYTREE_METADATA
+from deltackpt.format.segments import Segment
+from deltackpt.format.wal_records import RecordHead
+from deltackpt.layers.read import Layer
+from deltackpt.layers.shard import LayerPlace
+from deltackpt.layers.write import LayerFile
+from deltackpt.reading import logged_dense
+from deltackpt.reading.part_arrays import LayerArrays
+from deltackpt.reading.saves import read_info
+from deltackpt.reading.stretches import newest_way
+from deltackpt.resources.write_buffers import WriteBuffers
+from deltackpt.save import coded_dense
 from deltackpt.storage import ocdbt
+from deltackpt.storage.parts import Place
 from deltackpt.upkeep.verify import verify_root
+from deltackpt.wal.segments import Fill, row_groups_of
 
 #: Whether a value is a file, and its key.
 Key = tuple[bool, str]
@@ -45,37 +60,76 @@ def write(root: Path) -> None:
 
 
 class Root(NamedTuple):
-    """A root, and the frame of all dense leaves of its newest point."""
+    """A root, and the newest point of its WAL."""
 
     path: Path
-    frame: StoredFrame
+    record: StoredRecord
 
     @property
     def values(self) -> dict[Key, bytes]:
-        """What the frame holds, by whether it is a file, and its key."""
-        held = self.frame.head.values
-        parts = frames.pieces_of([one.nbytes for one in held], memoryview(self.frame.body), "it")
-        return {(one.file, one.key): bytes(part) for one, part in zip(held, parts, strict=True)}
+        """What the record holds, by whether it is a file, and its key."""
+        way = newest_way(history_of(self.path / "log"), {0: read_info(self.path / "0").save_id})
+        assert way is not None
+        found = logged_dense.dense_of(way)
+        held = {(False, key): bytes(data) for key, data in found.values.items()}
+        return held | {(True, key): bytes(data) for key, data in found.files.items()}
 
     def rewrite(self, values: dict[Key, bytes]) -> None:
-        """Writes the frame with other values, and right checksums."""
+        """Writes the record with other values, and right checksums."""
+        head, at = self.record.head, 0
+        blocked: list[BlockedValue] = []
+        for (file, key), data in values.items():
+            value = BlockedValue(
+                key=key, file=file, dtype="uint8", count=len(data), group=PLAIN, at=at
+            )
+            blocked.append(value)
+            at += len(data)
 
-        def replace(head: Any) -> None:
-            held = [(one, values.get((one["file"], one["key"]))) for one in head["values"]]
-            head["values"] = [
-                {**one, "nbytes": len(data), "decoded_bytes": len(data)}
-                for one, data in held
-                if data is not None
-            ]
+        def fill(place_of: Callable[[str], Place]) -> RecordHead:
+            for segment in head.segments:
+                copy_segment(self.record.layer, segment, place_of(segment.name))
+            found = [np.frombuffer(data, np.uint8) for data in values.values()]
+            plain = coded_dense.write_plain(place_of, found, zstd=False)
+            dense = DenseBlocks(values=tuple(blocked), segments=(plain,), complete=True)
+            return dataclasses.replace(head, dense=dense)
 
-        body = b"".join(data + bytes(-len(data) % 8) for data in values.values())
-        change(self.frame.path, self.frame.number, replace, body)
+        rewrite(self.record, fill)
 
     def restore(self, template: Any = None) -> None:
         """Restores the newest point."""
         with manager(self.path) as trainer, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer.restore(2, template)
+
+
+def copy_segment(layer: Layer, segment: Segment, place: Place) -> None:
+    """Writes the arrays of a segment of another layer."""
+    arrays = LayerArrays(lambda: layer, name="it", file="")
+    for entry in segment.arrays:
+        if entry.name == names.GAPS:
+            place.write_rows(arrays.row_indices(segment, 0, segment.count))
+        else:
+            held = np.empty(entry.shape, entry.dtype)
+            arrays.read_into(segment, entry, 0, len(held), held)
+            place.write_array(entry, [held])
+
+
+def rewrite(record: StoredRecord, fill: Fill) -> None:
+    """Writes another record in the place of the last one of a segment."""
+    manifest = dataclasses.replace(record.layer.manifest, row_groups=(), arrays=())
+    path, buffers = record.path.with_suffix(".new"), WriteBuffers()
+    file = LayerFile(path, buffers, sequence=record.seq, predecessor=manifest.predecessor)
+    layer = file.begin(manifest)
+    head = fill(functools.partial(LayerPlace, layer))
+    layer.finish(
+        dataclasses.replace(
+            manifest, schema=wal_records.to_bytes(head), row_groups=tuple(row_groups_of(head))
+        )
+    )
+    file.close()
+    buffers.close()
+    record.path.write_bytes(record.path.read_bytes()[: record.layer.start] + path.read_bytes())
+    path.unlink()
 
 
 @pytest.fixture(scope="module")
@@ -86,16 +140,15 @@ def root(tmp_path_factory) -> Root:
 
 
 def root_at(path: Path) -> Root:
-    [frame] = [one for one in records_in(path / "log/0/0")[-1] if isinstance(one.head, DenseHead)]
-    return Root(path, frame)
+    return Root(path, records_in(path / "log/0/0")[-1])
 
 
 @pytest.fixture
 def intact(root) -> Iterator[None]:
     """Undoes what is written to the segment."""
-    data = root.frame.path.read_bytes()
+    data = root.record.path.read_bytes()
     yield
-    root.frame.path.write_bytes(data)
+    root.record.path.write_bytes(data)
 
 
 def altered(data: bytes, rng: random.Random) -> bytes:
@@ -144,14 +197,14 @@ def test_altered_dense_leaves_are_leaves_or_a_typed_error(root, seed, template, 
             del values[key]
         else:
             values[key] = altered(values[key], rng)
-    data = root.frame.path.read_bytes()
+    data = root.record.path.read_bytes()
     root.rewrite(values)
     try:
         root.restore(model.initial() if template else None)
     except DeltackptError as error:
         assert str(error)
     finally:
-        root.frame.path.write_bytes(data)
+        root.record.path.write_bytes(data)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +227,7 @@ def test_dense_leaves_without_a_chunk_are_found(root, intact):
     assert [verdict.restorable for verdict in report.points] == [True, False]
 
 
-def test_a_point_with_a_dense_body_made_by_hand_is_skipped(root, intact):
+def test_a_point_with_dense_leaves_made_by_hand_is_skipped(root, intact):
     values, key = root.values, (True, PYTREE_METADATA)
     data = values[key]
     root.rewrite({**values, key: data[:1] + b"\xff" + data[2:]})

@@ -17,8 +17,7 @@ from made_up_logs import records_in
 
 import deltackpt
 from deltackpt import inspect
-from deltackpt.format import frames, names
-from deltackpt.format.frames import BlocksHead, DenseHead, RowsHead
+from deltackpt.format import names
 from deltackpt.format.records import FORMAT_VERSION
 from deltackpt.ledger.opening import BucketSteps
 from deltackpt.ledger.view import JournalView
@@ -162,30 +161,24 @@ def test_golden_log_has_the_points_that_it_once_had(version):
     ]
     assert [epoch.ends for epoch in wal.epochs] == [(), ()]
     stored = [
-        frame
+        record
         for number in (1, 0)
         for record in records_in(version / names.LOG / str(number) / "0")
-        for frame in record
     ]
-    assert {frame.place.part for frame in stored} == {0, 1}
-    heads = [frame.head for frame in stored]
-    if version.name == "log-v1":
-        dense = [value for head in heads if isinstance(head, DenseHead) for value in head.values]
-        assert any(value.against is not None for value in dense)
-    else:
-        blocks = [head for head in heads if isinstance(head, BlocksHead)]
-        assert {head.against is None for head in blocks} == {True, False}
-        used = {segment.encodings[0].codec for head in blocks for segment in head.record.segments}
+    heads = [record.head for record in stored]
+    assert {head.part for head in heads} == {0, 1}
+    dense = [head.dense for head in heads if head.dense is not None]
+    assert {head.against is None for head in heads} == {True, False}
+    used = {segment.encodings[0].codec for found in dense for segment in found.segments}
+    if version.name == "log-v4":
         assert used == {"raw", "sparse", "planes", "xor", "ef8", "int8"}
-        compressed = [head for head in blocks if head.sizes]
-        assert any(
-            0 < sum(own) < entry.nbytes
-            for head in compressed
-            for entry, own in zip(head.arrays, head.sizes, strict=True)
-        )
-    rows = [head.segment for head in heads if isinstance(head, RowsHead)]
-    arrays = {entry.name for segment in rows for entry in segment.arrays}
-    assert {"values.scale", "values.raw_at", "slot.accumulator", names.GAPS} <= arrays
+        arrays = [array for record in stored for array in record.layer.manifest.arrays]
+        assert {array.compression for array in arrays} == {"", "zstd", "planes"}
+    else:
+        assert {found.complete for found in dense} == {True, False}
+    rows = [segment for head in heads for segment in head.segments]
+    names_of = {entry.name for segment in rows for entry in segment.arrays}
+    assert {"values.scale", "values.raw_at", "slot.accumulator", names.GAPS} <= names_of
 
 
 @pytest.mark.parametrize("version", LOGS, ids=lambda path: path.name)
@@ -221,7 +214,7 @@ def test_golden_point_restores_to_the_bits_that_it_once_did(version, step, tmp_p
 
 
 def test_the_current_format_has_golden_checkpoints():
-    assert f"log-v{frames.VERSION}" in [path.name for path in LOGS]
+    assert [path.name for path in LOGS] == [f"log-v{number}" for number in make_golden.LOGGED]
     assert f"v{FORMAT_VERSION}" in [path.name for path in VERSIONS]
     assert f"parts-v{FORMAT_VERSION}" in [path.name for path in PARTS]
     assert f"encodings-v{FORMAT_VERSION}" in [path.name for path in ENCODED]

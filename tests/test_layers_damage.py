@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import tempfile
 import tracemalloc
@@ -38,7 +37,7 @@ from made_up_layers import (
 from deltackpt.errors import Damaged, FormatTooNew
 from deltackpt.layers import footer
 from deltackpt.layers.footer import CHUNK, PAGE_BYTES, TRAILER_BYTES
-from deltackpt.layers.read import Layer, StoredBytes, appended_layers
+from deltackpt.layers.read import Layer, StoredBytes
 from deltackpt.storage.store import spot
 
 #: What nothing of some kilobytes may take.
@@ -53,30 +52,6 @@ def layer_bytes() -> bytes:
         path = Path(folder, NAME)
         write(path, [(manifest_of(), groups_of(count=60))], chunk_bytes=256)
         return path.read_bytes()
-
-
-@functools.cache
-def appended_bytes() -> tuple[bytes, tuple[int, ...]]:
-    """Four layers in one file, and where each ends."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, NAME)
-        layers = [(manifest_of(number), groups_of(number, 100)) for number in range(1, 5)]
-        written = write(path, layers, chunk_bytes=4096)
-        return path.read_bytes(), tuple(one.stop for one in written)
-
-
-def found_in(data: bytes | bytearray, **options: Any) -> Iterator[Layer]:
-    return appended_layers(Memory(data), len(data), **options)
-
-
-def steps_of(layers: Iterator[Layer]) -> list[int]:
-    """Steps of layers, each of which is read whole."""
-    found = []
-    for layer in layers:
-        step = layer.id.step
-        assert read_all(layer) == contents_of(groups_of(step, 100))
-        found.append(step)
-    return found
 
 
 def test_every_flipped_byte_is_an_error_that_names_its_place():
@@ -189,7 +164,7 @@ def test_another_version_is_refused(version):
         opened(data)
     data[:4096] = page_of_version(data[:4096], version)
     with pytest.raises(FormatTooNew if version else Damaged, match="version"):
-        list(found_in(data))
+        footer.header_of(data[:PAGE_BYTES], NAME)
 
 
 def page_of_version(page: bytes | bytearray, version: int) -> bytes:
@@ -425,120 +400,3 @@ def test_a_trailer_with_odd_values_takes_no_memory_and_raises_nothing_else(data)
     value = data.draw(st.sampled_from([0, 1, 64, 4096, 8192, len(held), 1 << 40, (1 << 64) - 1]))
     held[at : at + 8] = value.to_bytes(8, "little")
     attempt(bytes(held))
-
-
-def test_layers_of_a_file_are_read_in_order():
-    data, _ = appended_bytes()
-    layers = [*found_in(data)]
-    assert steps_of(iter(layers)) == [1, 2, 3, 4]
-    assert [one.manifest.sequence for one in layers] == [0, 1, 2, 3]
-    digests = [one.digest for one in layers]
-    assert [one.manifest.predecessor for one in layers] == [0, *digests[:-1]]
-
-
-def test_a_file_that_is_cut_anywhere_has_the_layers_before_the_cut():
-    data, stops = appended_bytes()
-    for length in {*range(0, len(data), 1024), *range(stops[1] - 70, stops[1] + 70), len(data)}:
-        whole = sum(stop <= length for stop in stops)
-        assert [one.id.step for one in found_in(data[:length])] == [1, 2, 3, 4][:whole]
-
-
-def test_what_is_known_to_be_acknowledged_is_not_dropped_with_a_tail():
-    data, stops = appended_bytes()
-    for length in (0, stops[0], stops[2] - 1, stops[2] + 4096):
-        found, whole = [], sum(stop <= length for stop in stops)
-        with pytest.raises(Damaged, match="layer at byte"):
-            found.extend(found_in(data[:length], acknowledged=3))
-        assert [one.id.step for one in found] == [1, 2, 3][:whole]
-        assert steps_of(found_in(data[:length], acknowledged=whole - 1)) == [1, 2, 3][:whole]
-
-
-@FAST
-@given(data=st.data())
-def test_a_power_cut_during_the_last_append_loses_nothing_before_it(data):
-    """Any of its pages may be lost, and the file may be longer than what was written."""
-    held, stops = appended_bytes()
-    start, stop = stops[2], stops[3]
-    held, pages = bytearray(held), range(start, stop, PAGE_BYTES)
-    lost = data.draw(st.sets(st.sampled_from(pages)))
-    garbage = data.draw(
-        st.sampled_from([bytes(PAGE_BYTES), b"\xff" * PAGE_BYTES, bytes(held[:4096])])
-    )
-    for page in lost:
-        held[page : page + PAGE_BYTES] = garbage
-    # Earlier users of these blocks: the same run, at an earlier layer.
-    after = bytes(held[: stops[0]]) if data.draw(st.booleans()) else bytes(5000)
-    expected = [1, 2, 3] if lost else [1, 2, 3, 4]
-    assert steps_of(found_in(held + after)) == expected
-
-
-def test_every_flipped_byte_of_the_last_layer_drops_it_alone():
-    data, stops = appended_bytes()
-    held = bytearray(data[stops[1] :])
-    for at in range(stops[2] - stops[1], len(held), 23):
-        held[at] ^= 1 << at % 8
-        assert [one.id.step for one in found_in(held)] == [3]
-        held[at] ^= 1 << at % 8
-    assert steps_of(found_in(held)) == [3, 4]
-
-
-def test_every_flipped_byte_of_an_acknowledged_layer_is_an_error():
-    data, stops = appended_bytes()
-    held = bytearray(data)
-    for at in range(stops[0], stops[1], 23):
-        held[at] ^= 1 << at % 8
-        steps: list[int] = []
-        with pytest.raises(Damaged) as error:
-            for layer in found_in(held):
-                if layer.id.step == 2:
-                    layer.verify()
-                steps.append(layer.id.step)
-        assert steps == [1]
-        assert error.value.object_name.startswith(f"{NAME}, layer at byte {stops[0]}: ")
-        held[at] ^= 1 << at % 8
-
-
-@pytest.mark.parametrize("order", [[0, 2, 3], [1, 0, 2], [0, 1, 1, 2], [0, 0, 1], [0, 2, 1, 3]])
-def test_layers_that_are_omitted_repeated_or_swapped_are_an_error(order):
-    data, stops = appended_bytes()
-    each = [data[start:stop] for start, stop in zip((0, *stops), stops, strict=False)]
-    found = []
-    with pytest.raises(Damaged, match="layer at byte .*: header"):
-        found.extend(found_in(b"".join(each[number] for number in order)))
-    intact = next(n for n, own in enumerate([*order, -1]) if own != order[0] + n)
-    assert [one.id.step for one in found] == [order[0] + n + 1 for n in range(intact)]
-
-
-def test_a_layer_of_another_file_is_not_taken_for_the_next_one(tmp_path):
-    data, stops = appended_bytes()
-    layers = [(manifest_of(number), groups_of(number, 50)) for number in (1, 2)]
-    (_, other) = write(tmp_path / NAME, layers)
-    foreign = (tmp_path / NAME).read_bytes()[other.start :]
-    with pytest.raises(Damaged, match="another predecessor"):
-        steps_of(found_in(data[: stops[0]] + foreign))
-
-
-def test_a_header_of_another_layer_is_an_error(tmp_path):
-    layers = [(manifest_of(number), groups_of(number, 50)) for number in (1, 2)]
-    (one, _) = write(tmp_path / NAME, layers)
-    data = (tmp_path / NAME).read_bytes()
-    save_id = dataclasses.replace(layers[0][0].save_id, run="another")
-    other = dataclasses.replace(layers[0][0], save_id=save_id)
-    write(tmp_path / "other", [(other, layers[0][1])])
-    foreign = (tmp_path / "other").read_bytes()
-    assert len(foreign) == one.stop
-    with pytest.raises(Damaged, match=f"^{NAME}, layer at byte 0: header"):
-        list(found_in(data[:PAGE_BYTES] + foreign[PAGE_BYTES:] + data[one.stop :]))
-
-
-def test_a_file_continues_the_one_before_it(tmp_path):
-    data, stops = appended_bytes()
-    *_, last = found_in(data)
-    options = {"sequence": 4, "predecessor": last.digest}
-    write(tmp_path / NAME, [(manifest_of(5), groups_of(5, 100))], **options)
-    following = (tmp_path / NAME).read_bytes()
-    assert steps_of(found_in(following, after=last)) == [5]
-    assert steps_of(found_in(following)) == [5]
-    first = next(found_in(data))
-    with pytest.raises(Damaged, match="expected layer 1, found layer 4"):
-        list(found_in(following, after=first))

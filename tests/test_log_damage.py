@@ -15,7 +15,7 @@ from unittest import mock
 import model
 import pytest
 from damages import HOWS, damage, flip
-from made_up_logs import MadeUpLog, bounds_of, history_of
+from made_up_logs import MadeUpLog, bounds_of, history_of, records_in
 from test_log_looking import HANDLERS, manager, segments
 
 import deltackpt
@@ -123,14 +123,17 @@ def assert_restored_or_reported(written: Written) -> int:
 
 
 def flips(path: Path) -> Iterator[int]:
-    """Places in the fixed part, the head, the body and the checksum of each frame."""
-    data = path.read_bytes()
-    for start, end in bounds_of(data):
-        yield from {start, start + 28, start + 41, start + 60, (start + end) // 2, end - 1}
+    """Places in the header, the chunks, the footer and the trailer of each record."""
+    for record in records_in(path.parent):
+        if record.path == path:
+            start, end = record.layer.start, record.layer.start + record.layer.nbytes
+            chunks = [at for place in record.layer._chunks for at, _ in record.chunks_of(*place)]
+            yield from {start, start + 28, start + 4095, *chunks, end - 64, end - 1}
+            yield start + max(one.stop for of in record.layer._chunks.values() for one in of)
 
 
 def cuts(path: Path) -> Iterator[int]:
-    """Lengths at the end of each frame, and within it."""
+    """Lengths at the end of each record, and within it."""
     for start, end in bounds_of(path.read_bytes()):
         yield from (start, (start + end) // 2, end - 1)
 
@@ -153,10 +156,9 @@ def test_whatever_is_damaged_of_a_log_is_restored_or_reported(seed, copy):
     assert older
 
 
-def test_one_flipped_bit_in_a_frame_head_is_reported(copy):
+def test_one_flipped_bit_in_a_header_is_reported(copy):
     first = sorted(copy.root.glob("log/1/0/*.seg"))[0]
-    start, _ = bounds_of(first.read_bytes())[2]
-    flip(first, start + 44)
+    flip(first, 24)
     assert assert_restored_or_reported(copy) == 4
 
 
@@ -177,9 +179,9 @@ def test_a_damaged_log_is_read_twice_however_much_its_trainer_commits_meanwhile(
     assert looks == 2
 
 
-@pytest.mark.parametrize("torn", [0, 1, 30, 44, 60, 120, -1])
+@pytest.mark.parametrize("torn", [0, 1, 60, 4095, 4096, 5000, -1])
 def test_what_a_kill_leaves_is_no_damage(torn, copy):
-    """The last frames of a mark that nobody was told of."""
+    """The beginning of a record that nobody was told of."""
     last = segments(copy.root)[-1]
     os.truncate(last, last.stat().st_size + torn if torn < 0 else torn)
     (last.parent / NAME).unlink()
@@ -202,11 +204,11 @@ def test_zeros_that_a_power_cut_leaves_are_no_damage(copy):
     assert found is not None and found.step < copy.newest and found.skipped == ()
 
 
-def test_a_part_that_was_killed_before_its_first_frame_is_no_damage(copy):
+def test_a_part_that_was_killed_before_its_first_record_is_no_damage(copy):
     last = segments(copy.root)[-1]
     place = names.segment_place(last.name)
     assert place is not None
-    (last.parent / names.segment_name(place.part + 1, place.seq)).write_bytes(b"DL")
+    (last.parent / names.segment_name(place.part + 1, place.seq)).write_bytes(b"dc")
     found, _, _ = restore(copy.root)
     assert found is not None and (found.step, found.skipped) == (copy.newest, ())
     assert verify_root(copy.root).intact

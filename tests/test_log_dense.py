@@ -11,27 +11,19 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
-import zstandard
 from damages import flip
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from made_up_logs import StoredFrame, records_in
+from made_up_logs import change, records_in, to
 from test_log_disk import CALLS, LOG, assert_nothing_is_tried_again
-from test_log_frames import change, to
 
 import deltackpt
 from deltackpt import touched
-from deltackpt.errors import AppendFailed, Damaged, DamagedWal
-from deltackpt.format import frames
-from deltackpt.format.dense_blocks import BlockedValue, DenseBlocks
-from deltackpt.format.frames import BlocksHead, Place, RowsHead
-from deltackpt.format.segments import ArrayEntry, Segment
-from deltackpt.storage import arrays
+from deltackpt.errors import AppendFailed
+from deltackpt.format.wal_records import RecordHead
 from deltackpt.testing import Disk, DiskCall, TrainingRun
 from deltackpt.upkeep.verify import verify_root
-from deltackpt.wal import dense_frames
 
 #: Globs of leaves to their codecs, and the leaves that these change.
 LOSSY = {"params/kernel": "ef4", "params/wide": "ef8", "moments/**": "int8"}
@@ -137,15 +129,9 @@ def error_of(found, expected) -> dict[str, float]:
     return errors
 
 
-def heads_of(root: Path, stretch: int = 0) -> list[list[BlocksHead]]:
-    """The heads of blocks of each mark of process 0."""
-    found = records_in(root / "log" / str(stretch) / "0")
-    return [[frame.head for frame in blocks_of(record)] for record in found]
-
-
-def blocks_of(record: list[StoredFrame]) -> list[StoredFrame]:
-    """The frames of a record that hold blocks of dense leaves."""
-    return [one for one in record if isinstance(one.head, BlocksHead)]
+def heads_of(root: Path, stretch: int = 0) -> list[RecordHead]:
+    """The heads of the records of process 0."""
+    return [record.head for record in records_in(root / "log" / str(stretch) / "0")]
 
 
 def test_every_point_is_exact_and_a_mark_holds_what_changed(tmp_path):
@@ -159,13 +145,12 @@ def test_every_point_is_exact_and_a_mark_holds_what_changed(tmp_path):
             assert error_of(found.state, training.states[point.step]) == {}
     heads = heads_of(tmp_path)
     # Whole at the first of the file, and at each 16th.
-    assert [all(head.against is None for head in mark) for mark in heads] == [
-        number % 16 == 0 for number in range(20)
-    ]
-    for mark in heads:
-        if mark[0].against is None:
+    assert [head.against is None for head in heads] == [number % 16 == 0 for number in range(20)]
+    for head in heads:
+        assert head.dense is not None
+        if head.against is None:
             continue
-        stored = {(one.group, one.encodings[0].codec): one for one in mark[0].record.segments}
+        stored = {(one.group, one.encodings[0].codec): one for one in head.dense.segments}
         assert stored["bfloat16", "sparse"].count <= 36
         # Nothing of the frozen leaf, nor of the integers.
         floats = [one.count for (group, _), one in stored.items() if group == "float32"]
@@ -227,7 +212,7 @@ def test_references_of_the_log_are_not_those_of_saves(tmp_path, codec):
         # Nothing is being trimmed after this.
         points = manager.recovery_points()
         # The first mark of a file is whole; older files are gone.
-        whole = [mark[0].against is None for mark in heads_of(tmp_path)]
+        whole = [head.against is None for head in heads_of(tmp_path)]
         assert whole[-4:] == [True, False, False, True]
         for at in (*manager.all_steps(), *points):
             found = manager.restore(at, training.state)
@@ -251,7 +236,7 @@ def test_training_that_goes_on_from_a_point_begins_whole(tmp_path):
         again = manager.restore_latest(training.state)
         assert again is not None and again.step == training.step
         assert max(error_of(again.state, training.state).values(), default=0) < 0.05
-    assert [mark[0].against is None for mark in heads_of(tmp_path, 1)] == [True, False]
+    assert [head.against is None for head in heads_of(tmp_path, 1)] == [True, False]
 
 
 # Failures.
@@ -283,7 +268,7 @@ def test_what_failed_is_no_reference(tmp_path, disk: Disk, kind, number, codec):
             assert errors.keys() <= (CHANGED if codec else set())
             assert all(error < 0.05 for error in errors.values())
     steps = [step for step in range(2, 8) if step not in failed]
-    whole = [mark[0].against is None for mark in heads_of(tmp_path)]
+    whole = [head.against is None for head in heads_of(tmp_path)]
     assert whole == [step in (steps[0], failed[0] + 1) for step in steps]
 
 
@@ -350,100 +335,46 @@ def test_a_process_that_fails_again_and_again_loses_no_point(tmp_path, disk: Dis
 # Damage.
 
 
+@pytest.mark.parametrize("group", ["bfloat16", "float32"])
 @pytest.mark.parametrize("number", range(4))
-def test_a_damaged_frame_falls_back_to_the_point_before(tmp_path, number):
+def test_damaged_leaves_stop_the_points_that_need_them(tmp_path, number, group):
     training = Training(tmp_path)
     with training.opened() as manager:
         training.start(4)
-    [frame] = blocks_of(records_in(tmp_path / "log/0/0")[number])
-    flip(frame.path, frame.start + len(frame.body) // 2)
+    record = records_in(tmp_path / "log/0/0")[number]
+    assert record.head.dense is not None
+    segment = next(one for one in record.head.dense.segments if one.group == group)
+    [(start, end), *_] = record.chunks_of(segment.name, segment.arrays[-1].name)
+    flip(record.path, (start + end) // 2)
+    # The numbers of the bfloat16 leaf are relative; all changed ones of float32 are not.
+    needed = [
+        at >= number if group == "bfloat16" or not number else at == number for at in range(4)
+    ]
     report = verify_root(tmp_path)
     assert not report.intact
-    assert [one.restorable for one in report.points] == [at < number for at in range(4)]
+    assert [one.restorable for one in report.points] == [not one for one in needed]
     with training.opened() as manager, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = manager.restore_latest(training.state)
-    assert found is not None and found.step == 1 + number
-    assert error_of(found.state, training.states[1 + number]) == {}
+    step = max((2 + at for at in range(4) if not needed[at]), default=1)
+    assert found is not None and found.step == step
+    assert error_of(found.state, training.states[step]) == {}
 
 
 @pytest.mark.parametrize("against", [0, 3, 7])
-def test_a_frame_against_no_earlier_mark_is_damage(tmp_path, against):
+def test_a_record_against_no_earlier_one_is_damage(tmp_path, against):
     training = Training(tmp_path)
     with training.opened():
         training.start(3)
-    [frame] = blocks_of(records_in(tmp_path / "log/0/0")[-1])
-    change(frame.path, frame.number, to("against", value=against), None)
+    record = records_in(tmp_path / "log/0/0")[-1]
+    change(record.path, record.number, to("against", value=against))
     with training.opened() as manager, pytest.warns(UserWarning, match="that it is relative to"):
         found = manager.restore_latest(training.state)
     assert found is not None and found.step == 3
     assert error_of(found.state, training.states[3]) == {}
 
 
-# Arrays of frames.
-
-
-def segment_of(entry: ArrayEntry) -> Segment:
-    return Segment(
-        name="s", group="g", columns=(0, 1), count=0, ranges=None, fields=(), arrays=(entry,)
-    )
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [((1,),), ((9, 9),), ((1 << 20,),), ((8,), (8,)), ((0,),)],
-    ids=["too few bytes", "too many chunks", "longer than it is", "another array", "none"],
-)
-def test_sizes_that_cannot_be_are_damage(sizes):
-    entry = arrays.array_entry("it", (1 << 16,), np.dtype(np.uint8), zstd=True)
-    head = RowsHead(segment=segment_of(entry), sizes=sizes)
-    data = b"".join(frames.encode(Place(0, 0, 1, 0), head, [[bytes(8)]], 0).buffers)
-    prefix = frames.prefix_of(data[: frames.PREFIX_BYTES], "it")
-    end = frames.PREFIX_BYTES + prefix.head_bytes
-    with pytest.raises(Damaged):
-        frames.head_of(prefix, data[frames.PREFIX_BYTES : end], 0, "it")
-
-
-@pytest.mark.parametrize(
-    "stored",
-    [
-        b"\x28\xb5\x2f\xfd\xe0" + (1 << 40).to_bytes(8, "little") + b"\x01\0\0",
-        zstandard.compress(bytes(100)),
-        b"no zstd",
-    ],
-    ids=["1 TiB", "another length", "none"],
-)
-def test_a_chunk_that_holds_something_else_is_damage(tmp_path, stored):
-    training = Training(tmp_path)
-    with training.opened(tables="lossless"):
-        training.save()
-        training.append()
-        append_all_rows(training)
-    frame = rows_frame(tmp_path)
-    sizes = list(frame.head.sizes)
-    [at] = [at for at, entry in enumerate(frame.head.arrays) if entry.name == "values"]
-    start = sum(sum(own) + -sum(own) % 8 for own in sizes[:at])
-    end = start + sum(sizes[at]) + -sum(sizes[at]) % 8
-    sizes[at] = (len(stored),)
-    body = frame.body[:start] + stored + bytes(-len(stored) % 8) + frame.body[end:]
-    change(frame.path, frame.number, to("sizes", value=sizes), body)
-    with training.opened(tables="lossless") as manager, pytest.warns(UserWarning, match="skipped"):
-        found = manager.restore_latest(training.state)
-    assert found is not None and found.step == 2
-    [(step, error)] = found.skipped
-    assert step == training.step and isinstance(error, DamagedWal)
-    assert f"frame {frame.place.seq}" in str(error)
-
-
-@pytest.mark.parametrize("key", ["../out", "/etc/passwd", "a//b"])
-def test_files_of_a_frame_stay_in_the_item(key):
-    value = BlockedValue(key=key, file=True, dtype="uint8", count=0, group="plain", at=0)
-    head = BlocksHead(record=DenseBlocks(values=(value,), segments=()))
-    data = b"".join(frames.encode(Place(0, 0, 1, 0), head, [], 0).buffers)
-    prefix = frames.prefix_of(data[: frames.PREFIX_BYTES], "it")
-    end = frames.PREFIX_BYTES + prefix.head_bytes
-    with pytest.raises(Damaged, match="a path in the item"):
-        frames.head_of(prefix, data[frames.PREFIX_BYTES : end], 0, "it")
+# Compressed arrays.
 
 
 def append_all_rows(training: Training) -> None:
@@ -455,12 +386,6 @@ def append_all_rows(training: Training) -> None:
     training.manager.wait_appended()
 
 
-def rows_frame(root: Path) -> StoredFrame:
-    """The frame of the rows of the newest record."""
-    [frame] = [one for one in records_in(root / "log/0/0")[-1] if isinstance(one.head, RowsHead)]
-    return frame
-
-
 def test_rows_by_a_lossless_codec_are_compressed(tmp_path):
     training = Training(tmp_path)
     with training.opened(tables="lossless") as manager:
@@ -468,8 +393,10 @@ def test_rows_by_a_lossless_codec_are_compressed(tmp_path):
         append_all_rows(training)
         found = manager.restore(training.step, training.state)
         assert np.array_equal(found.state["table"], training.state["table"])
-    frame = rows_frame(tmp_path)
-    assert frame.head.sizes and len(frame.body) < 50 * 4 * 4 / 2
+    record = records_in(tmp_path / "log/0/0")[-1]
+    [segment] = record.head.segments
+    places = [record.chunks_of(segment.name, entry.name) for entry in segment.arrays]
+    assert sum(stop - start for place in places for start, stop in place) < 50 * 4 * 4 / 2
 
 
 def test_a_leaf_of_several_chunks_is_read_in_parts(tmp_path):
@@ -478,15 +405,7 @@ def test_a_leaf_of_several_chunks_is_read_in_parts(tmp_path):
     with training.opened() as manager:
         training.start(1)
         assert error_of(manager.restore(training.step, training.state).state, training.state) == {}
-    assert any(len(own) > 1 for head in heads_of(tmp_path)[0] for own in head.sizes)
-
-
-def test_a_mark_of_many_leaves_is_cut_into_frames(tmp_path, monkeypatch):
-    monkeypatch.setattr(dense_frames.frames, "BODY_BYTES", 1 << 14)
-    training = Training(tmp_path)
-    with training.opened(codec=LOSSY) as manager:
-        training.start(3)
-        found = manager.restore(training.step, training.state)
-        assert max(error_of(found.state, training.state).values()) < 0.05
-    assert {len(mark) > 3 for mark in heads_of(tmp_path)} == {True}
-    assert ml_dtypes.bfloat16 == found.state["params"]["half"].dtype
+    [record] = records_in(tmp_path / "log/0/0")
+    assert record.head.dense is not None
+    segments = [one for one in record.head.dense.segments if one.group == "bfloat16"]
+    assert any(len(record.chunks_of(one.name, one.arrays[-1].name)) > 1 for one in segments)

@@ -26,19 +26,20 @@ from deltackpt import RecoveryPoint, inspect
 from deltackpt.cli import advice
 from deltackpt.errors import DamagedWal, RestoreError, StepNotFound
 from deltackpt.format import stretches
-from deltackpt.format.frames import MarkHead, RowsHead
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
+from deltackpt.format.wal_records import RecordHead
+from deltackpt.layers.footer import EpochRef
+from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.testing import Disk, DiskCall
 from deltackpt.upkeep import doctor
 from deltackpt.upkeep.collect import collect, collectable
 from deltackpt.upkeep.doctor import log as doctor_log
 from deltackpt.upkeep.unneeded import Retention
 from deltackpt.upkeep.verify import verify_root
-from deltackpt.wal.frame import Frame
 from deltackpt.wal.segments import SegmentWriter
 
-GOLDEN = Path(make_golden.__file__).parent / "log-v1"
+GOLDEN = Path(make_golden.__file__).parent / "log-v3"
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
 
 
@@ -346,12 +347,12 @@ def test_history_of_named_steps_or_without_the_log_tells_steps_alone(written):
 
 
 def test_history_names_a_damaged_mark(copy):
-    rows = [one for one in records_in(copy / "log/1/0")[-1] if isinstance(one.head, RowsHead)]
-    for frame in rows:
-        flip(frame.path, frame.start)
+    record = records_in(copy / "log/1/0")[-1]
+    for segment in record.head.segments:
+        [(start, _), *_] = record.chunks_of(segment.name, "values")
+        flip(record.path, start)
     ck = inspect.open(copy)
-    named = "|".join(str(frame.place.seq) for frame in rows)
-    with pytest.raises(DamagedWal, match=rf"frame ({named})\b"):
+    with pytest.raises(DamagedWal, match=rf"record {record.seq}\b.*array 'values', chunk 0"):
         ck.history("tables/items", 0)
     assert ck.history("tables/items", 0, wal=False).steps.tolist() == [0, 3]
 
@@ -413,7 +414,7 @@ def test_a_torn_tail_of_the_newest_stretch_is_no_damage(copy, count):
     # Nobody was told that the mark is durable.
     (newest.parent / "progress").unlink()
     report = verify_root(copy)
-    assert report.intact and any("torn frame" in note for note in report.notes)
+    assert report.intact and any("torn record" in note for note in report.notes)
     assert 9 not in {verdict.point.step for verdict in report.points}
 
 
@@ -548,16 +549,19 @@ def put_marks(root: Path, process: int, numbers: range) -> None:
     at.mkdir(exist_ok=True)
     head = StretchHead(stretch=0, run=run_id, process_count=2, base=None, continues=None)
     (at / "0.msgpack").write_bytes(stretches.to_bytes(head))
-    writer = SegmentWriter(at, at / "0" / str(process), stretch=0, process=process, fsync=False)
+    writer = SegmentWriter(
+        at,
+        at / "0" / str(process),
+        WriteBuffers(),
+        epoch=EpochRef.of(head),
+        process=process,
+        process_count=2,
+        fsync=False,
+    )
     for number in numbers:
-        mark = MarkHead(
-            save_id=SaveId(run_id, number, number),
-            parent=SaveId(run_id, number - 1, number - 1),
-            full=True,
-            frames=0,
-            unix_ns=number * 10**9,
-        )
-        writer.write([Frame(mark, [])], number)
+        record = RecordHead(part=0, part_start=0, full=True, unix_ns=number * 10**9)
+        save_id, parent = (SaveId(run_id, one, one) for one in (number, number - 1))
+        writer.write(save_id, parent, lambda _, record=record: record)
     writer.close()
 
 

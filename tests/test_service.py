@@ -218,12 +218,17 @@ def test_a_point_of_the_log_comes_from_memory_whole(cluster, tmp_path, machine):
     with contextlib.ExitStack() as stack:
         if machine != "here":
             stack.enter_context(on_another_machine(1 if machine == "another" else 2))
-        bodies = [one for mark in records_in(root / "log/0/0") for one in mark if one.body]
-        for frame in bodies:
-            flip(frame.path, frame.start)
+        places = [
+            (record.path, start)
+            for record in records_in(root / "log/0/0")
+            for row_group, array in record.layer._chunks
+            for start, _ in record.chunks_of(row_group, array)
+        ]
+        for place in places:
+            flip(*place)
         found = restored(root, wanted)
-        for frame in bodies:
-            flip(frame.path, frame.start)
+        for place in places:
+            flip(*place)
     assert_from_service(found, trainer.state)
     assert (found.step, found.chain, found.items) == (4, (1,), {"at": 4})
     # The step below it is in storage alone.

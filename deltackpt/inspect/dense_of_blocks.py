@@ -118,7 +118,7 @@ class DenseOfBlocks(DenseItem):
 
 
 class DenseOfPoint(DenseOfBlocks):
-    """Leaves of a recovery point, from the frames of its WAL records."""
+    """Leaves of a recovery point, from its WAL records."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ def _codec(segment: Segment) -> str:
 def _file_bytes(source: PartSource) -> dict[str, int]:
     """Bytes of the chunks of each segment of a part."""
     return {
-        segment.name: sum(source.part.arrays.files_of(segment).values())
+        segment.name: sum(source.arrays.files_of(segment).values())
         for segment in source.record.segments
     }
 

@@ -21,7 +21,7 @@ from deltackpt.format import blocks
 from deltackpt.format.blocks import Span
 from deltackpt.format.manifest import SaveId
 from deltackpt.inspect.changes import entry_of, holds, named, pandas
-from deltackpt.inspect.lazy import RowNumbers, Saves, buffers_of, only
+from deltackpt.inspect.lazy import RowNumbers, Saves, buffers_of
 from deltackpt.reading import chains, reader, removal, replay
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.stretches import History as LogHistory
@@ -270,7 +270,7 @@ class _Walk:
         written = np.zeros(len(self._rows), bool)
         for leg, save_id in _moments(way):
             marks = {
-                process: tuple(only(mark, table.group) for mark in of if mark.save_id == save_id)
+                process: tuple(mark.of_group(table.group) for mark in of if mark.save_id == save_id)
                 for process, of in leg.marks.items()
             }
             moment = dataclasses.replace(way, legs=(Leg(leg.head, marks),))

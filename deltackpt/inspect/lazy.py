@@ -16,7 +16,6 @@ import numpy as np
 from deltackpt import codecs
 from deltackpt.format import blocks
 from deltackpt.format.blocks import Box, Rows, Span
-from deltackpt.format.frames import RowsHead
 from deltackpt.format.manifest import Layout, SaveId, TableEntry
 from deltackpt.format.segments import FieldSpec, Segment, width
 from deltackpt.inspect.statistics import Statistics, statistics_of
@@ -25,7 +24,6 @@ from deltackpt.layers.merge import StoredRows
 from deltackpt.layers.targets import Targets, empty_buffers
 from deltackpt.reading import reader, replay
 from deltackpt.reading.chains import read_whole
-from deltackpt.reading.log_files import Mark
 from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.reading.stretches import Leg, Way
 from deltackpt.storage.crc import BLOCK_BYTES
@@ -241,29 +239,18 @@ class PointSaves(Saves):
         return read_whole(self.chain, read)
 
     def _way_of(self, group: str) -> Way:
-        """The records, without frames that have no rows of a group."""
+        """The records, with only the rows of a group."""
         legs = (
             Leg(
                 leg.head,
                 {
-                    process: tuple(only(mark, group) for mark in of)
+                    process: tuple(mark.of_group(group) for mark in of)
                     for process, of in leg.marks.items()
                 },
             )
             for leg in self.way.legs
         )
         return dataclasses.replace(self.way, legs=tuple(legs))
-
-
-def only(mark: Mark, group: str) -> Mark:
-    """Returns a WAL record without the frames that have no rows of a group."""
-    return mark._replace(
-        frames=tuple(
-            frame
-            for frame in mark.frames
-            if isinstance(frame.head, RowsHead) and frame.head.segment.group == group
-        )
-    )
 
 
 def buffers_of(

@@ -19,7 +19,7 @@ import google_crc32c
 import numpy as np
 
 from deltackpt.errors import Damaged, FormatTooNew
-from deltackpt.format import dtypes, records
+from deltackpt.format import dtypes, records, stretches
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.records import Unsound
 from deltackpt.format.segments import ArrayEntry
@@ -33,6 +33,7 @@ from deltackpt.format.soundness import (
     refuse_unknown,
     require,
 )
+from deltackpt.format.stretches import StretchHead
 from deltackpt.storage.crc import crc32c
 
 VERSION = 1
@@ -137,10 +138,20 @@ def compression_of(entry: ArrayEntry) -> Compression:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EpochRef:
-    """The WAL epoch whose header describes what all its layers share."""
+    """The WAL epoch whose header describes what all its layers share.
+
+    Attributes:
+      number: number of the epoch.
+      crc32c: CRC32C of the bytes of its header.
+    """
 
     number: int
     crc32c: int
+
+    @classmethod
+    def of(cls, head: StretchHead) -> EpochRef:
+        """Returns the reference to an epoch."""
+        return cls(number=head.stretch, crc32c=google_crc32c.value(stretches.to_bytes(head)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,7 +167,7 @@ class LayerManifest:
       sequence: position among the layers of a WAL; 0 for the layer of a step.
       predecessor: digest of the previous layer; 0 without one.
       epoch: where the schema is, if not in the layer.
-      schema: an opaque record of tables and dense leaves.
+      schema: what the arrays are, as the writer records it; opaque here.
       row_groups: what the arrays are.
       arrays: in any order.
       features: names of features that a reader must know.

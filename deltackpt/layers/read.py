@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import zstandard
 
 from deltackpt.errors import Damaged, OptionError
 from deltackpt.format.blocks import Rows, row_slice, rows_of
@@ -24,7 +26,6 @@ from deltackpt.layers.footer import (
     RowGroup,
 )
 from deltackpt.storage import arrays
-from deltackpt.storage.frame_arrays import decompressed
 from deltackpt.storage.store import FileStore, Spot
 
 #: Read at once from the end of a layer: the footer of a layer with some 1,000 chunks.
@@ -78,6 +79,22 @@ class StoredBytes(NamedTuple):
             self.spot.store.read_into(self.spot.key, start, parts)
 
 
+class _Memory(NamedTuple):
+    """Bytes in memory from an offset on; see ``ByteSource``."""
+
+    name: str
+    start: int
+    data: np.ndarray
+    run_bytes: int = _FILE_RUN_BYTES
+
+    def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
+        """See ``ByteSource``."""
+        at = start - self.start
+        for part in parts:
+            np.frombuffer(part, np.uint8)[:] = self.data[at : at + part.nbytes]
+            at += part.nbytes
+
+
 class Layer:
     """A layer whose footer is verified; everything else is verified when it is read.
 
@@ -89,7 +106,13 @@ class Layer:
     """
 
     def __init__(
-        self, source: ByteSource, nbytes: int, *, start: int = 0, digest: int | None = None
+        self,
+        source: ByteSource,
+        nbytes: int,
+        *,
+        start: int = 0,
+        digest: int | None = None,
+        name: str = "",
     ):
         """Reads and verifies the footer, usually with one range.
 
@@ -98,6 +121,7 @@ class Layer:
           nbytes: length of the layer; stores without suffix ranges cannot find its end.
           start: offset of the layer in the source.
           digest: expected digest; None if it is not known.
+          name: its name in errors; by default that of the source.
 
         Raises:
           Damaged: the footer is missing, truncated, altered or invalid, or of another layer.
@@ -105,7 +129,7 @@ class Layer:
           StorageError: reading failed.
         """
         self._source, self.start, self.nbytes = source, start, nbytes
-        self._name = source.name if not start else f"{source.name}, layer at byte {start}"
+        self._name = name or source.name
         trailer, data = self._read_tail(digest)
         self.digest = trailer.digest
         self.manifest: LayerManifest = footer.manifest_of(trailer, data, self._name)
@@ -118,6 +142,23 @@ class Layer:
         for array, own in zip(self.manifest.arrays, chunks, strict=True):
             self._arrays[array.row_group][array.name] = array
             self._chunks[array.row_group, array.name] = own
+
+    def at(self, source: ByteSource) -> Layer:
+        """Returns the same layer, whose chunks are read from another source of the same bytes."""
+        found = copy.copy(self)
+        found._source = source
+        return found
+
+    def loaded(self) -> Layer:
+        """Returns the same layer in memory, read with one range; chunks are verified as before.
+
+        Raises:
+          Damaged: it is shorter now.
+          StorageError: reading failed.
+        """
+        data = np.empty(self.nbytes, np.uint8)
+        self._read(0, [data], "chunks")
+        return self.at(_Memory(self._name, self.start, data))
 
     @property
     def id(self) -> SaveId:
@@ -381,7 +422,7 @@ class Layer:
         if len(one.data) == nbytes:
             return one.data
         shown = f"{self._name}: {_shown(array, one.number)}"
-        plain = np.frombuffer(decompressed(one.data.data, nbytes, shown), np.uint8)
+        plain = np.frombuffer(_decompressed(one.data.data, nbytes, shown), np.uint8)
         if array.compression != "planes":
             return plain
         planes = plain.view(array.dtype).reshape(shape[-1], *shape[:-1])
@@ -401,104 +442,6 @@ class _Wanted(NamedTuple):
     skipped: int = 0
 
 
-def appended_layers(
-    source: ByteSource, length: int, *, after: Layer | None = None, acknowledged: int = -1
-) -> Iterator[Layer]:
-    """Yields the layers that were appended to a file, oldest first, up to an incomplete tail.
-
-    A writer flushes each layer before it appends the next. A layer with a valid header after it
-    is therefore acknowledged. All others are yielded only if every byte of them is intact: a power
-    cut may lose any of their blocks. What follows the last yielded layer may be truncated.
-
-    Args:
-      source: the file.
-      length: its length in bytes.
-      after: the last layer of the previous file; None if the file is the first one.
-      acknowledged: greatest sequence number that the file is known to hold; -1 for none.
-
-    Raises:
-      Damaged: an acknowledged layer is missing or altered; raised after all layers before it.
-      FormatTooNew: a later version of deltackpt wrote a layer.
-      StorageError: reading failed.
-    """
-    at, last = 0, after
-    pending: Layer | None = None
-    problem: Damaged | None = None
-    while problem is None:
-        header = _header_at(source, at, length)
-        if header is None or not _follows(header, last):
-            expected = "the next layer" if last is None else f"layer {last.manifest.sequence + 1}"
-            found = "none" if header is None else f"layer {header.sequence}, or another predecessor"
-            problem = Damaged(f"{source.name}, layer at byte {at}: header", expected, found)
-            search_from = at
-        else:
-            if pending is not None:
-                yield pending
-            pending, search_from = None, at + PAGE_BYTES
-            try:
-                pending = last = _layer_of(source, header, at, length)
-                at += header.nbytes
-            except Damaged as error:
-                problem = error
-    sequence = -1 if last is None else last.manifest.sequence
-    is_reported = sequence < acknowledged or _any_header(source, search_from, length, last)
-    if pending is not None:
-        if not is_reported and sequence > acknowledged:
-            try:
-                pending.verify()
-            except Damaged:
-                return
-        yield pending
-    if is_reported:
-        raise problem
-
-
-def _layer_of(source: ByteSource, header: Header, start: int, length: int) -> Layer:
-    """The layer of a header in a file."""
-    shown = f"{source.name}, layer at byte {start}"
-    if header.nbytes > length - start:
-        raise Damaged(f"{shown}: footer", f"{header.nbytes} bytes", f"{length - start} bytes")
-    layer = Layer(source, header.nbytes, start=start)
-    if Header.of(layer.manifest, layer.nbytes) != header:
-        raise Damaged(f"{shown}: header", "the header of its footer", "another one")
-    return layer
-
-
-def _header_at(source: ByteSource, at: int, length: int) -> Header | None:
-    if at + PAGE_BYTES > length:
-        return None
-    page = np.empty(PAGE_BYTES, np.uint8)
-    source.read_into(at, [page.data])
-    return footer.header_of(page.tobytes(), f"{source.name}, layer at byte {at}")
-
-
-def _follows(header: Header, last: Layer | None) -> bool:
-    if last is None:
-        return True
-    found, own = header, Header.of(last.manifest, last.nbytes)
-    expected = (own.run_crc32c, own.sequence + 1, last.digest)
-    return (found.run_crc32c, found.sequence, found.predecessor) == expected
-
-
-def _any_header(source: ByteSource, start: int, length: int, last: Layer | None) -> bool:
-    """Whether a page from an offset on is the header of a layer after ``last``."""
-    own = None if last is None else Header.of(last.manifest, last.nbytes)
-    while (nbytes := min(_RANGE_BYTES, (length - start) // PAGE_BYTES * PAGE_BYTES)) > 0:
-        data = np.empty(nbytes, np.uint8)
-        source.read_into(start, [data.data])
-        for page in footer.pages_with_headers(data):
-            found = footer.header_of(data[page : page + PAGE_BYTES].tobytes(), source.name)
-            if found is not None and (own is None or _is_later(found, own)):
-                return True
-        start += nbytes
-    return False
-
-
-def _is_later(found: Header, own: Header) -> bool:
-    # Others are left over from files that used these blocks before.
-    return found.run_crc32c == own.run_crc32c and found.sequence > own.sequence
-
-
 def _runs(chunks: Sequence[Chunk], most_bytes: int) -> Iterator[Sequence[Chunk]]:
     """Splits chunks so that those of a run follow each other without padding."""
     first = 0
@@ -509,6 +452,21 @@ def _runs(chunks: Sequence[Chunk], most_bytes: int) -> Iterator[Sequence[Chunk]]
         ):
             yield chunks[first:number]
             first = number
+
+
+def _decompressed(data: memoryview, nbytes: int, name: str) -> bytes:
+    """Returns the bytes of a zstd frame that must have a given length.
+
+    Raises:
+      Damaged: it is not one.
+    """
+    try:
+        # Decoding allocates as many bytes as the data claim.
+        if (claimed := zstandard.frame_content_size(data)) != nbytes:
+            raise Damaged(name, f"a chunk of {nbytes} bytes", f"{claimed} bytes")
+        return zstandard.ZstdDecompressor().decompress(data)
+    except zstandard.ZstdError as error:
+        raise Damaged(name, "bytes of zstd", str(error)) from error
 
 
 def _room(chunk: Chunk) -> np.ndarray:

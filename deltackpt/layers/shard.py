@@ -110,12 +110,14 @@ class LayerShard:
         Raises:
           StorageError: writing failed.
         """
-        manifest = dataclasses.replace(self._manifest, row_groups=tuple(map(_row_group, segments)))
+        manifest = dataclasses.replace(
+            self._manifest, row_groups=tuple(map(row_group_of, segments))
+        )
         written = self._layer.finish(manifest)
         digest = Digest(written.stop, written.crc32c, written.digest)
         file, self._file = self._file, None
         assert file is not None
-        self._batch.take(self._path, file.release(), digest)
+        self._batch.take(self._path, file.descriptor, digest)
         return LayerRef(nbytes=written.stop, crc32c=written.crc32c, digest=written.digest)
 
     def abandon(self) -> None:
@@ -127,7 +129,8 @@ class LayerShard:
             self._file = None
 
 
-def _row_group(segment: Segment) -> RowGroup:
+def row_group_of(segment: Segment) -> RowGroup:
+    """Returns the row group with the arrays of a segment."""
     kind: Kind = "blocks" if BLOCKS in segment.fields else "rows"
     if segment.group == PLAIN:
         kind = "item"

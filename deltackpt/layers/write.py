@@ -112,11 +112,7 @@ class WrittenLayer(NamedTuple):
 
 
 class LayerFile:
-    """Appends layers to a new file; used by one thread.
-
-    A later layer proves to readers that the ones before it are durable, so each is flushed before
-    the next is written. After an error, begin another file.
-    """
+    """Appends layers to a new file; used by one thread. After an error, begin another file."""
 
     def __init__(
         self,
@@ -128,6 +124,7 @@ class LayerFile:
         predecessor: int = 0,
         pace: Pace | None = None,
         chunk_bytes: int = _CHUNK_BYTES,
+        cached_bytes: int = 0,
     ):
         """Creates the file.
 
@@ -139,23 +136,25 @@ class LayerFile:
           predecessor: digest of the layer that it continues; 0 without one.
           pace: limits the rate of writing.
           chunk_bytes: length of an uncompressed chunk, if rows are not longer.
+          cached_bytes: shorter writes use the page cache, which flushes several of them together.
 
         Raises:
           StorageError: the file exists, or cannot be created.
         """
         self.path, self._buffers, self._fsync = path, buffers, fsync
         self._sequence, self._predecessor, self._pace = sequence, predecessor, pace or Pace()
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes, self._cached_bytes = chunk_bytes, cached_bytes
         self._stop, self._is_durable, self._has_failed = 0, True, False
-        #: Whether to write directly, and whether that has succeeded.
-        self._direct, self._is_direct = True, False
+        #: Whether direct writes are possible, whether the descriptor makes them, and whether one
+        #: has succeeded.
+        self._may_direct, self._direct, self._is_direct = True, False, False
         with files.typed_errors(path, "create"):
             self._descriptor = os.open(path, _NEW, 0o666)
             try:
                 aligned.check_alignment(self._descriptor)
                 self._set_direct(True)
             except OSError as error:
-                self._direct = False
+                self._may_direct = False
                 if error.errno not in aligned.REFUSED:
                     os.close(self._descriptor)
                     raise
@@ -190,7 +189,7 @@ class LayerFile:
         Raises:
           StorageError: an earlier write failed.
         """
-        self.sync()
+        self._check()
         self._has_failed = True
         numbered = dataclasses.replace(manifest, sequence=self._sequence)
         return OpenLayer(
@@ -209,10 +208,7 @@ class LayerFile:
         Raises:
           StorageError: flushing failed; layers since the last call may be lost.
         """
-        if self._has_failed:
-            raise StorageError(
-                f"{self.path}: expected a file without errors, found a failed write; begin another"
-            )
+        self._check()
         if self._is_durable:
             return
         self._has_failed = True
@@ -220,9 +216,21 @@ class LayerFile:
             aligned.force(self._descriptor)
         self._has_failed, self._is_durable = False, True
 
-    def release(self) -> int:
-        """Returns the file's descriptor, which the caller then flushes and closes."""
+    def _check(self) -> None:
+        if self._has_failed:
+            raise StorageError(
+                f"{self.path}: expected a file without errors, found a failed write; begin another"
+            )
+
+    @property
+    def descriptor(self) -> int:
+        """Returns the file's descriptor, which the caller may flush and close instead."""
         return self._descriptor
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes of all layers."""
+        return self._stop
 
     def close(self) -> None:
         """Closes the file, without flushing it.
@@ -244,6 +252,8 @@ class LayerFile:
     def _write_at(self, start: int, data: np.ndarray) -> None:
         self._pace.take(len(data))
         with files.typed_errors(self.path, "write"):
+            # Should another thread change the mode meanwhile, a write takes more or less time.
+            self._set_direct(self._may_direct and len(data) >= self._cached_bytes)
             if self._direct:
                 try:
                     aligned.write_aligned(self._descriptor, data, start)
@@ -253,13 +263,16 @@ class LayerFile:
                     # Some file systems refuse only the first write.
                     if error.errno not in aligned.REFUSED or self._is_direct:
                         raise
+                    self._may_direct = False
                     self._set_direct(False)
-                    self._direct = False
             aligned.write_all(self._descriptor, data, start)
 
     def _set_direct(self, on: bool) -> None:
+        if on == self._direct:
+            return
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | (os.O_DIRECT if on else 0))
+        self._direct = on
 
 
 class OpenLayer:

@@ -17,6 +17,7 @@ from deltackpt.errors import (
     BrokenChain,
     DamagedWal,
     FormatTooNew,
+    FormatTooOld,
     RestoreError,
     StepGone,
     StepNotFound,
@@ -96,7 +97,7 @@ def read_whole(saves: Sequence[StoredSave], read: Callable[[Sequence[StoredSave]
     for _ in range(_MOST_CHAINS):
         try:
             return read(saves)
-        except (FormatTooNew, TemplateMismatch, DamagedWal):
+        except (FormatTooNew, FormatTooOld, TemplateMismatch, DamagedWal):
             raise
         except RestoreError as error:
             if saves[0].compacted:

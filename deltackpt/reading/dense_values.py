@@ -27,7 +27,8 @@ from deltackpt.reading import dense_work, orbax_values
 from deltackpt.reading.chains import read_whole
 from deltackpt.reading.dense_work import Lanes, Leaf, Source
 from deltackpt.reading.orbax_values import OnFilled, OrbaxValues, nobody
-from deltackpt.reading.saves import StoredPart, StoredSave
+from deltackpt.reading.part_arrays import PartArrays
+from deltackpt.reading.saves import StoredSave
 from deltackpt.resources import memory
 from deltackpt.storage.ocdbt import ZARRAY
 
@@ -91,27 +92,37 @@ def uncounted(nbytes: int) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PartSource:
-    """The blocks of a shard of a step; see ``Source``."""
+    """The blocks of a shard of a step or WAL record; see ``Source``.
 
-    part: StoredPart
+    Attributes:
+      arrays: its arrays.
+      check: see ``PartArrays.check``.
+      record: what they are.
+      name: its name in errors.
+      on_bytes: called with the lengths of what is read.
+    """
+
+    arrays: PartArrays
+    check: Callable[[Segment], None]
     record: DenseBlocks
     name: str
     on_bytes: OnBytes = uncounted
 
     def read(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> np.ndarray:
         """See ``Source``."""
-        self.part.check(segment)
-        self.on_bytes(self.part.arrays.bytes_of(segment, entry, start, stop))
+        self.check(segment)
+        self.on_bytes(self.arrays.bytes_of(segment, entry, start, stop))
         out = memory.empty_buffer((stop - start, *entry.shape[1:]), np.dtype(entry.dtype))
-        self.part.read_into(segment, entry, start, stop, out)
+        self.arrays.read_into(segment, entry, start, stop, out)
         return out
 
     def rows(self, segment: Segment, total: int) -> np.ndarray:
         """See ``Source``."""
-        found = self.part.row_indices(segment, 0, segment.count)
+        self.check(segment)
+        found = self.arrays.row_indices(segment, 0, segment.count)
         if found is None:
             return gap_rows(self, segment, total)
-        self.on_bytes(self.part.arrays.stored_bytes(segment, gaps_entry(self, segment)))
+        self.on_bytes(self.arrays.stored_bytes(segment, gaps_entry(self, segment)))
         if len(found) and found[-1] >= total:
             raise Damaged(f"{self.name}, {segment.name}", f"rows below {total}", f"{found[-1]}")
         return found
@@ -278,7 +289,7 @@ def sources(save: StoredSave, on_bytes: OnBytes = uncounted) -> Iterator[PartSou
             shown = f"{save.name}/{names.manifest_name(part.record.process)}"
             raise Damaged(shown, "blocks of dense leaves, as in the first shard", "none")
         shown = f"{save.name}, process {part.record.process}"
-        yield PartSource(part, record, shown, on_bytes)
+        yield PartSource(part.arrays, part.check, record, shown, on_bytes)
 
 
 def values_of(

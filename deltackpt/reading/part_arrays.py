@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stored arrays of a part: Zarr arrays, as in a base, or a layer file, as in a delta."""
+"""The stored arrays of a part: Zarr arrays, as in a base, or a layer, as in deltas and the WAL."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
 
 from deltackpt.errors import Damaged
 from deltackpt.format import dense_blocks, names
-from deltackpt.format.manifest import LayerRef, Manifest
+from deltackpt.format.manifest import LayerRef, Manifest, SaveId
 from deltackpt.format.segments import ArrayEntry, Segment
 from deltackpt.layers.footer import LayerArray, RowGroup, compression_of
 from deltackpt.layers.read import Layer, StoredBytes
@@ -174,20 +174,33 @@ class ZarrArrays:
 
 
 class LayerArrays:
-    """A layer file; see ``PartArrays``."""
+    """A layer; see ``PartArrays``."""
 
-    def __init__(self, item_dir: Spot, record: Manifest, ref: LayerRef):
+    def __init__(self, opened: Callable[[], Layer], *, name: str, file: str):
         """Reads nothing yet.
+
+        Args:
+          opened: returns the layer.
+          name: its name in errors.
+          file: path of its file below the item's folder.
+        """
+        self._opened, self._name, self._file = opened, name, file
+        #: Row groups that agree with the record.
+        self._checked: dict[str, RowGroup] = {}
+
+    @classmethod
+    def of(cls, item_dir: Spot, record: Manifest, ref: LayerRef) -> LayerArrays:
+        """Returns the arrays of a delta's part.
 
         Args:
           item_dir: directory of the item.
           record: manifest of the part.
           ref: the layer, from the manifest.
         """
-        self._source = StoredBytes(item_dir / names.layer_name(record.process))
-        self._record, self._ref = record, ref
-        #: Row groups that agree with the manifest.
-        self._checked: dict[str, RowGroup] = {}
+        file = names.layer_name(record.process)
+        source = StoredBytes(item_dir / file)
+        opened = functools.partial(_layer_of, source, record.save_id, ref)
+        return cls(opened, name=source.name, file=file)
 
     @functools.cached_property
     def layer(self) -> Layer:
@@ -196,20 +209,16 @@ class LayerArrays:
         Raises:
           Damaged: its footer is missing, altered, or that of another save.
         """
-        layer = Layer(self._source, self._ref.nbytes, digest=self._ref.digest)
-        if layer.id != self._record.save_id:
-            expected = f"the layer of {self._record.save_id}"
-            raise Damaged(f"{self._source.name}: footer", expected, f"{layer.id}")
-        return layer
+        return self._opened()
 
     def files_of(self, segment: Segment) -> dict[str, int]:
         """See ``PartArrays``."""
         nbytes = sum(self.stored_bytes(segment, entry) for entry in segment.arrays)
-        return {names.layer_name(self._record.process): nbytes}
+        return {self._file: nbytes}
 
     def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
         """See ``PartArrays``."""
-        return f"{self._source.name}: row group {segment.name!r}, array {entry.name!r}"
+        return f"{self._name}: row group {segment.name!r}, array {entry.name!r}"
 
     def check(self, segment: Segment) -> None:
         """See ``PartArrays``; the footer bounds each array by the length of the file."""
@@ -258,8 +267,8 @@ class LayerArrays:
         expected = segment.count, segment.ranges if segment.count else ()
         if group is None or (group.count, group.ranges) != expected:
             found = "none" if group is None else f"{group.count} rows in {group.ranges}"
-            shown = f"{self._source.name}: row group {segment.name!r}"
-            raise Damaged(shown, f"{expected[0]} rows in {expected[1]}, as in the manifest", found)
+            shown = f"{self._name}: row group {segment.name!r}"
+            raise Damaged(shown, f"{expected[0]} rows in {expected[1]}, as in the record", found)
         self._checked[segment.name] = group
         return group
 
@@ -268,9 +277,7 @@ class LayerArrays:
         expected = entry.shape, entry.dtype, compression_of(entry)
         if found is None or (found.shape, found.dtype, found.compression) != expected:
             held = None if found is None else (found.shape, found.dtype, found.compression)
-            raise Damaged(
-                self.name_of(segment, entry), f"{expected}, as in the manifest", f"{held}"
-            )
+            raise Damaged(self.name_of(segment, entry), f"{expected}, as in the record", f"{held}")
         return found
 
 
@@ -294,4 +301,11 @@ def arrays_of(item_dir: Spot, record: Manifest) -> PartArrays:
     """
     if record.layer is None:
         return ZarrArrays(item_dir, record)
-    return LayerArrays(item_dir, record, record.layer)
+    return LayerArrays.of(item_dir, record, record.layer)
+
+
+def _layer_of(source: StoredBytes, save_id: SaveId, ref: LayerRef) -> Layer:
+    layer = Layer(source, ref.nbytes, digest=ref.digest)
+    if layer.id != save_id:
+        raise Damaged(f"{source.name}: footer", f"the layer of {save_id}", f"{layer.id}")
+    return layer

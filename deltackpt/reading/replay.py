@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,21 +14,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from deltackpt.errors import Damaged, DamagedWal
-from deltackpt.format import blocks, frames
+from deltackpt.format import blocks, names
 from deltackpt.format.blocks import RowBlock, Rows
-from deltackpt.format.frames import ItemsHead, Kind
 from deltackpt.format.manifest import Layout
 from deltackpt.format.segments import ArrayEntry, GroupEntry, Segment
+from deltackpt.format.wal_records import ITEM_BYTES, ITEMS
 from deltackpt.layers import merge
 from deltackpt.layers.merge import Piece, StoredRows
 from deltackpt.layers.targets import Targets
 from deltackpt.reading import bounds
 from deltackpt.reading.dense_values import DenseValues
-from deltackpt.reading.log_files import FrameAt, Mark, damage_of
+from deltackpt.reading.part_arrays import LayerArrays
 from deltackpt.reading.stretches import Leg, Way
+from deltackpt.reading.wal_records import WalRecord, damage_of
+from deltackpt.resources import memory
 from deltackpt.resources.staging import Staging
-from deltackpt.storage import frame_arrays
-from deltackpt.storage.store import Spot
+
+#: Records up to this length are read at once, dense leaves included.
+_LOADED_BYTES = 256 << 10
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,7 +40,7 @@ class Replayed:
 
     Attributes:
       rows: table name to the indices of all rows in the records, wanted or not, int64 ascending.
-      bytes_read: bytes of the frame bodies that were read.
+      bytes_read: bytes of the records that were read.
       marks: number of records read for each process.
     """
 
@@ -79,7 +83,7 @@ def replay(way: Way, targets: Targets, layout: Layout) -> Replayed:
       layout: layout of the step.
 
     Raises:
-      DamagedWal: a frame is missing or altered; the error names its record.
+      DamagedWal: a record is missing or altered; the error names it.
     """
     seen, layers = SeenRows(layout), layers_of(way, layout)
     scratch = Staging(merge.SCRATCH_BYTES)
@@ -87,7 +91,7 @@ def replay(way: Way, targets: Targets, layout: Layout) -> Replayed:
     count = sum(max(map(len, leg.marks.values()), default=0) for leg in way.legs)
     return Replayed(
         rows=seen.by_table(),
-        bytes_read=sum(layer.frame.body_bytes for of_record in layers for layer in of_record),
+        bytes_read=sum(layer.record.nbytes for of_record in layers for layer in of_record),
         marks=count,
     )
 
@@ -101,16 +105,32 @@ def items_of(way: Way) -> dict[int, dict[str, Any]]:
     return {process: _items_of(mark) for process, mark in way.last_marks.items()}
 
 
-def _items_of(mark: Mark) -> dict[str, Any]:
+def _items_of(mark: WalRecord) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with damage_of(mark):
-        for frame in mark.frames_of(Kind.ITEMS):
-            head: ItemsHead = frame.head
-            sizes = [item.nbytes for item in head.items]
-            bodies = frames.pieces_of(sizes, frame.read(), frame.name)
-            for item, data in zip(head.items, bodies, strict=True):
-                found[item.name] = bytes(data) if item.kind == "bytes" else _json(data, frame.name)
+        data, start = item_bytes_of(mark), 0
+        for item in mark.head.items:
+            own, start = data[start : start + item.nbytes], start + item.nbytes
+            found[item.name] = bytes(own) if item.kind == "bytes" else _json(own, mark.name)
     return found
+
+
+def item_bytes_of(record: WalRecord) -> memoryview:
+    """Reads the bytes of all additional items of a record.
+
+    Raises:
+      Damaged: they are missing or altered.
+    """
+    nbytes = record.head.item_bytes
+    if not nbytes:
+        return memoryview(b"")
+    group = next((one for one in record.layer.row_groups() if one.name == ITEMS), None)
+    array = None if group is None else record.layer.arrays(group).get(ITEM_BYTES)
+    if array is None or (array.shape, array.dtype) != ((nbytes,), "uint8"):
+        raise Damaged(f"{record.name}: row group {ITEMS!r}", f"{nbytes} bytes", f"{array}")
+    out = memory.empty_buffer((nbytes,), np.dtype(np.uint8))
+    record.layer.read_into(array, 0, nbytes, out)
+    return out.data
 
 
 def _json(data: memoryview, name: str) -> Any:
@@ -168,70 +188,68 @@ class SeenRows:
         return found
 
 
-class _Body:
-    """Caches the arrays of the last frame read; the pieces of a frame are consecutive."""
+class _Rows:
+    """Caches the arrays of the last record read; the pieces of a record are consecutive."""
 
     def __init__(self) -> None:
-        #: Frames that were read, and so verified.
-        self.read: set[tuple[Spot, int]] = set()
-        self._frame: FrameAt | None = None
-        self._arrays: dict[str, np.ndarray] = {}
+        #: Records that were read, and so verified.
+        self.read: set[int] = set()
+        self._part: RecordPart | None = None
+        self._arrays: dict[tuple[str, str], np.ndarray] = {}
 
-    def arrays(self, frame: FrameAt) -> dict[str, np.ndarray]:
-        if self._frame is not frame:
-            self._frame, self._arrays = None, {}  # Before another one takes memory.
-            head = frame.head
-            self._arrays = frame_arrays.arrays_of(head.arrays, head.sizes, frame.read(), frame.name)
-            self._frame = frame
-            self.read.add((frame.segment, frame.start))
+    def arrays(self, part: RecordPart) -> dict[tuple[str, str], np.ndarray]:
+        if self._part is not part:
+            self._part, self._arrays = None, {}  # Before another one takes memory.
+            self._arrays = part.decoded()
+            self._part = part
+            self.read.add(id(part))
         return self._arrays
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class RecordLayer:
-    """A frame of rows as a layer; used by one thread.
+class RecordPart:
+    """The rows of a record as a layer to merge; used by one thread.
 
     Attributes:
-      mark: the record of the frame.
-      frame: the frame.
-      name: its name in errors.
+      record: the record.
       groups: groups of the step's layout by name.
-      body: the body that was read last, of all layers.
+      rows: the rows that were read last, of all records.
     """
 
-    mark: Mark
-    frame: FrameAt
-    name: str
+    record: WalRecord
     groups: Mapping[str, GroupEntry]
-    body: _Body
+    rows: _Rows
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Returns its one segment."""
-        return (self.frame.head.segment,)
+        """Returns the segments of its tables."""
+        return self.record.head.segments
 
     @property
     def has_separate_indices(self) -> bool:
-        """Returns False: a frame is read and verified as a whole."""
+        """Returns False: the row indices of all records would take too much memory."""
         return False
 
     def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
-        """Returns the name of the frame in errors."""
-        return self.name
+        """Returns the name of a stored array in errors."""
+        return self._arrays.name_of(segment, entry)
 
     def check(self, segment: Segment) -> None:
-        """See ``layers.merge.Layer``; the body has the length that its head implies."""
+        """See ``layers.merge.Layer``."""
+        self._arrays.check(segment)
 
     def failing(self) -> AbstractContextManager[None]:
         """See ``layers.merge.Layer``."""
-        return damage_of(self.mark)
+        return damage_of(self.record)
 
     def view(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> np.ndarray:
-        """See ``layers.merge.Layer``; reads and verifies the whole body."""
-        return self.body.arrays(self.frame)[entry.name][start:stop]
+        """See ``layers.merge.Layer``; reads and verifies all rows of the record."""
+        return self.rows.arrays(self)[segment.name, entry.name][start:stop]
 
-    def row_indices(self, segment: Segment, start: int, stop: int) -> None:
-        """Returns None: frames have arrays of gaps."""
+    def row_indices(self, segment: Segment, start: int, stop: int) -> np.ndarray:
+        """See ``layers.merge.Layer``."""
+        self.check(segment)
+        return self.rows.arrays(self)[segment.name, names.GAPS][start:stop]
 
     def read_into(
         self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
@@ -239,20 +257,45 @@ class RecordLayer:
         """See ``view``."""
         out[...] = self.view(segment, entry, start, stop)
 
+    def decoded(self) -> dict[tuple[str, str], np.ndarray]:
+        """Reads all rows; returns segment and array to the stored elements, or the row indices.
 
-def layers_of(way: Way, layout: Layout) -> list[list[RecordLayer]]:
-    """Returns the frames of rows of a replay plan, record by record, oldest first.
+        Raises:
+          Damaged: an array is missing or altered.
+        """
+        layer = self.record.layer
+        held = layer.loaded() if layer.nbytes <= _LOADED_BYTES else layer
+        arrays = LayerArrays(lambda: held, name=self.record.name, file="")
+        found: dict[tuple[str, str], np.ndarray] = {}
+        for segment in self.segments:
+            arrays.check(segment)
+            for entry in segment.arrays:
+                if entry.name == names.GAPS:
+                    out = arrays.row_indices(segment, 0, segment.count)
+                else:
+                    out = memory.empty_buffer(entry.shape, np.dtype(entry.dtype))
+                    arrays.read_into(segment, entry, 0, entry.shape[0], out)
+                found[segment.name, entry.name] = out
+        return found
+
+    @functools.cached_property
+    def _arrays(self) -> LayerArrays:
+        return LayerArrays(lambda: self.record.layer, name=self.record.name, file="")
+
+
+def layers_of(way: Way, layout: Layout) -> list[list[RecordPart]]:
+    """Returns the rows of a replay plan, record by record, oldest first.
 
     Args:
       way: the replay plan.
       layout: layout of its step.
 
     Raises:
-      DamagedWal: a frame is invalid, or its epoch has other tables.
+      DamagedWal: a record is invalid, or its epoch has other tables.
     """
-    groups, body = layout.group_by_name, _Body()
+    groups, rows = layout.group_by_name, _Rows()
     tables = collections.Counter(table.group for table in layout.tables)
-    found: dict[tuple[int, int], list[RecordLayer]] = {}
+    found: dict[tuple[int, int], list[RecordPart]] = {}
     for number, leg in enumerate(way.legs):
         if not leg.head.layout.has_rows_of(layout):
             raise DamagedWal(
@@ -263,31 +306,30 @@ def layers_of(way: Way, layout: Layout) -> list[list[RecordLayer]]:
                 way.point.save_id,
             )
         for mark in (mark for marks in leg.marks.values() for mark in marks):
-            of_mark = found.setdefault((number, mark.save_id.attempt), [])
-            for frame in mark.frames_of(Kind.ROWS):
-                name = frame.name
-                with damage_of(mark):
-                    bounds.check_segment(frame.head.segment, groups, tables, name)
-                of_mark.append(RecordLayer(mark, frame, name, groups, body))
+            with damage_of(mark):
+                for segment in mark.head.segments:
+                    bounds.check_segment(segment, groups, tables, mark.name)
+            of_record = found.setdefault((number, mark.save_id.attempt), [])
+            of_record.append(RecordPart(mark, groups, rows))
     return [found[key] for key in sorted(found)]
 
 
 def plan(
-    layers: Sequence[Sequence[RecordLayer]], targets: Targets, seen: SeenRows
+    layers: Sequence[Sequence[RecordPart]], targets: Targets, seen: SeenRows
 ) -> Iterator[Iterator[Piece]]:
     """Yields the pieces of records to merge: ``layers.merge.plan``.
 
     Args:
-      layers: the frames, from ``layers_of``.
+      layers: the records, from ``layers_of``.
       targets: the buffers.
       seen: receives the indices of all rows, wanted or not.
 
     Raises:
-      DamagedWal: a frame is missing or altered.
+      DamagedWal: a record is missing or altered.
     """
 
-    # ``seen`` needs the rows of every frame, wanted or not.
-    def indices(layer: RecordLayer, segment: Segment, targets: Targets) -> StoredRows:
+    # ``seen`` needs the rows of every record, wanted or not.
+    def indices(layer: RecordPart, segment: Segment, targets: Targets) -> StoredRows:
         return StoredRows(merge.segment_rows(layer, segment))
 
     def on_rows(segment: Segment, rows: Rows) -> None:
@@ -295,15 +337,14 @@ def plan(
 
     yield from merge.plan(layers, targets, indices, on_rows=on_rows)
     for layer in (layer for of_record in layers for layer in of_record):
-        # No piece was read of a frame whose rows are all replaced; verify it too.
-        if (layer.frame.segment, layer.frame.start) not in layer.body.read:
+        # Nothing was read of a record whose rows are ranges that are all replaced.
+        if id(layer) not in layer.rows.read:
             with layer.failing():
-                layer.frame.check()
+                layer.rows.arrays(layer)
 
 
 def segments_of(leg: Leg) -> Iterator[Segment]:
-    """Yields the segments of frames of rows of some records."""
+    """Yields the segments of rows of some records."""
     for marks in leg.marks.values():
         for mark in marks:
-            for frame in mark.frames_of(Kind.ROWS):
-                yield frame.head.segment
+            yield from mark.head.segments

@@ -24,8 +24,8 @@ from deltackpt.format import names, stretches
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import Continues, StretchHead
 from deltackpt.reading import bounds
-from deltackpt.reading.log_files import Hole, Mark, ProcessLog
 from deltackpt.reading.log_places import LogFolder, LogPlaces, Record
+from deltackpt.reading.wal_records import Hole, ProcessLog, WalRecord
 from deltackpt.storage.store import FileStore, Missing, Spot
 
 
@@ -57,7 +57,7 @@ class Leg(NamedTuple):
     """Records of one epoch, by process, oldest first."""
 
     head: StretchHead
-    marks: Mapping[int, tuple[Mark, ...]]
+    marks: Mapping[int, tuple[WalRecord, ...]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,7 +107,7 @@ class Way:
         )
 
     @property
-    def last_marks(self) -> Mapping[int, Mark]:
+    def last_marks(self) -> Mapping[int, WalRecord]:
         """Returns the record of the point of each process."""
         return {
             process: log.by_id[self.point.save_id] for process, log in self.era.processes.items()
@@ -142,7 +142,7 @@ class _Log(NamedTuple):
     """The WAL of a process, and its records by their save ids."""
 
     log: ProcessLog
-    by_id: Mapping[SaveId, Mark]
+    by_id: Mapping[SaveId, WalRecord]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -287,8 +287,8 @@ class History:
 
 
 def _marks_down_to(
-    by_id: Mapping[SaveId, Mark], save_id: SaveId, step: SaveId
-) -> tuple[tuple[Mark, ...], SaveId] | None:
+    by_id: Mapping[SaveId, WalRecord], save_id: SaveId, step: SaveId
+) -> tuple[tuple[WalRecord, ...], SaveId] | None:
     """Returns the records of a process above a step, oldest first, and the parent of the first.
 
     The parent is above the step if it is not a record of this WAL.
@@ -446,7 +446,7 @@ class Logs:
         key = head.stretch, process
         if key not in self._logs:
             folder = self.segments_of(head) / str(process)
-            self._logs[key] = ProcessLog(folder, head.stretch, process)
+            self._logs[key] = ProcessLog(folder, head, process)
         return self._logs[key]
 
     def era(self, head: StretchHead, last: SaveId | None) -> Era:
@@ -487,7 +487,7 @@ def _is_behind(hole: Hole, last: SaveId) -> bool:
     return hole.before is None or hole.before.save_id.attempt > last.attempt
 
 
-def _counts(mark: Mark, head: StretchHead, last: SaveId | None) -> bool:
+def _counts(mark: WalRecord, head: StretchHead, last: SaveId | None) -> bool:
     of_run = mark.save_id.run == head.run
     return of_run and (last is None or mark.save_id.attempt <= last.attempt)
 

@@ -42,11 +42,11 @@ from deltackpt.reading import (
     replay,
     saves,
 )
-from deltackpt.reading.log_files import damage_of
 from deltackpt.reading.reader import Progress, RestoredTables
 from deltackpt.reading.replay import LoggedState
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.stretches import Logs, RecoveryPoint, Way
+from deltackpt.reading.wal_records import damage_of
 from deltackpt.restore import placing, sources
 from deltackpt.restore.sources import RowSource
 from deltackpt.restore.step_files import DenseFiles, ItemFiles, StepFiles

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import google_crc32c
 
-from deltackpt.errors import Damaged, FormatTooNew
+from deltackpt.errors import Damaged, FormatTooNew, FormatTooOld
 from deltackpt.format import names, stretches
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.names import PieceRange
@@ -27,9 +27,9 @@ from deltackpt.ledger.committed import SEGMENT_BYTES
 from deltackpt.ledger.entries import LogRef, State
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.promoted_log import HEAD, HEAD_COPY, pieces_at
-from deltackpt.reading.log_files import Mark
 from deltackpt.reading.log_progress import NAME, Noted, newest_durable
 from deltackpt.reading.stretches import Logs
+from deltackpt.reading.wal_records import WalRecord
 from deltackpt.resources.pace import Pace
 from deltackpt.storage.store import Missing, Spot, spot
 from deltackpt.tiers.stage import Stage
@@ -57,7 +57,7 @@ class _Piece:
     segment: str
     source: Spot
     start: int
-    marks: Sequence[Mark]
+    marks: Sequence[WalRecord]
     is_closed: bool
     durable: int
 
@@ -116,7 +116,7 @@ class LogPromotion:
                 break
             try:
                 fresh.append(self._logs.head(number))
-            except (Damaged, FormatTooNew) as error:
+            except (Damaged, FormatTooNew, FormatTooOld) as error:
                 # Its fork point is unknown: without it, records that must not count would.
                 if number not in self._unreadable:
                     _logger.error("%s; no earlier remote WAL record is used", error)
@@ -187,7 +187,7 @@ class LogPromotion:
                 continue
             try:
                 head = self._logs.head(ref.stretch)
-            except (Damaged, FormatTooNew):
+            except (Damaged, FormatTooNew, FormatTooOld):
                 continue  # No more of it will be uploaded.
             if head.run == ref.run:
                 yield ref, head
@@ -214,7 +214,7 @@ class LogPromotion:
                 yield _Piece(segment, source, start, fresh, is_closed, log.noted.number)
 
     def _send(self, ref: LogRef, piece: _Piece, journal: Journal, pace: Pace) -> bool:
-        """Uploads a piece whose frames are intact."""
+        """Uploads a piece whose records are intact."""
         try:
             self._check(ref, piece)
         except Damaged:
@@ -271,16 +271,15 @@ class LogPromotion:
             self._noted.add(ref.prefix)
 
     def _check(self, ref: LogRef, piece: _Piece) -> None:
-        """Checks that frames are intact: altered ones are not uploaded.
+        """Checks that records are intact: altered ones are not uploaded.
 
         Raises:
-          Damaged: a frame is altered. The frames before it are sent, and it is checked again later,
+          Damaged: a record is altered. Those before it are sent, and it is checked again later,
             because part of another node's file may not be visible here yet.
         """
         for mark in piece.marks:
             try:
-                for frame in mark.frames:
-                    frame.check()
+                mark.layer.verify()
             except Damaged as error:
                 key = ref.prefix, piece.segment
                 if piece.source.is_file():

@@ -18,7 +18,6 @@ from deltackpt import codecs
 from deltackpt.errors import StepNotFound
 from deltackpt.format import blocks, manifest, names
 from deltackpt.format.blocks import Span
-from deltackpt.format.frames import Kind
 from deltackpt.format.manifest import TableEntry
 from deltackpt.format.segments import FieldSpec, GroupEntry, Segment
 from deltackpt.layers import merge
@@ -27,6 +26,7 @@ from deltackpt.layers.targets import Target, Targets
 from deltackpt.ledger import points
 from deltackpt.ledger.opening import open_steps
 from deltackpt.reading import chains, dense_values, orbax_values, reader, removal
+from deltackpt.reading.part_arrays import PartArrays
 from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.reading.stretches import RecoveryPoint, Way
 from deltackpt.resources import memory
@@ -193,20 +193,18 @@ def restore_plan(
 
 def _with_log(below: RestorePlan, way: Way) -> RestorePlan:
     """The plan of a recovery point: that of the step below it, plus the WAL records."""
-    every = [mark.frames for leg in way.legs for of in leg.marks.values() for mark in of]
-    frames = [frame for of_mark in every for frame in of_mark]
+    every = [record for leg in way.legs for of in leg.marks.values() for record in of]
     started, read = time.perf_counter(), 0
-    for frame in frames:
+    for record in every:
         if read > _SAMPLE_BYTES or (read and time.perf_counter() - started > _SAMPLE_SECS):
             break
-        frame.read()
-        read += frame.body_bytes
+        record.layer.verify()
+        read += record.nbytes
     wal_secs = (time.perf_counter() - started) * way.nbytes / max(1, read)
-    last = [frame for mark in way.last_marks.values() for frame in mark.frames]
     return dataclasses.replace(
         below,
         step=way.point.step,
-        dense_bytes=sum(one.body_bytes for one in last if one.kind in (Kind.DENSE, Kind.BLOCKS)),
+        dense_bytes=sum(record.dense_bytes for record in way.last_marks.values()),
         estimate=dataclasses.replace(below.estimate, wal_secs=wal_secs),
         point=way.point,
         wal_bytes=way.nbytes,
@@ -255,17 +253,17 @@ def _segment_bytes(save: StoredSave) -> _Sizes:
     }
 
 
-def _files(save: StoredSave, segments: Iterable[tuple[StoredPart, Segment]]) -> dict[Spot, int]:
+def _files(save: StoredSave, segments: Iterable[tuple[PartArrays, Segment]]) -> dict[Spot, int]:
     """The files that hold some segments of a save, with the bytes of these."""
     found: dict[Spot, int] = collections.Counter()
-    for part, segment in segments:
-        for name, nbytes in part.arrays.files_of(segment).items():
+    for arrays, segment in segments:
+        for name, nbytes in arrays.files_of(segment).items():
             found[save.item_dir / name] += nbytes
     return found
 
 
-def _segments(save: StoredSave) -> Iterator[tuple[StoredPart, Segment]]:
-    return ((part, segment) for part in save.parts() for segment in part.record.segments)
+def _segments(save: StoredSave) -> Iterator[tuple[PartArrays, Segment]]:
+    return ((part.arrays, segment) for part in save.parts() for segment in part.record.segments)
 
 
 def _save_plan(save: StoredSave, sizes: _Sizes) -> SavePlan:
@@ -344,7 +342,7 @@ def _dense_files(chain: Sequence[StoredSave]) -> dict[Spot, int]:
     held = DenseChain.of(chain)
     found: dict[Spot, int] = {}
     for save, of_save in zip(reversed(chain), held.sources, strict=False):
-        blocks = ((one.part, segment) for one in of_save for segment in one.record.segments)
+        blocks = ((one.arrays, segment) for one in of_save for segment in one.record.segments)
         found |= _files(save, blocks)
     if held.missing or (chain[-1].compacted and not held.sources):
         found |= _item_files(held.base)

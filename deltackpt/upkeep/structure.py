@@ -55,8 +55,8 @@ def structure_problems(save: StoredSave) -> Iterator[tuple[str, str, str]]:
     for group in save.head.groups:
         yield from _coverage_problems(save.head, group, held)
     if save.head.dense_blocks is not None:
-        for source in dense_values.sources(save):
-            yield from _dense_problems(source)
+        for part, source in zip(save.parts(), dense_values.sources(save), strict=True):
+            yield from _dense_problems(part, source)
 
 
 def _disagreements(head: Manifest, records: Sequence[Manifest]) -> Iterator[tuple[str, str, str]]:
@@ -91,12 +91,12 @@ def _own_bytes(record: Manifest) -> int:
     return dataclasses.replace(record, parts=()).nbytes
 
 
-def _dense_problems(source: PartSource) -> Iterator[tuple[str, str, str]]:
+def _dense_problems(part: StoredPart, source: PartSource) -> Iterator[tuple[str, str, str]]:
     """Inconsistencies in the blocks of dense leaves that a process wrote."""
     held: dict[str, list[blocks.Rows]] = {}
-    folder = names.part_dir(Path(), source.part.record.process)
+    folder = names.part_dir(Path(), part.record.process)
     for segment in source.record.segments:
-        wrong = list(_segment_problems(source.part, segment))
+        wrong = list(_segment_problems(part, segment))
         for below, wanted, found in wrong:
             yield f"{folder}/{segment.name}{below}", wanted, found
         if wrong:

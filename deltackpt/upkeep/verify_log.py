@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification of the write-ahead log: every valid frame, and the records of every recovery point.
+"""Verification of the write-ahead log: all valid records, and those of every recovery point.
 
 Data that no restore needs is not damage: epochs from which the newest one did not fork, records
-after the fork, and the rest of a failed segment after the frame that the next segment names. If the
-writer was killed, the last frame may be torn. If intact frames follow it, it was not torn but
+after the fork, and the rest of a failed segment after the record that the next part names. If the
+writer was killed, the last record may be torn. If intact records follow it, it was not torn but
 altered.
 """
 
@@ -14,16 +14,14 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from deltackpt.errors import Damaged, FormatTooNew, StorageError
-from deltackpt.format import frames, names, stretches
-from deltackpt.format.frames import DenseHead, Kind
+from deltackpt.errors import Damaged, FormatTooNew, FormatTooOld, StorageError
+from deltackpt.format import names, stretches
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
 from deltackpt.layers.targets import Targets
 from deltackpt.ledger.log_losses import in_both, losses_of
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading import logged_dense, replay
-from deltackpt.reading.log_files import FrameAt, Mark, ProcessLog
+from deltackpt.reading import replay
 from deltackpt.reading.log_states import LogState, StretchState, log_state
 from deltackpt.reading.logged_dense import DenseKept, ProcessDense
 from deltackpt.reading.meter import Meter
@@ -38,6 +36,7 @@ from deltackpt.reading.stretches import (
     Way,
     coverings,
 )
+from deltackpt.reading.wal_records import ProcessLog, WalRecord
 from deltackpt.storage import ocdbt
 from deltackpt.upkeep.verdicts import LogReport, PointVerdict, Problem, Stops
 
@@ -122,11 +121,11 @@ class _LogAudit:
             if era.last is None and any(one.counts and one.is_torn for one in log.log.breaks):
                 name = f"{names.LOG}/{era.head.stretch}/{process}"
                 self.notes.append(
-                    f"{name}: ends in a torn frame; its writer was killed, or is still writing"
+                    f"{name}: ends in a torn record; its writer was killed, or is still writing"
                 )
             marks = sorted(log.by_id.values(), key=lambda mark: mark.save_id.attempt)
             self._meter.expect(sum(mark.nbytes for mark in marks))
-            dense_check = _DenseCheck(era.head.stretch, process, log.log, marks)
+            dense_check = _DenseCheck(era.head.stretch, process, log.log)
             for mark in marks:
                 self._check_rows(era, process, mark)
                 dense.setdefault(mark.save_id, []).extend(dense_check.check(mark, self._void))
@@ -144,7 +143,7 @@ class _LogAudit:
             if data != stretches.to_bytes(head):
                 self._add(name, "the bytes of the header", "different bytes", stops="nothing")
 
-    def _check_rows(self, era: Era, process: int, mark: Mark) -> None:
+    def _check_rows(self, era: Era, process: int, mark: WalRecord) -> None:
         """Checks rows and items of a record; every later recovery point needs the rows."""
         point = RecoveryPoint(era.head.stretch, mark.save_id, mark.full, mark.unix_secs)
         leg = Leg(era.head, {process: (mark,)})
@@ -152,26 +151,23 @@ class _LogAudit:
         layout = era.head.layout
         try:
             replay.replay(way, Targets((), layout), layout)
-        except (Damaged, FormatTooNew, StorageError) as error:
+        except (Damaged, FormatTooNew, FormatTooOld, StorageError) as error:
             if not self._went(mark):
                 self._tell(_object_of(error), error)
                 self._broken.rows.setdefault(mark.save_id, self.problems[-1].object_name)
-        for frame in mark.frames:
-            if frame.kind == Kind.ITEMS:
-                try:
-                    sizes = [item.nbytes for item in frame.head.items]
-                    frames.pieces_of(sizes, frame.read(), frame.name)
-                except (Damaged, StorageError) as error:
-                    self._void(mark, error)
+        try:
+            replay.item_bytes_of(mark)
+        except (Damaged, StorageError) as error:
+            self._void(mark, error)
 
-    def _went(self, mark: Mark) -> bool:
+    def _went(self, mark: WalRecord) -> bool:
         """Whether a record was trimmed while it was read."""
-        if all(frame.segment.is_file() for frame in mark.frames):
+        if mark.segment.is_file():
             return False
         self._trimmed.add(mark.save_id)
         return True
 
-    def _void(self, mark: Mark, error: Damaged | StorageError | str) -> None:
+    def _void(self, mark: WalRecord, error: Damaged | StorageError | str) -> None:
         """Notes that a recovery point cannot be restored, with new damage or a known object."""
         if isinstance(error, str):
             self._broken.point.setdefault(mark.save_id, error)
@@ -288,7 +284,7 @@ def _object_of(error: Exception) -> str:
 
 
 #: Reports that the dense leaves of a record are incomplete: the error, or the damaged object.
-_Void = Callable[[Mark, Damaged | StorageError | str], None]
+_Void = Callable[[WalRecord, Damaged | StorageError | str], None]
 
 
 class _Value(NamedTuple):
@@ -307,72 +303,22 @@ class _Value(NamedTuple):
 class _DenseCheck:
     """Checks the dense leaves of one process's records, oldest first."""
 
-    def __init__(self, stretch: int, process: int, log: ProcessLog, marks: Sequence[Mark]):
+    def __init__(self, stretch: int, process: int, log: ProcessLog):
         self._reader = ProcessDense(stretch, process, log)
         self._before = DenseKept()
-        #: Records with incomplete blocks, by attempt, with the damaged object.
-        self._broken_marks: dict[int, str] = {}
-        every = [frame for mark in marks for frame in mark.frames_of(Kind.DENSE)]
-        #: Frames that later ones are differences to; only these are kept.
-        self._wanted = {value.against for frame in every for value in frame.head.values}
-        self._held: dict[int, dict[str, memoryview]] = {}
-        #: Incomplete frames, with the damaged object.
-        self._broken: dict[int, str] = {}
+        #: Damaged objects that were reported.
+        self._damaged: set[str] = set()
 
-    def check(self, mark: Mark, void: _Void) -> list[_Value]:
+    def check(self, record: WalRecord, void: _Void) -> list[_Value]:
         """Returns the values of a record."""
-        found = self._check_blocks(mark, void)
-        held: dict[int, dict[str, memoryview]] = {}
-        for frame in mark.frames_of(Kind.DENSE):
-            head: DenseHead = frame.head
-            known = (self._broken.get(value.against or 0) for value in head.values)
-            if (cause := next(filter(None, known), None)) is not None:
-                self._broken[frame.place.seq] = cause
-                void(mark, cause)
-                continue
-            try:
-                values = self._decoded(frame)
-            except (Damaged, StorageError) as error:
-                self._broken[frame.place.seq] = _object_of(error)
-                void(mark, error)
-                continue
-            if frame.place.seq in self._wanted:
-                held[frame.place.seq] = values
-            found += [_Value.of(one.file, one.key, values[one.key]) for one in head.values]
-        if mark.full:
-            self._held = held
-        return found
-
-    def _check_blocks(self, mark: Mark, void: _Void) -> list[_Value]:
-        own, number = mark.frames_of(Kind.BLOCKS), mark.save_id.attempt
-        if not own:
-            return []
-        known = (self._broken_marks.get(logged_dense.against_of(frame) or 0) for frame in own)
-        if (cause := next(filter(None, known), None)) is not None:
-            self._broken_marks[number] = cause
-            void(mark, cause)
-            return []
         now = DenseKept()
         try:
-            values = self._reader.blocks_of(mark, self._before, now)
+            values = self._reader.values_of(record, self._before, now)
         except (Damaged, StorageError) as error:
-            self._broken_marks[number] = _object_of(error)
-            void(mark, error)
+            name = _object_of(error)
+            void(record, name if name in self._damaged else error)
+            self._damaged.add(name)
             return []
-        self._before = now
+        if record.full:
+            self._before = now
         return [_Value.of(file, key, data) for (file, key), data in values.items()]
-
-    def _decoded(self, frame: FrameAt) -> dict[str, memoryview]:
-        head: DenseHead = frame.head
-        sizes = [value.nbytes for value in head.values]
-        found = {}
-        bodies = frames.pieces_of(sizes, frame.read(), frame.name)
-        for value, data in zip(head.values, bodies, strict=True):
-            if value.against is not None:
-                before = self._held.get(value.against, {}).get(value.key)
-                if before is None or before.nbytes != value.decoded_bytes:
-                    wanted = f"the value of {value.key} in frame {value.against} before"
-                    raise Damaged(frame.name, wanted, "none")
-                data = logged_dense.undiffered(data, before, value.itemsize, frame.name)
-            found[value.key] = data
-        return found

@@ -170,7 +170,7 @@ def _within_layer(save: StandingSave, found: Inventory, error: Damaged) -> list[
             if error.object_name == f"{save.name}/{save.item}/{name}":
                 item_dir = save.step_dir / save.item
                 try:
-                    layer = LayerArrays(item_dir, record, record.layer).layer
+                    layer = LayerArrays.of(item_dir, record, record.layer).layer
                     return [*layer.damage()] or [error]
                 except Damaged as of_footer:
                     return [of_footer]

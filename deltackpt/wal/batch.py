@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of the training state that one ``append()`` copies, and its frames.
+"""The part of the training state that one ``append()`` copies, and its record.
 
 Rows and dense leaves are copied before ``append()`` returns, so they are consistent. Rows are
 encoded in the background like those of deltas, with the same error budgets. A lossy row is always
@@ -12,27 +12,26 @@ import base64
 import concurrent.futures
 import dataclasses
 import functools
-import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from deltackpt.errors import OptionError
-from deltackpt.format import blocks, frames, manifest
+from deltackpt.format import blocks, manifest
 from deltackpt.format.blocks import VALUES
-from deltackpt.format.frames import ItemsHead, LoggedItem, MarkHead, RowsHead
 from deltackpt.format.manifest import Layout, SaveId
+from deltackpt.format.segments import Segment
+from deltackpt.format.wal_records import ITEM_BYTES, ITEMS, RecordHead, RecordItem
 from deltackpt.policies import CodecChoice
 from deltackpt.save import fields
-from deltackpt.save.extract import SegmentSource
 from deltackpt.save.part import Plans, fields_of
 from deltackpt.save.taken import CopiedRows
 from deltackpt.state import paths
-from deltackpt.storage import parts
-from deltackpt.wal.dense_frames import Dense, DenseFrames
-from deltackpt.wal.frame import Frame, FramePlace, body_of
+from deltackpt.storage import arrays, parts
+from deltackpt.storage.parts import Place
+from deltackpt.wal.dense_records import Dense, DenseRecords
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -105,10 +104,10 @@ class Figures(NamedTuple):
     """Measurements of writing a batch.
 
     Attributes:
-      nbytes: bytes of its frames.
+      nbytes: bytes of its record.
       dense_bytes: bytes of dense leaves among them.
-      encode_secs: seconds until the frames were ready.
-      write_secs: seconds until the operating system had accepted them.
+      encode_secs: seconds until all arrays were encoded; long ones are written meanwhile.
+      write_secs: seconds after that until the operating system had accepted the record.
     """
 
     nbytes: int
@@ -121,7 +120,7 @@ class Item(NamedTuple):
     """An additional item of a WAL record."""
 
     name: str
-    kind: str
+    kind: Literal["bytes", "json"]
     data: bytes
 
 
@@ -161,44 +160,60 @@ def as_json(given: Mapping[str, Any] | None) -> dict[str, Any]:
     }
 
 
-def frames_of(
-    batch: Batch, parent: SaveId, dense: DenseFrames, pool: concurrent.futures.Executor
-) -> Iterator[Frame]:
-    """Returns the frames of a batch, the record header last; its rows must be in host memory.
+class WrittenRecord(NamedTuple):
+    """A record whose arrays were written: what they are, and the bytes of its dense leaves."""
+
+    head: RecordHead
+    dense_bytes: int
+
+
+def write_record(
+    batch: Batch,
+    dense: DenseRecords,
+    place_of: Callable[[str], Place],
+    pool: concurrent.futures.Executor,
+) -> WrittenRecord:
+    """Writes the arrays of a batch, whose rows must be in host memory.
 
     Args:
       batch: the captured data.
-      parent: the record's parent.
-      dense: creates the frames of dense leaves.
+      dense: writes its dense leaves.
+      place_of: returns the destination of a segment.
       pool: runs the encoding.
 
     Raises:
       ErrorBudgetExceeded: a codec would exceed the user's bound, and more precise ones are not
         allowed.
+      StorageError: the store reported an error.
     """
-    count = 0
-    leaves = dense.of(batch.dense, batch.save_id, pool)
-    for frame in itertools.chain(_row_frames(batch, pool), leaves):
-        yield frame
-        count += 1
-    if batch.items:
-        heads = [LoggedItem(name=i.name, kind=i.kind, nbytes=len(i.data)) for i in batch.items]  # pyright: ignore[reportArgumentType]
-        yield Frame(ItemsHead(items=tuple(heads)), [[item.data] for item in batch.items])
-        count += 1
-    mark = MarkHead(
-        save_id=batch.save_id,
-        parent=parent,
-        full=batch.full,
-        frames=count,
-        unix_ns=batch.unix_ns,
+    segments = tuple(_write_rows(batch, place_of, pool))
+    leaves = (
+        None if batch.dense is None else dense.write(batch.dense, batch.save_id, place_of, pool)
     )
-    yield Frame(mark, [])
+    if data := b"".join(item.data for item in batch.items):
+        entry = arrays.array_entry(ITEM_BYTES, (len(data),), np.dtype(np.uint8))
+        place_of(ITEMS).write_array(entry, [np.frombuffer(data, np.uint8)])
+    head = RecordHead(
+        part=0,
+        part_start=0,
+        full=batch.full,
+        unix_ns=batch.unix_ns,
+        segments=segments,
+        dense=None if leaves is None else leaves.record,
+        against=None if leaves is None else leaves.against,
+        items=tuple(
+            RecordItem(name=one.name, kind=one.kind, nbytes=len(one.data)) for one in batch.items
+        ),
+    )
+    return WrittenRecord(head, 0 if leaves is None else leaves.nbytes)
 
 
-def _row_frames(batch: Batch, pool: concurrent.futures.Executor) -> Iterator[Frame]:
+def _write_rows(
+    batch: Batch, place_of: Callable[[str], Place], pool: concurrent.futures.Executor
+) -> Iterator[Segment]:
     groups = batch.layout.group_by_name
     for number, source in enumerate(batch.rows.segments):
-        place = FramePlace(f"{source.group}.{number}")
+        place = place_of(f"{source.group}.{number}")
         row_numbers = parts.write_rows(place, source.rows)
         described = fields_of(
             groups[source.group], source, batch.layout, batch.choices, batch.plans, held=False
@@ -209,22 +224,6 @@ def _row_frames(batch: Batch, pool: concurrent.futures.Executor) -> Iterator[Fra
             )
             for field in described
         ]
-        segment = parts.stored_segment(
+        yield parts.stored_segment(
             place, source.group, source.columns, source.rows, row_numbers, stored
         )
-        body = body_of([(place, segment.arrays)], pool)
-        yield Frame(RowsHead(segment=segment, sizes=body.sizes), body.arrays)
-
-
-def cut(segments: Iterable[SegmentSource]) -> list[SegmentSource]:
-    """Splits segments to fit the maximum frame size."""
-    found = []
-    for segment in segments:
-        limit = max(1, frames.BODY_BYTES // max(1, segment.row_bytes))
-        if len(segment.rows) <= limit:
-            found.append(segment)
-            continue
-        for start in range(0, len(segment.rows), limit):
-            rows = segment.rows[start : start + limit]
-            found.append(dataclasses.replace(segment, rows=rows))
-    return found

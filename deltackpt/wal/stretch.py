@@ -16,17 +16,21 @@ from deltackpt.format import names, stretches
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.format.stretches import Continues, StretchHead
 from deltackpt.handlers.run import Run
+from deltackpt.layers.footer import EpochRef
 from deltackpt.reading.log_places import LogFolder
 from deltackpt.reading.stretches import Logs, RecoveryPoint, apart_folder
+from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.save.dense_blocks import DenseKeeper
 from deltackpt.storage.store import Exists, spot
-from deltackpt.wal.dense_frames import DenseFrames
+from deltackpt.wal.dense_records import DenseRecords
 from deltackpt.wal.progress import Progress
 from deltackpt.wal.segments import SegmentWriter
 from deltackpt.wal.writer import Durable, LogWriter
 
 #: Durable marks that other processes may not have yet.
 _KEPT = 4096
+#: Records up to this length are a single write.
+_BUFFER_BYTES = 2 << 20
 
 
 class Stretch:
@@ -60,15 +64,17 @@ class Stretch:
         segments = SegmentWriter(
             root,
             directory / str(run.among.index),
-            stretch=head.stretch,
+            WriteBuffers(nbytes=_BUFFER_BYTES, pool=run.workers.forcers),
+            epoch=EpochRef.of(head),
             process=run.among.index,
+            process_count=head.process_count,
             fsync=run.fsync,
         )
         self.writer = LogWriter(
             segments,
             check=self._check,
             process=run.among.index,
-            dense=DenseFrames(references),
+            dense=DenseRecords(references),
             segment_bytes=options.backend.segment_bytes,
             buffer_bytes=options.buffer_bytes,
             deadline_secs=options.deadline_secs,

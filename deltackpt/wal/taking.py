@@ -18,17 +18,17 @@ from deltackpt.policies import BitWidthPolicy, CodecChoice
 from deltackpt.resources.staging import Staging
 from deltackpt.save import snapshot
 from deltackpt.save.clocks import Clocks
-from deltackpt.save.dense import DenseLeaves
 from deltackpt.save.dense_blocks import DenseKeeper
 from deltackpt.save.extract import SegmentSource
 from deltackpt.save.selection import Sources, TouchedRows, including, virtual_rows, within
 from deltackpt.save.taken import CopiedRows
+from deltackpt.save.whole_dense import WholeDense
 from deltackpt.state.marks import match_marks
 from deltackpt.state.remembered import ByLayout
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks
-from deltackpt.wal.batch import Batch, Item, cut
-from deltackpt.wal.dense_frames import Dense
+from deltackpt.wal.batch import Batch, Item
+from deltackpt.wal.dense_records import Dense
 
 #: So many stamps are looked at, and so many bytes copied, before another thread would begin.
 _LOOKED_AT_HERE, _COPIED_HERE_BYTES = 4 << 20, 8 << 20
@@ -158,7 +158,7 @@ def segments_of(
         if given is None:
             sources.stamps.look(since)
             given = including(sources.stamps.touched, owed, layout)
-        return cut(sources.segments(whole=False, touched=given, always=always))
+        return [*sources.segments(whole=False, touched=given, always=always)]
 
 
 def _given(rows: Rows, layout: Layout) -> TouchedRows:
@@ -250,7 +250,7 @@ def _dense(split: Split, process: int, staging: Staging, references: DenseKeeper
     try:
         if references is not None:
             return references.take(leaves, split.layout.dense, process)
-        return DenseLeaves.take(leaves, process, staging)
+        return WholeDense.capture(leaves, process, staging)
     except UnsupportedLeaf as error:
         raise OptionError(
             f"append: expected dense leaves that a WAL record can contain, found that {error}; "

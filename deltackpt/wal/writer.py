@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that makes batches durable: encoded, framed, written, and fsynced many at a time.
+"""The thread that makes batches durable: encoded, written, and fsynced many at a time.
 
 While one ``fdatasync`` runs, other batches queue up, and the next one covers all of them: group
 commit. A record is durable once a ``fdatasync`` after it has returned and this trainer still held
@@ -24,9 +24,11 @@ import numpy as np
 from deltackpt import events
 from deltackpt.errors import AppendFailed, FencedError, WaitTimeout
 from deltackpt.format.manifest import SaveId
+from deltackpt.format.wal_records import RecordHead
 from deltackpt.resources.workers import Workers
-from deltackpt.wal.batch import Batch, Figures, frames_of
-from deltackpt.wal.dense_frames import DenseFrames, dense_bytes
+from deltackpt.storage.parts import Place
+from deltackpt.wal.batch import Batch, Figures, WrittenRecord, write_record
+from deltackpt.wal.dense_records import DenseRecords
 from deltackpt.wal.named_rows import NamedRows
 from deltackpt.wal.segments import SegmentWriter
 
@@ -84,7 +86,7 @@ class LogWriter:
         *,
         check: Callable[[], None],
         process: int,
-        dense: DenseFrames,
+        dense: DenseRecords,
         segment_bytes: int,
         buffer_bytes: int,
         deadline_secs: float,
@@ -97,7 +99,7 @@ class LogWriter:
           segments: writes the files.
           check: raises if another trainer took over; called after each ``fdatasync``.
           process: index of the process.
-          dense: makes the frames of dense leaves.
+          dense: writes dense leaves.
           segment_bytes: size at which a file ends.
           buffer_bytes: limit of batches that are not durable.
           deadline_secs: maximum wait for space.
@@ -296,16 +298,22 @@ class LogWriter:
         batch.rows.land()
         parent = wanted.root or self._parent
         assert parent is not None
-        found = list(frames_of(batch, parent, self._dense, self._workers.encoders))
-        encoded = time.perf_counter()
-        nbytes = segments.write(found, batch.save_id.step)
+        written: list[tuple[WrittenRecord, float]] = []
+
+        def fill(place_of: Callable[[str], Place]) -> RecordHead:
+            record = write_record(batch, self._dense, place_of, self._workers.encoders)
+            written.append((record, time.perf_counter()))
+            return record.head
+
+        nbytes = segments.write(batch.save_id, parent, fill)
+        [(record, encoded)] = written
         self._parent = batch.save_id
         self._dense.written(batch.save_id)
         batch.release()
         self.bytes_written += nbytes
         batch.figures = Figures(
             nbytes=nbytes,
-            dense_bytes=sum(map(dense_bytes, found)),
+            dense_bytes=record.dense_bytes,
             encode_secs=encoded - started,
             write_secs=time.perf_counter() - encoded,
         )

@@ -8,8 +8,9 @@ the same as ``v<n>``, in records that repeat their version in the body; ``encodi
 codecs made of them, and the digests of what is decoded: encoders may improve, decoding may not
 change; ``rolling-v<n>`` the states of ``v<n>`` as a base that rolls over two saves.
 ``dense-v<n>`` holds deltas whose dense leaves are blocks by every codec, and a compacted base.
-``log-v<n>`` holds a base and the logs of two runs, the second of which goes on from a point;
-from ``log-v2`` on dense leaves are blocks, and arrays are compressed.
+``log-v<n>`` holds a base and the logs of two runs, the second of which goes on from a point; in
+``log-v3`` one run keeps dense leaves whole, in ``log-v4`` arrays are compressed. What their points
+restore to, ``expected.json``, is that of the frames of development versions.
 ``layers-v<n>`` holds a layer, and layers appended to a file with a torn tail.
 ``extents-v<n>`` holds made-up packs in a file of extents, ``pack-v<n>`` a pack and its files.
 """
@@ -37,7 +38,7 @@ import ml_dtypes
 import numpy as np
 
 import deltackpt
-from deltackpt.format import extents, frames, names
+from deltackpt.format import extents, names
 from deltackpt.format.blocks import rows_of
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.records import FORMAT_VERSION
@@ -396,21 +397,29 @@ def log_run(root: Path, run: int, steps: range, logged: Appended) -> None:
         touched = deltackpt.touched.init(
             {f"tables/{name}": leaf for name, leaf in before["tables"].items()}
         )
+        coarse = before["tables"]["coarse"]
         if run == 0:
             manager.save(LOGGED_FROM, before, touched=touched)
             manager.wait_until_finished()
         else:
-            touched = manager.restore(GOES_ON_FROM, before).touched
-            assert touched is not None
+            restored = manager.restore(GOES_ON_FROM, before)
+            assert restored.touched is not None
+            touched, coarse = restored.touched, restored.state["tables"]["coarse"]
         for step in steps:
             rows = {"users": jnp.arange(step % 10, 50, 10), "coarse": jnp.arange(step % 10, 40, 10)}
-            touched = deltackpt.touched.mark(touched, rows | {"coarse": _with_odd(rows["coarse"])})
+            rows["coarse"] = _with_odd(rows["coarse"])
+            touched = deltackpt.touched.mark(touched, rows)
+            state = logged.state_at(step, run)
+            # Rows that are not touched stay as they were restored.
+            moved = state["tables"]["coarse"][rows["coarse"]]
+            coarse = coarse.at[rows["coarse"]].set(moved)
+            state["tables"] = {**state["tables"], "coarse": coarse}
             fails = mock.patch.object(os, "fdatasync", side_effect=OSError(errno.EIO, "injected"))
             with warnings.catch_warnings(), fails if step == REFUSED else mock.MagicMock():
                 warnings.simplefilter("ignore")
                 manager.append(
                     step,
-                    logged.state_at(step, run),
+                    state,
                     touched=touched,
                     items={"position": {"step": step, "run": run}, "raw": bytes([step, run])},
                     full=False if step in SOFT else None,
@@ -443,10 +452,10 @@ class Appended:
     codec: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-#: By version of frames. Those of the first had ``xor`` in the place of ``delta``.
+#: By number: points of both, as frames before version 3 had them.
 LOGGED = {
-    1: Appended(logged_state_at),
-    2: Appended(
+    3: Appended(logged_state_at),
+    4: Appended(
         logged_blocks_at,
         modes=("delta", "delta"),
         handlers={
@@ -562,9 +571,10 @@ def main() -> None:
     packed = HERE / "pack-v1"
     if not packed.exists():
         write_pack(packed)
-    at = HERE / f"log-v{frames.VERSION}"
-    if not at.exists():
-        write_log(at, LOGGED[frames.VERSION])
+    for version, logged in LOGGED.items():
+        at = HERE / f"log-v{version}"
+        if not at.exists():
+            write_log(at, logged)
     blocks = HERE / f"dense-v{FORMAT_VERSION}"
     if not blocks.exists():
         write_dense(blocks)

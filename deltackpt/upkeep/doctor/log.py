@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 
 from deltackpt import units
 from deltackpt.errors import DeltackptError
-from deltackpt.format.frames import BlocksHead, DenseHead, Head
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.log_losses import in_both, losses_of
 from deltackpt.ledger.steps import Steps
@@ -155,7 +154,10 @@ def _length(way: Way) -> Finding:
     """Compares the bytes that a restore replays with the size of a base."""
     groups = way.era.head.groups
     base = sum(group.rows * group.row_bytes for group in groups) + sum(
-        _dense_bytes(frame.head) for mark in way.last_marks.values() for frame in mark.frames
+        value.nbytes
+        for record in way.last_marks.values()
+        if record.head.dense is not None
+        for value in record.head.dense.values
     )
     long = way.nbytes > max(base, _LEAST_BASE_BYTES)
     return Finding(
@@ -170,15 +172,6 @@ def _length(way: Way) -> Finding:
         action="save() more often, or lower WalOptions.max_wal_ratio" if long else "",
         figures={"wal_bytes": way.nbytes, "base_bytes": base},
     )
-
-
-def _dense_bytes(head: Head) -> int:
-    """Bytes of dense leaves in a frame; 0 for other frames."""
-    if isinstance(head, DenseHead):
-        return sum(value.decoded_bytes for value in head.values)
-    if isinstance(head, BlocksHead):
-        return sum(value.nbytes for value in head.record.values)
-    return 0
 
 
 def _problem(subject: str, found: str, meaning: str, action: str = "") -> Finding:

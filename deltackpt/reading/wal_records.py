@@ -1,0 +1,507 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The WAL of one process: scans segments for records, without reading their rows.
+
+A segment is layers appended to a file, each of them a record; the layers are chained. Of a record,
+the scan verifies header and footer; the rest is verified when it is read. A segment ends at a torn
+layer, whose writer was killed or is still writing it. Records in a later segment still count. After
+a failed write, a new *part* begins, which names the last valid record of the parts before.
+
+Records are numbered without gaps, so any other loss or change is detected: see ``holes``. Records
+missing at the end are detected because the writer stores its newest durable one beside the
+segments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from deltackpt.errors import Damaged, DamagedWal, FormatTooNew, FormatTooOld
+from deltackpt.format import names, wal_records
+from deltackpt.format.manifest import SaveId
+from deltackpt.format.names import SegmentPlace
+from deltackpt.format.stretches import StretchHead
+from deltackpt.format.wal_records import RecordHead
+from deltackpt.layers import footer
+from deltackpt.layers.footer import PAGE_BYTES, EpochRef, Header
+from deltackpt.layers.read import Layer, StoredBytes
+from deltackpt.reading.log_progress import Noted, newest_durable
+from deltackpt.storage import arrays
+from deltackpt.storage.store import FileStore, Missing, Spot, Stamp
+
+#: Read at once during a scan: headers and footers are small, and rows are passed over.
+_WINDOW_BYTES = 64 << 10
+#: Read at once to find layers behind a damaged one.
+_SEARCHED_BYTES = 8 << 20
+#: A power cut may leave this in place of a file's last pages; a layer never ends like this.
+_ZEROS = bytes(16)
+#: What segments of a development version begin with.
+_OLD_MAGIC = b"DLOG"
+
+
+class WalRecord(NamedTuple):
+    """What one process wrote in one ``append()`` call.
+
+    Attributes:
+      save_id: id of the record.
+      parent: the record or step since which its rows were touched.
+      place: part, and number of the record.
+      segment: the segment file.
+      head: what its arrays are.
+      layer: its layer, which the chunks are read from.
+    """
+
+    save_id: SaveId
+    parent: SaveId
+    place: SegmentPlace
+    segment: Spot
+    head: RecordHead
+    layer: Layer
+
+    @property
+    def name(self) -> str:
+        """Returns its name in errors."""
+        return _shown(self.segment, self.place.seq)
+
+    @property
+    def full(self) -> bool:
+        """Returns whether it has the dense leaves."""
+        return self.head.full
+
+    @property
+    def unix_secs(self) -> float:
+        """Returns when it was captured, in seconds since 1970."""
+        return self.head.unix_ns / 1e9
+
+    @property
+    def nbytes(self) -> int:
+        """Returns its bytes."""
+        return self.layer.nbytes
+
+    @property
+    def end(self) -> int:
+        """Returns the offset of its end in its segment."""
+        return self.layer.start + self.layer.nbytes
+
+    @property
+    def dense_bytes(self) -> int:
+        """Returns the stored bytes of its dense leaves."""
+        if self.head.dense is None:
+            return 0
+        dense = {segment.name for segment in self.head.dense.segments}
+        held = (one for one in self.layer.manifest.arrays if one.row_group in dense)
+        return sum(self.layer.bytes_of(array, 0, array.shape[0]) for array in held)
+
+    def of_group(self, group: str) -> WalRecord:
+        """Returns the record with only its rows of one group."""
+        kept = tuple(one for one in self.head.segments if one.group == group)
+        return self._replace(head=dataclasses.replace(self.head, segments=kept))
+
+
+class damage_of:
+    """Converts damage into an error that names the affected record."""
+
+    def __init__(self, record: WalRecord):
+        """Applies to everything read within the context.
+
+        Args:
+          record: the record.
+        """
+        self._record = record
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Damaged) and not isinstance(error, DamagedWal):
+            raise DamagedWal.of(error, self._record.save_id) from error
+
+
+class Break(NamedTuple):
+    """A position at which the valid records of a segment end although the file continues.
+
+    Attributes:
+      at: the segment's part, and the number expected of the next record.
+      counts: whether a record there would count, because no later part continues from an earlier
+        one.
+      is_torn: whether a writer that was killed, or is still writing, can have caused it.
+      step: the newest step of the records after it; None if unknown.
+      problem: what was found instead.
+    """
+
+    at: SegmentPlace
+    counts: bool
+    is_torn: bool
+    step: int | None
+    problem: Damaged
+
+
+class Hole(NamedTuple):
+    """Records of a process that were durable and are no longer intact.
+
+    Attributes:
+      step: their newest step; if unknown, a lower bound.
+      before: the first intact record after them; None if the WAL ends there.
+      may_be_trimmed: whether they and all earlier records are completely missing.
+      problem: what is missing or altered.
+    """
+
+    step: int
+    before: WalRecord | None
+    may_be_trimmed: bool
+    problem: Damaged
+
+
+@dataclasses.dataclass(eq=False)
+class _Scan:
+    """How far a segment was scanned.
+
+    Attributes:
+      seq: number of its next record.
+      at: where that begins.
+      records: its valid records.
+      problem: why these end; None at the end of the file.
+      rest: what follows there; set on the first request.
+      seen: where it ended, and the length of its file, at the last scan.
+    """
+
+    seq: int
+    at: int = 0
+    records: list[WalRecord] = dataclasses.field(default_factory=list)
+    problem: Damaged | None = None
+    rest: _Rest | None = None
+    seen: tuple[int, int] = 0, 0
+
+
+class ProcessLog:
+    """The records of one process, oldest first; ``advance`` reads newly written records."""
+
+    def __init__(self, spot: Spot, head: StretchHead, process: int):
+        """Reads nothing yet.
+
+        Args:
+          spot: the directory of its segments.
+          head: header of the epoch.
+          process: index of the process.
+        """
+        self._spot = spot
+        self._run, self._epoch = head.run, EpochRef.of(head)
+        self._process = process
+        self._scans: dict[SegmentPlace, _Scan] = {}
+        self._stamp: Stamp | None = None
+        #: The newest durable record according to its writer: number of the call, and step.
+        self._noted = Noted(0, 0)
+
+    @property
+    def noted(self) -> Noted:
+        """Returns the newest durable record as of the last scan."""
+        return self._noted
+
+    @property
+    def marks(self) -> list[WalRecord]:
+        """Returns all valid intact records, oldest first."""
+        last = self._last_that_count()
+        found = [
+            record
+            for _, scan in sorted(self._scans.items())
+            for record in scan.records
+            if record.place.seq <= last.get(record.place.part, record.place.seq)
+        ]
+        return sorted(found, key=lambda record: record.save_id.attempt)
+
+    @property
+    def breaks(self) -> list[Break]:
+        """Returns the positions at which segments break off."""
+        last, found = self._last_that_count(), []
+        for place, scan in sorted(self._scans.items()):
+            if scan.problem is None:
+                continue
+            if scan.rest is None:
+                scan.rest = self._rest(place, scan)
+            found.append(
+                Break(
+                    at=SegmentPlace(place.part, scan.seq),
+                    counts=scan.seq <= last.get(place.part, scan.seq),
+                    is_torn=scan.rest.is_torn and self._may_end_in(place),
+                    step=scan.rest.step,
+                    problem=scan.problem,
+                )
+            )
+        return found
+
+    def holes(self) -> list[Hole]:
+        """Returns missing or altered records, oldest first; a torn end is not a hole."""
+        breaks = [one for one in self.breaks if one.counts]
+        found, end, newest = [], SegmentPlace(0, 0), None
+        for newest in self.marks:
+            within = [one.problem for one in breaks if end < one.at <= newest.place]
+            if within or newest.place.seq != end.seq + 1:
+                problem = [*within, self._gap(end.seq + 1, newest.place.seq - 1)][0]
+                trimmed = end.seq == 0 and not within
+                found.append(Hole(newest.parent.step, newest, trimmed, problem))
+            end = newest.place
+        at_end = self._hole_at_end(newest, [one for one in breaks if end < one.at])
+        return [*found, *at_end]
+
+    def _hole_at_end(self, newest: WalRecord | None, breaks: Sequence[Break]) -> Iterator[Hole]:
+        """Yields missing or altered parts after the newest record."""
+        number, seq, step = 0, 0, -1
+        if newest is not None:
+            number, seq, step = newest.save_id.attempt, newest.place.seq, newest.save_id.step
+        last = self._last_that_count()
+        gaps = [at.seq for at in self._scans if seq + 1 < at.seq <= last.get(at.part, at.seq)]
+        problems = [one.problem for one in breaks if not one.is_torn]
+        if self._noted.number > number:
+            expected = f"the WAL record of step {self._noted.step}, which was durable"
+            have = "no record" if newest is None else f"none above step {step}"
+            missing = Damaged(self._name(seq + 1), expected, have)
+            trimmed = newest is None and not problems
+            yield Hole(self._noted.step, None, trimmed, [*problems, missing][0])
+        elif problems:
+            steps = [one.step for one in breaks if one.step is not None]
+            yield Hole(max(steps, default=step + 1), None, False, problems[0])
+        elif gaps and newest is not None:
+            yield Hole(step + 1, None, False, self._gap(seq + 1, min(gaps) - 1))
+
+    def _gap(self, first: int, last: int) -> Damaged:
+        return Damaged(self._name(first), f"the records {first} to {last} in or after it", "none")
+
+    def _name(self, seq: int) -> str:
+        """Returns the name in errors of the segment with a record, or of the previous one."""
+        before = [place for place in sorted(self._scans) if place.seq <= seq]
+        return self._segment(before[-1]).shown(4) if before else self._spot.shown()
+
+    def _segment(self, place: SegmentPlace) -> Spot:
+        return self._spot / names.segment_name(*place)
+
+    def _may_end_in(self, place: SegmentPlace) -> bool:
+        """Returns whether the WAL may end within a segment: parts without a record may follow."""
+        later = (one for one in self._scans.items() if one[0] > place)
+        return all(one.part > place.part and not scan.records for one, scan in later)
+
+    @property
+    def segments(self) -> dict[str, tuple[WalRecord, ...]]:
+        """Returns the records of each segment by its name, oldest first."""
+        scans = sorted(self._scans.items())
+        return {names.segment_name(*place): (*scan.records,) for place, scan in scans}
+
+    def advance(self) -> None:
+        """Scans the records written since the last call.
+
+        Raises:
+          FormatTooOld, FormatTooNew: another version of deltackpt wrote a segment.
+          StorageError: the directory cannot be read.
+        """
+        if isinstance(self._spot.store, FileStore):
+            stamp = self._spot.stamp()
+            if self._stamp is not None and not self._stamp.same(stamp):
+                # A copy with other bytes may have replaced the directory. In other stores, asking
+                # would cost another listing.
+                self._scans.clear()
+            self._stamp = stamp
+        # Before the segments: what is durable by now is in them.
+        self._noted = newest_durable(self._spot)
+        places = sorted(
+            place for name in self._spot.names() if (place := names.segment_place(name)) is not None
+        )
+        for gone in self._scans.keys() - {*places}:  # It was trimmed.
+            del self._scans[gone]
+        for place in places:
+            self._look_through(place, self._scans.setdefault(place, _Scan(place.seq)))
+
+    def _last_that_count(self) -> dict[int, int]:
+        """Returns part to the last record that counts, for parts that others follow."""
+        found: dict[int, int] = {}
+        for place, scan in self._scans.items():
+            if scan.records:
+                last = scan.records[0].head.part_start - 1
+                for part in range(place.part):
+                    found[part] = min(last, found.get(part, last))
+        return found
+
+    def _look_through(self, place: SegmentPlace, scan: _Scan) -> None:
+        segment = self._segment(place)
+        scan.problem = None
+        try:
+            window = _Window(segment)
+            while scan.at < window.length:
+                record = self._record_at(window, place, scan)
+                scan.records.append(record)
+                scan.seq, scan.at = scan.seq + 1, record.end
+        except Damaged as error:
+            scan.problem = error
+            if scan.seen != (scan.at, window.length):
+                scan.seen, scan.rest = (scan.at, window.length), None
+        except Missing:
+            scan.problem = None  # It was trimmed concurrently.
+
+    def _record_at(self, window: _Window, place: SegmentPlace, scan: _Scan) -> WalRecord:
+        """Returns the next record of a segment.
+
+        Raises:
+          Damaged: it is torn, altered, of another place, or does not continue the previous one.
+        """
+        segment, at = window.segment, scan.at
+        name = _shown(segment, scan.seq)
+        header = _header_at(window, at, name)
+        if header is None:
+            raise Damaged(f"{name}: header", "the header of a layer", "other bytes")
+        if header.sequence != scan.seq:
+            raise Damaged(f"{name}: header", f"record {scan.seq}", f"record {header.sequence}")
+        if scan.records and header.predecessor != scan.records[-1].layer.digest:
+            raise Damaged(f"{name}: header", f"a record after {scan.seq - 1}", "another one")
+        if header.nbytes > window.length - at:
+            raise _TornBody(name, f"{at + header.nbytes} bytes", f"{window.length} bytes")
+        layer = Layer(window, header.nbytes, start=at, name=name)
+        manifest = layer.manifest
+        if Header.of(manifest, layer.nbytes) != header:
+            raise Damaged(f"{name}: header", "the header of its footer", "another one")
+        expected = self._run, self._process, self._epoch
+        found = manifest.save_id.run, manifest.process, manifest.epoch
+        if found != expected:
+            raise Damaged(name, f"a record of {_owner(*expected)}", f"one of {_owner(*found)}")
+        head = wal_records.from_bytes(manifest.schema, name=name)
+        if head.part != place.part or head.part_start > scan.seq:
+            raise Damaged(name, f"a record of part {place.part}", f"one of part {head.part}")
+        parent, step = manifest.parent, manifest.save_id.step
+        # Guarantees that following records to their parents ends.
+        if parent is None or parent.step > step:
+            raise Damaged(name, f"a parent with a step up to {step}", f"{parent}")
+        return WalRecord(
+            save_id=manifest.save_id,
+            parent=parent,
+            place=SegmentPlace(place.part, scan.seq),
+            segment=segment,
+            head=head,
+            layer=layer.at(StoredBytes(segment)),
+        )
+
+    def _rest(self, place: SegmentPlace, scan: _Scan) -> _Rest:
+        """Classifies the bytes after the last whole record of a segment."""
+        if isinstance(scan.problem, _TornBody):
+            return _Rest(True, None)
+        segment = self._segment(place)
+        try:
+            window = _Window(segment)
+            steps = [*self._steps_behind(window, scan)]
+            if steps:
+                return _Rest(False, max(steps))
+            if isinstance(scan.problem, _Torn):
+                return _Rest(True, None)
+            first = window.bytes_at(scan.at, PAGE_BYTES)
+            # A layer of several writes has its header last.
+            is_torn = not any(first) or window.bytes_at(window.length - len(_ZEROS)) == _ZEROS
+        except Missing:
+            return _Rest(True, None)  # It was trimmed.
+        except Damaged:
+            return _Rest(False, None)  # A piece is shorter than its name implies.
+        return _Rest(is_torn, None)
+
+    def _steps_behind(self, window: _Window, scan: _Scan) -> Iterator[int]:
+        """Yields steps of the layers after the page at which a scan ended."""
+        start = scan.at + PAGE_BYTES
+        while (nbytes := (window.length - start) // PAGE_BYTES * PAGE_BYTES) > 0:
+            nbytes = min(nbytes, _SEARCHED_BYTES)
+            data = np.empty(nbytes, np.uint8)
+            window.read_into(start, [data.data])
+            for page in footer.pages_with_headers(data):
+                with contextlib.suppress(Damaged, FormatTooNew):
+                    header = _header_at(window, start + page, window.name)
+                    if header is not None and header.sequence > scan.seq:
+                        layer = Layer(window, header.nbytes, start=start + page)
+                        if layer.manifest.epoch == self._epoch:
+                            yield layer.manifest.save_id.step
+            start += nbytes
+
+
+def _shown(segment: Spot, seq: int) -> str:
+    return f"{segment.shown(4)}, record {seq}"
+
+
+def _owner(run: str, process: int, epoch: EpochRef | None) -> str:
+    return f"run {run[:8]}, process {process}, {epoch}"
+
+
+class _Torn(Damaged):
+    """A file ends within a layer."""
+
+
+class _TornBody(_Torn):
+    """A file ends within a layer whose header is whole."""
+
+
+class _Rest(NamedTuple):
+    """The bytes at the end of a segment that are not a record.
+
+    Attributes:
+      is_torn: whether it is the beginning of a layer, as a killed writer leaves it.
+      step: the newest step of the layers in it; None if there is none.
+    """
+
+    is_torn: bool
+    step: int | None
+
+
+class _Window:
+    """A segment with a read-ahead buffer; see ``layers.read.ByteSource``."""
+
+    def __init__(self, segment: Spot):
+        self.segment = segment
+        self.length = segment.store.length(segment.key)
+        self.run_bytes = _WINDOW_BYTES
+        self._start, self._data = 0, np.empty(0, np.uint8)
+
+    @property
+    def name(self) -> str:
+        """See ``ByteSource``."""
+        return self.segment.shown(4)
+
+    def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
+        """See ``ByteSource``."""
+        at = start - self._start
+        nbytes = sum(part.nbytes for part in parts)
+        if not 0 <= at <= at + nbytes <= len(self._data):
+            count = min(max(nbytes, _WINDOW_BYTES), max(nbytes, self.length - start))
+            try:
+                data = self._read(start, count)
+            except Damaged:
+                if count == nbytes:
+                    raise
+                data = self._read(start, nbytes)  # The damage may be behind these bytes.
+            self._start, self._data, at = start, data, 0
+        for part in parts:
+            np.frombuffer(part, np.uint8)[:] = self._data[at : at + part.nbytes]
+            at += part.nbytes
+
+    def bytes_at(self, start: int, nbytes: int | None = None) -> bytes:
+        """Returns some bytes; by default to the end."""
+        data = np.empty(self.length - start if nbytes is None else nbytes, np.uint8)
+        self.read_into(start, [data.data])
+        return data.tobytes()
+
+    def _read(self, start: int, nbytes: int) -> np.ndarray:
+        data = np.empty(nbytes, np.uint8)
+        with arrays.unreadable_is_damage(self.name, "a segment"):
+            self.segment.store.read_into(self.segment.key, start, [data.data])
+        return data
+
+
+def _header_at(window: _Window, at: int, name: str) -> Header | None:
+    """Returns the header at an offset; None if there is none.
+
+    Raises:
+      Damaged: the file ends within it.
+      FormatTooOld: a development version of deltackpt wrote the segment.
+    """
+    if at == 0 and window.bytes_at(0, min(window.length, len(_OLD_MAGIC))) == _OLD_MAGIC:
+        raise FormatTooOld(
+            f"{name}: expected a layer, found a frame of a development version of deltackpt; save "
+            "a step with that version, or restore a step: restore_latest(wal=False)"
+        )
+    if at + PAGE_BYTES > window.length:
+        raise _Torn(name, f"{at + PAGE_BYTES} bytes", f"{window.length} bytes")
+    return footer.header_of(window.bytes_at(at, PAGE_BYTES), name)

@@ -1,0 +1,714 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records and segments of a WAL: what is whole is found, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import shutil
+import tracemalloc
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import msgpack
+import numpy as np
+import pytest
+from golden import make_golden
+from made_up_logs import (
+    BASE,
+    ROWS,
+    MadeUpLog,
+    StoredRecord,
+    bounds_of,
+    change,
+    contents_after,
+    fill_of,
+    follow,
+    history_of,
+    read_newest,
+    records_in,
+    rows_of,
+    save_id,
+    scan_of,
+    to,
+    way_to,
+    weights_of,
+)
+
+import deltackpt
+from deltackpt.errors import Damaged, DamagedWal, FormatTooNew, FormatTooOld
+from deltackpt.format import names, stretches
+from deltackpt.format.dense_blocks import PLAIN, BlockedValue, DenseBlocks
+from deltackpt.format.manifest import SaveId
+from deltackpt.format.segments import Segment
+from deltackpt.format.stretches import Continues
+from deltackpt.format.wal_records import ITEM_BYTES, ITEMS, RecordHead
+from deltackpt.layers import footer
+from deltackpt.layers.footer import PAGE_BYTES
+from deltackpt.save import coded_dense
+from deltackpt.storage import arrays
+from deltackpt.storage.parts import Place
+
+#: What nothing of some kilobytes may take.
+MOST_BYTES = 256 << 20
+MARKS = (1, 2, 3)
+GOLDEN = Path(make_golden.__file__).parent / "log-v3"
+
+
+def numbers_of(scan: Any) -> list[int]:
+    return [mark.save_id.attempt for mark in scan.marks]
+
+
+def found_in(log: MadeUpLog) -> list[int]:
+    """The marks that are found in a log as it stands."""
+    return numbers_of(scan_of(log))
+
+
+def assert_right(at: Path, numbers: Iterable[int] = MARKS) -> int:
+    """What can be read of the newest point is right, to the bit; which point it was, 0 for none.
+
+    Where a mark on the way to it is damaged, the point before is taken, as restores do.
+    """
+    skipped: list[SaveId] = []
+    while (way := way_to(at, skipped)) is not None:
+        point = way.point.save_id
+        try:
+            read = follow(way)
+        except DamagedWal as error:
+            assert isinstance(error.record, SaveId) and error.record <= point
+            skipped.append(error.record)
+            continue
+        held = [number for number in numbers if number <= point.attempt]
+        np.testing.assert_array_equal(read.table, contents_after(held))
+        assert read.rows.tolist() == sorted({*np.concatenate([rows_of(n) for n in held]).tolist()})
+        assert read.dense == {"w": weights_of(point.attempt)}
+        assert read.items == {"at": point.attempt}
+        return point.attempt
+    return 0
+
+
+@pytest.fixture
+def log(tmp_path) -> MadeUpLog:
+    """Three marks in one file."""
+    return MadeUpLog(tmp_path / "log").begin().mark(*MARKS)
+
+
+# What is written is read.
+
+
+@pytest.mark.parametrize("numbers", [[1], [2, 3], [1, 2, 3, 4, 5, 6]])
+def test_a_head_may_be_large(numbers, tmp_path):
+    log = MadeUpLog(tmp_path / "log").begin()
+    keys = [f"{n:0200}" for n in range(3000)]
+    values = tuple(
+        BlockedValue(key=key, dtype="uint8", count=8, group=PLAIN, at=8 * n)
+        for n, key in enumerate(keys)
+    )
+
+    def fill(place_of: Callable[[str], Place]) -> RecordHead:
+        found = [np.zeros(8 * len(values), np.uint8)]
+        plain = coded_dense.write_plain(place_of, found, zstd=False)
+        dense = DenseBlocks(values=values, segments=(plain,), complete=True)
+        return RecordHead(part=0, part_start=0, full=True, unix_ns=0, dense=dense)
+
+    for number in numbers:
+        log.writer.write(save_id(number), BASE, fill)
+    assert found_in(log) == numbers
+    head = records_in(log.folder)[-1].head
+    assert head.dense is not None and head.dense.values == values
+
+
+def test_marks_give_rows_dense_leaves_and_items(log):
+    assert assert_right(log.at) == 3
+
+
+# Logs that end anywhere.
+
+
+def lengths_of(nbytes: int, ends: Iterable[int]) -> list[int]:
+    """Lengths at which a file is cut: close together where pages and records end."""
+    near = {at + by for at in (*ends, *range(0, nbytes, 4096)) for by in (-65, -1, 0, 1)}
+    return sorted({*range(0, nbytes, 509), *(one for one in near if 0 <= one <= nbytes)})
+
+
+def test_cut_anywhere_a_log_holds_the_whole_marks_before_it(log):
+    path = log.files[0]
+    data = path.read_bytes()
+    ends = [end for _, end in bounds_of(data)]
+    for length in reversed(lengths_of(len(data), ends)):
+        os.truncate(path, length)
+        whole = [number for number, end in zip(MARKS, ends, strict=True) if end <= length]
+        found = scan_of(log)
+        assert numbers_of(found) == whole
+        assert [one.is_torn for one in found.breaks] == [True] * (length not in (0, *ends)), length
+        assert found.holes() == []
+        if length in (*ends, *(end - 1 for end in ends)):
+            assert assert_right(log.at) == len(whole)
+
+
+def test_a_reader_that_follows_has_each_mark_once_it_is_whole(tmp_path):
+    source = MadeUpLog(tmp_path / "written").begin().mark(1, 2).roll().mark(3).roll().mark(4, 5)
+    target = MadeUpLog(tmp_path / "log").begin()
+    target.folder.mkdir(parents=True)
+    follower = scan_of(target)
+    drawn, whole = random.Random(3), 0
+    for path in source.files:
+        data = path.read_bytes()
+        ends = [end for _, end in bounds_of(data)]
+        with open(target.folder / path.name, "wb", 0) as file:
+            while file.tell() < len(data):
+                file.write(data[file.tell() :][: drawn.randint(1, 900)])
+                follower.advance()
+                ended = sum(end <= file.tell() for end in ends)
+                assert numbers_of(follower) == [*range(1, whole + ended + 1)]
+                way = way_to(target.at)
+                assert (0 if way is None else way.point.save_id.attempt) == len(follower.marks)
+        whole += len(ends)
+        assert follower.breaks == []
+    assert numbers_of(follower) == [1, 2, 3, 4, 5]
+    assert assert_right(target.at, (1, 2, 3, 4, 5)) == 5
+
+
+# Bytes that are altered.
+
+
+def place_in(record: StoredRecord, at: int) -> str:
+    """The row group of a byte of a record; "" in its header and footer."""
+    for (row_group, _), chunks in record.layer._chunks.items():
+        for chunk in chunks:
+            if chunk.start <= at - record.layer.start < chunk.stop:
+                return row_group
+    return ""
+
+
+@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("offset", range(4))
+def test_no_flipped_bit_goes_unnoticed(number, offset, tmp_path):
+    log = MadeUpLog(tmp_path / "log").begin().mark(1, 2)
+    path = log.files[0]
+    data = path.read_bytes()
+    record = records_in(log.folder)[number]
+    start, end = bounds_of(data)[number]
+    places = set()
+    with open(path, "r+b", 0) as file:
+        for at in range(start + offset, end, 4):
+            place = place_in(record, at)
+            if not place and at % 16 > 3 and any(data[at - 8 : at + 8]) == 0:
+                continue  # Zeros of a header or footer are all alike.
+            os.pwrite(file.fileno(), bytes([data[at] ^ 1 << at % 8]), at)
+            found = scan_of(log)
+            # Arrays are looked at when they are needed.
+            assert numbers_of(found) == ([1, 2] if place else [[], [1]][number]), at
+            if not place:
+                # What is behind it shows that it was whole; of the last one nobody knows.
+                assert len(found.breaks) == 1 and (number == 1 or found.holes())
+            # Nobody needs dense leaves and items of a record above which there is another.
+            needed = number == 1 or not place or place == "g0.0"
+            if place not in places or at % 64 < 4:
+                assert assert_right(log.at, (1, 2)) == (number if needed else 2), (at, place)
+            places.add(place)
+            os.pwrite(file.fileno(), data[at : at + 1], at)
+    assert places == {"", "g0.0", "dense.plain", "items"}
+    assert assert_right(log.at, (1, 2)) == 2
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_zeros_in_the_place_of_what_was_written_are_noticed(seed, log):
+    path, drawn = log.files[0], random.Random(seed)
+    data, records = bytearray(path.read_bytes()), records_in(log.folder)
+    start = drawn.randrange(len(data))
+    end = start + drawn.choice([1, 8, 100, 512, 4096, len(data)])
+    written = bytes(data)
+    data[start:end] = bytes(len(data[start:end]))
+    path.write_bytes(data)
+    changed = next((at for at in range(len(data)) if data[at] != written[at]), len(data))
+    whole = sum(end <= changed for _, end in bounds_of(written))
+    assert assert_right(log.at) >= whole
+    # Nobody needs dense leaves and items of a record above which there is another.
+    if changed < len(data) and not any(place_in(one, changed) for one in records):
+        assert assert_right(log.at) < 3
+
+
+@pytest.mark.parametrize("first", range(2))
+def test_pages_that_a_power_cut_loses_cost_no_earlier_record(first, log):
+    path = log.files[0]
+    data, (start, end) = bytearray(path.read_bytes()), bounds_of(path.read_bytes())[2]
+    for page in range(start + first * 4096, end, 2 * 4096):
+        data[page : page + 4096] = bytes(4096)
+    path.write_bytes(data)
+    assert assert_right(log.at) == 2
+    # A layer whose footer is there is read; it is skipped once its rows are missed.
+    assert scan_of(log).holes() == []
+
+
+@pytest.mark.parametrize(
+    "order", [[0, 2], [1, 0, 2], [0, 1, 1, 2], [0, 0, 1, 2], [0, 2, 1], [2, 1, 0]]
+)
+def test_records_that_are_not_as_they_were_written_end_the_log(order, log):
+    path = log.files[0]
+    data = path.read_bytes()
+    path.write_bytes(b"".join(data[slice(*bounds_of(data)[number])] for number in order))
+    whole = next((at for at, one in enumerate(order) if one != at), len(order))
+    assert found_in(log) == [1, 2, 3][:whole]
+    assert_right(log.at)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_record_of_another_log_ends_the_log(number, log, tmp_path):
+    other = MadeUpLog(tmp_path / "other", stretch=0, run="b1").begin().mark(*MARKS)
+    theirs, data = other.files[0].read_bytes(), log.files[0].read_bytes()
+    found = b"".join(
+        theirs[slice(*bounds_of(theirs)[at])] if at == number else data[slice(*bounds_of(data)[at])]
+        for at in range(3)
+    )
+    log.files[0].write_bytes(found)
+    assert assert_right(log.at) == number
+
+
+def test_what_another_run_wrote_is_not_taken_for_ours(log, tmp_path):
+    other = MadeUpLog(tmp_path / "other", run="b1").begin().mark(*MARKS)
+    shutil.copyfile(other.files[0], log.files[0])
+    assert assert_right(log.at) == 0
+
+
+# Files in the wrong place.
+
+
+@pytest.mark.parametrize("again", range(3))
+@pytest.mark.parametrize(
+    "other",
+    [{"stretch": 1}, {"process": 1}],
+    ids=["another stretch", "another process"],
+)
+def test_a_file_from_elsewhere_is_refused_however_often_it_is_looked_at(other, again, tmp_path):
+    elsewhere = MadeUpLog(tmp_path / "log", **other).begin().mark(*MARKS)
+    log = MadeUpLog(tmp_path / "log").begin()
+    log.folder.mkdir(parents=True)
+    shutil.copyfile(elsewhere.files[0], log.folder / elsewhere.files[0].name)
+    found = scan_of(log)
+    for _ in range(again + 1):
+        found.advance()
+        assert found.marks == [] and len(found.breaks) == 1
+
+
+@pytest.mark.parametrize("name", [names.segment_name(1, 1), names.segment_name(0, 2)])
+def test_a_file_of_another_name_is_refused(name, log):
+    log.files[0].rename(log.folder / name)
+    assert found_in(log) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["progress", "0-1.seg", "00000-1.seg", f"{names.segment_name(0, 9)}.tmp", "x.seg"]
+)
+def test_other_files_are_left_alone(name, log):
+    (log.folder / name).write_bytes(b"else")
+    found = scan_of(log)
+    assert numbers_of(found) == [1, 2, 3] and found.breaks == []
+
+
+def test_a_process_without_a_log_has_no_marks(tmp_path):
+    MadeUpLog(tmp_path / "log", count=2).begin().mark(*MARKS)
+    assert assert_right(tmp_path / "log") == 0
+
+
+# Several files and parts.
+
+
+def test_a_file_goes_on_where_the_one_before_ended(tmp_path):
+    log = MadeUpLog(tmp_path / "log").begin().mark(1).roll().mark(2).roll().mark(3)
+    assert len(log.files) == 3
+    assert assert_right(log.at) == 3
+
+
+@pytest.mark.parametrize("torn", [1, 40, 4095, 4096, 4097, 9000])
+def test_a_torn_file_does_not_harm_those_after_it(torn, tmp_path):
+    log = MadeUpLog(tmp_path / "log").begin().mark(1).roll().mark(2).roll().mark(3)
+    os.truncate(log.files[1], min(torn, log.files[1].stat().st_size - 1))
+    found = scan_of(log)
+    assert numbers_of(found) == [1, 3]
+    # Nothing leads from the last mark down to the step.
+    assert assert_right(log.at) == 1
+
+
+def test_a_file_that_is_missing_between_others_is_a_gap(tmp_path):
+    log = MadeUpLog(tmp_path / "log").begin().mark(1).roll().mark(2).roll().mark(3)
+    log.files[1].unlink()
+    assert found_in(log) == [1, 3]
+    assert assert_right(log.at) == 1
+
+
+def test_what_was_trimmed_is_not_needed_above_a_later_step(tmp_path):
+    log = MadeUpLog(tmp_path / "log").begin()
+    log.mark(1).roll().mark(2, 3).roll().mark(4)
+    step = SaveId("a0", 2, 0)
+    expected = contents_after([3, 4])
+    log.files[0].unlink()
+    history = history_of(log.at)
+    assert history.way(history.points()[0], BASE) is None
+    way = history.way(history.points()[0], step)
+    assert way is not None
+    np.testing.assert_array_equal(follow(way).table, expected)
+
+
+def test_files_that_are_trimmed_beside_a_reader_are_forgotten(tmp_path):
+    log = MadeUpLog(tmp_path / "log").begin().mark(1).roll().mark(2)
+    found = scan_of(log)
+    assert numbers_of(found) == [1, 2]
+    log.files[0].unlink()
+    found.advance()
+    assert numbers_of(found) == [2] and found.breaks == []
+
+
+def fail_after(log: MadeUpLog, number: int, *lost: int) -> None:
+    """Writes a mark that counts, and others that a further part says do not."""
+    log.mark(number)
+    durable = log.writer.position
+    log.mark(*lost)
+    log.writer.begin_part(durable)
+
+
+def test_a_further_part_goes_on_from_what_it_says_and_nothing_counts_beyond(tmp_path):
+    log = MadeUpLog(tmp_path / "log").begin()
+    fail_after(log, 1, 2, 3)
+    log.mark(4, parent=save_id(1))
+    assert len(log.files) == 2
+    assert found_in(log) == [1, 4]
+    assert assert_right(log.at, (1, 4)) == 4
+
+
+def test_parts_that_fail_one_after_the_other_leave_what_was_durable(tmp_path):
+    log = MadeUpLog(tmp_path / "log").begin()
+    fail_after(log, 1, 2)
+    log.mark(3, parent=save_id(1))
+    # Not even the last part's first mark could be forced.
+    first = records_in(log.folder)[0]
+    log.writer.begin_part(log.writer.position._replace(seq=1, digest=first.layer.digest))
+    log.mark(4, parent=save_id(1))
+    fail_after(log, 5, 6)
+    log.mark(7, parent=save_id(5))
+    assert found_in(log) == [1, 4, 5, 7]
+    assert assert_right(log.at, (1, 4, 5, 7)) == 7
+
+
+def test_until_a_further_part_has_begun_what_is_whole_counts(tmp_path):
+    log = MadeUpLog(tmp_path / "log").begin()
+    fail_after(log, 1, 2, 3)
+    log.mark(4, parent=save_id(1))
+    last = log.files[-1]
+    data = last.read_bytes()
+    for length in reversed(lengths_of(len(data), [])):
+        os.truncate(last, length)
+        whole = [1, 4] if length == len(data) else [1, 2, 3]
+        assert found_in(log) == whole, length
+    assert assert_right(log.at) == 3
+
+
+# Stretches.
+
+
+def test_of_an_earlier_stretch_counts_what_the_next_one_goes_on_from(tmp_path):
+    at = tmp_path / "log"
+    earlier = MadeUpLog(at).begin().mark(1, 2, 3)
+    goes_on = Continues(stretch=0, save_id=save_id(2))
+    later = MadeUpLog(at, stretch=1, run="b1", continues=goes_on).begin()
+    # Whoever wrote it does not know yet.
+    earlier.mark(4)
+    points = [point.save_id for point in history_of(at).points()]
+    assert points == [save_id(2), save_id(1)]
+    later.mark(3, parent=save_id(2))
+    read = read_newest(at)
+    assert read is not None and read.point.save_id == save_id(3, "b1")
+    expected = contents_after([3], "b1", contents_after([1, 2]))
+    np.testing.assert_array_equal(read.table, expected)
+
+
+def test_a_stretch_that_goes_on_from_no_point_kills_all_earlier_ones(tmp_path):
+    at = tmp_path / "log"
+    MadeUpLog(at).begin().mark(1, 2, 3)
+    MadeUpLog(at, stretch=1, run="b1").begin()
+    assert history_of(at).points() == []
+
+
+def test_without_the_newest_head_nobody_knows_what_counts(tmp_path):
+    at = tmp_path / "log"
+    MadeUpLog(at).begin().mark(1, 2, 3)
+    (at / names.stretch_name(1)).write_bytes(b"torn")
+    with pytest.raises(Damaged, match=r"1\.msgpack"):
+        history_of(at)
+
+
+def test_a_head_under_another_number_is_damage(tmp_path):
+    at = tmp_path / "log"
+    MadeUpLog(at).begin().mark(1)
+    shutil.copyfile(at / names.stretch_name(0), at / names.stretch_name(4))
+    with pytest.raises(Damaged, match="WAL epoch 4"):
+        history_of(at)
+
+
+# What somebody made by hand, checksums right.
+
+
+HUGE = 1 << 62
+COUNT = len(rows_of(2))
+ROWS_OF, SEGMENT = ("g0.0", names.GAPS), ("segments", 0)
+ARRAYS = (*SEGMENT, "arrays")
+DENSE, VALUE = "dense", ("dense", "values", 0)
+ENCODING = {
+    "field": "values",
+    "codec": "int8",
+    "reason": "",
+    "nbytes": 1,
+    "rows": [COUNT],
+    "squared_error": [0.0],
+    "squared_norm": [0.0],
+}
+#: What is changed of the head of the second record.
+HEADS: dict[str, Callable[[Any], Any]] = {
+    "no map": lambda head: b"\x90",
+    "nothing": lambda head: {},
+    "no msgpack": lambda head: b"\xc1",
+    "no bytes": lambda head: b"",
+    "more than a map": lambda head: msgpack.packb(head) + b"\0",
+    "numbers as keys": lambda head: {1: 2},
+    "an array longer than it is": lambda head: b"\xdd\xff\xff\xff\xff",
+    "a map longer than it is": lambda head: b"\xdf\xff\xff\xff\xff",
+    "deep": lambda head: b"\x91" * 100_000 + b"\0",
+    "another group": to(*SEGMENT, "group", value="g9"),
+    "a group that is no text": to(*SEGMENT, "group", value=7),
+    "segment above": to(*SEGMENT, "name", value="../.."),
+    "segment elsewhere": to(*SEGMENT, "name", value="/etc"),
+    "another segment": to(*SEGMENT, "name", value="g0.1"),
+    "segment twice": lambda head: head.update(segments=head["segments"] * 2),
+    "array above": to(*ARRAYS, 0, "name", value=".."),
+    "array twice": to(*ARRAYS, 0, "name", value="values"),
+    "no arrays": to(*ARRAYS, value=[]),
+    "another field": to(*SEGMENT, "fields", value=["slot.x"]),
+    "columns back": to(*SEGMENT, "columns", value=[2, 1]),
+    "columns beyond": to(*SEGMENT, "columns", value=[0, 3]),
+    "huge count": to(*SEGMENT, "count", value=HUGE),
+    "negative count": to(*SEGMENT, "count", value=-1),
+    "more rows": to(*SEGMENT, "count", value=COUNT + 1),
+    "true for a number": to(*SEGMENT, "count", value=True),
+    "ranges beyond": to(*SEGMENT, "ranges", value=[[0, HUGE]]),
+    "ranges back": to(*SEGMENT, "ranges", value=[[5, 2]]),
+    "ranges that overlap": to(*SEGMENT, "ranges", value=[[0, 2], [1, 2]]),
+    "huge shape": to(*ARRAYS, 1, "shape", value=[HUGE, HUGE]),
+    "shape that overflows": to(*ARRAYS, 1, "shape", value=[1 << 32, 1 << 32]),
+    "negative shape": to(*ARRAYS, 1, "shape", value=[-1, 2]),
+    "no shape": to(*ARRAYS, 1, "shape", value=[]),
+    "object": to(*ARRAYS, 1, "dtype", value="object"),
+    "another dtype": to(*ARRAYS, 1, "dtype", value="int32"),
+    "compressed": to(*ARRAYS, 1, "zstd", value=True),
+    "another codec": to(*SEGMENT, "encodings", value=[ENCODING]),
+    "dense that is no map": to(DENSE, value=[]),
+    "values that are no list": to(DENSE, "values", value={}),
+    "file above": lambda head: head["dense"]["values"][0].update(file=True, key="../../x"),
+    "file elsewhere": lambda head: head["dense"]["values"][0].update(file=True, key="/x"),
+    "file without a name": lambda head: head["dense"]["values"][0].update(file=True, key=""),
+    "an item of another kind": to("items", 0, "kind", value="pickle"),
+    "a negative item": to("items", 0, "nbytes", value=-1),
+    "full that is a number": to("full", value=1),
+    "another part": to("part", value=1),
+    "a part that starts later": to("part_start", value=3),
+    "a negative time": to("unix_ns", value=-1),
+}
+#: What is changed of the manifest of its layer.
+MANIFESTS: dict[str, Callable[[Any], Any]] = {
+    "record of another run": to("save_id", "run", value="c2"),
+    "record of a huge step": to("save_id", "step", value=(1 << 64) - 1),
+    "run above": to("save_id", "run", value="../.."),
+    "parent's run above": to("parent", "run", value="a/b"),
+    "parent above": to("parent", "step", value=3),
+    "no parent": to("parent", value=None),
+    "another process": to("process", value=1),
+    "another epoch": to("epoch", "number", value=1),
+    "another header": to("epoch", "crc32c", value=1),
+    "no epoch": to("epoch", value=None),
+    "another number": to("sequence", value=7),
+}
+#: What is changed of the head of the last record, whose dense leaves and items are needed.
+LAST: dict[str, Callable[[Any], Any]] = {
+    "more of a value": to(*VALUE, "count", value=HUGE),
+    "a value beyond": to(*VALUE, "at", value=1),
+    "against itself": to("against", value=3),
+    "against what is later": to("against", value=60),
+    "against nothing": lambda head: (
+        (
+            head["dense"]["values"][0].update(at=None),
+            head["dense"].update(segments=[], complete=False),
+        )[:0]
+        or None
+    ),
+    "more of an item": to("items", 0, "nbytes", value=2),
+    "a huge item": to("items", 0, "nbytes", value=HUGE),
+}
+
+
+def assert_refused(log: MadeUpLog, whole: int) -> None:
+    tracemalloc.start()
+    try:
+        # Nothing before it is harmed.
+        assert assert_right(log.at) == whole
+        assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_a_record_with_a_head_made_by_hand_is_refused(case, log):
+    change(log.files[0], 1, HEADS[case])
+    assert_refused(log, 1)
+
+
+@pytest.mark.parametrize("case", MANIFESTS)
+def test_a_record_with_a_manifest_made_by_hand_is_refused(case, log):
+    change(log.files[0], 1, manifest=MANIFESTS[case])
+    assert_refused(log, 1)
+
+
+@pytest.mark.parametrize("case", LAST)
+def test_a_point_with_a_head_made_by_hand_is_refused(case, log):
+    change(log.files[0], 2, LAST[case])
+    assert_refused(log, 2)
+
+
+@pytest.mark.parametrize("item", [b"{", b"\xff"], ids=["no JSON", "no text"])
+def test_an_item_that_cannot_be_is_damage(item, log):
+    change(log.files[0], 2, chunks={(ITEMS, ITEM_BYTES): item})
+    assert_refused(log, 2)
+
+
+@pytest.mark.parametrize("rows", [[3, 0, 1], [ROWS, 1, 1]], ids=["twice", "beyond"])
+def test_rows_that_cannot_be_are_damage(rows, log):
+    change(log.files[0], 1, chunks={ROWS_OF: np.array(rows[:COUNT], np.uint8).tobytes()})
+    assert_refused(log, 1)
+
+
+@pytest.mark.parametrize("position", [-1, 1 << 40])
+def test_rows_beside_codes_stand_at_rows_of_the_record(position, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(GOLDEN, root)
+    step, record, segment = next(
+        (one.layer.id.step, one, segment)
+        for one in records_in(root / "log/0/0")
+        for segment in one.head.segments
+        if one.layer.id.step == 12
+        and any(entry.name == "values.raw_at" for entry in segment.arrays)
+    )
+    place = segment.name, "values.raw_at"
+    [(start, end)] = record.chunks_of(*place)
+    body = np.int64(position).tobytes() + record.path.read_bytes()[start + 8 : end]
+    change(record.path, record.number, chunks={place: body})
+    with pytest.raises(DamagedWal, match="ascending positions"):
+        restore_golden(root, step)
+
+
+def restore_golden(root: Path, step: int) -> None:
+    options = deltackpt.ManagerOptions(access="read")
+    logged = make_golden.LOGGED[3]
+    with deltackpt.CheckpointManager(root, handlers=logged.handlers, options=options) as manager:
+        manager.restore(step, logged.state_at(step, int(step > make_golden.GOES_ON_FROM)))
+
+
+@pytest.mark.parametrize("item", [b"[" * 100_000, b"7"])
+def test_a_deep_item_is_damage(item, tmp_path):
+    log = MadeUpLog(tmp_path / "log").begin()
+    written = fill_of(1)
+
+    def fill(place_of: Callable[[str], Place]) -> RecordHead:
+        head = written(lambda name: place_of("others" if name == ITEMS else name))
+        data = np.frombuffer(item, np.uint8)
+        place_of(ITEMS).write_array(arrays.array_entry(ITEM_BYTES, data.shape, data.dtype), [data])
+        held = dataclasses.replace(head.items[0], nbytes=len(data))
+        return dataclasses.replace(head, items=(held,))
+
+    if item == b"7":
+        log.writer.write(save_id(1), BASE, written)
+        assert assert_right(log.at) == 1
+        return
+    with pytest.raises(Damaged):
+        log.writer.write(save_id(1), BASE, fill)
+        follow_newest(log)
+
+
+def follow_newest(log: MadeUpLog) -> None:
+    way = way_to(log.at)
+    if way is None:
+        raise Damaged("it", "a record", "none")
+    follow(way)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_segments_of_no_rows_do_no_harm(count, tmp_path):
+    log = MadeUpLog(tmp_path / "log").begin()
+    written = fill_of(1)
+
+    def fill(place_of: Callable[[str], Place]) -> RecordHead:
+        head = written(place_of)
+        place = place_of("g0.1")
+        entry = arrays.array_entry("values", (0, 2), np.dtype(np.float32))
+        place.write_array(entry, [])
+        empty = Segment(
+            name="g0.1", group="g0", columns=(0, 2), count=0, ranges=(), fields=("values",),
+            arrays=(entry,),
+        )  # fmt: skip
+        return dataclasses.replace(head, segments=(*[empty] * count, *head.segments))
+
+    log.writer.write(save_id(1), BASE, fill if count else written)
+    assert assert_right(log.at) == 1
+
+
+@pytest.mark.parametrize("version", [footer.VERSION + 1, 255])
+def test_records_of_a_later_version_are_refused_and_not_taken_for_damage(version, log):
+    path = log.files[0]
+    data = bytearray(path.read_bytes())
+    start, _ = bounds_of(bytes(data))[1]
+    page = data[start : start + PAGE_BYTES - 4]
+    page[8:12] = version.to_bytes(4, "little")
+    crc = google_crc32c.value(bytes(page)).to_bytes(4, "little")
+    path.write_bytes(bytes(data[:start]) + bytes(page) + crc + bytes(data[start + PAGE_BYTES :]))
+    with pytest.raises(FormatTooNew, match=f"found {version}"):
+        history_of(log.at)
+
+
+def test_frames_of_a_development_version_are_refused_and_not_taken_for_damage(log):
+    log.files[0].write_bytes(b"DLOG" + bytes(100))
+    with pytest.raises(FormatTooOld, match=r"restore_latest\(wal=False\)"):
+        history_of(log.at)
+
+
+POINT = {"run": "a", "step": 1, "attempt": 1}
+HEAD_CASES: dict[str, dict[str, Any]] = {
+    "huge process count": {"process_count": 1 << 60},
+    "negative process count": {"process_count": -1},
+    "continues itself": {"continues": {"stretch": 0, "save_id": POINT}},
+    "run above": {"run": "../.."},
+    "no run": {"run": ""},
+    "tables of no group": {"groups": []},
+    "base that is no save id": {"base": 7},
+    "base that is missing": {
+        "base": None,
+        "continues": {"stretch": 0, "save_id": POINT},
+    },
+}
+
+
+@pytest.mark.parametrize("case", HEAD_CASES)
+def test_a_head_that_was_made_by_hand_is_damage(case, log):
+    path = log.at / names.stretch_name(0)
+    record = msgpack.unpackb(path.read_bytes())
+    body = msgpack.packb({**msgpack.unpackb(record["body"]), **HEAD_CASES[case]})
+    path.write_bytes(msgpack.packb({**record, "body": body, "crc32c": google_crc32c.value(body)}))
+    with pytest.raises(Damaged):
+        history_of(log.at)
+
+
+def test_a_head_of_an_unknown_feature_is_refused(log):
+    head = stretches.from_bytes((log.at / names.stretch_name(0)).read_bytes(), name="it")
+    newer = dataclasses.replace(head, features=("something-else",))
+    (log.at / names.stretch_name(0)).write_bytes(stretches.to_bytes(newer))
+    with pytest.raises(FormatTooNew, match="something-else"):
+        history_of(log.at)
