@@ -37,7 +37,6 @@ from report import Report, Sample, arguments, megabytes, secs, times
 
 import deltackpt
 from deltackpt.format import names
-from deltackpt.format.frames import Kind
 from deltackpt.layers import targets
 from deltackpt.reading import replay as replaying
 from deltackpt.reading.stretches import Logs, newest_way
@@ -275,11 +274,10 @@ def replay(report: Report, options: argparse.Namespace, place: Path) -> None:
     way = newest_way(history, {base.step: base})
     assert way is not None
     rows = sum(
-        frame.head.segment.count
+        segment.count
         for leg in way.legs
-        for mark in leg.marks[0]
-        for frame in mark.frames
-        if frame.kind == Kind.ROWS
+        for record in leg.marks[0]
+        for segment in record.head.segments
     )
     buffers, wanted = targets.empty_buffers(era.head.layout)
     for array in jax.tree.leaves(buffers):

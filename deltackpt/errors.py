@@ -211,7 +211,7 @@ class Damaged(RestoreError):
 
 
 class DamagedWal(Damaged):
-    """A WAL frame is missing or altered; ``record`` is the save id of the record that needs it."""
+    """A WAL record is missing or altered; ``record`` is the save id of the one that needs it."""
 
     code = "damaged-wal"
 

@@ -172,11 +172,11 @@ class AppendEvent:
       process: index of the process.
       kind: ``"full"`` (with dense leaves) or ``"soft"`` (rows only).
       rows: rows written.
-      bytes_written: bytes of its frames, including dense leaves.
+      bytes_written: bytes of its record, including dense leaves.
       dense_bytes: bytes of dense leaves, as stored.
       blocked_secs: how long ``append()`` blocked.
-      encode_secs: background time until its frames were encoded.
-      write_secs: until the operating system had accepted the frames.
+      encode_secs: background time until its arrays were encoded; long ones are written meanwhile.
+      write_secs: after that, until the operating system had accepted the record.
       sync_secs: the ``fdatasync`` that made it durable, shared by all waiting records.
       durable_secs: from the call of ``append()`` until it was durable.
       batches_in_sync: number of records that this ``fdatasync`` made durable.

@@ -610,6 +610,7 @@ class CheckpointManager:
           ForeignDirectory: no step was written by deltackpt with this item name.
           TemplateMismatch, FormatTooNew: the newest step is intact, but does not match the abstract
             state or needs a newer version.
+          FormatTooOld: a development version of deltackpt wrote the WAL.
         """
         abstract_state = placement.resolved(abstract_state)
         with self._use():

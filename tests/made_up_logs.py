@@ -228,7 +228,7 @@ def history_of(*at: Path) -> History:
 
 def scan_of(log: MadeUpLog) -> ProcessLog:
     """The records of a log as it stands; ``advance`` scans what is written later."""
-    found = ProcessLog(spot(log.folder), log.head, log.process)
+    found = ProcessLog(spot(log.folder), log.run, EpochRef.of(log.head), log.process)
     found.advance()
     return found
 

@@ -8,8 +8,9 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import model
@@ -24,7 +25,7 @@ from test_collect_command import ended
 import deltackpt
 from deltackpt import RecoveryPoint, inspect
 from deltackpt.cli import advice
-from deltackpt.errors import DamagedWal, RestoreError, StepNotFound
+from deltackpt.errors import DamagedWal, FormatTooOld, RestoreError, StepNotFound
 from deltackpt.format import stretches
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
@@ -491,6 +492,34 @@ def test_a_damaged_newest_head_is_told_by_all_and_removes_nothing(copy):
     found = collect(copy)
     assert not found.removable and "the WAL stays" in found.notes[0]
     assert (copy / "log/0.msgpack").is_file()
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda root: inspect.open(root).recovery_points(),
+        lambda root: inspect.open(root).at(5),
+        lambda root: inspect.open(root).history("tables/users", 1),
+        verify_root,
+        collect,
+        lambda root: opened(root, lambda trainer: trainer.recovery_points()),
+        lambda root: opened(root, lambda trainer: trainer.restore(5, model.initial())),
+        lambda root: opened(root, lambda trainer: trainer.restore_latest(model.initial())),
+    ],
+)
+def test_a_wal_of_a_development_version_is_refused_by_all_and_stays(look, copy):
+    for path in segments(copy):
+        path.write_bytes(b"DLOG" + bytes(500))
+    with pytest.raises(FormatTooOld, match="frame of a development version"):
+        look(copy)
+    assert all(path.read_bytes()[:4] == b"DLOG" for path in segments(copy))
+    found = opened(copy, lambda trainer: trainer.restore_latest(model.initial(), wal=False))
+    assert found.step == 3
+
+
+def opened(root: Path, call: Callable[[deltackpt.CheckpointManager], Any]) -> Any:
+    with manager(root) as trainer:
+        return call(trainer)
 
 
 # Removal.

@@ -712,3 +712,17 @@ def test_a_head_of_an_unknown_feature_is_refused(log):
     (log.at / names.stretch_name(0)).write_bytes(stretches.to_bytes(newer))
     with pytest.raises(FormatTooNew, match="something-else"):
         history_of(log.at)
+
+
+def test_a_head_with_fields_of_a_later_version_is_read(log):
+    """Its records name the bytes of the head, not only what this version knows of them."""
+    path = log.at / names.stretch_name(0)
+    record = msgpack.unpackb(path.read_bytes())
+    body = msgpack.packb({**msgpack.unpackb(record["body"]), "later": [1]})
+    crc = google_crc32c.value(body)
+    path.write_bytes(msgpack.packb({**record, "body": body, "crc32c": crc}))
+    assert found_in(log) == [1, 2, 3] and assert_right(log.at) == 0
+    epoch = google_crc32c.value(path.read_bytes())
+    for number in range(3):
+        change(log.files[0], number, manifest=to("epoch", "crc32c", value=epoch))
+    assert assert_right(log.at) == 3

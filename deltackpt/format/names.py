@@ -24,7 +24,7 @@ Beside the steps::
     log/
       <epoch>.msgpack                  the header of a WAL epoch, with its fork point
       <epoch>/head.msgpack             a copy of the header
-      <epoch>/<process>/<part>-<seq>.seg     segments: consecutive frames
+      <epoch>/<process>/<part>-<seq>.seg     segments: layers, appended
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def stretch_number(name: str) -> int | None:
 
 
 class SegmentPlace(NamedTuple):
-    """The start of a WAL segment of a process: its part, and its first frame."""
+    """The start of a WAL segment of a process: its part, and its first record."""
 
     part: int
     seq: int

@@ -133,7 +133,7 @@ class Checkpoints:
 
     @property
     def wal(self) -> Wal:
-        """The write-ahead log; reads the frame headers, but no rows.
+        """The write-ahead log; reads headers and footers, but no rows.
 
         Raises:
           StorageError: the WAL cannot be read.

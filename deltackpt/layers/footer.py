@@ -149,9 +149,15 @@ class EpochRef:
     crc32c: int
 
     @classmethod
-    def of(cls, head: StretchHead) -> EpochRef:
-        """Returns the reference to an epoch."""
-        return cls(number=head.stretch, crc32c=google_crc32c.value(stretches.to_bytes(head)))
+    def of(cls, head: StretchHead, data: bytes | None = None) -> EpochRef:
+        """Returns the reference to an epoch.
+
+        Args:
+          head: its header.
+          data: the bytes of the header; None to encode it.
+        """
+        data = stretches.to_bytes(head) if data is None else data
+        return cls(number=head.stretch, crc32c=google_crc32c.value(data))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

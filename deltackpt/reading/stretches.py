@@ -23,6 +23,7 @@ from deltackpt.errors import Damaged, DamagedWal, FormatTooNew
 from deltackpt.format import names, stretches
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import Continues, StretchHead
+from deltackpt.layers.footer import EpochRef
 from deltackpt.reading import bounds
 from deltackpt.reading.log_places import LogFolder, LogPlaces, Record
 from deltackpt.reading.wal_records import Hole, ProcessLog, WalRecord
@@ -446,7 +447,10 @@ class Logs:
         key = head.stretch, process
         if key not in self._logs:
             folder = self.segments_of(head) / str(process)
-            self._logs[key] = ProcessLog(folder, head, process)
+            data, known = self._heads.get(head.stretch, (b"", None))
+            # Its own bytes: a later version may have written fields that are unknown here.
+            epoch = EpochRef.of(head, data if known == head else None)
+            self._logs[key] = ProcessLog(folder, head.run, epoch, process)
         return self._logs[key]
 
     def era(self, head: StretchHead, last: SaveId | None) -> Era:

@@ -24,7 +24,6 @@ from deltackpt.errors import Damaged, DamagedWal, FormatTooNew, FormatTooOld
 from deltackpt.format import names, wal_records
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.names import SegmentPlace
-from deltackpt.format.stretches import StretchHead
 from deltackpt.format.wal_records import RecordHead
 from deltackpt.layers import footer
 from deltackpt.layers.footer import PAGE_BYTES, EpochRef, Header
@@ -180,17 +179,17 @@ class _Scan:
 class ProcessLog:
     """The records of one process, oldest first; ``advance`` reads newly written records."""
 
-    def __init__(self, spot: Spot, head: StretchHead, process: int):
+    def __init__(self, spot: Spot, run: str, epoch: EpochRef, process: int):
         """Reads nothing yet.
 
         Args:
           spot: the directory of its segments.
-          head: header of the epoch.
+          run: id of the run of the epoch.
+          epoch: the epoch.
           process: index of the process.
         """
         self._spot = spot
-        self._run, self._epoch = head.run, EpochRef.of(head)
-        self._process = process
+        self._run, self._epoch, self._process = run, epoch, process
         self._scans: dict[SegmentPlace, _Scan] = {}
         self._stamp: Stamp | None = None
         #: The newest durable record according to its writer: number of the call, and step.

@@ -178,7 +178,7 @@ class WrittenDense(NamedTuple):
 
 
 class CodedDense:
-    """Encoded values, ready to be written to a shard or to frames."""
+    """Encoded values, ready to be written to a shard or a WAL record."""
 
     def __init__(self, values: Sequence[CodedValue]):
         """Takes those of one process, in the order of the item."""

@@ -37,7 +37,7 @@ class Held:
       about: keys of Orbax's files about the arrays, which are among the values.
       goes_on: whether a delta of the step can be applied to the values.
       unix_secs: time of the step's commit, or of the recovery point, in seconds since 1970.
-      bytes_read: bytes of stored arrays, values and frames that were read for it.
+      bytes_read: bytes of stored arrays and values that were read for it.
     """
 
     save: SaveInfo
@@ -113,7 +113,7 @@ class Version(Mapping[str, np.ndarray]):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of stored arrays, values and frames that were read for this version."""
+        """Bytes of stored arrays and values that were read for this version."""
         return self._held.bytes_read
 
     @property

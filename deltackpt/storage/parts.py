@@ -46,7 +46,7 @@ class RowsWriter(Protocol):
 
 
 class Place(Protocol):
-    """The destination of one segment's arrays: files, or a WAL frame."""
+    """The destination of one segment's arrays: files, or a layer."""
 
     @property
     def segment(self) -> str:

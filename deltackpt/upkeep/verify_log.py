@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from deltackpt.errors import Damaged, FormatTooNew, FormatTooOld, StorageError
+from deltackpt.errors import Damaged, FormatTooNew, StorageError
 from deltackpt.format import names, stretches
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
@@ -151,7 +151,7 @@ class _LogAudit:
         layout = era.head.layout
         try:
             replay.replay(way, Targets((), layout), layout)
-        except (Damaged, FormatTooNew, FormatTooOld, StorageError) as error:
+        except (Damaged, FormatTooNew, StorageError) as error:
             if not self._went(mark):
                 self._tell(_object_of(error), error)
                 self._broken.rows.setdefault(mark.save_id, self.problems[-1].object_name)
