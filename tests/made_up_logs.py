@@ -13,15 +13,17 @@ import msgpack
 import numpy as np
 
 from deltackpt.format import names, stretches, wal_records
-from deltackpt.format.dense_blocks import PLAIN, BlockedValue, DenseBlocks
+from deltackpt.format.dense_blocks import PLAIN, SEGMENTS, BlockedValue
 from deltackpt.format.manifest import DenseLeaf, Layout, SaveId, TableEntry
-from deltackpt.format.segments import FieldSpec, GroupEntry, Segment
+from deltackpt.format.segments import Encoding, FieldSpec, GroupEntry, Segment
 from deltackpt.format.stretches import Continues, StretchHead
-from deltackpt.format.wal_records import ITEM_BYTES, ITEMS, RecordHead, RecordItem
+from deltackpt.format.wal_records import ITEM_BYTES, ITEMS, RecordHead, RecordItem, packed_values
 from deltackpt.layers import footer
 from deltackpt.layers.footer import CHUNK, PAGE_BYTES, TRAILER_BYTES, EpochRef, LayerManifest
 from deltackpt.layers.read import Layer, StoredBytes
+from deltackpt.layers.shard import segment_of
 from deltackpt.layers.targets import empty_buffers
+from deltackpt.layers.write import REMOVED
 from deltackpt.reading import logged_dense, replay
 from deltackpt.reading.log_places import LogFolder, LogLayers
 from deltackpt.reading.stretches import History, Logs, RecoveryPoint, Way, newest_way
@@ -31,7 +33,7 @@ from deltackpt.save import coded_dense
 from deltackpt.storage import arrays
 from deltackpt.storage.parts import Place
 from deltackpt.storage.store import spot
-from deltackpt.wal.segments import Fill, SegmentWriter
+from deltackpt.wal.segments import Fill, FilledRecord, SegmentWriter
 
 ROWS, WIDTH = 16, 2
 TABLE = "tables/t"
@@ -81,10 +83,22 @@ def weights_of(number: int, run: str = "a0") -> bytes:
     return np.full(3, number + int(run, 16), np.float32).tobytes()
 
 
+#: How values are stored.
+RAW = Encoding(
+    field="values",
+    codec="raw",
+    reason="",
+    nbytes=0,
+    rows=(),
+    squared_error=(),
+    squared_norm=(),
+)
+
+
 def fill_of(number: int, run: str = "a0") -> Fill:
     """What writes the arrays of a full record, and what they are."""
 
-    def fill(place_of: Callable[[str], Place]) -> RecordHead:
+    def fill(place_of: Callable[[str], Place]) -> FilledRecord:
         rows, weights = rows_of(number), np.frombuffer(weights_of(number, run), np.uint8)
         place = place_of("g0.0")
         gaps, values = place.write_rows(rows), values_of(number, run)
@@ -98,20 +112,21 @@ def fill_of(number: int, run: str = "a0") -> Fill:
             ranges=None,
             fields=("values",),
             arrays=(*gaps.entries, entry),
+            encodings=(RAW,),
         )
         value = BlockedValue(key="w", dtype="uint8", count=len(weights), group=PLAIN, at=0)
         plain = coded_dense.write_plain(place_of, [weights], zstd=False)
         data = np.frombuffer(str(number).encode(), np.uint8)
         place_of(ITEMS).write_array(arrays.array_entry(ITEM_BYTES, data.shape, data.dtype), [data])
-        return RecordHead(
+        head = RecordHead(
             part=0,
             part_start=0,
             full=True,
             unix_ns=number,
-            segments=(segment,),
-            dense=DenseBlocks(values=(value,), segments=(plain,), complete=True),
+            values=packed_values([value]),
             items=(RecordItem(name="at", kind="json", nbytes=len(data)),),
         )
+        return FilledRecord(head, (segment, plain))
 
     return fill
 
@@ -284,6 +299,20 @@ class StoredRecord(NamedTuple):
     def seq(self) -> int:
         """Number of the record in the WAL."""
         return self.layer.manifest.sequence
+
+    @property
+    def rows(self) -> list[Segment]:
+        """The segments of rows."""
+        return [one for one in self._segments() if not one.name.startswith(SEGMENTS)]
+
+    @property
+    def dense(self) -> list[Segment]:
+        """The segments of dense leaves."""
+        return [one for one in self._segments() if one.name.startswith(SEGMENTS)]
+
+    def _segments(self) -> list[Segment]:
+        groups = (one for one in self.layer.row_groups() if one.name not in (ITEMS, REMOVED))
+        return [segment_of(one, self.layer.arrays(one).values()) for one in groups]
 
     def chunks_of(self, row_group: str, array: str) -> list[tuple[int, int]]:
         """Where the chunks of an array begin and end in the segment."""

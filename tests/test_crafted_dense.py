@@ -22,10 +22,10 @@ from test_log_looking import manager
 
 from deltackpt.errors import Damaged, DamagedWal, DeltackptError
 from deltackpt.format import names, wal_records
-from deltackpt.format.dense_blocks import PLAIN, BlockedValue, DenseBlocks
+from deltackpt.format.dense_blocks import PLAIN, BlockedValue
 from deltackpt.format.names import PYTREE_METADATA
 from deltackpt.format.segments import Segment
-from deltackpt.format.wal_records import RecordHead
+from deltackpt.format.wal_records import packed_values
 from deltackpt.layers.read import Layer
 from deltackpt.layers.shard import LayerPlace
 from deltackpt.layers.write import LayerFile
@@ -38,7 +38,7 @@ from deltackpt.save import coded_dense
 from deltackpt.storage import ocdbt
 from deltackpt.storage.parts import Place
 from deltackpt.upkeep.verify import verify_root
-from deltackpt.wal.segments import Fill, row_groups_of
+from deltackpt.wal.segments import Fill, FilledRecord, row_groups_of
 
 #: Whether a value is a file, and its key.
 Key = tuple[bool, str]
@@ -85,13 +85,13 @@ class Root(NamedTuple):
             blocked.append(value)
             at += len(data)
 
-        def fill(place_of: Callable[[str], Place]) -> RecordHead:
-            for segment in head.segments:
+        def fill(place_of: Callable[[str], Place]) -> FilledRecord:
+            for segment in self.record.rows:
                 copy_segment(self.record.layer, segment, place_of(segment.name))
             found = [np.frombuffer(data, np.uint8) for data in values.values()]
             plain = coded_dense.write_plain(place_of, found, zstd=False)
-            dense = DenseBlocks(values=tuple(blocked), segments=(plain,), complete=True)
-            return dataclasses.replace(head, dense=dense)
+            changed = dataclasses.replace(head, values=packed_values(blocked))
+            return FilledRecord(changed, [*self.record.rows, plain])
 
         rewrite(self.record, fill)
 
@@ -120,12 +120,9 @@ def rewrite(record: StoredRecord, fill: Fill) -> None:
     path, buffers = record.path.with_suffix(".new"), WriteBuffers()
     file = LayerFile(path, buffers, sequence=record.seq, predecessor=manifest.predecessor)
     layer = file.begin(manifest)
-    head = fill(functools.partial(LayerPlace, layer))
-    layer.finish(
-        dataclasses.replace(
-            manifest, schema=wal_records.to_bytes(head), row_groups=tuple(row_groups_of(head))
-        )
-    )
+    filled = fill(functools.partial(LayerPlace, layer))
+    schema, groups = wal_records.to_bytes(filled.head), tuple(row_groups_of(filled))
+    layer.finish(dataclasses.replace(manifest, schema=schema, row_groups=groups))
     file.close()
     buffers.close()
     record.path.write_bytes(record.path.read_bytes()[: record.layer.start] + path.read_bytes())

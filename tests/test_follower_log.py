@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import initialize, rule
+from made_up_logs import records_in
 from test_follower import held_regions, in_state
 from test_log_invariants import COLLECTOR, LogMachine
 
@@ -275,11 +276,14 @@ def assert_rows(one: Follower, state: dict) -> None:
         assert rows.tobytes() == same.tobytes(), (table, field)
 
 
-def flipped(trainer: Trainer, offset: int) -> bytes:
-    """The newest segment with a bit flipped near the first body of its newest record."""
-    [era] = logs_of(trainer.root).read().eras
+def flipped(trainer: Trainer, where: str) -> bytes:
+    """The newest segment with a bit flipped in the header or the rows of its newest record."""
+    record = records_in(trainer.segment.parent)[-1]
+    at = record.layer.start + 24
+    if where == "rows":
+        [(at, _)] = record.chunks_of(record.rows[0].name, "values")
     data = bytearray(trainer.segment.read_bytes())
-    data[era.processes[0].log.marks[-1].frames[0].start + offset] ^= 1
+    data[at] ^= 1
     return bytes(data)
 
 
@@ -372,7 +376,7 @@ def test_a_mark_that_becomes_void_after_it_was_applied_is_taken_back(tmp_path):
         assert_at(one, trainer, 4, above=1)
 
 
-@pytest.mark.parametrize("where", ["head", "body"])
+@pytest.mark.parametrize("where", ["header", "rows"])
 def test_a_damaged_mark_is_not_applied_and_is_told_until_a_step_is_above_it(tmp_path, where):
     with Trainer(tmp_path) as trainer:
         trainer.save()
@@ -380,12 +384,12 @@ def test_a_damaged_mark_is_not_applied_and_is_told_until_a_step_is_above_it(tmp_
         one = opened(tmp_path)
         one.advance()
         trainer.log()
-        trainer.segment.write_bytes(flipped(trainer, 1 if where == "body" else -1))
+        trainer.segment.write_bytes(flipped(trainer, where))
         trainer.log()
         assert not one.advance()
         assert_at(one, trainer, 2, above=1)
-        assert ".seg, frame" in one.health
-        assert not one.advance() and ".seg, frame" in one.health
+        assert ".seg, record" in one.health
+        assert not one.advance() and ".seg, record" in one.health
         trainer.save()
         assert one.advance() and one.health == "follows"
         assert_at(one, trainer, 5, above=None)
@@ -403,14 +407,14 @@ def test_a_mark_that_is_damaged_after_it_was_applied_stays_held(tmp_path, copied
         trainer.log()
         one = opened(tmp_path / "root")
         one.advance()
-        segment, data = trainer.segment, flipped(trainer, 1)
+        segment, data = trainer.segment, flipped(trainer, "rows")
         if copied:
             segment.unlink()
         segment.write_bytes(data)
         assert not one.advance() and one.health == "follows"
         assert one.holding.point.step == 3
         assert_rows(one, trainer.states[3])
-        with pytest.raises(DamagedWal, match="seg, frame"):
+        with pytest.raises(DamagedWal, match="seg, record"):
             assert_holds_storage(one, tmp_path / "root")
         trainer.save()
         assert one.advance() and one.health == "follows"
@@ -427,10 +431,10 @@ def test_a_copy_in_the_place_of_the_directory_is_read_anew(tmp_path):
     one.advance()
     assert_at(one, trainer, 3, above=1)
     shutil.copytree(root, copy)
-    (copy / trainer.segment.relative_to(root)).write_bytes(flipped(trainer, -1))
+    (copy / trainer.segment.relative_to(root)).write_bytes(flipped(trainer, "header"))
     root.rename(tmp_path / "old")
     copy.rename(root)
-    assert one.advance() and ".seg, frame" in one.health
+    assert one.advance() and ".seg, record" in one.health
     assert_at(one, trainer, 2, above=1)
 
 

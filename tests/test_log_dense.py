@@ -21,7 +21,6 @@ from test_log_disk import CALLS, LOG, assert_nothing_is_tried_again
 import deltackpt
 from deltackpt import touched
 from deltackpt.errors import AppendFailed
-from deltackpt.format.wal_records import RecordHead
 from deltackpt.testing import Disk, DiskCall, TrainingRun
 from deltackpt.upkeep.verify import verify_root
 
@@ -129,9 +128,10 @@ def error_of(found, expected) -> dict[str, float]:
     return errors
 
 
-def heads_of(root: Path, stretch: int = 0) -> list[RecordHead]:
-    """The heads of the records of process 0."""
-    return [record.head for record in records_in(root / "log" / str(stretch) / "0")]
+def wholes_of(root: Path, stretch: int = 0) -> list[bool]:
+    """Whether the dense leaves of each record of process 0 are whole."""
+    records = records_in(root / "log" / str(stretch) / "0")
+    return [record.head.against is None for record in records]
 
 
 def test_every_point_is_exact_and_a_mark_holds_what_changed(tmp_path):
@@ -143,14 +143,12 @@ def test_every_point_is_exact_and_a_mark_holds_what_changed(tmp_path):
         for point in points:
             found = manager.restore(point, training.state)
             assert error_of(found.state, training.states[point.step]) == {}
-    heads = heads_of(tmp_path)
     # Whole at the first of the file, and at each 16th.
-    assert [head.against is None for head in heads] == [number % 16 == 0 for number in range(20)]
-    for head in heads:
-        assert head.dense is not None
-        if head.against is None:
+    assert wholes_of(tmp_path) == [number % 16 == 0 for number in range(20)]
+    for record in records_in(tmp_path / "log/0/0"):
+        if record.head.against is None:
             continue
-        stored = {(one.group, one.encodings[0].codec): one for one in head.dense.segments}
+        stored = {(one.group, one.encodings[0].codec): one for one in record.dense}
         assert stored["bfloat16", "sparse"].count <= 36
         # Nothing of the frozen leaf, nor of the integers.
         floats = [one.count for (group, _), one in stored.items() if group == "float32"]
@@ -172,7 +170,7 @@ def test_errors_of_a_thousand_marks_do_not_grow(tmp_path):
                 manager.wait_appended()
                 found = manager.restore(training.step, training.state)
                 errors.append(error_of(found.state, training.state))
-    assert len(heads_of(tmp_path)) == 1000
+    assert len(wholes_of(tmp_path)) == 1000
     for found in errors:
         assert found.keys() == CHANGED
         assert found["params/kernel"] < 1e-3 and found["params/wide"] < 1e-4
@@ -212,7 +210,7 @@ def test_references_of_the_log_are_not_those_of_saves(tmp_path, codec):
         # Nothing is being trimmed after this.
         points = manager.recovery_points()
         # The first mark of a file is whole; older files are gone.
-        whole = [head.against is None for head in heads_of(tmp_path)]
+        whole = wholes_of(tmp_path)
         assert whole[-4:] == [True, False, False, True]
         for at in (*manager.all_steps(), *points):
             found = manager.restore(at, training.state)
@@ -236,7 +234,7 @@ def test_training_that_goes_on_from_a_point_begins_whole(tmp_path):
         again = manager.restore_latest(training.state)
         assert again is not None and again.step == training.step
         assert max(error_of(again.state, training.state).values(), default=0) < 0.05
-    assert [head.against is None for head in heads_of(tmp_path, 1)] == [True, False]
+    assert wholes_of(tmp_path, 1) == [True, False]
 
 
 # Failures.
@@ -268,7 +266,7 @@ def test_what_failed_is_no_reference(tmp_path, disk: Disk, kind, number, codec):
             assert errors.keys() <= (CHANGED if codec else set())
             assert all(error < 0.05 for error in errors.values())
     steps = [step for step in range(2, 8) if step not in failed]
-    whole = [head.against is None for head in heads_of(tmp_path)]
+    whole = wholes_of(tmp_path)
     assert whole == [step in (steps[0], failed[0] + 1) for step in steps]
 
 
@@ -342,8 +340,7 @@ def test_damaged_leaves_stop_the_points_that_need_them(tmp_path, number, group):
     with training.opened() as manager:
         training.start(4)
     record = records_in(tmp_path / "log/0/0")[number]
-    assert record.head.dense is not None
-    segment = next(one for one in record.head.dense.segments if one.group == group)
+    segment = next(one for one in record.dense if one.group == group)
     [(start, end), *_] = record.chunks_of(segment.name, segment.arrays[-1].name)
     flip(record.path, (start + end) // 2)
     # The numbers of the bfloat16 leaf are relative; all changed ones of float32 are not.
@@ -394,7 +391,7 @@ def test_rows_by_a_lossless_codec_are_compressed(tmp_path):
         found = manager.restore(training.step, training.state)
         assert np.array_equal(found.state["table"], training.state["table"])
     record = records_in(tmp_path / "log/0/0")[-1]
-    [segment] = record.head.segments
+    [segment] = record.rows
     places = [record.chunks_of(segment.name, entry.name) for entry in segment.arrays]
     assert sum(stop - start for place in places for start, stop in place) < 50 * 4 * 4 / 2
 
@@ -406,6 +403,5 @@ def test_a_leaf_of_several_chunks_is_read_in_parts(tmp_path):
         training.start(1)
         assert error_of(manager.restore(training.step, training.state).state, training.state) == {}
     [record] = records_in(tmp_path / "log/0/0")
-    assert record.head.dense is not None
-    segments = [one for one in record.head.dense.segments if one.group == "bfloat16"]
+    segments = [one for one in record.dense if one.group == "bfloat16"]
     assert any(len(record.chunks_of(one.name, one.arrays[-1].name)) > 1 for one in segments)

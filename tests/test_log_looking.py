@@ -38,7 +38,7 @@ from deltackpt.upkeep.collect import collect, collectable
 from deltackpt.upkeep.doctor import log as doctor_log
 from deltackpt.upkeep.unneeded import Retention
 from deltackpt.upkeep.verify import verify_root
-from deltackpt.wal.segments import SegmentWriter
+from deltackpt.wal.segments import FilledRecord, SegmentWriter
 
 GOLDEN = Path(make_golden.__file__).parent / "log-v3"
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
@@ -349,7 +349,7 @@ def test_history_of_named_steps_or_without_the_log_tells_steps_alone(written):
 
 def test_history_names_a_damaged_mark(copy):
     record = records_in(copy / "log/1/0")[-1]
-    for segment in record.head.segments:
+    for segment in record.rows:
         [(start, _), *_] = record.chunks_of(segment.name, "values")
         flip(record.path, start)
     ck = inspect.open(copy)
@@ -588,7 +588,8 @@ def put_marks(root: Path, process: int, numbers: range) -> None:
         fsync=False,
     )
     for number in numbers:
-        record = RecordHead(part=0, part_start=0, full=True, unix_ns=number * 10**9)
+        head_of = RecordHead(part=0, part_start=0, full=True, unix_ns=number * 10**9)
+        record = FilledRecord(head_of, ())
         save_id, parent = (SaveId(run_id, one, one) for one in (number, number - 1))
         writer.write(save_id, parent, lambda _, record=record: record)
     writer.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer of the WAL says of its record; the layer's footer holds it. No I/O.
+"""What a layer of the WAL says of its record, beside its row groups. No I/O.
 
 A record is what one process wrote in one ``append()`` call, as one layer. Records of a process are
 numbered from 1, across the segments of an epoch. After a failed write a new *part* begins, in a new
@@ -9,14 +9,16 @@ segment: records of earlier parts count only below the first number of the part.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import functools
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgpack
 
 from deltackpt.errors import Damaged
-from deltackpt.format import dense_blocks, records
-from deltackpt.format.dense_blocks import DenseBlocks
+from deltackpt.format import records
+from deltackpt.format.dense_blocks import BlockedValue
 from deltackpt.format.records import Unsound
-from deltackpt.format.segments import Segment
-from deltackpt.format.soundness import check_segment, is_name, require
 
 #: Row group of the additional items of a record, and its array of bytes.
 ITEMS, ITEM_BYTES = "items", "bytes"
@@ -33,15 +35,15 @@ class RecordItem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordHead:
-    """What the arrays of a record are.
+    """A record, without its row groups.
 
     Attributes:
       part: number of the part of the WAL.
       part_start: number of the first record of the part.
       full: whether all dense leaves are in the record.
       unix_ns: when it was captured, in nanoseconds since 1970.
-      segments: the rows.
-      dense: the dense leaves of a full record; None if the state has none.
+      values: values of the dense item, as ``packed_values``; None without dense leaves. They are
+        decoded when they are needed: there may be thousands.
       against: number of the ``append()`` call whose record holds the previous values of the dense
         leaves; None if this one has them in full.
       items: additional items, in the order of their bytes.
@@ -51,8 +53,7 @@ class RecordHead:
     part_start: int
     full: bool
     unix_ns: int
-    segments: tuple[Segment, ...] = ()
-    dense: DenseBlocks | None = None
+    values: bytes | None = None
     against: int | None = None
     items: tuple[RecordItem, ...] = ()
 
@@ -76,35 +77,47 @@ def from_bytes(data: bytes, *, name: str) -> RecordHead:
       Damaged: it is invalid.
     """
     try:
-        head = records.built(RecordHead, records.unpacked(data))
-        _check(head)
+        return records.built(RecordHead, records.unpacked(data))
     except Unsound as error:
         raise error.damage(name) from error
     except ValueError as error:
         raise Damaged(name, "a map of msgpack", str(error)) from error
-    return head
 
 
-def _check(head: RecordHead) -> None:
-    """Checks a head on its own.
+def packed_values(values: Iterable[BlockedValue]) -> bytes:
+    """Encodes values of a dense item: a list of the fields of each."""
+    rows = [(one.key, one.dtype, one.count, one.group, one.at, one.file) for one in values]
+    data = msgpack.packb({"values": rows})
+    assert data is not None
+    return data
+
+
+@functools.lru_cache(maxsize=16)
+def unpacked_values(data: bytes) -> tuple[BlockedValue, ...]:
+    """Decodes values of a dense item; consecutive records mostly have the same.
 
     Raises:
-      Unsound: the head is invalid.
+      Unsound: they are invalid.
     """
-    for number, segment in enumerate(head.segments):
-        try:
-            check_segment(segment)
-        except Unsound as error:
-            raise error.within(f"segments[{number}]") from None
-    if head.dense is not None:
-        try:
-            dense_blocks.check(head.dense)
-        except Unsound as error:
-            raise error.within("dense") from None
-        for value in head.dense.values:
-            if value.file:
-                inside = all(map(is_name, value.key.split("/")))
-                require(inside, "a path within the item", value.key, "dense.values.key")
-    names = [segment.name for segment in head.segments]
-    names += () if head.dense is None else [segment.name for segment in head.dense.segments]
-    require(len({*names, ITEMS}) == len(names) + 1, "segments of different names", names)
+    try:
+        rows = records.unpacked(data).get("values")
+    except ValueError as error:
+        raise Unsound("a map of msgpack", str(error), "values") from error
+    if type(rows) is not list:
+        raise Unsound("a list", rows, "values")
+    return tuple(map(_value_of, rows))
+
+
+_TYPES = ((str,), (str,), (int,), (str,), (int, type(None)), (bool,))
+
+
+def _value_of(row: Any) -> BlockedValue:
+    is_row = type(row) is list and len(row) == len(_TYPES)
+    if not (is_row and all(map(_is_one_of, row, _TYPES))):
+        raise Unsound("the fields of a value", row, "values")
+    key, dtype, count, group, at, file = row
+    return BlockedValue(key=key, dtype=dtype, count=count, group=group, at=at, file=file)
+
+
+def _is_one_of(value: Any, types: tuple[type, ...]) -> bool:
+    return type(value) in types

@@ -15,8 +15,9 @@ from deltackpt.errors import StorageError
 from deltackpt.format import names
 from deltackpt.format.dense_blocks import BLOCKS, PLAIN
 from deltackpt.format.manifest import LayerRef, SaveId
-from deltackpt.format.segments import ArrayEntry, Segment
-from deltackpt.layers.footer import Kind, LayerManifest, RowGroup, compression_of
+from deltackpt.format.segments import ArrayEntry, Encoding, Segment
+from deltackpt.format.soundness import check_segment
+from deltackpt.layers.footer import Kind, LayerArray, LayerManifest, RowGroup, compression_of
 from deltackpt.layers.write import ArrayWriter, LayerFile, OpenLayer
 from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.storage import arrays
@@ -127,6 +128,53 @@ class LayerShard:
             with contextlib.suppress(StorageError):
                 self._file.close()
             self._file = None
+
+
+def segment_of(group: RowGroup, arrays: Iterable[LayerArray]) -> Segment:
+    """Returns the segment that was written as a row group, without figures of its encodings.
+
+    Args:
+      group: the row group.
+      arrays: its arrays.
+
+    Raises:
+      Unsound: no segment is written like this.
+    """
+    encodings = tuple(
+        Encoding(
+            field=field,
+            codec=codec,
+            reason="",
+            nbytes=0,
+            rows=(),
+            squared_error=(),
+            squared_norm=(),
+        )
+        for field, codec in group.codecs.items()
+    )
+    entries = tuple(
+        ArrayEntry(
+            name=array.name,
+            shape=array.shape,
+            dtype=array.dtype,
+            chunk_rows=array.chunk_rows,
+            zstd=array.compression == "zstd",
+            byte_planes=array.compression == "planes",
+        )
+        for array in arrays
+    )
+    segment = Segment(
+        name=group.name,
+        group=group.group,
+        columns=group.columns or (0, 0),
+        count=group.count,
+        ranges=group.ranges,
+        fields=tuple(group.codecs),
+        arrays=entries,
+        encodings=encodings,
+    )
+    check_segment(segment)
+    return segment
 
 
 def row_group_of(segment: Segment) -> RowGroup:

@@ -71,14 +71,14 @@ def check_part(record: Manifest, head: Manifest, name: str) -> None:
 
 
 def check_segment(
-    segment: Segment, groups: Mapping[str, GroupEntry], tables: Mapping[str, int], name: str
+    segment: Segment, groups: Mapping[str, GroupEntry], tables: Mapping[str, int] | None, name: str
 ) -> None:
     """Checks what a record claims about a segment against the groups.
 
     Args:
       segment: a segment of a shard or of a WAL record.
       groups: groups by name.
-      tables: group name to its number of tables.
+      tables: group name to its number of tables; None if the segment has no figures of them.
       name: the record's name in errors.
 
     Raises:
@@ -89,8 +89,9 @@ def check_segment(
         group = groups[segment.group]
         _check_fields(segment, group, name)
         _check_rows(segment, group)
-        for encoding in segment.encodings:
-            _check_encoding(encoding, segment, tables[group.name])
+        if tables is not None:
+            for encoding in segment.encodings:
+                _check_encoding(encoding, segment, tables[group.name])
         _check_arrays(segment, group)
     except Unsound as error:
         raise error.within(f"segment {segment.name}").damage(name) from error

@@ -110,7 +110,7 @@ class ProcessDense:
         Raises:
           Damaged: a record, or one that it continues from, is missing or altered.
         """
-        if record.head.dense is None:
+        if record.dense is None:
             return {}
         sources, held, at = [], None, record
         while at is not None:
@@ -128,9 +128,9 @@ class ProcessDense:
         return found
 
     def _source(self, record: WalRecord) -> PartSource:
-        assert record.head.dense is not None
+        assert record.dense is not None
         arrays = LayerArrays(lambda: record.layer, name=record.name, file="")
-        return PartSource(arrays, arrays.check, record.head.dense, record.name, self._on_bytes)
+        return PartSource(arrays, arrays.check, record.dense, record.name, self._on_bytes)
 
     def _key(self, record: WalRecord) -> tuple[int, int, SaveId]:
         return self._stretch, self._process, record.save_id
@@ -148,7 +148,7 @@ class ProcessDense:
         if (
             found is None
             or found.save_id.attempt >= record.save_id.attempt
-            or found.head.dense is None
+            or found.head.values is None
         ):
             raise Damaged(record.name, f"an earlier record {number} that it is relative to", "none")
         return found

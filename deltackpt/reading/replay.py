@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import json
@@ -223,7 +222,7 @@ class RecordPart:
     @property
     def segments(self) -> tuple[Segment, ...]:
         """Returns the segments of its tables."""
-        return self.record.head.segments
+        return self.record.segments
 
     @property
     def has_separate_indices(self) -> bool:
@@ -294,7 +293,6 @@ def layers_of(way: Way, layout: Layout) -> list[list[RecordPart]]:
       DamagedWal: a record is invalid, or its epoch has other tables.
     """
     groups, rows = layout.group_by_name, _Rows()
-    tables = collections.Counter(table.group for table in layout.tables)
     found: dict[tuple[int, int], list[RecordPart]] = {}
     for number, leg in enumerate(way.legs):
         if not leg.head.layout.has_rows_of(layout):
@@ -307,8 +305,8 @@ def layers_of(way: Way, layout: Layout) -> list[list[RecordPart]]:
             )
         for mark in (mark for marks in leg.marks.values() for mark in marks):
             with damage_of(mark):
-                for segment in mark.head.segments:
-                    bounds.check_segment(segment, groups, tables, mark.name)
+                for segment in mark.segments:
+                    bounds.check_segment(segment, groups, None, mark.name)
             of_record = found.setdefault((number, mark.save_id.attempt), [])
             of_record.append(RecordPart(mark, groups, rows))
     return [found[key] for key in sorted(found)]
@@ -347,4 +345,5 @@ def segments_of(leg: Leg) -> Iterator[Segment]:
     """Yields the segments of rows of some records."""
     for marks in leg.marks.values():
         for mark in marks:
-            yield from mark.head.segments
+            with damage_of(mark):
+                yield from mark.segments

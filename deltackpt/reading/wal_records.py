@@ -15,19 +15,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from deltackpt.errors import Damaged, DamagedWal, FormatTooNew, FormatTooOld
-from deltackpt.format import names, wal_records
+from deltackpt.format import dense_blocks, names, wal_records
+from deltackpt.format.dense_blocks import DenseBlocks
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.names import SegmentPlace
+from deltackpt.format.records import Unsound
+from deltackpt.format.segments import Segment
 from deltackpt.format.wal_records import RecordHead
 from deltackpt.layers import footer
-from deltackpt.layers.footer import PAGE_BYTES, EpochRef, Header
+from deltackpt.layers.footer import PAGE_BYTES, EpochRef, Header, RowGroup
 from deltackpt.layers.read import Layer, StoredBytes
+from deltackpt.layers.shard import segment_of
+from deltackpt.layers.write import REMOVED
 from deltackpt.reading.log_progress import Noted, newest_durable
 from deltackpt.storage import arrays
 from deltackpt.storage.store import FileStore, Missing, Spot, Stamp
@@ -42,7 +48,8 @@ _ZEROS = bytes(16)
 _OLD_MAGIC = b"DLOG"
 
 
-class WalRecord(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class WalRecord:
     """What one process wrote in one ``append()`` call.
 
     Attributes:
@@ -50,8 +57,9 @@ class WalRecord(NamedTuple):
       parent: the record or step since which its rows were touched.
       place: part, and number of the record.
       segment: the segment file.
-      head: what its arrays are.
+      head: the record, without its row groups.
       layer: its layer, which the chunks are read from.
+      group: the group whose rows are read; None for all of them.
     """
 
     save_id: SaveId
@@ -60,6 +68,7 @@ class WalRecord(NamedTuple):
     segment: Spot
     head: RecordHead
     layer: Layer
+    group: str | None = None
 
     @property
     def name(self) -> str:
@@ -86,19 +95,60 @@ class WalRecord(NamedTuple):
         """Returns the offset of its end in its segment."""
         return self.layer.start + self.layer.nbytes
 
+    @functools.cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """Returns the rows.
+
+        Raises:
+          Damaged: a row group is invalid.
+        """
+        return self._segments(
+            lambda group: group.kind == "rows" and self.group in (None, group.group)
+        )
+
+    @functools.cached_property
+    def dense(self) -> DenseBlocks | None:
+        """Returns the dense leaves; None if the record has none.
+
+        Raises:
+          Damaged: they are invalid.
+        """
+        if self.head.values is None:
+            return None
+        segments = self._segments(lambda group: group.name.startswith(dense_blocks.SEGMENTS))
+        try:
+            found = DenseBlocks(
+                values=wal_records.unpacked_values(self.head.values),
+                segments=segments,
+                complete=self.head.against is None,
+            )
+            dense_blocks.check(found, remember=True)
+        except Unsound as error:
+            raise error.within("dense").damage(self.name) from error
+        return found
+
     @property
     def dense_bytes(self) -> int:
         """Returns the stored bytes of its dense leaves."""
-        if self.head.dense is None:
-            return 0
-        dense = {segment.name for segment in self.head.dense.segments}
-        held = (one for one in self.layer.manifest.arrays if one.row_group in dense)
-        return sum(self.layer.bytes_of(array, 0, array.shape[0]) for array in held)
+        return sum(
+            self.layer.bytes_of(array, 0, array.shape[0])
+            for array in self.layer.manifest.arrays
+            if array.row_group.startswith(dense_blocks.SEGMENTS)
+        )
 
     def of_group(self, group: str) -> WalRecord:
         """Returns the record with only its rows of one group."""
-        kept = tuple(one for one in self.head.segments if one.group == group)
-        return self._replace(head=dataclasses.replace(self.head, segments=kept))
+        return dataclasses.replace(self, group=group)
+
+    def _segments(self, wanted: Callable[[RowGroup], bool]) -> tuple[Segment, ...]:
+        found = []
+        for group in filter(wanted, self.layer.row_groups()):
+            if group.name != REMOVED:
+                try:
+                    found.append(segment_of(group, self.layer.arrays(group).values()))
+                except Unsound as error:
+                    raise error.within(f"row group {group.name}").damage(self.name) from error
+        return tuple(found)
 
 
 class damage_of:

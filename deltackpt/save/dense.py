@@ -72,16 +72,6 @@ class DenseLeaves:
             raise
         return cls(plan, values, staging, lent)
 
-    @property
-    def values(self) -> list[Value]:
-        """Returns the keys and values to write to Orbax's database."""
-        return self._values
-
-    @property
-    def files(self) -> dict[str, str]:
-        """Returns the contents of the other files of the item, by path in the item."""
-        return self._plan.files
-
     def write(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
         """See ``step.Item``."""
         own = item_dir

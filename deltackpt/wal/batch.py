@@ -23,7 +23,13 @@ from deltackpt.format import blocks, manifest
 from deltackpt.format.blocks import VALUES
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.format.segments import Segment
-from deltackpt.format.wal_records import ITEM_BYTES, ITEMS, RecordHead, RecordItem
+from deltackpt.format.wal_records import (
+    ITEM_BYTES,
+    ITEMS,
+    RecordHead,
+    RecordItem,
+    packed_values,
+)
 from deltackpt.policies import CodecChoice
 from deltackpt.save import fields
 from deltackpt.save.part import Plans, fields_of
@@ -32,6 +38,7 @@ from deltackpt.state import paths
 from deltackpt.storage import arrays, parts
 from deltackpt.storage.parts import Place
 from deltackpt.wal.dense_records import Dense, DenseRecords
+from deltackpt.wal.segments import FilledRecord
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -160,19 +167,12 @@ def as_json(given: Mapping[str, Any] | None) -> dict[str, Any]:
     }
 
 
-class WrittenRecord(NamedTuple):
-    """A record whose arrays were written: what they are, and the bytes of its dense leaves."""
-
-    head: RecordHead
-    dense_bytes: int
-
-
 def write_record(
     batch: Batch,
     dense: DenseRecords,
     place_of: Callable[[str], Place],
     pool: concurrent.futures.Executor,
-) -> WrittenRecord:
+) -> tuple[FilledRecord, int]:
     """Writes the arrays of a batch, whose rows must be in host memory.
 
     Args:
@@ -181,15 +181,18 @@ def write_record(
       place_of: returns the destination of a segment.
       pool: runs the encoding.
 
+    Returns:
+      The record, and the stored bytes of its dense leaves.
+
     Raises:
       ErrorBudgetExceeded: a codec would exceed the user's bound, and more precise ones are not
         allowed.
       StorageError: the store reported an error.
     """
-    segments = tuple(_write_rows(batch, place_of, pool))
-    leaves = (
-        None if batch.dense is None else dense.write(batch.dense, batch.save_id, place_of, pool)
-    )
+    segments, leaves = [*_write_rows(batch, place_of, pool)], None
+    if batch.dense is not None:
+        leaves = dense.write(batch.dense, batch.save_id, place_of, pool)
+        segments += leaves.record.segments
     if data := b"".join(item.data for item in batch.items):
         entry = arrays.array_entry(ITEM_BYTES, (len(data),), np.dtype(np.uint8))
         place_of(ITEMS).write_array(entry, [np.frombuffer(data, np.uint8)])
@@ -198,14 +201,13 @@ def write_record(
         part_start=0,
         full=batch.full,
         unix_ns=batch.unix_ns,
-        segments=segments,
-        dense=None if leaves is None else leaves.record,
+        values=None if leaves is None else packed_values(leaves.record.values),
         against=None if leaves is None else leaves.against,
         items=tuple(
             RecordItem(name=one.name, kind=one.kind, nbytes=len(one.data)) for one in batch.items
         ),
     )
-    return WrittenRecord(head, 0 if leaves is None else leaves.nbytes)
+    return FilledRecord(head, segments), 0 if leaves is None else leaves.nbytes
 
 
 def _write_rows(

@@ -13,13 +13,14 @@ import dataclasses
 import errno
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from deltackpt.errors import StorageError
 from deltackpt.format import names, wal_records
 from deltackpt.format.manifest import SaveId
+from deltackpt.format.segments import Segment
 from deltackpt.format.wal_records import ITEMS, RecordHead
 from deltackpt.layers.footer import EpochRef, LayerManifest, RowGroup
 from deltackpt.layers.shard import LayerPlace, row_group_of
@@ -32,9 +33,16 @@ from deltackpt.storage.parts import Place
 #: costs 40 ms of CPU time through a full page cache and 8 ms with direct I/O.
 _CACHED_BYTES = 1 << 20
 
-#: Writes the arrays of a record to the places of its segments; returns what they are, without the
-#: numbers of the part.
-Fill = Callable[[Callable[[str], Place]], RecordHead]
+
+class FilledRecord(NamedTuple):
+    """A record whose arrays were written: its head, without the numbers of the part; segments."""
+
+    head: RecordHead
+    segments: Sequence[Segment]
+
+
+#: Writes the arrays of a record to the places of its segments.
+Fill = Callable[[Callable[[str], Place]], FilledRecord]
 
 
 class Position(NamedTuple):
@@ -117,13 +125,13 @@ class SegmentWriter:
         )
         layer = file.begin(manifest)
         try:
-            head = fill(functools.partial(LayerPlace, layer))
+            record = fill(functools.partial(LayerPlace, layer))
         except BaseException:
             layer.abandon()
             raise
-        head = dataclasses.replace(head, part=self._at.part, part_start=self._part_start)
+        head = dataclasses.replace(record.head, part=self._at.part, part_start=self._part_start)
         manifest = dataclasses.replace(
-            manifest, schema=wal_records.to_bytes(head), row_groups=tuple(row_groups_of(head))
+            manifest, schema=wal_records.to_bytes(head), row_groups=tuple(row_groups_of(record))
         )
         written = layer.finish(manifest)
         self._at = Position(self._at.part, self._at.seq + 1, written.digest)
@@ -187,11 +195,10 @@ class SegmentWriter:
         self._buffers.close()
 
 
-def row_groups_of(head: RecordHead) -> list[RowGroup]:
+def row_groups_of(record: FilledRecord) -> list[RowGroup]:
     """Returns the row groups with the arrays of a record."""
-    segments = head.segments if head.dense is None else (*head.segments, *head.dense.segments)
-    found = [row_group_of(segment) for segment in segments]
-    if nbytes := head.item_bytes:
+    found = [row_group_of(segment) for segment in record.segments]
+    if nbytes := record.head.item_bytes:
         found.append(
             RowGroup(name=ITEMS, group="", kind="item", count=nbytes, ranges=((0, nbytes),))
         )

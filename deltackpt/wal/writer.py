@@ -24,13 +24,12 @@ import numpy as np
 from deltackpt import events
 from deltackpt.errors import AppendFailed, FencedError, WaitTimeout
 from deltackpt.format.manifest import SaveId
-from deltackpt.format.wal_records import RecordHead
 from deltackpt.resources.workers import Workers
 from deltackpt.storage.parts import Place
-from deltackpt.wal.batch import Batch, Figures, WrittenRecord, write_record
+from deltackpt.wal.batch import Batch, Figures, write_record
 from deltackpt.wal.dense_records import DenseRecords
 from deltackpt.wal.named_rows import NamedRows
-from deltackpt.wal.segments import SegmentWriter
+from deltackpt.wal.segments import FilledRecord, SegmentWriter
 
 #: Bytes after which to fsync although more batches wait, so that the page cache drains steadily.
 _UNSYNCED_BYTES = 64 << 20
@@ -298,22 +297,22 @@ class LogWriter:
         batch.rows.land()
         parent = wanted.root or self._parent
         assert parent is not None
-        written: list[tuple[WrittenRecord, float]] = []
+        dense_bytes, encoded = 0, started
 
-        def fill(place_of: Callable[[str], Place]) -> RecordHead:
-            record = write_record(batch, self._dense, place_of, self._workers.encoders)
-            written.append((record, time.perf_counter()))
-            return record.head
+        def fill(place_of: Callable[[str], Place]) -> FilledRecord:
+            nonlocal dense_bytes, encoded
+            record, dense_bytes = write_record(batch, self._dense, place_of, self._workers.encoders)
+            encoded = time.perf_counter()
+            return record
 
         nbytes = segments.write(batch.save_id, parent, fill)
-        [(record, encoded)] = written
         self._parent = batch.save_id
         self._dense.written(batch.save_id)
         batch.release()
         self.bytes_written += nbytes
         batch.figures = Figures(
             nbytes=nbytes,
-            dense_bytes=record.dense_bytes,
+            dense_bytes=dense_bytes,
             encode_secs=encoded - started,
             write_secs=time.perf_counter() - encoded,
         )

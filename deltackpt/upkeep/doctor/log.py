@@ -156,8 +156,8 @@ def _length(way: Way) -> Finding:
     base = sum(group.rows * group.row_bytes for group in groups) + sum(
         value.nbytes
         for record in way.last_marks.values()
-        if record.head.dense is not None
-        for value in record.head.dense.values
+        if record.dense is not None
+        for value in record.dense.values
     )
     long = way.nbytes > max(base, _LEAST_BASE_BYTES)
     return Finding(
