@@ -231,7 +231,7 @@ UNSOUND = {
     "a chunk beyond the footer": (
         [GROUP],
         [ARRAY | {"chunks": chunks((1 << 63, 4, 0))}],
-        "chunks within",
+        "chunks that cover",
     ),
     "overlapping chunks": (
         [GROUP],
