@@ -239,7 +239,7 @@ def test_rows_that_change_while_the_disk_is_waited_for_are_an_error(tmp_path, mo
         write_at(*arguments)
         rows[:] += 1
 
-    monkeypatch.setattr(layer, "_write_at", changing)
+    monkeypatch.setattr(file, "_write_at", changing)
     writer = layer.array("t", "values", rows.shape, rows.dtype, check=True)
     with pytest.raises(StorageError, match="the arrays changed while they were written"):
         for piece in np.split(rows, np.cumsum(sizes)[:-1]):

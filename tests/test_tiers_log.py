@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import time
 import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path

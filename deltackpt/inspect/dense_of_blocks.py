@@ -25,7 +25,8 @@ from deltackpt.format.segments import Segment
 from deltackpt.inspect.dense import DenseItem
 from deltackpt.inspect.lazy import PointSaves, Saves
 from deltackpt.reading import dense_values, logged_dense, orbax_values
-from deltackpt.reading.dense_values import DenseValues, PartSource
+from deltackpt.reading.dense_values import DenseValues
+from deltackpt.reading.dense_work import PartSource
 from deltackpt.reading.orbax_values import OrbaxValues
 from deltackpt.reading.saves import StoredSave
 from deltackpt.storage import ocdbt

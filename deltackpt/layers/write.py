@@ -191,16 +191,7 @@ class LayerFile:
         """
         self._check()
         self._has_failed = True
-        numbered = dataclasses.replace(manifest, sequence=self._sequence)
-        return OpenLayer(
-            self._buffers,
-            self._stop,
-            self._write_at,
-            self._chunk_bytes,
-            numbered.seed,
-            self._completed,
-            self._ended,
-        )
+        return OpenLayer(self, dataclasses.replace(manifest, sequence=self._sequence).seed)
 
     def sync(self) -> None:
         """Makes all layers durable, unless the file was created with ``fsync=False``.
@@ -281,26 +272,16 @@ class OpenLayer:
     Several threads may write its arrays; one finishes or abandons it.
     """
 
-    def __init__(
-        self,
-        buffers: WriteBuffers,
-        start: int,
-        write_at: Callable[[int, np.ndarray], None],
-        chunk_bytes: int,
-        seed: int,
-        complete: Callable[[LayerManifest], LayerManifest],
-        ended: Callable[[WrittenLayer], None],
-    ):
-        """Created by ``LayerFile.begin``."""
-        self._buffers, self._start, self._write_at = buffers, start, write_at
-        self._chunk_bytes, self._seed = chunk_bytes, seed
-        self._complete, self._ended = complete, ended
+    def __init__(self, file: LayerFile, seed: int):
+        """Created by ``LayerFile.begin``; ``seed`` is that of checksums."""
+        self._file, self._seed = file, seed
+        self._buffers, self._start = file._buffers, file.nbytes
         self._lock = threading.Lock()
         self._groups: list[RowGroup] = []
         self._arrays: list[_Array] = []
         #: Row group to the bounds of each chunk of its row indices.
         self._bounds: dict[str, tuple[tuple[int, int], ...]] = {}
-        self._buffer = buffers.take(PAGE_BYTES)
+        self._buffer = self._buffers.take(PAGE_BYTES)
         #: Offset of the buffer in the layer, and the number of its bytes that are in use.
         self._first, self._used = 0, PAGE_BYTES
         self._buffer[:PAGE_BYTES] = 0
@@ -339,7 +320,7 @@ class OpenLayer:
         """
         if ranges_of(rows) is not None:
             return None
-        gaps = _gaps(row_group, np.asarray(rows), self._chunk_bytes)
+        gaps = _gaps(row_group, np.asarray(rows), self._file._chunk_bytes)
         array = self._begun(row_group, GAPS, gaps.shape, gaps.dtype, "")
         self._append(array, 0, gaps.shape[0], gaps.fill)
         found = array.entry()
@@ -383,7 +364,7 @@ class OpenLayer:
         except BaseException:
             self._buffers.abandon()
             raise
-        self._ended(written)
+        self._file._ended(written)
         return written
 
     def abandon(self) -> None:
@@ -396,7 +377,7 @@ class OpenLayer:
             for group in (*self._groups, *manifest.row_groups)
         ]
         manifest = dataclasses.replace(
-            self._complete(manifest),
+            self._file._completed(manifest),
             row_groups=tuple(groups),
             arrays=tuple(array.entry() for array in self._arrays),
         )
@@ -410,12 +391,12 @@ class OpenLayer:
         crc = joined(crc32c(header), rest, nbytes - PAGE_BYTES - footer.CRC_BYTES)
         if self._first == 0:
             self._buffer[:PAGE_BYTES] = header
-            self._write_at(self._start, self._buffer[:nbytes])
+            self._file._write_at(self._start, self._buffer[:nbytes])
         else:
             self._flush(PAGE_BYTES)
             self._buffers.wait()
             self._buffer[:PAGE_BYTES] = header
-            self._write_at(self._start, self._buffer[:PAGE_BYTES])
+            self._file._write_at(self._start, self._buffer[:PAGE_BYTES])
         self._buffers.give_back(self._buffer)
         digest = int.from_bytes(data[-footer.CRC_BYTES :], "little")
         return WrittenLayer(self._start, self._start + nbytes, digest, crc)
@@ -439,7 +420,7 @@ class OpenLayer:
         done = self._buffer[PAGE_BYTES if self._first == 0 else 0 : whole]
         self._crc = joined(self._crc, crc32c(done), len(done))
         start = self._start + self._first
-        self._buffers.write(lambda data: self._write_at(start, data), self._buffer, whole)
+        self._buffers.write(lambda data: self._file._write_at(start, data), self._buffer, whole)
         self._buffer = following
         self._first, self._used = self._first + whole, len(rest)
 
@@ -452,7 +433,7 @@ class OpenLayer:
         compression: Compression,
     ) -> _Array:
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
-        chunk_bytes = self._chunk_bytes * (_COMPRESSED_FACTOR if compression else 1)
+        chunk_bytes = self._file._chunk_bytes * (_COMPRESSED_FACTOR if compression else 1)
         chunk_rows = max(1, chunk_bytes // row_bytes if row_bytes else shape[0])
         array = _Array(row_group, name, shape, dtype, compression, chunk_rows, row_bytes)
         with self._lock:

@@ -19,15 +19,14 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from deltackpt.errors import Damaged
-from deltackpt.format import blocks, gaps, names
-from deltackpt.format.dense_blocks import BLOCK, PLAIN, BlockedValue, DenseBlocks, Key
+from deltackpt.format import blocks, names
+from deltackpt.format.dense_blocks import BLOCK, PLAIN, BlockedValue, Key
 from deltackpt.format.dtypes import dtype_of
-from deltackpt.format.segments import ArrayEntry, Segment
+from deltackpt.format.segments import Segment
 from deltackpt.reading import dense_work, orbax_values
 from deltackpt.reading.chains import read_whole
-from deltackpt.reading.dense_work import Lanes, Leaf, Source
+from deltackpt.reading.dense_work import Lanes, Leaf, OnBytes, PartSource, uncounted
 from deltackpt.reading.orbax_values import OnFilled, OrbaxValues, nobody
-from deltackpt.reading.part_arrays import PartArrays
 from deltackpt.reading.saves import StoredSave
 from deltackpt.resources import memory
 from deltackpt.storage.ocdbt import ZARRAY
@@ -71,8 +70,6 @@ class Base(Protocol):
         ...
 
 
-#: Called with the lengths of what is read.
-OnBytes = Callable[[int], None]
 #: Gives room for a value: see ``apply``, with any contents.
 Room = Callable[[BlockedValue], np.ndarray]
 
@@ -84,48 +81,6 @@ def shape_of(value: BlockedValue) -> tuple[int, ...]:
 
 def _empty(value: BlockedValue) -> np.ndarray:
     return memory.empty_buffer(shape_of(value), dtype_of(value.dtype))
-
-
-def uncounted(nbytes: int) -> None:
-    """Ignores the number of bytes read."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class PartSource:
-    """The blocks of a shard of a step or WAL record; see ``Source``.
-
-    Attributes:
-      arrays: its arrays.
-      check: see ``PartArrays.check``.
-      record: what they are.
-      name: its name in errors.
-      on_bytes: called with the lengths of what is read.
-    """
-
-    arrays: PartArrays
-    check: Callable[[Segment], None]
-    record: DenseBlocks
-    name: str
-    on_bytes: OnBytes = uncounted
-
-    def read(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> np.ndarray:
-        """See ``Source``."""
-        self.check(segment)
-        self.on_bytes(self.arrays.bytes_of(segment, entry, start, stop))
-        out = memory.empty_buffer((stop - start, *entry.shape[1:]), np.dtype(entry.dtype))
-        self.arrays.read_into(segment, entry, start, stop, out)
-        return out
-
-    def rows(self, segment: Segment, total: int) -> np.ndarray:
-        """See ``Source``."""
-        self.check(segment)
-        found = self.arrays.row_indices(segment, 0, segment.count)
-        if found is None:
-            return gap_rows(self, segment, total)
-        self.on_bytes(self.arrays.stored_bytes(segment, gaps_entry(self, segment)))
-        if len(found) and found[-1] >= total:
-            raise Damaged(f"{self.name}, {segment.name}", f"rows below {total}", f"{found[-1]}")
-        return found
 
 
 def of_step(
@@ -293,7 +248,7 @@ def sources(save: StoredSave, on_bytes: OnBytes = uncounted) -> Iterator[PartSou
 
 
 def values_of(
-    sources: Sequence[Sequence[Source]],
+    sources: Sequence[Sequence[PartSource]],
     base: Base | None,
     name: str,
     wanted: Callable[[str], bool] = lambda key: True,
@@ -326,7 +281,7 @@ def values_of(
 
 
 def _check_lengths(
-    sources: Sequence[Sequence[Source]], base: Base | None, wanted: Callable[[str], bool]
+    sources: Sequence[Sequence[PartSource]], base: Base | None, wanted: Callable[[str], bool]
 ) -> None:
     """Checks the claimed length of large values before memory is allocated for them.
 
@@ -354,7 +309,7 @@ def _check_lengths(
 
 
 def missing(
-    sources: Sequence[Sequence[Source]], base: StoredSave | None, name: str
+    sources: Sequence[Sequence[PartSource]], base: StoredSave | None, name: str
 ) -> dict[Key, int]:
     """Returns the values that some saves leave incomplete, and their sizes; a base must have them.
 
@@ -385,7 +340,7 @@ def missing(
 
 
 def apply(
-    source: Source,
+    source: PartSource,
     held: Mapping[Key, np.ndarray],
     writable: Callable[[Key], np.ndarray] | None = None,
 ) -> None:
@@ -419,7 +374,7 @@ class Filling:
     @classmethod
     def of(
         cls,
-        newest: Sequence[Source],
+        newest: Sequence[PartSource],
         name: str,
         wanted: Callable[[str], bool],
         *,
@@ -492,7 +447,7 @@ class Filling:
         )
 
 
-def _add(source: Source, filling: Filling, lanes: Lanes) -> None:
+def _add(source: PartSource, filling: Filling, lanes: Lanes) -> None:
     """Adds what is needed of a source; what it completes is no longer missing."""
     wanted = {
         value: leaf
@@ -545,7 +500,7 @@ def _numbers(rows: blocks.Rows, first: int) -> np.ndarray:
 
 
 def _fill_plain(
-    source: Source, segment: Segment, wanted: Mapping[BlockedValue, Leaf]
+    source: PartSource, segment: Segment, wanted: Mapping[BlockedValue, Leaf]
 ) -> Iterator[Leaf]:
     """Fills plain values; the newest save with one completes it."""
     values = [(value, leaf) for value, leaf in wanted.items() if value.plain]
@@ -563,7 +518,7 @@ def _fill_plain(
         yield leaf
 
 
-def rows_of(source: Source, segment: Segment) -> blocks.Rows:
+def rows_of(source: PartSource, segment: Segment) -> blocks.Rows:
     """Returns the indices of the blocks of a segment in its group, ascending.
 
     Raises:
@@ -577,22 +532,3 @@ def rows_of(source: Source, segment: Segment) -> blocks.Rows:
     if len(rows) != segment.count:
         raise Damaged(source.name, f"{segment.count} blocks of {segment.name}", f"{len(rows)}")
     return rows
-
-
-def gap_rows(source: Source, segment: Segment, total: int) -> np.ndarray:
-    """Returns row indices that are stored as an array of gaps; see ``Source.rows``."""
-    entry = gaps_entry(source, segment)
-    found = source.read(segment, entry, 0, entry.shape[0])
-    return gaps.decode_gaps(found, total_rows=total, name=f"{source.name}, {segment.name}")
-
-
-def gaps_entry(source: Source, segment: Segment) -> ArrayEntry:
-    """Returns the array of a segment's row indices.
-
-    Raises:
-      Damaged: it has none.
-    """
-    entry = next((one for one in segment.arrays if one.name == names.GAPS), None)
-    if entry is None:
-        raise Damaged(source.name, f"row indices of {segment.name}", "none")
-    return entry

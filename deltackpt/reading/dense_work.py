@@ -13,34 +13,48 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from deltackpt.codecs import of_blocks
 from deltackpt.errors import Damaged, OptionError, StorageError
+from deltackpt.format import gaps, names
 from deltackpt.format.dense_blocks import BLOCK, BLOCKS, PLAIN, DenseBlocks, Key
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.segments import ArrayEntry, Segment
+from deltackpt.reading.part_arrays import PartArrays
+from deltackpt.resources import memory
 
+#: Called with the lengths of what is read.
+OnBytes = Callable[[int], None]
 #: Bytes of a leaf that one thread decodes at a time.
 _STRETCH_BYTES = 4 << 20
 #: Blocks per call for codecs that cannot change scattered blocks in place.
 _GATHERED_BLOCKS = 1024
 
 
-class Source(Protocol):
-    """The dense leaves that one process wrote in a step or a WAL record."""
+def uncounted(nbytes: int) -> None:
+    """Ignores the number of bytes read."""
 
-    @property
-    def name(self) -> str:
-        """Returns its name in errors."""
-        ...
 
-    @property
-    def record(self) -> DenseBlocks:
-        """Returns the record of the dense leaves."""
-        ...
+@dataclasses.dataclass(frozen=True, eq=False)
+class PartSource:
+    """The dense leaves that one process wrote in a step or a WAL record.
+
+    Attributes:
+      arrays: its arrays.
+      check: see ``PartArrays.check``.
+      record: what they are.
+      name: its name in errors.
+      on_bytes: called with the lengths of what is read.
+    """
+
+    arrays: PartArrays
+    check: Callable[[Segment], None]
+    record: DenseBlocks
+    name: str
+    on_bytes: OnBytes = uncounted
 
     def read(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> np.ndarray:
         """Returns rows of a stored array, verified; from any thread.
@@ -48,7 +62,11 @@ class Source(Protocol):
         Raises:
           Damaged: the blocks are missing or altered.
         """
-        ...
+        self.check(segment)
+        self.on_bytes(self.arrays.bytes_of(segment, entry, start, stop))
+        out = memory.empty_buffer((stop - start, *entry.shape[1:]), np.dtype(entry.dtype))
+        self.arrays.read_into(segment, entry, start, stop, out)
+        return out
 
     def rows(self, segment: Segment, total: int) -> np.ndarray:
         """Returns the row indices of a segment without ranges, ascending and below ``total``.
@@ -56,7 +74,23 @@ class Source(Protocol):
         Raises:
           Damaged: they are missing or altered.
         """
-        ...
+        self.check(segment)
+        found = self.arrays.row_indices(segment, 0, segment.count)
+        if found is None:
+            entry = self._gaps(segment)
+            held = self.read(segment, entry, 0, entry.shape[0])
+            name = f"{self.name}, {segment.name}"
+            return gaps.decode_gaps(held, total_rows=total, name=name)
+        self.on_bytes(self.arrays.stored_bytes(segment, self._gaps(segment)))
+        if len(found) and found[-1] >= total:
+            raise Damaged(f"{self.name}, {segment.name}", f"rows below {total}", f"{found[-1]}")
+        return found
+
+    def _gaps(self, segment: Segment) -> ArrayEntry:
+        entry = next((one for one in segment.arrays if one.name == names.GAPS), None)
+        if entry is None:
+            raise Damaged(self.name, f"row indices of {segment.name}", "none")
+        return entry
 
 
 @dataclasses.dataclass(eq=False)
@@ -112,7 +146,7 @@ class Leaf:
 class Chunk:
     """Some blocks of a segment as they are stored: read on first use."""
 
-    def __init__(self, source: Source, segment: Segment, start: int, stop: int):
+    def __init__(self, source: PartSource, segment: Segment, start: int, stop: int):
         """Reads nothing yet.
 
         Args:
@@ -310,7 +344,7 @@ def each(
             future.cancel()
 
 
-def chunks_of(source: Source, segment: Segment) -> Iterator[tuple[int, int, Chunk]]:
+def chunks_of(source: PartSource, segment: Segment) -> Iterator[tuple[int, int, Chunk]]:
     """Returns the chunks of a segment, and which of its blocks each has."""
     stored = codec_of(segment, source.name).stored(dtype_of(segment.group))
     count = max(1, segment.count)
@@ -360,7 +394,7 @@ def codec_of(segment: Segment, name: str) -> of_blocks.BlockCodec:
         raise Damaged(name, f"a codec of {segment.name}", f"{used}") from error
 
 
-def check_arrays(source: Source, segment: Segment) -> None:
+def check_arrays(source: PartSource, segment: Segment) -> None:
     """Checks that a segment has the arrays of its codec, with the right number of blocks.
 
     Raises:

@@ -16,7 +16,8 @@ from deltackpt.errors import Damaged
 from deltackpt.format.dense_blocks import Key
 from deltackpt.format.manifest import SaveId
 from deltackpt.reading import dense_values
-from deltackpt.reading.dense_values import DenseValues, OnBytes, PartSource, uncounted
+from deltackpt.reading.dense_values import DenseValues
+from deltackpt.reading.dense_work import OnBytes, PartSource, uncounted
 from deltackpt.reading.orbax_values import OnFilled, nobody
 from deltackpt.reading.part_arrays import LayerArrays
 from deltackpt.reading.stretches import Way

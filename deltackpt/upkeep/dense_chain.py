@@ -13,7 +13,7 @@ from typing import NamedTuple
 from deltackpt.errors import Damaged
 from deltackpt.format.dense_blocks import Key
 from deltackpt.reading import dense_values, orbax_values
-from deltackpt.reading.dense_values import PartSource
+from deltackpt.reading.dense_work import PartSource
 from deltackpt.reading.orbax_values import OrbaxValues
 from deltackpt.reading.saves import StoredSave
 from deltackpt.storage import ocdbt

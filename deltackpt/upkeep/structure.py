@@ -18,7 +18,7 @@ from deltackpt.format.manifest import Manifest
 from deltackpt.format.segments import FieldSpec, GroupEntry, Segment, width
 from deltackpt.layers import merge
 from deltackpt.reading import bounds, dense_values, dense_work
-from deltackpt.reading.dense_values import PartSource
+from deltackpt.reading.dense_work import PartSource
 from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.resources import memory
 
