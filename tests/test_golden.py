@@ -28,7 +28,8 @@ PLAIN = sorted(path for path in Path(make_golden.__file__).parent.glob("v*"))
 PARTS = sorted(path for path in Path(make_golden.__file__).parent.glob("parts-v*"))
 ROLLING = sorted(path for path in Path(make_golden.__file__).parent.glob("rolling-v*"))
 REPEATED = sorted(path for path in Path(make_golden.__file__).parent.glob("repeated-v*"))
-VERSIONS = PLAIN + PARTS + REPEATED
+LAYERED = sorted(path for path in Path(make_golden.__file__).parent.glob("layered-v*"))
+VERSIONS = PLAIN + PARTS + REPEATED + LAYERED
 JOURNALS = sorted(path for path in Path(make_golden.__file__).parent.glob("journal-v*"))
 LOGS = sorted(path for path in Path(make_golden.__file__).parent.glob("log-v*"))
 DENSE = sorted(path for path in Path(make_golden.__file__).parent.glob("dense-v*"))
@@ -42,7 +43,7 @@ def expected_at(version: Path, step: int) -> dict:
     rounded = coarse.astype(ml_dtypes.bfloat16).astype(np.float32)
     if version in PLAIN:
         state["tables"]["coarse"] = rounded
-    elif version in REPEATED:
+    elif version in REPEATED + LAYERED:
         # Its base was saved raw, and the rows of its deltas as bf16.
         for later in range(1, make_golden.STEPS.index(step) + 1):
             coarse[later :: 10 * later] = rounded[later :: 10 * later]
@@ -217,6 +218,9 @@ def test_the_current_format_has_golden_checkpoints():
     assert f"parts-v{FORMAT_VERSION}" in [path.name for path in PARTS]
     assert f"encodings-v{FORMAT_VERSION}" in [path.name for path in ENCODED]
     assert f"repeated-v{FORMAT_VERSION}" in [path.name for path in REPEATED]
+    assert f"layered-v{FORMAT_VERSION}" in [path.name for path in LAYERED]
+    for path in (LAYERED[-1], DENSE[-1]):
+        assert (path / "20" / names.EMBEDDINGS_ITEM / names.layer_name(0)).is_file()
 
 
 @pytest.mark.parametrize("version", VERSIONS + ENCODED, ids=lambda path: path.name)
@@ -225,7 +229,7 @@ def test_records_repeat_their_version_where_its_checksum_covers_it(version):
     paths = sorted(version.rglob("*.msgpack"))
     heads = [msgpack.unpackb(path.read_bytes()) for path in paths]
     found = {msgpack.unpackb(head["body"]).get("format_version") for head in heads}
-    assert found == {heads[0]["version"] if version in REPEATED else None}
+    assert found == {heads[0]["version"] if version in REPEATED + LAYERED else None}
 
 
 @pytest.mark.parametrize("version", JOURNALS, ids=lambda path: path.name)

@@ -4,10 +4,12 @@
 Run ``python tests/golden/make_golden.py`` after a change of ``FORMAT_VERSION``, and commit what it
 writes beside the earlier versions, which every later deltackpt goes on reading. ``v<n>`` holds
 states that a formula gives; ``parts-v<n>`` the same, written by two processes; ``repeated-v<n>``
-the same as ``v<n>``, in records that repeat their version in the body; ``encodings-v<n>`` what
+the same as ``v<n>``, in records that repeat their version in the body; ``layered-v<n>`` the same,
+with deltas in layer files; ``encodings-v<n>`` what
 codecs made of them, and the digests of what is decoded: encoders may improve, decoding may not
 change; ``rolling-v<n>`` the states of ``v<n>`` as a base that rolls over two saves.
-``dense-v<n>`` holds deltas whose dense leaves are blocks by every codec, and a compacted base.
+``dense-v<n>`` holds deltas whose dense leaves are blocks by every codec, and a compacted base;
+from ``dense-v2`` on the deltas are layer files.
 ``log-v<n>`` holds a base and the logs of two runs, the second of which goes on from a point; in
 ``log-v3`` one run keeps dense leaves whole, in ``log-v4`` arrays are compressed. What their points
 restore to, ``expected.json``, is that of the frames of development versions.
@@ -559,6 +561,9 @@ def main() -> None:
     repeated = HERE / f"repeated-v{FORMAT_VERSION}"
     if not repeated.exists():
         write(repeated, HANDLERS, state_at)
+    layered = HERE / f"layered-v{FORMAT_VERSION}"
+    if not layered.exists():
+        write(layered, HANDLERS, state_at)
     rolling = HERE / f"rolling-v{FORMAT_VERSION}"
     if not rolling.exists():
         write(rolling, ROLLING_HANDLERS, state_at, deltackpt.policies.Rolling(window=2))
@@ -575,7 +580,7 @@ def main() -> None:
         at = HERE / f"log-v{version}"
         if not at.exists():
             write_log(at, logged)
-    blocks = HERE / f"dense-v{FORMAT_VERSION}"
+    blocks = HERE / "dense-v2"
     if not blocks.exists():
         write_dense(blocks)
     encoded = HERE / f"encodings-v{FORMAT_VERSION}"
