@@ -46,6 +46,9 @@ def stored_chunks(
       array: glob of names of arrays, such as ``values``, ``slot.*`` or ``blocks``.
       segment: glob of names of segments, such as ``g0.0`` or ``dense.*``.
       item: name of deltackpt's item.
+
+    Raises:
+      LookupError: there is none.
     """
     found = []
     for path in sorted((step_dir / item).glob("part.*/*/*/c/**/*")):
@@ -57,6 +60,11 @@ def stored_chunks(
             found.append(StoredChunk(path, 0, path.stat().st_size, process, name))
     for path in sorted((step_dir / item).glob("layer.*")):
         found += _chunks_of_layer(path, array, segment)
+    if not found:
+        raise LookupError(
+            f"{step_dir}: expected arrays {array!r} of segments {segment!r}, found none; name "
+            "arrays that the step has"
+        )
     return found
 
 
