@@ -517,6 +517,47 @@ def test_a_wal_of_a_development_version_is_refused_by_all_and_stays(look, copy):
     assert found.step == 3
 
 
+def test_an_old_epoch_that_no_longer_counts_stops_nobody(copy):
+    for path in segments(copy):
+        path.write_bytes(b"DLOG" + bytes(500))
+    found = opened(copy, lambda trainer: trainer.restore_latest(model.initial(), wal=False))
+    with manager(copy) as trainer:
+        found = trainer.restore_latest(model.initial(), wal=False)
+        assert found is not None and found.touched is not None
+        state, touched = model.train(found.state, found.touched, 5)
+        trainer.append(20, state, touched=touched)
+        trainer.wait_appended()
+    report = verify_root(copy)
+    assert report.intact and [one.point.step for one in report.points] == [20]
+    assert run("ls", copy).returncode == 0
+    ended(copy)
+    gone = {one.name for one in collect(copy).removable if one.kind == "WAL epoch"}
+    assert {"log/0", "log/1"} <= gone
+
+
+def test_what_a_kill_leaves_of_an_epoch_that_is_being_removed_is_no_damage(copy, tmp_path):
+    """The segments are removed first; the header and the progress are left."""
+    left = [copy / "log/1.msgpack", copy / "log/1/head.msgpack", copy / "log/1/0/progress"]
+    kept = {path: path.read_bytes() for path in left}
+    with manager(copy) as trainer:
+        found = trainer.restore_latest(model.initial())
+        assert found is not None and found.touched is not None
+        state, touched = found.state, found.touched
+        for step in range(20, 24):
+            state, touched = model.train(state, touched, step)
+            trainer.save(step, state, touched=touched)
+            trainer.wait_until_finished()
+    assert not left[0].exists()
+    for path, data in kept.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    report = verify_root(copy)
+    assert report.intact and not report.problems
+    with manager(copy) as trainer:
+        again = trainer.restore_latest(state)
+    assert again is not None and again.step == 23 and again.skipped == ()
+
+
 def opened(root: Path, call: Callable[[deltackpt.CheckpointManager], Any]) -> Any:
     with manager(root) as trainer:
         return call(trainer)

@@ -396,6 +396,62 @@ def test_parts_that_fail_one_after_the_other_leave_what_was_durable(tmp_path):
     assert assert_right(log.at, (1, 4, 5, 7)) == 7
 
 
+@pytest.mark.parametrize("how", ["removed", "empty"])
+def test_what_was_given_up_never_stands_for_a_record_that_is_missing(how, tmp_path):
+    """It has the same number as the first record of the part that is lost."""
+    log = MadeUpLog(tmp_path / "log").begin()
+    log.mark(1)
+    log.writer.begin_part(log.writer.position._replace(seq=0, digest=0))
+    fail_after(log, 2, 3)
+    log.mark(4, parent=save_id(2))
+    assert found_in(log) == [2, 4] and scan_of(log).holes() == []
+    middle = log.files[1]
+    middle.unlink() if how == "removed" else middle.write_bytes(b"")
+    assert found_in(log) == [1, 4]
+    [hole] = scan_of(log).holes()
+    assert (hole.step, hole.may_be_trimmed) == (2, False)
+    assert "one that was given up" in str(hole.problem)
+    [loss] = history_of(log.at).losses(0)
+    assert loss.step == 2
+
+
+def test_a_header_that_a_writer_has_completed_since_is_no_damage(log, monkeypatch):
+    """It looks for records behind the page, and finds those that were written meanwhile."""
+    data = log.files[0].read_bytes()
+    start, _ = bounds_of(data)[1]
+    log.files[0].write_bytes(data[:start] + bytes(4096) + data[start + 4096 :])
+    found = scan_of(log)
+    assert numbers_of(found) == [1]
+    log.files[0].write_bytes(data)
+    assert [one.is_torn for one in found.breaks] == [True] and found.holes() == []
+    found.advance()
+    assert numbers_of(found) == [1, 2, 3]
+
+
+def test_nothing_is_written_after_a_record_that_failed_is_given_up(tmp_path, monkeypatch):
+    """The descriptor may be that of another file by then."""
+    log = MadeUpLog(tmp_path / "log").begin().mark(1)
+    written, rows = [], np.zeros((1 << 15, 2), np.float32)
+
+    def fill(place_of: Callable[[str], Place]) -> FilledRecord:
+        entry = arrays.array_entry("values", rows.shape, rows.dtype)
+        place_of("g0.0").write_array(entry, np.split(rows, 64))
+        file = log.writer._file
+        assert file is not None
+        close, write = file.close, file._write_at
+        monkeypatch.setattr(file, "close", lambda: (close(), written.append("closed")))
+        monkeypatch.setattr(file, "_write_at", lambda *given: (write(*given), written.append("w")))
+        return FilledRecord(None, [])  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError):
+        log.writer.write(save_id(2), save_id(1), fill)
+    log.writer.begin_part(log.writer.position)
+    assert written[-1:] == ["closed"] and written.count("closed") == 1
+    assert not log.writer._buffers._writes
+    log.mark(2, parent=save_id(1))
+    assert found_in(log) == [1, 2]
+
+
 def test_until_a_further_part_has_begun_what_is_whole_counts(tmp_path):
     log = MadeUpLog(tmp_path / "log").begin()
     fail_after(log, 1, 2, 3)

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
-from deltackpt.errors import Damaged, DeltackptError, FormatTooNew, StorageError
+from deltackpt.errors import Damaged, DeltackptError, FormatTooNew, FormatTooOld, StorageError
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
 from deltackpt.reading.log_places import LogPlaces
@@ -128,6 +128,6 @@ def _state(logs: Logs, number: int, eras: Mapping[int, Era], known: bool) -> Str
         head = logs.head(number)
         folder = logs.segments_of(head)
         era = eras.get(number) or logs.era(head, None)
-    except (Damaged, FormatTooNew, StorageError) as error:
+    except (Damaged, FormatTooNew, FormatTooOld, StorageError) as error:
         return StretchState(number=number, folders=(beside,), era=None, live=live, problem=error)
     return StretchState(number=number, folders=(folder,), era=era, live=live)

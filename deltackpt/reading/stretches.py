@@ -186,8 +186,11 @@ class Era:
                     name = f"WAL of process {process} in epoch {self.head.stretch}"
                     expected = f"the record {last} that training continued from"
                     missing = Damaged(name, expected, "none")
-                    known = [one.problem for one in (*log.log.breaks, *end)]
-                    yield Loss.of(last.step, [*known, missing][0], may_be_trimmed=not known)
+                    breaks = log.log.breaks
+                    known = [one.problem for one in (*breaks, *end)]
+                    # A kill while an epoch is removed leaves its progress without its segments.
+                    trimmed = not breaks and all(one.may_be_trimmed for one in end)
+                    yield Loss.of(last.step, [*known, missing][0], may_be_trimmed=trimmed)
             for one in holes:
                 yield Loss.of(one.step, one.problem, may_be_trimmed=one.may_be_trimmed)
 

@@ -285,14 +285,20 @@ class ProcessLog:
     def holes(self) -> list[Hole]:
         """Returns missing or altered records, oldest first; a torn end is not a hole."""
         breaks = [one for one in self.breaks if one.counts]
-        found, end, newest = [], SegmentPlace(0, 0), None
+        found, end, newest, digest = [], SegmentPlace(0, 0), None, 0
         for newest in self.marks:
             within = [one.problem for one in breaks if end < one.at <= newest.place]
-            if within or newest.place.seq != end.seq + 1:
-                problem = [*within, self._gap(end.seq + 1, newest.place.seq - 1)][0]
+            problems, trimmed = [*within], False
+            if newest.place.seq != end.seq + 1:
+                problems.append(self._gap(end.seq + 1, newest.place.seq - 1))
                 trimmed = end.seq == 0 and not within
-                found.append(Hole(newest.parent.step, newest, trimmed, problem))
-            end = newest.place
+            elif newest.layer.manifest.predecessor != digest:
+                # What an earlier part gave up has the number of one that is missing.
+                expected = f"the record {end.seq} that it continues"
+                problems.append(Damaged(newest.name, expected, "one that was given up"))
+            if problems:
+                found.append(Hole(newest.parent.step, newest, trimmed, problems[0]))
+            end, digest = newest.place, newest.layer.digest
         at_end = self._hole_at_end(newest, [one for one in breaks if end < one.at])
         return [*found, *at_end]
 
@@ -398,7 +404,7 @@ class ProcessLog:
         name = _shown(segment, scan.seq)
         header = _header_at(window, at, name)
         if header is None:
-            raise Damaged(f"{name}: header", "the header of a layer", "other bytes")
+            raise _NoHeader(f"{name}: header", "the header of a layer", "other bytes")
         if header.sequence != scan.seq:
             raise Damaged(f"{name}: header", f"record {scan.seq}", f"record {header.sequence}")
         if scan.records and header.predecessor != scan.records[-1].layer.digest:
@@ -438,7 +444,11 @@ class ProcessLog:
             window = _Window(segment)
             steps = [*self._steps_behind(window, scan)]
             if steps:
-                return _Rest(False, max(steps))
+                # Its writer may have completed it since.
+                later = isinstance(scan.problem, _Torn | _NoHeader) and _header_at(
+                    _Window(segment), scan.at, window.name
+                )
+                return _Rest(bool(later), None if later else max(steps))
             if isinstance(scan.problem, _Torn):
                 return _Rest(True, None)
             first = window.bytes_at(scan.at, PAGE_BYTES)
@@ -481,6 +491,10 @@ class _Torn(Damaged):
 
 class _TornBody(_Torn):
     """A file ends within a layer whose header is whole."""
+
+
+class _NoHeader(Damaged):
+    """A page is no header: of a layer of several writes, which has its header last, or altered."""
 
 
 class _Rest(NamedTuple):

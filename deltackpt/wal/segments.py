@@ -126,13 +126,13 @@ class SegmentWriter:
         layer = file.begin(manifest)
         try:
             record = fill(functools.partial(LayerPlace, layer))
+            head = dataclasses.replace(record.head, part=self._at.part, part_start=self._part_start)
+            manifest = dataclasses.replace(
+                manifest, schema=wal_records.to_bytes(head), row_groups=tuple(row_groups_of(record))
+            )
         except BaseException:
             layer.abandon()
             raise
-        head = dataclasses.replace(record.head, part=self._at.part, part_start=self._part_start)
-        manifest = dataclasses.replace(
-            manifest, schema=wal_records.to_bytes(head), row_groups=tuple(row_groups_of(record))
-        )
         written = layer.finish(manifest)
         self._at = Position(self._at.part, self._at.seq + 1, written.digest)
         return written.stop - written.start
