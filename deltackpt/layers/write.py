@@ -102,7 +102,7 @@ class WrittenLayer(NamedTuple):
       start: offset of its first byte in the file.
       stop: offset of its last byte + 1.
       digest: its last four bytes as a number, which the next layer continues from.
-      crc32c: CRC32C of all its bytes but the last four.
+      crc32c: CRC32C of all its bytes but the last four; 0 if it was not calculated.
     """
 
     start: int
@@ -125,6 +125,7 @@ class LayerFile:
         pace: Pace | None = None,
         chunk_bytes: int = _CHUNK_BYTES,
         cached_bytes: int = 0,
+        checksum: bool = True,
     ):
         """Creates the file.
 
@@ -137,6 +138,7 @@ class LayerFile:
           pace: limits the rate of writing.
           chunk_bytes: length of an uncompressed chunk, if rows are not longer.
           cached_bytes: shorter writes use the page cache, which flushes several of them together.
+          checksum: whether to calculate ``WrittenLayer.crc32c``.
 
         Raises:
           StorageError: the file exists, or cannot be created.
@@ -144,6 +146,7 @@ class LayerFile:
         self.path, self._buffers, self._fsync = path, buffers, fsync
         self._sequence, self._predecessor, self._pace = sequence, predecessor, pace or Pace()
         self._chunk_bytes, self._cached_bytes = chunk_bytes, cached_bytes
+        self._checksum = checksum
         self._stop, self._is_durable, self._has_failed = 0, True, False
         #: Whether direct writes are possible, whether the descriptor makes them, and whether one
         #: has succeeded.
@@ -386,9 +389,12 @@ class OpenLayer:
         self._used += len(data)
         nbytes = self._offset
         header = np.frombuffer(Header.of(manifest, nbytes).page(), np.uint8)
-        tail = self._buffer[PAGE_BYTES if self._first == 0 else 0 : self._used - footer.CRC_BYTES]
-        rest = joined(self._crc, crc32c(tail), len(tail))
-        crc = joined(crc32c(header), rest, nbytes - PAGE_BYTES - footer.CRC_BYTES)
+        crc = 0
+        if self._file._checksum:
+            first = PAGE_BYTES if self._first == 0 else 0
+            tail = self._buffer[first : self._used - footer.CRC_BYTES]
+            rest = joined(self._crc, crc32c(tail), len(tail))
+            crc = joined(crc32c(header), rest, nbytes - PAGE_BYTES - footer.CRC_BYTES)
         if self._first == 0:
             self._buffer[:PAGE_BYTES] = header
             self._file._write_at(self._start, self._buffer[:nbytes])
@@ -417,8 +423,9 @@ class OpenLayer:
         rest = self._buffer[whole : self._used]
         following = self._buffers.take(nbytes + len(rest))
         following[: len(rest)] = rest
-        done = self._buffer[PAGE_BYTES if self._first == 0 else 0 : whole]
-        self._crc = joined(self._crc, crc32c(done), len(done))
+        if self._file._checksum:
+            done = self._buffer[PAGE_BYTES if self._first == 0 else 0 : whole]
+            self._crc = joined(self._crc, crc32c(done), len(done))
         start = self._start + self._first
         self._buffers.write(lambda data: self._file._write_at(start, data), self._buffer, whole)
         self._buffer = following

@@ -184,6 +184,7 @@ class SegmentWriter:
             sequence=at.seq + 1,
             predecessor=at.digest,
             cached_bytes=_CACHED_BYTES,
+            checksum=False,
         )
         self._fresh = True
         return self._file
