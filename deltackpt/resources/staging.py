@@ -128,6 +128,11 @@ class Staging:
             while self._free and self._kept_bytes() > self.budget_bytes:
                 self._free.pop(0)
 
+    def take_back(self, lent: list[np.ndarray]) -> None:
+        """Returns all buffers of a list, and empties it."""
+        while lent:
+            self.give_back(lent.pop())
+
     def _lent_bytes(self) -> int:
         return sum(raw.nbytes for _, raw in self._lent.values())
 

@@ -12,7 +12,6 @@ from deltackpt.resources.staging import Staging
 from deltackpt.save import dense_layout
 from deltackpt.save.dense_layout import Plan
 from deltackpt.save.rendezvous import Rendezvous
-from deltackpt.state import placement
 from deltackpt.storage import ocdbt
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.ocdbt import Value
@@ -47,16 +46,12 @@ class DenseLeaves:
           UnsupportedLeaf: Orbax's handler must write the leaves.
         """
         plan = dense_layout.plan(tree, process)
-        sources = [
-            chunk.source if chunk.on_host else placement.host_copy(chunk.source)
-            for chunk in plan.chunks
-        ]
+        chunks = plan.fetched()
         lent: list[np.ndarray] = []
         copies: list[tuple[np.ndarray, np.ndarray]] = []
         values = [Value(key, data) for key, data in plan.described.items()]
         try:
-            for chunk, source in zip(plan.chunks, sources):
-                found = np.asarray(source)[chunk.window]
+            for chunk, found in chunks:
                 if not chunk.on_host:
                     data = np.ascontiguousarray(found)  # Memory of its own.
                 elif found.nbytes < _STAGED_BYTES:
@@ -68,7 +63,7 @@ class DenseLeaves:
                 values.append(Value(chunk.key, data))
             staging.copy(copies)
         except BaseException:
-            _give_back(lent, staging)
+            staging.take_back(lent)
             raise
         return cls(plan, values, staging, lent)
 
@@ -96,9 +91,4 @@ class DenseLeaves:
     def release(self) -> None:
         """Releases the memory. Idempotent."""
         self._values = []
-        _give_back(self._lent, self._staging)
-
-
-def _give_back(lent: list[np.ndarray], staging: Staging) -> None:
-    while lent:
-        staging.give_back(lent.pop())
+        self._staging.take_back(self._lent)

@@ -25,7 +25,6 @@ from deltackpt.format.segments import Segment
 from deltackpt.resources.staging import Staging
 from deltackpt.save import coded_dense, dense_layout
 from deltackpt.save.coded_dense import WrittenDense
-from deltackpt.state import placement
 from deltackpt.storage import parts
 from deltackpt.storage.parts import Place
 
@@ -101,17 +100,13 @@ class WholeDense:
           UnsupportedLeaf: Orbax's handler must write the leaves.
         """
         plan = dense_layout.plan(tree, process)
-        sources = [
-            chunk.source if chunk.on_host else placement.host_copy(chunk.source)
-            for chunk in plan.chunks
-        ]
+        chunks = plan.fetched()
         plain = [_Plain(name, text.encode(), file=True) for name, text in plan.files.items()]
         plain += [_Plain(key, data) for key, data in plan.described.items()]
         on_host: dict[np.dtype, list[tuple[str, np.ndarray]]] = {}
         fetched: dict[np.dtype, list[tuple[str, np.ndarray]]] = {}
         is_blocked: dict[np.dtype, bool] = {}
-        for chunk, source in zip(plan.chunks, sources, strict=True):
-            found = np.asarray(source)[chunk.window]
+        for chunk, found in chunks:
             dtype = found.dtype
             if dtype not in is_blocked:
                 is_blocked[dtype] = dtype.isnative and dtype.name in dense_blocks.BLOCKED_DTYPES
@@ -134,7 +129,7 @@ class WholeDense:
                 groups.append(group)
             staging.copy(copies)
         except BaseException:
-            _give_back(lent, staging)
+            staging.take_back(lent)
             raise
         return cls(plain, groups, staging, lent)
 
@@ -178,7 +173,7 @@ class WholeDense:
         """Releases the memory. Idempotent."""
         for group in self._groups:
             group.pieces.clear()
-        _give_back(self._lent, self._staging)
+        self._staging.take_back(self._lent)
 
 
 def _lay_out(
@@ -239,8 +234,3 @@ def _write_group(place_of: Callable[[str], Place], group: _Group) -> Segment:
         BLOCKS, stored, codec=_RAW, reason="", bounds=np.array([0, len(rows)])
     )
     return parts.stored_segment(place, name, (0, BLOCK), rows, parts.StoredArrays((), 0), [field])
-
-
-def _give_back(lent: list[np.ndarray], staging: Staging) -> None:
-    while lent:
-        staging.give_back(lent.pop())
