@@ -52,6 +52,7 @@ from deltackpt.layers.footer import PAGE_BYTES
 from deltackpt.save import coded_dense
 from deltackpt.storage import arrays
 from deltackpt.storage.parts import Place
+from deltackpt.testing import Disk
 from deltackpt.wal.segments import FilledRecord
 
 #: What nothing of some kilobytes may take.
@@ -415,9 +416,11 @@ def test_what_was_given_up_never_stands_for_a_record_that_is_missing(how, tmp_pa
     assert loss.step == 2
 
 
-def test_a_header_that_a_writer_has_completed_since_is_no_damage(log, monkeypatch):
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_header_that_a_writer_has_completed_since_is_no_damage(log, behind):
     """It looks for records behind the page, and finds those that were written meanwhile."""
     data = log.files[0].read_bytes()
+    data = data[: bounds_of(data)[1 + behind][1]]
     start, _ = bounds_of(data)[1]
     log.files[0].write_bytes(data[:start] + bytes(4096) + data[start + 4096 :])
     found = scan_of(log)
@@ -425,7 +428,17 @@ def test_a_header_that_a_writer_has_completed_since_is_no_damage(log, monkeypatc
     log.files[0].write_bytes(data)
     assert [one.is_torn for one in found.breaks] == [True] and found.holes() == []
     found.advance()
-    assert numbers_of(found) == [1, 2, 3]
+    assert numbers_of(found) == [1, 2, 3][: 2 + behind]
+
+
+def test_a_segment_that_is_trimmed_while_it_is_scanned_is_no_damage(tmp_path):
+    log = MadeUpLog(tmp_path / "log").begin().mark(1).roll().mark(2)
+    with Disk(log.at) as disk:
+        disk.on("read", lambda _: log.files[0].unlink(), "[.]seg$", times=1)
+        found = scan_of(log)
+    assert numbers_of(found) == [2]
+    [hole] = found.holes()
+    assert hole.may_be_trimmed
 
 
 def test_nothing_is_written_after_a_record_that_failed_is_given_up(tmp_path, monkeypatch):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer of the WAL says of its record, beside its row groups. No I/O.
+"""The head of a WAL record, which is in the manifest of its layer. No I/O.
 
 A record is what one process wrote in one ``append()`` call, as one layer. Records of a process are
 numbered from 1, across the segments of an epoch. After a failed write a new *part* begins, in a new

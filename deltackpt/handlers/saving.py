@@ -170,9 +170,10 @@ class Saver:
             reason = "it was restored, and nothing has changed since"
             return Saved.skipped(step, reason, started)
         run.check_above(step)
+        # The epoch first: without the later steps, points above the restored one would count again.
+        run.log.begin(split)
         run.roll_back(step)
         run.end_hashing()
-        run.log.begin(split)
         run.held.begin(run.lineage.goes_on, run.lineage.run)
         attempt = run.lineage.attempts + 1
         items: dict[str, Item] = {}

@@ -118,7 +118,7 @@ class LayerArray:
     compression: Compression = ""
     chunks: bytes = b""
 
-    @functools.cached_property
+    @property
     def places(self) -> tuple[tuple[int, int, int], ...]:
         """Offset, bytes and CRC32C of each chunk."""
         return tuple(_PLACE.iter_unpack(self.chunks))
@@ -179,8 +179,8 @@ class LayerManifest:
       process_count: number of processes.
       sequence: position among the layers of a WAL; 0 for the layer of a step.
       predecessor: digest of the previous layer; 0 without one.
-      epoch: where the schema is, if not in the layer.
-      schema: what the arrays are, as the writer records it; opaque here.
+      epoch: the WAL epoch of a record; None for the layer of a step.
+      schema: the head of a WAL record, see ``format.wal_records``; empty for a step.
       row_groups: what the arrays are.
       arrays: in any order.
       features: names of features that a reader must know.

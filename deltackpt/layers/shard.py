@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer file of one process's shard of a delta, as the destination of its segments."""
+"""Segments as row groups of a layer, and the layer file of one process's shard of a delta."""
 
 from __future__ import annotations
 
@@ -131,14 +131,14 @@ class LayerShard:
 
 
 def segment_of(group: RowGroup, arrays: Iterable[LayerArray]) -> Segment:
-    """Returns the segment that was written as a row group, without figures of its encodings.
+    """Returns the segment that was written as a row group, without statistics of its encodings.
 
     Args:
       group: the row group.
       arrays: its arrays.
 
     Raises:
-      Unsound: no segment is written like this.
+      Unsound: the row group is not a valid segment.
     """
     encodings = tuple(
         Encoding(

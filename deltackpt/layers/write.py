@@ -8,6 +8,7 @@ The header of a longer one is written last.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import math
@@ -101,7 +102,7 @@ class WrittenLayer(NamedTuple):
     Attributes:
       start: offset of its first byte in the file.
       stop: offset of its last byte + 1.
-      digest: its last four bytes as a number, which the next layer continues from.
+      digest: its last four bytes as a number, which the next layer names as its predecessor.
       crc32c: CRC32C of all its bytes but the last four; 0 if it was not calculated.
     """
 
@@ -126,6 +127,7 @@ class LayerFile:
         chunk_bytes: int = _CHUNK_BYTES,
         cached_bytes: int = 0,
         checksum: bool = True,
+        full: str = "free space, then try again",
     ):
         """Creates the file.
 
@@ -139,6 +141,7 @@ class LayerFile:
           chunk_bytes: length of an uncompressed chunk, if rows are not longer.
           cached_bytes: shorter writes use the page cache, which flushes several of them together.
           checksum: whether to calculate ``WrittenLayer.crc32c``.
+          full: advice for a full file system.
 
         Raises:
           StorageError: the file exists, or cannot be created.
@@ -146,12 +149,12 @@ class LayerFile:
         self.path, self._buffers, self._fsync = path, buffers, fsync
         self._sequence, self._predecessor, self._pace = sequence, predecessor, pace or Pace()
         self._chunk_bytes, self._cached_bytes = chunk_bytes, cached_bytes
-        self._checksum = checksum
+        self._checksum, self._full = checksum, full
         self._stop, self._is_durable, self._has_failed = 0, True, False
         #: Whether direct writes are possible, whether the descriptor makes them, and whether one
         #: has succeeded.
         self._may_direct, self._direct, self._is_direct = True, False, False
-        with files.typed_errors(path, "create"):
+        with self._refusals("create"):
             self._descriptor = os.open(path, _NEW, 0o666)
             try:
                 aligned.check_alignment(self._descriptor)
@@ -187,7 +190,7 @@ class LayerFile:
         """Begins a layer; finish or abandon it before the next call.
 
         Args:
-          manifest: as for ``append``; only who writes which save is used.
+          manifest: as for ``append``; only the save id and the process are used.
 
         Raises:
           StorageError: an earlier write failed.
@@ -206,7 +209,7 @@ class LayerFile:
         if self._is_durable:
             return
         self._has_failed = True
-        with files.typed_errors(self.path, "force to disk"):
+        with self._refusals("force to disk"):
             aligned.force(self._descriptor)
         self._has_failed, self._is_durable = False, True
 
@@ -232,7 +235,7 @@ class LayerFile:
         Raises:
           StorageError: an earlier write was lost.
         """
-        with files.typed_errors(self.path, "close"):
+        with self._refusals("close"):
             os.close(self._descriptor)
 
     def _completed(self, manifest: LayerManifest) -> LayerManifest:
@@ -245,8 +248,8 @@ class LayerFile:
 
     def _write_at(self, start: int, data: np.ndarray) -> None:
         self._pace.take(len(data))
-        with files.typed_errors(self.path, "write"):
-            # Should another thread change the mode meanwhile, a write takes more or less time.
+        with self._refusals("write"):
+            # If another thread changes the mode meanwhile, only the speed of the write changes.
             self._set_direct(self._may_direct and len(data) >= self._cached_bytes)
             if self._direct:
                 try:
@@ -260,6 +263,9 @@ class LayerFile:
                     self._may_direct = False
                     self._set_direct(False)
             aligned.write_all(self._descriptor, data, start)
+
+    def _refusals(self, action: str) -> contextlib.AbstractContextManager[None]:
+        return files.typed_errors(self.path, action, full=self._full)
 
     def _set_direct(self, on: bool) -> None:
         if on == self._direct:

@@ -78,7 +78,7 @@ def check_segment(
     Args:
       segment: a segment of a shard or of a WAL record.
       groups: groups by name.
-      tables: group name to its number of tables; None if the segment has no figures of them.
+      tables: group name to its number of tables; None if the segment has no statistics per table.
       name: the record's name in errors.
 
     Raises:

@@ -40,7 +40,7 @@ class DenseKept:
     def __init__(self) -> None:
         """Creates an empty cache."""
         #: Epoch, process and record to the decoded values.
-        self.marks: dict[tuple[int, int, SaveId], Values] = {}
+        self.values: dict[tuple[int, int, SaveId], Values] = {}
 
 
 def dense_of(
@@ -71,7 +71,7 @@ def dense_of(
             for (file, key), data in dense.values_of(record, before, now).items():
                 (files if file else values)[key] = data
     if kept is not None:
-        kept.marks = now.marks
+        kept.values = now.values
     return DenseValues(values, files)
 
 
@@ -117,7 +117,7 @@ class ProcessDense:
         while at is not None:
             sources.append([self._source(at)])
             at = self._before(at)
-            held = None if at is None else before.marks.get(self._key(at))
+            held = None if at is None else before.values.get(self._key(at))
             if held is not None:
                 break
         name = record.name
@@ -125,7 +125,7 @@ class ProcessDense:
         values, files = dense_values.values_of(sources, base, name, self._wanted)
         found = {(False, key): data for key, data in values.items()}
         found |= {(True, key): data for key, data in files.items()}
-        now.marks[self._key(record)] = found
+        now.values[self._key(record)] = found
         return found
 
     def _source(self, record: WalRecord) -> PartSource:

@@ -182,7 +182,7 @@ class LayerArrays:
         Args:
           opened: returns the layer.
           name: its name in errors.
-          file: path of its file below the item's folder.
+          file: path of its file below the item's folder; empty in the WAL.
         """
         self._opened, self._name, self._file = opened, name, file
         #: Row groups that agree with the record.

@@ -101,25 +101,26 @@ def items_of(way: Way) -> dict[int, dict[str, Any]]:
     Raises:
       DamagedWal: the items are missing or altered.
     """
-    return {process: _items_of(mark) for process, mark in way.last_marks.items()}
+    return {process: items_of_record(mark) for process, mark in way.last_marks.items()}
 
 
-def _items_of(mark: WalRecord) -> dict[str, Any]:
+def items_of_record(mark: WalRecord) -> dict[str, Any]:
+    """Returns the additional items of a record by name.
+
+    Raises:
+      DamagedWal: the items are missing or altered.
+    """
     found: dict[str, Any] = {}
     with damage_of(mark):
-        data, start = item_bytes_of(mark), 0
+        data, start = _item_bytes_of(mark), 0
         for item in mark.head.items:
             own, start = data[start : start + item.nbytes], start + item.nbytes
             found[item.name] = bytes(own) if item.kind == "bytes" else _json(own, mark.name)
     return found
 
 
-def item_bytes_of(record: WalRecord) -> memoryview:
-    """Reads the bytes of all additional items of a record.
-
-    Raises:
-      Damaged: they are missing or altered.
-    """
+def _item_bytes_of(record: WalRecord) -> memoryview:
+    """Reads the bytes of all additional items of a record."""
     nbytes = record.head.item_bytes
     if not nbytes:
         return memoryview(b"")

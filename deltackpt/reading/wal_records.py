@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The WAL of one process: scans segments for records, without reading their rows.
 
-A segment is layers appended to a file, each of them a record; the layers are chained. Of a record,
-the scan verifies header and footer; the rest is verified when it is read. A segment ends at a torn
-layer, whose writer was killed or is still writing it. Records in a later segment still count. After
-a failed write, a new *part* begins, which names the last valid record of the parts before.
+A segment is layers appended to a file, each of them a record that names the digest of the previous
+one. The scan verifies headers and footers; everything else is verified when it is read. A torn
+layer ends a segment: its writer was killed, or is still writing it. Records in a later segment
+still count. After a failed write, a new *part* begins, which names the last valid record of the
+parts before.
 
 Records are numbered without gaps, so any other loss or change is detected: see ``holes``. Records
 missing at the end are detected because the writer stores its newest durable one beside the
@@ -288,12 +289,12 @@ class ProcessLog:
         found, end, newest, digest = [], SegmentPlace(0, 0), None, 0
         for newest in self.marks:
             within = [one.problem for one in breaks if end < one.at <= newest.place]
-            problems, trimmed = [*within], False
+            problems, trimmed = within, False
             if newest.place.seq != end.seq + 1:
+                trimmed = end.seq == 0 and not problems
                 problems.append(self._gap(end.seq + 1, newest.place.seq - 1))
-                trimmed = end.seq == 0 and not within
             elif newest.layer.manifest.predecessor != digest:
-                # What an earlier part gave up has the number of one that is missing.
+                # A record that an earlier part gave up has the number of the missing one.
                 expected = f"the record {end.seq} that it continues"
                 problems.append(Damaged(newest.name, expected, "one that was given up"))
             if problems:
@@ -388,6 +389,8 @@ class ProcessLog:
                 scan.records.append(record)
                 scan.seq, scan.at = scan.seq + 1, record.end
         except Damaged as error:
+            if not segment.is_file():
+                return  # It was trimmed concurrently.
             scan.problem = error
             if scan.seen != (scan.at, window.length):
                 scan.seen, scan.rest = (scan.at, window.length), None
@@ -410,7 +413,7 @@ class ProcessLog:
         if scan.records and header.predecessor != scan.records[-1].layer.digest:
             raise Damaged(f"{name}: header", f"a record after {scan.seq - 1}", "another one")
         if header.nbytes > window.length - at:
-            raise _TornBody(name, f"{at + header.nbytes} bytes", f"{window.length} bytes")
+            raise _TornLayer(name, f"{at + header.nbytes} bytes", f"{window.length} bytes")
         layer = Layer(window, header.nbytes, start=at, name=name)
         manifest = layer.manifest
         if Header.of(manifest, layer.nbytes) != header:
@@ -420,6 +423,9 @@ class ProcessLog:
         if found != expected:
             raise Damaged(name, f"a record of {_owner(*expected)}", f"one of {_owner(*found)}")
         head = wal_records.from_bytes(manifest.schema, name=name)
+        if scan.records and head.values == (before := scan.records[-1].head.values):
+            head = dataclasses.replace(head, values=before)  # It may be long.
+        layer.manifest = dataclasses.replace(manifest, schema=b"")
         if head.part != place.part or head.part_start > scan.seq:
             raise Damaged(name, f"a record of part {place.part}", f"one of part {head.part}")
         parent, step = manifest.parent, manifest.save_id.step
@@ -437,18 +443,17 @@ class ProcessLog:
 
     def _rest(self, place: SegmentPlace, scan: _Scan) -> _Rest:
         """Classifies the bytes after the last whole record of a segment."""
-        if isinstance(scan.problem, _TornBody):
+        if isinstance(scan.problem, _TornLayer):
             return _Rest(True, None)
         segment = self._segment(place)
         try:
             window = _Window(segment)
             steps = [*self._steps_behind(window, scan)]
+            window = _Window(segment)  # What follows sees the same bytes.
+            if isinstance(scan.problem, _Torn | _NoHeader) and _has_header(window, scan.at):
+                return _Rest(True, None)  # Its writer has completed it since.
             if steps:
-                # Its writer may have completed it since.
-                later = isinstance(scan.problem, _Torn | _NoHeader) and _header_at(
-                    _Window(segment), scan.at, window.name
-                )
-                return _Rest(bool(later), None if later else max(steps))
+                return _Rest(False, max(steps))
             if isinstance(scan.problem, _Torn):
                 return _Rest(True, None)
             first = window.bytes_at(scan.at, PAGE_BYTES)
@@ -457,7 +462,8 @@ class ProcessLog:
         except Missing:
             return _Rest(True, None)  # It was trimmed.
         except Damaged:
-            return _Rest(False, None)  # A piece is shorter than its name implies.
+            # It was trimmed, or a piece is shorter than its name implies.
+            return _Rest(not segment.is_file(), None)
         return _Rest(is_torn, None)
 
     def _steps_behind(self, window: _Window, scan: _Scan) -> Iterator[int]:
@@ -489,12 +495,12 @@ class _Torn(Damaged):
     """A file ends within a layer."""
 
 
-class _TornBody(_Torn):
+class _TornLayer(_Torn):
     """A file ends within a layer whose header is whole."""
 
 
 class _NoHeader(Damaged):
-    """A page is no header: of a layer of several writes, which has its header last, or altered."""
+    """A page is not a header: it was altered, or the layer's writer has not written it yet."""
 
 
 class _Rest(NamedTuple):
@@ -551,6 +557,12 @@ class _Window:
         with arrays.unreadable_is_damage(self.name, "a segment"):
             self.segment.store.read_into(self.segment.key, start, [data.data])
         return data
+
+
+def _has_header(window: _Window, at: int) -> bool:
+    with contextlib.suppress(Damaged):
+        return _header_at(window, at, window.name) is not None
+    return False
 
 
 def _header_at(window: _Window, at: int, name: str) -> Header | None:

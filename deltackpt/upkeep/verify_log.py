@@ -156,7 +156,7 @@ class _LogAudit:
                 self._tell(_object_of(error), error)
                 self._broken.rows.setdefault(mark.save_id, self.problems[-1].object_name)
         try:
-            replay.item_bytes_of(mark)
+            replay.items_of_record(mark)
         except (Damaged, StorageError) as error:
             self._void(mark, error)
 

@@ -20,10 +20,10 @@ from deltackpt.save.dense_blocks import DenseKeeper, TakenDense
 from deltackpt.save.whole_dense import WholeDense
 from deltackpt.storage.parts import Place
 
-#: Full records in a row that are relative to the one before, until one is whole again.
+#: Consecutive full records that are relative to the previous one; the next one is whole.
 _AGAINST = 15
 
-#: What is taken of dense leaves.
+#: Captured dense leaves.
 Dense = WholeDense | TakenDense
 
 
@@ -31,7 +31,7 @@ class WrittenLeaves(NamedTuple):
     """Dense leaves that were written.
 
     Attributes:
-      record: what they are.
+      record: their values and segments.
       against: see ``RecordHead.against``.
       nbytes: their stored bytes.
     """

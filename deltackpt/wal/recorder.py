@@ -245,10 +245,11 @@ class Recorder:
                 return self._logged(step, None, why, call.started)
             self._check_above(step)
             if reason is None:
-                # Steps that training left are newer than its marks.
-                self._run.roll_back(step)
                 if not self._begun or self._layout != split.layout:
                     reason = self._open(split)
+            if reason is None:
+                # Steps that training left are newer than its records.
+                self._run.roll_back(step)
             if invalid is not None:
                 raise invalid
             items = items_of(call.items)

@@ -29,13 +29,13 @@ from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.storage import files
 from deltackpt.storage.parts import Place
 
-#: Shorter records use the page cache, which flushes several of them together. Appending 32 MB
-#: costs 40 ms of CPU time through a full page cache and 8 ms with direct I/O.
+#: Shorter writes use the page cache, which flushes several of them together. Appending 32 MB costs
+#: 40 ms of CPU time through a full page cache and 8 ms with direct I/O.
 _CACHED_BYTES = 1 << 20
 
 
 class FilledRecord(NamedTuple):
-    """A record whose arrays were written: its head, without the numbers of the part; segments."""
+    """The head of a record, with placeholders for the part, and the segments that were written."""
 
     head: RecordHead
     segments: Sequence[Segment]
@@ -46,7 +46,7 @@ Fill = Callable[[Callable[[str], Place]], FilledRecord]
 
 
 class Position(NamedTuple):
-    """A record, and the digest that the next one continues."""
+    """The last record that was written, and its digest, which the next one names."""
 
     part: int
     seq: int
@@ -88,7 +88,7 @@ class SegmentWriter:
         self._file: LayerFile | None = None
         self._path = directory
         self._fresh = False
-        #: How often files, and directories, were forced.
+        #: Number of fsyncs of files and directories.
         self.syncs = 0
 
     @property
@@ -185,6 +185,7 @@ class SegmentWriter:
             predecessor=at.digest,
             cached_bytes=_CACHED_BYTES,
             checksum=False,
+            full="free space",
         )
         self._fresh = True
         return self._file

@@ -27,7 +27,7 @@ from deltackpt.wal.progress import Progress
 from deltackpt.wal.segments import SegmentWriter
 from deltackpt.wal.writer import Durable, LogWriter
 
-#: Durable marks that other processes may not have yet.
+#: Durable records that other processes may not have yet.
 _KEPT = 4096
 #: Records up to this length are a single write.
 _BUFFER_BYTES = 2 << 20

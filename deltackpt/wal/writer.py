@@ -132,7 +132,7 @@ class LogWriter:
         self.reports: collections.deque[events.AppendEvent] = collections.deque(maxlen=_REPORTS)
         #: Bytes that were written in all.
         self.bytes_written = 0
-        #: Bytes of dense leaves of the newest full mark.
+        #: Bytes of dense leaves of the newest full record.
         self.dense_bytes = 0
         #: Batches in a row that failed.
         self._failures = 0

@@ -102,7 +102,8 @@ class Offers:
             if kind == "ready":
                 self._compare(note)
                 found = Offer(note["step"], note["history"] if note["step"] else "")
-                assert found[:2] in [one[:2] for one in offered], (note, offered)
+                if not self._is_left(note, offered):
+                    assert found[:2] in [one[:2] for one in offered], (note, offered)
                 # What is newer is gone, and is made again.
                 offered = [found]
             elif kind == "looked":
@@ -121,6 +122,14 @@ class Offers:
                 offered = _acknowledged(offered, note.get("step"))
         self._standing = offered
 
+    def _is_left(self, note: dict[str, Any], offered: list[Offer]) -> bool:
+        """Whether a step was found that is not aside yet: the later ones go first, one by one."""
+        rolls = [at for at, one in enumerate(offered) if not one.kept]
+        if not rolls or note["log"] or note["history"] not in self._ever:
+            return False
+        newest = max((one.step for one in offered[: rolls[0]]), default=0)
+        return min(offered[at].step for at in rolls) < note["step"] < newest
+
     def _compare(self, note: dict[str, Any]) -> None:
         if note["step"]:
             assert note["wrong"] is None, note
@@ -137,6 +146,8 @@ def _acknowledged(offered: list[Offer], step: int | None) -> list[Offer]:
     else:
         # After going back a number may stand there twice: only the older one is sure.
         at = next((at for at, one in enumerate(offered) if one.step == step), 0)
+        if not offered[at].kept:
+            return offered  # The steps after it are there until the next save or record.
     return offered[at:]
 
 

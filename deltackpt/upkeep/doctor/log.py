@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 
 from deltackpt import units
-from deltackpt.errors import DeltackptError
+from deltackpt.errors import Damaged, DeltackptError
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.log_losses import in_both, losses_of
 from deltackpt.ledger.steps import Steps
@@ -52,7 +52,11 @@ def log_findings(opened: Steps, steps: Mapping[int, SaveId]) -> Iterator[Finding
         yield from _processes(found.history.eras[0])
         yield from _gaps(opened, found.history)
     if (way := newest_way(found.history, steps)) is not None:
-        yield _length(way)
+        try:
+            yield _length(way)
+        except Damaged as error:
+            text = "The newest recovery point cannot be restored."
+            yield _problem("WAL to replay", str(error), text)
     if needless := found.needless(steps):
         yield Finding(
             area="directory",
