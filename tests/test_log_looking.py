@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import re
@@ -25,12 +26,19 @@ from test_collect_command import ended
 import deltackpt
 from deltackpt import RecoveryPoint, inspect
 from deltackpt.cli import advice
-from deltackpt.errors import DamagedWal, FormatTooOld, RestoreError, StepNotFound
+from deltackpt.errors import (
+    DamagedWal,
+    FormatTooOld,
+    RestoreError,
+    StepNotFound,
+    StorageError,
+)
 from deltackpt.format import stretches
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
 from deltackpt.format.wal_records import RecordHead
 from deltackpt.layers.footer import EpochRef
+from deltackpt.ledger.directory import Root
 from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.testing import Disk, DiskCall
 from deltackpt.upkeep import doctor
@@ -556,6 +564,44 @@ def test_what_a_kill_leaves_of_an_epoch_that_is_being_removed_is_no_damage(copy,
     with manager(copy) as trainer:
         again = trainer.restore_latest(state)
     assert again is not None and again.step == 23 and again.skipped == ()
+
+
+@pytest.mark.parametrize(("moved", "newest"), [(1, 4), (2, 1)])
+@pytest.mark.parametrize("by", ["save", "append"])
+def test_points_that_training_left_count_no_more_once_a_later_step_is_aside(
+    tmp_path, moved, newest, by, monkeypatch
+):
+    """The trainer dies while the steps are moved: a point above the older step stays void."""
+    state = model.initial()
+    touched = model.new_touched(state)
+    with manager(tmp_path) as trainer:
+        for step in range(6):
+            call = trainer.save if step in (0, 1, 4, 5) else trainer.append
+            call(step, state, touched=touched)
+            state, touched = model.train(state, touched, step)
+        trainer.wait_until_finished()
+        trainer.wait_appended()
+    assert 3 in {point.step for point in inspect.open(tmp_path).recovery_points()}
+    left, set_aside = [moved], Root.set_aside
+
+    def dies(self: Root, *arguments: Any) -> None:
+        set_aside(self, *arguments)
+        left[0] -= 1
+        if not left[0]:
+            raise StorageError("killed")
+
+    monkeypatch.setattr(Root, "set_aside", dies)
+    with contextlib.suppress(StorageError), manager(tmp_path) as trainer:
+        found = trainer.restore(1, state)
+        assert found.touched is not None
+        state, touched = model.train(found.state, found.touched, 50)
+        getattr(trainer, by)(2, state, touched=touched)
+    monkeypatch.undo()
+    assert inspect.open(tmp_path).recovery_points() == []
+    options = deltackpt.ManagerOptions(access="read", multiprocess=False)
+    with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=options) as reader:
+        again = reader.restore_latest(model.initial())
+    assert again is not None and (again.step, again.point) == (newest, None)
 
 
 def opened(root: Path, call: Callable[[deltackpt.CheckpointManager], Any]) -> Any:
