@@ -130,12 +130,12 @@ class LayerShard:
             self._file = None
 
 
-def segment_of(group: RowGroup, arrays: Iterable[LayerArray]) -> Segment:
+def segment_of(group: RowGroup, stored: Iterable[LayerArray]) -> Segment:
     """Returns the segment that was written as a row group, without statistics of its encodings.
 
     Args:
       group: the row group.
-      arrays: its arrays.
+      stored: its arrays.
 
     Raises:
       Unsound: the row group is not a valid segment.
@@ -152,16 +152,16 @@ def segment_of(group: RowGroup, arrays: Iterable[LayerArray]) -> Segment:
         )
         for field, codec in group.codecs.items()
     )
+    # Not the layer's chunks, which are shorter: readers take so many rows at a time.
     entries = tuple(
-        ArrayEntry(
-            name=array.name,
-            shape=array.shape,
-            dtype=array.dtype,
-            chunk_rows=array.chunk_rows,
+        arrays.array_entry(
+            array.name,
+            array.shape,
+            np.dtype(array.dtype),
             zstd=array.compression == "zstd",
             byte_planes=array.compression == "planes",
         )
-        for array in arrays
+        for array in stored
     )
     segment = Segment(
         name=group.name,

@@ -390,7 +390,8 @@ class Filling:
                 if not (value.file or wanted(value.key)):
                     continue
                 try:
-                    leaves[key] = Leaf(key, room(value), value.count)
+                    leaf = Leaf(key, room(value), value.count, is_fresh=room is _empty)
+                    leaves[key] = leaf
                 except MemoryError as error:
                     found = f"{value.count} elements of {value.key}"
                     raise Damaged(source.name, "values that fit into memory", found) from error

@@ -62,11 +62,17 @@ class PartSource:
         Raises:
           Damaged: the blocks are missing or altered.
         """
+        out = memory.empty_buffer((stop - start, *entry.shape[1:]), np.dtype(entry.dtype))
+        self.read_into(segment, entry, start, stop, out)
+        return out
+
+    def read_into(
+        self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
+    ) -> None:
+        """Like ``read``, into ``out``; after an error its contents are undefined."""
         self.check(segment)
         self.on_bytes(self.arrays.bytes_of(segment, entry, start, stop))
-        out = memory.empty_buffer((stop - start, *entry.shape[1:]), np.dtype(entry.dtype))
         self.arrays.read_into(segment, entry, start, stop, out)
-        return out
 
     def rows(self, segment: Segment, total: int) -> np.ndarray:
         """Returns the row indices of a segment without ranges, ascending and below ``total``.
@@ -102,6 +108,7 @@ class Leaf:
       data: (blocks, 256), or (n,) uint8.
       count: number of elements; for a plain value, of bytes.
       writable: returns the array to write instead of ``data``; None to write ``data`` itself.
+      is_fresh: whether ``data`` is discarded after an error; raw blocks are then read into it.
       complete: (blocks,) bool, whether some save completes the block; (1,) for a plain value. It
         takes no space before it is written, because a record may claim any length.
     """
@@ -110,6 +117,7 @@ class Leaf:
     data: np.ndarray
     count: int = -1
     writable: Callable[[Key], np.ndarray] | None = None
+    is_fresh: bool = False
     complete: np.ndarray = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -182,6 +190,12 @@ class Chunk:
         Raises:
           Damaged: the blocks are missing or altered.
         """
+        if leaf.is_fresh and self._is_raw and len(numbers) == numbers[-1] + 1 - numbers[0]:
+            entry = self._entry_of("", self.codec.stored(dtype_of(self._segment.group))[""])
+            out = leaf.data[numbers[0] : numbers[-1] + 1].view(np.dtype(entry.dtype))
+            self._source.read_into(self._segment, entry, at.start, at.stop, out)
+            self._used()
+            return
         arrays = self._cut(at)
         try:
             # Blocks that a newer save completes may decode to NaN here.
@@ -195,8 +209,12 @@ class Chunk:
     def prepare(self) -> None:
         """Prefetches the chunk; errors are raised on first use."""
         with self._lock, contextlib.suppress(Damaged, StorageError):
-            if self._arrays is None and self.users:
+            if self._arrays is None and self.users and not self._is_raw:
                 self._read()
+
+    @property
+    def _is_raw(self) -> bool:
+        return isinstance(self.codec, of_blocks.Whole)
 
     def _cut(self, at: slice) -> dict[str, np.ndarray]:
         """Returns the stored arrays of some blocks."""
@@ -237,13 +255,16 @@ class Chunk:
     def _array(self, suffix: str, array: of_blocks.BlockArray, start: int, stop: int) -> np.ndarray:
         """Returns rows of a stored array."""
         source, segment = self._source, self._segment
-        name = f"{BLOCKS}.{suffix}" if suffix else BLOCKS
-        entries = {entry.name: entry for entry in segment.arrays}
-        entry = _entry(entries, name, array, segment, source.name)
+        entry = self._entry_of(suffix, array)
         if stop > entry.shape[0]:
             shown = f"{source.name}, {segment.name}"
-            raise Damaged(shown, f"{stop} elements of {name}", f"{entry.shape[0]}")
+            raise Damaged(shown, f"{stop} elements of {entry.name}", f"{entry.shape[0]}")
         return source.read(segment, entry, start, stop)
+
+    def _entry_of(self, suffix: str, array: of_blocks.BlockArray) -> ArrayEntry:
+        name = f"{BLOCKS}.{suffix}" if suffix else BLOCKS
+        entries = {entry.name: entry for entry in self._segment.arrays}
+        return _entry(entries, name, array, self._segment, self._source.name)
 
     def _used(self) -> None:
         with self._lock:

@@ -273,7 +273,7 @@ class RecordPart:
                 if entry.name == names.GAPS:
                     out = arrays.row_indices(segment, 0, segment.count)
                 else:
-                    out = memory.empty_buffer(entry.shape, np.dtype(entry.dtype))
+                    out = _room(entry, self.record)
                     arrays.read_into(segment, entry, 0, entry.shape[0], out)
                 found[segment.name, entry.name] = out
         return found
@@ -281,6 +281,15 @@ class RecordPart:
     @functools.cached_property
     def _arrays(self) -> LayerArrays:
         return LayerArrays(lambda: self.record.layer, name=self.record.name, file="")
+
+
+def _room(entry: ArrayEntry, record: WalRecord) -> np.ndarray:
+    """Memory for an array of a record."""
+    try:
+        # The memory of the previous record is reused; populating new pages costs more than reading.
+        return np.empty(entry.shape, np.dtype(entry.dtype))
+    except MemoryError as error:
+        raise Damaged(record.name, "rows that fit into memory", f"{entry.nbytes} bytes") from error
 
 
 def layers_of(way: Way, layout: Layout) -> list[list[RecordPart]]:
