@@ -277,7 +277,7 @@ def replay(report: Report, options: argparse.Namespace, place: Path) -> None:
         segment.count
         for leg in way.legs
         for record in leg.marks[0]
-        for segment in record.head.segments
+        for segment in record.segments
     )
     buffers, wanted = targets.empty_buffers(era.head.layout)
     for array in jax.tree.leaves(buffers):
