@@ -274,10 +274,7 @@ def replay(report: Report, options: argparse.Namespace, place: Path) -> None:
     way = newest_way(history, {base.step: base})
     assert way is not None
     rows = sum(
-        segment.count
-        for leg in way.legs
-        for record in leg.marks[0]
-        for segment in record.segments
+        segment.count for leg in way.legs for record in leg.marks[0] for segment in record.segments
     )
     buffers, wanted = targets.empty_buffers(era.head.layout)
     for array in jax.tree.leaves(buffers):

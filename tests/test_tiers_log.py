@@ -414,6 +414,22 @@ def test_the_log_reaches_back_behind_a_damaged_step_of_the_root(node, alone):
 # ---- what is altered
 
 
+def test_an_epoch_of_a_development_version_in_the_stage_stops_no_upload(node, alone):
+    one = node()
+    with one.manager(wait_for="staging") as manager:
+        one.save(manager, 0)
+        one.log(manager, 1, 2)
+    segments = [*one.logged.glob("*/*/*.seg")]
+    assert segments
+    for path in segments:
+        path.write_bytes(b"DLOG" + bytes(500))
+    with one.manager(wait_for="staging") as manager:
+        assert one.restore(manager, 0).step == 0
+        one.log(manager, 3)
+    promote(one)
+    assert one.newest() == 3
+
+
 def test_what_is_altered_in_the_stage_reaches_no_bucket(node, alone):
     one = node()
     with one.manager(wait_for="staging") as manager:

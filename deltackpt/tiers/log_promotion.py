@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import google_crc32c
 
-from deltackpt.errors import Damaged, FormatTooNew
+from deltackpt.errors import Damaged, FormatTooNew, FormatTooOld
 from deltackpt.format import names, stretches
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.names import PieceRange
@@ -29,7 +29,7 @@ from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.promoted_log import HEAD, HEAD_COPY, pieces_at
 from deltackpt.reading.log_progress import NAME, Noted, newest_durable
 from deltackpt.reading.stretches import Logs
-from deltackpt.reading.wal_records import WalRecord
+from deltackpt.reading.wal_records import ProcessLog, WalRecord
 from deltackpt.resources.pace import Pace
 from deltackpt.storage.store import Missing, Spot, spot
 from deltackpt.tiers.stage import Stage
@@ -196,7 +196,8 @@ class LogPromotion:
         self, ref: LogRef, head: StretchHead, process: int, journal: Journal
     ) -> Iterator[_Piece]:
         log, needed = self._logs.log_of(head, process), _oldest_needed(journal.known)
-        log.advance()
+        if not _advanced(log):
+            return
         is_over, sent = ref.stretch < _newest(journal.known), self._known(ref, journal)
         left = len(log.segments)
         for name, marks in log.segments.items():
@@ -252,7 +253,8 @@ class LogPromotion:
             sent = self._known(ref, journal)
             for process in range(head.process_count):
                 log = self._logs.log_of(head, process)
-                log.advance()
+                if not _advanced(log):
+                    continue
                 at = journal.root / ref.prefix / str(process)
                 recorded = newest_durable(at).number
                 ends = {
@@ -329,6 +331,15 @@ class LogPromotion:
             found = pieces_at(journal.root / ref.prefix)
             self._sent[ref.prefix] = {segment: [*one.every] for segment, one in found.items()}
         return self._sent[ref.prefix]
+
+
+def _advanced(log: ProcessLog) -> bool:
+    """Scans a log; returns whether this version can read it, and so upload more of it."""
+    try:
+        log.advance()
+    except (FormatTooNew, FormatTooOld):
+        return False
+    return True
 
 
 def _put_progress(at: Spot, newest: SaveId) -> None:
