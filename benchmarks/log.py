@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log: what a mark at every step costs the training, and how soon one is back.
+"""The WAL: what a record at every step costs the training, and how soon one is back.
 
 The thesis DLRM (8 tables of 80,000 x 64, MLPs 512-512-64 and 1024-1024-1024-1 with Adam, 30 MB of
-dense leaves) trains with soft marks and full ones, with delta saves, with Orbax, and with nothing,
-in turn. What `log()` blocks is compared with `np.take` of the same rows and slots into warm memory
+dense leaves) trains with soft and full records, with delta saves, with Orbax, and with nothing, in
+turn. What `append()` blocks is compared with `np.take` of the same rows and slots into warm memory
 and a copy of the dense leaves. The thesis's own table has full saves as slow as it reports them (20
 MB/s), and synchronous Orbax at every step, for one, two and four processes. State W is recovered
 from a base and a log.
@@ -52,7 +52,7 @@ LEFT = 0.1
 THESIS_BYTES_PER_SEC, EPOCH_SAMPLES = 20e6, 50_000
 #: Rows that are replayed in a second of one core.
 REPLAY_ROWS = 5_000_000
-#: Of W: lookups of a mark, as a share of all rows; bytes of the log, as a share of the base.
+#: Of W: lookups of a record, as a share of all rows; bytes of the log, as a share of the base.
 _LOOKUPS, _LOG_SHARE = 0.1, 0.5
 _loops: list[Loop] = []
 
@@ -108,7 +108,7 @@ def training(report: Report, options: argparse.Namespace, root: Path) -> None:
             title = f"{law}: {{}}, {MODES[name].name}"
             report.state(title.format("durable after"), sample(found[name], "durable"), secs)
             report.state(
-                title.format("bytes of a mark"), sample(found[name], "mark_bytes"), megabytes
+                title.format("bytes of a record"), sample(found[name], "record_bytes"), megabytes
             )
             syncs = sample(found[name], "syncs")
             report.state(title.format("syncs"), syncs, "{:.0f}".format)
@@ -116,7 +116,7 @@ def training(report: Report, options: argparse.Namespace, root: Path) -> None:
 
 
 def taken(state: TrainState, batch: data.Batch, dense: bool, warm: dict[str, np.ndarray]) -> float:
-    """Seconds that the machine takes for what a mark copies, into memory that is warm."""
+    """Seconds that the machine takes for what a record copies, into memory that is warm."""
     sources: list[tuple[np.ndarray, np.ndarray | None, np.ndarray]] = []
     for name, ids in batch.ids.items():
         rows = np.unique(ids)
@@ -202,7 +202,7 @@ def thesis(report: Report, options: argparse.Namespace, root: Path) -> None:
         mine = _costs(sample(found["full"]), nothing)
         for name, most in (("orbax", LEFT), ("orbax-tuned", None)):
             theirs = _costs(sample(found[name]), nothing)
-            what = f"{title}: what full marks cost"
+            what = f"{title}: what full records cost"
             report.compare(what, mine, MODES[name].name, theirs, secs, bar=most)
         report.state(f"{title}: durable after", sample(found["full"], "durable"), secs)
     report.section()
@@ -245,7 +245,7 @@ def recovery(report: Report, options: argparse.Namespace, root: Path) -> None:
 
 
 def _logged(scale: float, place: Path) -> tuple[ways.Logs, states.State]:
-    """State W after a base and marks of half its bytes; the way is closed."""
+    """State W after a base and records of half its bytes; the way is closed."""
     state, way = states.make(scale), ways.Logs(place)
     way.save(0, state, base=True)
     way.wait()
@@ -260,21 +260,24 @@ def _logged(scale: float, place: Path) -> tuple[ways.Logs, states.State]:
         state = jax.block_until_ready(states.change(state, ids))
         way.log(number, state, ids)
         way.wait()
-        written = sum(mark.bytes_written for mark in way.marks)
+        written = sum(event.bytes_written for event in way.appends)
     way.close()
     return way, state
 
 
 def replay(report: Report, options: argparse.Namespace, place: Path) -> None:
-    """All marks of a log onto memory that is warm, by one core."""
+    """All records of a log onto memory that is warm, by one core."""
     history = Logs(spot(place / names.LOG)).read()
     [era] = history.eras
-    # A base was saved before the first mark.
-    base = era.processes[0].log.marks[0].parent
+    # A base was saved before the first record.
+    base = era.processes[0].log.records[0].parent
     way = newest_way(history, {base.step: base})
     assert way is not None
     rows = sum(
-        segment.count for leg in way.legs for record in leg.marks[0] for segment in record.segments
+        segment.count
+        for leg in way.legs
+        for record in leg.records[0]
+        for segment in record.segments
     )
     buffers, wanted = targets.empty_buffers(era.head.layout)
     for array in jax.tree.leaves(buffers):

@@ -64,11 +64,11 @@ def _way(name: str) -> Callable[[Path, int], ways.Way]:
 MODES = {
     "none": Mode("no saves"),
     "soft": Mode(
-        "soft marks, full every N",
+        "soft records, full every N",
         lambda root, every: ways.Logs(root, deltackpt.WalOptions(dense_every=every)),
     ),
-    "full": Mode("full marks", _logs()),
-    "delta": Mode('full marks, dense="delta"', _logs(dense="delta")),
+    "full": Mode("full records", _logs()),
+    "delta": Mode('full records, dense="delta"', _logs(dense="delta")),
     "deltas": Mode("a delta every step", _way("power"), each=True),
     "orbax-n": Mode("Orbax tuned every N", _way("orbax-tuned")),
     "orbax": Mode("Orbax every step, synchronous", _way("orbax"), each=True, waits=True),
@@ -87,15 +87,15 @@ class Training:
       cpu: seconds of processors.
       threads: at its end.
       syncs: how often the log was forced to disk.
-      mark_bytes: of a mark, the mean.
-      durable: median of the seconds from ``log()`` until a mark was durable.
+      record_bytes: of a record, the mean.
+      durable: median of the seconds from ``append()`` until a record was durable.
     """
 
     secs: float
     cpu: float
     threads: float
     syncs: float = 0.0
-    mark_bytes: float = 0.0
+    record_bytes: float = 0.0
     durable: float = 0.0
 
 
@@ -175,14 +175,14 @@ class Loop:
             way.close()
         if not isinstance(way, ways.Logs):
             return Training(secs, cpu, threads)
-        marks = way.marks
+        appends = way.appends
         return Training(
             secs,
             cpu,
             threads,
-            syncs=sum(1 / mark.batches_in_sync for mark in marks),
-            mark_bytes=sum(mark.bytes_written for mark in marks) / len(marks),
-            durable=median(mark.durable_secs for mark in marks),
+            syncs=sum(1 / event.batches_in_sync for event in appends),
+            record_bytes=sum(event.bytes_written for event in appends) / len(appends),
+            durable=median(event.durable_secs for event in appends),
         )
 
 

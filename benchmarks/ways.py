@@ -95,18 +95,18 @@ class Logs(Deltas):
     """deltackpt: the log, between saves.
 
     Attributes:
-      marks: what each durable one cost.
+      appends: what each durable one cost.
     """
 
     def __init__(self, root: Path, options: deltackpt.WalOptions | None = None):
-        self.marks: list[deltackpt.events.AppendEvent] = []
+        self.appends: list[deltackpt.events.AppendEvent] = []
         super().__init__(
             root, "power", log=options or deltackpt.WalOptions(), event_handlers=(self,)
         )
 
     def receive(self, event: deltackpt.events.Event) -> None:
         if isinstance(event, deltackpt.events.AppendEvent):
-            self.marks.append(event)
+            self.appends.append(event)
 
     def log(self, step: int, state: Any, ids: Any = None) -> deltackpt.Appended:
         """A mark of this step."""

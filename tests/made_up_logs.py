@@ -61,17 +61,17 @@ BASE = SaveId("ba5e", 0, 0)
 
 
 def save_id(number: int, run: str = "a0") -> SaveId:
-    """Of the mark of a call, which is at the step of the same number."""
+    """Of the record of a call, which is at the step of the same number."""
     return SaveId(run, number, number)
 
 
 def rows_of(number: int) -> np.ndarray:
-    """Which rows the mark of a call holds: some are in several marks."""
+    """Which rows the record of a call holds: some are in several records."""
     return np.unique(np.array([number % ROWS, 3 * number % ROWS, 7]))
 
 
 def values_of(number: int, run: str = "a0") -> np.ndarray:
-    """What a mark says that its rows are."""
+    """What a record says that its rows are."""
     start = 1000 * number + int(run, 16)
     return np.arange(start, start + len(rows_of(number)) * WIDTH, dtype=np.float32).reshape(
         -1, WIDTH
@@ -79,7 +79,7 @@ def values_of(number: int, run: str = "a0") -> np.ndarray:
 
 
 def weights_of(number: int, run: str = "a0") -> bytes:
-    """The dense leaf at a mark."""
+    """The dense leaf at a record."""
     return np.full(3, number + int(run, 16), np.float32).tobytes()
 
 
@@ -199,8 +199,8 @@ class MadeUpLog:
         (self.at / names.stretch_name(self.stretch)).write_bytes(stretches.to_bytes(self.head))
         return self
 
-    def mark(self, *numbers: int, parent: SaveId | None = None) -> MadeUpLog:
-        """Writes marks, each since the one before."""
+    def append(self, *numbers: int, parent: SaveId | None = None) -> MadeUpLog:
+        """Writes records, each since the one before."""
         for number in numbers:
             above = save_id(number - 1, self.run) if number > 1 else BASE
             own = save_id(number, self.run)
@@ -209,7 +209,7 @@ class MadeUpLog:
         return self
 
     def roll(self) -> MadeUpLog:
-        """The next mark begins a file."""
+        """The next record begins a file."""
         self.writer.roll()
         return self
 
@@ -217,7 +217,7 @@ class MadeUpLog:
 def contents_after(
     numbers: Sequence[int], run: str = "a0", before: np.ndarray | None = None
 ) -> np.ndarray:
-    """What the table holds once some marks were applied, in their order."""
+    """What the table holds once some records were applied, in their order."""
     table = np.zeros((ROWS, WIDTH), np.float32) if before is None else before.copy()
     for number in numbers:
         table[rows_of(number)] = values_of(number, run)

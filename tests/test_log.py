@@ -146,7 +146,7 @@ def logged_to_point_2(run):
         run.append()
 
 
-def test_marks_of_a_point_that_training_has_gone_back_to_are_not_trimmed(run):
+def test_records_of_a_point_that_training_has_gone_back_to_are_not_trimmed(run):
     logged_to_point_2(run)
     with run.open() as manager:
         at_a_point_with_two_steps_above(run)
@@ -161,12 +161,12 @@ def test_marks_of_a_point_that_training_has_gone_back_to_are_not_trimmed(run):
     assert_found_again(run)
 
 
-def test_where_the_marks_that_led_to_a_point_are_trimmed_a_step_is_saved(tmp_path, run):
+def test_where_the_records_that_led_to_a_point_are_trimmed_a_step_is_saved(tmp_path, run):
     logged_to_point_2(run)
     with run.open() as manager:
         at_a_point_with_two_steps_above(run)
         looked_at = manager.restore(2, run.state)
-        # It goes on with what it had, and marks below two steps are trimmed.
+        # It goes on with what it had, and records below two steps are trimmed.
         for _ in range(3):
             run.save()
         run.append()
@@ -266,7 +266,7 @@ def test_a_run_without_a_log_goes_on_from_a_point(run):
         assert (result.step, result.point) == (7, None)
 
 
-def test_a_thousand_lossy_marks_err_no_more_than_one(run):
+def test_a_thousand_lossy_records_err_no_more_than_one(run):
     chosen = options(codec="int8")
     with run.open(chosen) as manager:
         run.save_initial()
@@ -334,7 +334,7 @@ def test_rows_that_verify_tracking_finds_unmarked_end_the_points_of_the_run(run)
             manager.verify_tracking(run.state, touched=run.touched)
         assert manager.recovery_points() == []
         assert manager.wait_appended() == 0
-        # A base, from which the marks go on.
+        # A base, from which the records go on.
         assert run.save().kind == "base"
         run.append()
         manager.wait_appended()
@@ -357,7 +357,7 @@ def test_a_first_step_that_fails_in_the_background_is_saved_again_by_the_log(run
     assert_found_again(run)
 
 
-def test_marks_are_waited_for_with_the_first_step_that_they_lead_down_to(run):
+def test_records_are_waited_for_with_the_first_step_that_they_lead_down_to(run):
     with run.open() as manager:
         with Disk(run.root) as disk, disk.pause("write", STEP_FILES) as held:
             run.save(wait=False)
@@ -369,7 +369,7 @@ def test_marks_are_waited_for_with_the_first_step_that_they_lead_down_to(run):
         assert manager.recovery_points()[0].step == run.step
 
 
-def test_where_the_first_step_fails_who_waits_for_marks_is_told_and_the_next_saves(run):
+def test_where_the_first_step_fails_who_waits_for_records_is_told_and_the_next_saves(run):
     with run.open() as manager:
         with Disk(run.root) as disk:
             # Not before the append, which would save the step itself.
@@ -402,7 +402,7 @@ def test_items_of_a_point_come_back_as_they_were_given(run):
         assert run.resume().items == given
 
 
-def test_soft_marks_alone_are_no_points_and_a_full_one_has_their_rows(run):
+def test_soft_records_alone_are_no_points_and_a_full_one_has_their_rows(run):
     with run.open(options(dense="soft")) as manager:
         run.save_initial()
         for _ in range(4):
@@ -440,7 +440,7 @@ def test_a_step_that_log_has_saved_is_not_saved_again(run):
         assert manager.all_steps() == [0, 2, 3]
 
 
-def test_marks_below_the_last_two_steps_are_removed(tmp_path, run):
+def test_records_below_the_last_two_steps_are_removed(tmp_path, run):
     with run.open() as manager:
         run.save_initial()
         for _ in range(6):
@@ -516,7 +516,7 @@ def test_dense_leaves_that_changed_at_the_restored_point_are_not_skipped(run, ho
 
 
 @pytest.mark.parametrize("why", ["ids", "distrust"])
-def test_a_step_that_is_saved_instead_of_a_mark_is_not_taken_for_the_restored_one(
+def test_a_step_that_is_saved_instead_of_a_record_is_not_taken_for_the_restored_one(
     run, why, monkeypatch
 ):
     with run.open():

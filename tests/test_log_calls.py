@@ -50,7 +50,7 @@ class Training:
 @pytest.mark.parametrize("dense_every", [1, 2])
 def test_rows_that_were_named_where_a_step_was_saved_instead_are_not_missed(tmp_path, dense_every):
     training = Training()
-    # After any mark the log has grown too long.
+    # After any record the log has grown too long.
     with manager(tmp_path, max_wal_ratio=1e-9, dense_every=dense_every) as saver:
         saver.save(0, training.state, touched=training.touched)
         kinds = []
@@ -66,7 +66,7 @@ def test_rows_that_were_named_where_a_step_was_saved_instead_are_not_missed(tmp_
     assert found is not None and training.equals(found.state)
 
 
-def test_marks_that_were_acknowledged_outlive_a_look_at_an_older_step(tmp_path):
+def test_records_that_were_acknowledged_outlive_a_look_at_an_older_step(tmp_path):
     training = Training()
     with manager(tmp_path) as saver:
         saver.save(0, training.state, touched=training.touched)

@@ -80,7 +80,7 @@ def write(root: Path, **options) -> Written:
 
 @pytest.fixture(scope="module", params=["whole", "delta"])
 def written(tmp_path_factory, request) -> Written:
-    """Of some segments with one mark, others with several."""
+    """Of some segments with one record, others with several."""
     backend = deltackpt.wal.LocalWal(segment_bytes=1 if request.param == "whole" else 1 << 14)
     root = tmp_path_factory.mktemp("damaged") / "root"
     return write(root, dense=request.param, backend=backend)
@@ -269,7 +269,7 @@ def test_the_stretch_that_a_later_one_goes_on_from_is_reported_if_its_head_is_lo
 
 
 def test_a_head_that_goes_while_another_run_begins_is_no_damage(tmp_path):
-    at = MadeUpLog(tmp_path / "log").begin().mark(1).at
+    at = MadeUpLog(tmp_path / "log").begin().append(1).at
 
     def begin_another(_: DiskCall) -> None:
         MadeUpLog(at, stretch=1, run="b1").begin()
@@ -281,8 +281,8 @@ def test_a_head_that_goes_while_another_run_begins_is_no_damage(tmp_path):
 
 
 def test_of_several_places_another_head_takes_the_place_of_a_damaged_one(tmp_path):
-    MadeUpLog(tmp_path / "far").begin().mark(1)
-    near = MadeUpLog(tmp_path / "near").begin().mark(1)
+    MadeUpLog(tmp_path / "far").begin().append(1)
+    near = MadeUpLog(tmp_path / "near").begin().append(1)
     (near.at / "0.msgpack").write_bytes(b"torn")
     history = history_of(near.at, tmp_path / "far")
     assert [point.step for point in history.points()] == [1] and len(history.replaced) == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense leaves of marks as blocks against those of the mark before: points, errors, failures."""
+"""Dense leaves of records as blocks relative to the previous record: points, errors, failures."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def wholes_of(root: Path, stretch: int = 0) -> list[bool]:
     return [record.head.against is None for record in records]
 
 
-def test_every_point_is_exact_and_a_mark_holds_what_changed(tmp_path):
+def test_every_point_is_exact_and_a_record_holds_what_changed(tmp_path):
     training = Training(tmp_path)
     with training.opened() as manager:
         training.start(20)
@@ -157,7 +157,7 @@ def test_every_point_is_exact_and_a_mark_holds_what_changed(tmp_path):
     assert verify_root(tmp_path).intact
 
 
-def test_errors_of_a_thousand_marks_do_not_grow(tmp_path):
+def test_errors_of_a_thousand_records_do_not_grow(tmp_path):
     training = Training(tmp_path)
     errors = []
     with training.opened(codec=LOSSY, max_wal_ratio=1e9) as manager:
@@ -202,14 +202,14 @@ def test_references_of_the_log_are_not_those_of_saves(tmp_path, codec):
         for _ in range(3):
             for _ in range(3):
                 training.append()
-            # The writer begins a file with the first mark that it writes after a commit.
+            # The writer begins a file with the first record that it writes after a commit.
             manager.wait_appended()
             training.save()
         training.append()
         manager.wait_appended()
         # Nothing is being trimmed after this.
         points = manager.recovery_points()
-        # The first mark of a file is whole; older files are gone.
+        # The first record of a file is whole; older files are gone.
         whole = wholes_of(tmp_path)
         assert whole[-4:] == [True, False, False, True]
         for at in (*manager.all_steps(), *points):
@@ -270,7 +270,7 @@ def test_what_failed_is_no_reference(tmp_path, disk: Disk, kind, number, codec):
     assert whole == [step in (steps[0], failed[0] + 1) for step in steps]
 
 
-def test_marks_behind_one_that_failed_are_no_references_either(tmp_path, disk: Disk):
+def test_records_behind_one_that_failed_are_no_references_either(tmp_path, disk: Disk):
     training = Training(tmp_path)
     with training.opened(codec=LOSSY, durability="power", when_full="wait") as manager:
         training.save()

@@ -70,7 +70,7 @@ def told() -> Iterator[list[str]]:
 
 
 def settle(manager: deltackpt.CheckpointManager) -> None:
-    """Returns when all marks are durable, or have failed, without asking which."""
+    """Returns when all records are durable, or have failed, without asking which."""
     recorder = manager._recorder
     assert recorder is not None and recorder._writer is not None
     recorder._writer.wait(60)
@@ -87,7 +87,7 @@ def assert_no_seq_twice(root: Path) -> None:
         assert len({*found}) == len(found)
 
 
-def marks_in(root: Path) -> list[int]:
+def records_in_wal(root: Path) -> list[int]:
     """Steps of the recovery points of the first WAL epoch, which are all of its records."""
     epoch = inspect.open(root).wal.epochs[-1]
     assert epoch.records == (len(epoch.recovery_points),)
@@ -105,7 +105,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("kind", "number", "error", "short"), REFUSALS)
-def test_rows_of_a_mark_that_was_refused_are_in_the_next(
+def test_rows_of_a_record_that_was_refused_are_in_the_next(
     kind, number, error, short, tmp_path, run, disk
 ):
     with run.open() as manager:
@@ -128,7 +128,7 @@ def test_rows_of_a_mark_that_was_refused_are_in_the_next(
     assert len(disk.failures) == len(failed) == 1
     assert_nothing_is_tried_again(disk)
     assert_no_seq_twice(tmp_path)
-    assert marks_in(tmp_path) == [step for step in (1, 2, 3, 4) if step not in failed]
+    assert records_in_wal(tmp_path) == [step for step in (1, 2, 3, 4) if step not in failed]
     with run.open():
         result = run.resume()
         assert result.step == 4 and result.skipped == ()
@@ -155,7 +155,7 @@ def test_what_fails_again_and_again_ends_in_a_step(kind, dense, tmp_path, run, d
         assert found[-1].kind is None and "failed again" in found[-1].reason
         manager.wait_until_finished()
         disk.clear()
-        # Marks go on, from the step or from what was durable.
+        # Records go on, from the step or from what was durable.
         for _ in range(2):
             run.append()
         manager.wait_appended()
@@ -192,7 +192,7 @@ def test_a_trainer_that_asks_for_it_is_told_by_an_error(tmp_path, run, disk):
         # It was told once; the next call takes these rows, too.
         run.append()
         manager.wait_appended()
-    assert marks_in(tmp_path) == [3]
+    assert records_in_wal(tmp_path) == [3]
     with run.open():
         assert run.resume().step == 3
 
@@ -210,7 +210,7 @@ def test_by_default_a_failure_is_a_warning_and_training_goes_on(run, disk):
     assert seen[0].kind == "full"
 
 
-def test_marks_that_fail_as_the_program_ends_are_told(run, disk):
+def test_records_that_fail_as_the_program_ends_are_told(run, disk):
     manager = run.open(options())
     run.save_initial()
     disk.fail("fdatasync", LOG, errno=errno.ENOSPC, times=None)
@@ -223,7 +223,7 @@ def test_marks_that_fail_as_the_program_ends_are_told(run, disk):
     manager._recorder.close()
 
 
-def test_what_waited_behind_a_failure_is_in_the_next_mark(tmp_path, run, disk):
+def test_what_waited_behind_a_failure_is_in_the_next_record(tmp_path, run, disk):
     with run.open() as manager:
         run.save_initial()
         held = disk.pause("fdatasync", LOG, errno=errno.EIO, times=1)
@@ -237,7 +237,7 @@ def test_what_waited_behind_a_failure_is_in_the_next_mark(tmp_path, run, disk):
         # Only what was given up is owed.
         run.append()
         manager.wait_appended()
-    assert marks_in(tmp_path)[-1] == 5
+    assert records_in_wal(tmp_path)[-1] == 5
     assert_nothing_is_tried_again(disk)
     assert_no_seq_twice(tmp_path)
     with run.open():
@@ -314,14 +314,14 @@ def test_a_full_buffer_is_waited_for_no_longer_than_the_deadline(tmp_path, run, 
         manager.wait_appended(60)
         run.append()
         manager.wait_appended(60)
-    assert marks_in(tmp_path) == [1, 3]
+    assert records_in_wal(tmp_path) == [1, 3]
     with run.open():
         assert run.resume().step == 3
 
 
 @pytest.mark.parametrize("passed_by_ids", [False, True])
 @pytest.mark.parametrize("next_by_ids", [False, True])
-def test_where_the_buffer_is_full_the_next_mark_has_the_rows_of_those_passed_over(
+def test_where_the_buffer_is_full_the_next_record_has_the_rows_of_those_passed_over(
     passed_by_ids, next_by_ids, tmp_path, run, disk
 ):
     gate = disk.pause("fdatasync", LOG)
@@ -347,7 +347,7 @@ def test_where_the_buffer_is_full_the_next_mark_has_the_rows_of_those_passed_ove
         assert run.save().kind == "delta"
         manager.wait_until_finished()
         manager.delete(run.step)
-    assert marks_in(tmp_path) == [1, 5]
+    assert records_in_wal(tmp_path) == [1, 5]
     with run.open():
         assert run.resume().step == 5
 
@@ -420,7 +420,7 @@ class Seen:
             self.together.append(event.batches_in_sync)
 
 
-def test_marks_that_wait_are_forced_together(tmp_path, disk):
+def test_records_that_wait_are_forced_together(tmp_path, disk):
     seen = Seen()
     run = TrainingRun(tmp_path, options=options(), event_handlers=(seen,))
     gate = disk.pause("fdatasync", LOG)
@@ -450,7 +450,7 @@ def test_without_durability_nothing_is_forced(tmp_path, run, disk):
             manager.wait_appended()
     assert not disk.paths("fdatasync")
     assert not [path for path in disk.paths("fsync") if ".seg" in path]
-    assert marks_in(tmp_path) == [1, 2, 3]
+    assert records_in_wal(tmp_path) == [1, 2, 3]
 
 
 class Power:
@@ -526,7 +526,7 @@ def test_what_was_waited_for_survives_a_power_cut(torn, tmp_path, run, disk):
 # A trainer that was replaced.
 
 
-def test_marks_of_a_trainer_that_was_replaced_are_dead(tmp_path, run, monkeypatch):
+def test_records_of_a_trainer_that_was_replaced_are_dead(tmp_path, run, monkeypatch):
     monkeypatch.setattr(lease, "GRACE_SECS", 0.1)  # The other trainer never starts.
     with contextlib.ExitStack() as held:
         first = held.enter_context(run.open())
@@ -557,7 +557,7 @@ def test_marks_of_a_trainer_that_was_replaced_are_dead(tmp_path, run, monkeypatc
         assert newest.forked_from == (0, found.point.save_id)
 
 
-def test_a_save_and_a_mark_of_one_step_lead_to_no_circle(tmp_path, run):
+def test_a_save_and_a_record_of_one_step_lead_to_no_circle(tmp_path, run):
     with run.open():
         run.save_initial()
     with run.open() as manager:
@@ -566,15 +566,15 @@ def test_a_save_and_a_mark_of_one_step_lead_to_no_circle(tmp_path, run):
         manager.append(run.step, run.state, touched=run.touched)
         run.append()
         manager.wait_appended()
-    # The mark's rows are those since the step, which is lost.
+    # The record's rows are those since the step, which is lost.
     shutil.rmtree(tmp_path / "1")
     with run.open():
         result = run.resume()
         assert result.step == 0 and result.point is None
 
 
-def test_a_failure_while_a_mark_is_taken_gives_that_up_as_well(tmp_path, run, disk, monkeypatch):
-    """Its rows are since the mark that fails, so that it lacks those of that one."""
+def test_a_failure_while_a_record_is_taken_gives_that_up_as_well(tmp_path, run, disk, monkeypatch):
+    """Its rows are since the record that fails, so that it lacks those of that one."""
     take = taking.take
     failed: list[bool] = []
 
@@ -600,6 +600,6 @@ def test_a_failure_while_a_mark_is_taken_gives_that_up_as_well(tmp_path, run, di
             manager.wait_appended()
         run.append()
         manager.wait_appended()
-    assert marks_in(tmp_path) == [3]
+    assert records_in_wal(tmp_path) == [3]
     with run.open():
         assert run.resume().step == 3

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The log against a model that keeps every state in memory.
 
-Random sequences of what loops do with marks and saves: train, log by stamps or by ids, forget to
+Random sequences of what loops do with records and saves: train, log by stamps or by ids, forget to
 mark a row, lose sight of the root, save, fail to write or to force either, end without a word, tear
 or damage what was logged last, restore the newest or an older step or point, start again. Whatever
 happens, what restores is a state that was given to that very step on the line of training that goes

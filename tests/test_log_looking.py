@@ -67,7 +67,7 @@ def manager(root: Path, **options) -> deltackpt.CheckpointManager:
 
 
 def write(root: Path, **options) -> Written:
-    """Steps 0 and 3, marks up to 6; then from point 4 on marks up to 9, each second one full."""
+    """Steps 0 and 3, records up to 6; then from point 4 records up to 9, each second one full."""
     state = model.initial()
     states = {0: state}
     touched = model.new_touched(state)
@@ -333,7 +333,7 @@ def test_history_tells_every_point_between_the_steps_bit_for_bit(written, field)
         assert found.values[number].tobytes() == expected.tobytes(), step
 
 
-def test_a_mark_holds_the_rows_that_it_says(written):
+def test_a_record_holds_the_rows_that_it_says(written):
     rows = np.arange(model.ROWS["users"])
     found = inspect.open(written.root).history("tables/users", rows)
     for number in range(1, len(found.steps)):
@@ -355,7 +355,7 @@ def test_history_of_named_steps_or_without_the_log_tells_steps_alone(written):
     assert [one["recovery_point"] is None for one in told] == [step in (0, 3) for step in range(10)]
 
 
-def test_history_names_a_damaged_mark(copy):
+def test_history_names_a_damaged_record(copy):
     record = records_in(copy / "log/1/0")[-1]
     for segment in record.rows:
         [(start, _), *_] = record.chunks_of(segment.name, "values")
@@ -420,7 +420,7 @@ def test_damage_before_the_last_frames_is_never_taken_for_a_torn_tail(copy):
 def test_a_torn_tail_of_the_newest_stretch_is_no_damage(copy, count):
     newest = segments(copy)[-1]
     os.truncate(newest, newest.stat().st_size - count)
-    # Nobody was told that the mark is durable.
+    # Nobody was told that the record is durable.
     (newest.parent / "progress").unlink()
     report = verify_root(copy)
     assert report.intact and any("torn record" in note for note in report.notes)
@@ -449,7 +449,7 @@ def test_a_missing_segment_makes_the_points_behind_it_void(copy):
 
 
 def test_what_counts_no_more_may_be_damaged(copy):
-    # Mark 6 of the first run is behind the point that the second one goes on from.
+    # Record 6 of the first run is behind the point that the second one goes on from.
     [*_, last] = sorted(copy.glob("log/0/0/*.seg"))
     os.truncate(last, last.stat().st_size - 10)
     assert verify_root(copy).intact
@@ -465,7 +465,7 @@ def test_what_counts_no_more_may_be_damaged(copy):
     assert [verdict.point.step for verdict in report.points] == [20]
 
 
-def test_marks_that_are_trimmed_meanwhile_are_no_damage(copy):
+def test_records_that_are_trimmed_meanwhile_are_no_damage(copy):
     def trim(_: DiskCall) -> None:
         for path in segments(copy):
             path.unlink()
@@ -479,7 +479,7 @@ def test_marks_that_are_trimmed_meanwhile_are_no_damage(copy):
 
 
 def write_short(root: Path, **backend) -> Path:
-    """A step and a mark above it."""
+    """A step and a record above it."""
     state = model.initial()
     touched = model.new_touched(state)
     with manager(root, backend=deltackpt.wal.LocalWal(**backend)) as trainer:
@@ -658,8 +658,8 @@ def by_subject(root: Path) -> dict[str, doctor.Finding]:
     return {one.subject: one for one in doctor.examine(root, read_only=True)}
 
 
-def put_marks(root: Path, process: int, numbers: range) -> None:
-    """A log of two processes as stretch 0: the marks of one of them."""
+def put_records(root: Path, process: int, numbers: range) -> None:
+    """A log of two processes as stretch 0: the records of one of them."""
     run_id = "a" * 32
     at = root / "log"
     at.mkdir(exist_ok=True)
@@ -695,17 +695,17 @@ def saved(tmp_path) -> Path:
     ("behind", "severity"), [(range(1, 399), "note"), (range(1, 3), "warning"), (None, "warning")]
 )
 def test_the_doctor_names_a_process_that_holds_points_back(saved, behind, severity):
-    put_marks(saved, 0, range(1, 400))
+    put_records(saved, 0, range(1, 400))
     if behind is not None:
-        put_marks(saved, 1, behind)
+        put_records(saved, 1, behind)
     finding = by_subject(saved)["WAL processes"]
     assert finding.severity == severity and "of 2, 1 " in finding.found
     assert any("are behind the others" in note for note in verify_root(saved).notes)
 
 
-def test_the_doctor_is_content_where_all_processes_have_all_marks(saved):
+def test_the_doctor_is_content_where_all_processes_have_all_records(saved):
     for process in range(2):
-        put_marks(saved, process, range(1, 4))
+        put_records(saved, process, range(1, 4))
     assert "WAL processes" not in by_subject(saved)
 
 

@@ -104,7 +104,7 @@ def test_points_restore_bit_for_bit_on_fewer_and_on_more(server, tmp_path, proce
     turned = {"mesh": [4, 1], "layout": "turned"} if others == 4 else {"mesh": [1, 4]}
     with Job(server, tmp_path / "jobs", processes=others, devices=4 // others) as job:
         assert_restores(job, root, turned, newest)
-        # The next marks go on from the point, and a delta holds what was replayed.
+        # The next records go on from the point, and a delta holds what was replayed.
         logged(job, newest + 3)
         job.all("train", to=newest + 4)
         assert job.one("save")["kind"] == "delta"
@@ -224,7 +224,7 @@ def test_a_log_that_fails_again_has_all_processes_save_at_the_same_call(server, 
         found = job.one("run_until_saved", at_most=FAR)
         [[step, kind, reason]] = found["saved"]
         assert kind == "delta" and "failed again" in reason
-        # Also says that marks before it have failed, where it was not told of yet.
+        # Also says that records before it have failed, where it was not told of yet.
         job.each("wait")
         assert job.one("steps")["steps"] == [0, step]
         job.close()
@@ -278,7 +278,7 @@ def test_a_process_that_fails_its_part_of_the_first_step_saves_with_the_others(s
         found = job.each("log")
         assert found[0]["saved"] == "base"
         assert "error" in found[1]
-        # Marks that lead down to nothing, until all have agreed on a step: it is saved, and the
+        # Records that lead down to nothing, until all have agreed on a step: it is saved, and the
         # failure of the one before is told by it.
         found = job.each("run_until_saved", at_most=FAR)
         assert found[0]["error"]["type"] == "SaveFailed", found
@@ -290,7 +290,7 @@ def test_a_process_that_fails_its_part_of_the_first_step_saves_with_the_others(s
     assert_reads_alone(root, step + 3)
 
 
-def test_where_the_step_that_marks_go_on_from_fails_all_save_another(server, tmp_path):
+def test_where_the_step_that_records_go_on_from_fails_all_save_another(server, tmp_path):
     root = tmp_path / "root"
     with Job(server, tmp_path / "jobs", processes=2) as job:
         job.all("open", root=str(root), log={})

@@ -342,7 +342,7 @@ def logged_whole(manager: Any, run: Forgetful, how: str) -> deltackpt.Appended:
 
 
 @pytest.mark.parametrize("how", ["verify", "ids"])
-def test_a_log_that_cannot_be_ended_takes_no_mark_and_says_so_until_it_is(run, how):
+def test_a_log_that_cannot_be_ended_takes_no_record_and_says_so_until_it_is(run, how):
     with run.open() as manager, Disk(run.root) as disk:
         run.save_initial()
         for _ in range(2):

@@ -94,7 +94,7 @@ def node(s3, tmp_path):
 # ---- a lost node
 
 
-def test_an_empty_node_goes_on_from_the_newest_mark(server, tmp_path):
+def test_an_empty_node_goes_on_from_the_newest_record(server, tmp_path):
     found = made(server, tmp_path)
     first, second, third = next(found), next(found), next(found)
     with first.manager() as manager:
@@ -177,7 +177,7 @@ def test_the_stage_has_more_of_a_stretch_than_the_root(node, alone):
     assert one.newest() == 3
 
 
-def test_every_mark_of_a_killed_trainer_comes_to_the_root(node):
+def test_every_record_of_a_killed_trainer_comes_to_the_root(node):
     one = node()
     script = f"""
 import os, signal, sys
@@ -202,7 +202,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_promoter_that_is_killed_in_an_upload_is_followed_by_another(node, alone, monkeypatch):
     one, other = node(), node()
-    monkeypatch.setattr(log_promotion, "SEGMENT_BYTES", 300)  # A mark is several pieces.
+    monkeypatch.setattr(log_promotion, "SEGMENT_BYTES", 300)  # A record is several pieces.
     with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
         # An uploader that finds no save ends, and is not started again for this one.
@@ -284,7 +284,7 @@ def test_what_a_node_logged_beyond_what_others_went_on_from_is_dead(node, alone)
     assert sorted(path.name for path in one.logged.glob("*.msgpack")) == ["0.msgpack", "2.msgpack"]
 
 
-def test_marks_alone_make_a_claim_one_that_trained(node, alone):
+def test_records_alone_make_a_claim_one_that_trained(node, alone):
     one, other = node(), node()
     with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)

@@ -57,23 +57,23 @@ from deltackpt.wal.segments import FilledRecord
 
 #: What nothing of some kilobytes may take.
 MOST_BYTES = 256 << 20
-MARKS = (1, 2, 3)
+RECORDS = (1, 2, 3)
 GOLDEN = Path(make_golden.__file__).parent / "log-v3"
 
 
 def numbers_of(scan: Any) -> list[int]:
-    return [mark.save_id.attempt for mark in scan.marks]
+    return [record.save_id.attempt for record in scan.records]
 
 
 def found_in(log: MadeUpLog) -> list[int]:
-    """The marks that are found in a log as it stands."""
+    """The records that are found in a log as it stands."""
     return numbers_of(scan_of(log))
 
 
-def assert_right(at: Path, numbers: Iterable[int] = MARKS) -> int:
+def assert_right(at: Path, numbers: Iterable[int] = RECORDS) -> int:
     """What can be read of the newest point is right, to the bit; which point it was, 0 for none.
 
-    Where a mark on the way to it is damaged, the point before is taken, as restores do.
+    Where a record on the way to it is damaged, the point before is taken, as restores do.
     """
     skipped: list[SaveId] = []
     while (way := way_to(at, skipped)) is not None:
@@ -95,8 +95,8 @@ def assert_right(at: Path, numbers: Iterable[int] = MARKS) -> int:
 
 @pytest.fixture
 def log(tmp_path) -> MadeUpLog:
-    """Three marks in one file."""
-    return MadeUpLog(tmp_path / "log").begin().mark(*MARKS)
+    """Three records in one file."""
+    return MadeUpLog(tmp_path / "log").begin().append(*RECORDS)
 
 
 # What is written is read.
@@ -121,11 +121,11 @@ def test_a_head_may_be_large(numbers, tmp_path):
     for number in numbers:
         log.writer.write(save_id(number), BASE, fill)
     assert found_in(log) == numbers
-    record = scan_of(log).marks[-1]
+    record = scan_of(log).records[-1]
     assert record.dense is not None and record.dense.values == values
 
 
-def test_marks_give_rows_dense_leaves_and_items(log):
+def test_records_give_rows_dense_leaves_and_items(log):
     assert assert_right(log.at) == 3
 
 
@@ -138,13 +138,13 @@ def lengths_of(nbytes: int, ends: Iterable[int]) -> list[int]:
     return sorted({*range(0, nbytes, 509), *(one for one in near if 0 <= one <= nbytes)})
 
 
-def test_cut_anywhere_a_log_holds_the_whole_marks_before_it(log):
+def test_cut_anywhere_a_log_holds_the_whole_records_before_it(log):
     path = log.files[0]
     data = path.read_bytes()
     ends = [end for _, end in bounds_of(data)]
     for length in reversed(lengths_of(len(data), ends)):
         os.truncate(path, length)
-        whole = [number for number, end in zip(MARKS, ends, strict=True) if end <= length]
+        whole = [number for number, end in zip(RECORDS, ends, strict=True) if end <= length]
         found = scan_of(log)
         assert numbers_of(found) == whole
         assert [one.is_torn for one in found.breaks] == [True] * (length not in (0, *ends)), length
@@ -153,8 +153,10 @@ def test_cut_anywhere_a_log_holds_the_whole_marks_before_it(log):
             assert assert_right(log.at) == len(whole)
 
 
-def test_a_reader_that_follows_has_each_mark_once_it_is_whole(tmp_path):
-    source = MadeUpLog(tmp_path / "written").begin().mark(1, 2).roll().mark(3).roll().mark(4, 5)
+def test_a_reader_that_follows_has_each_record_once_it_is_whole(tmp_path):
+    source = (
+        MadeUpLog(tmp_path / "written").begin().append(1, 2).roll().append(3).roll().append(4, 5)
+    )
     target = MadeUpLog(tmp_path / "log").begin()
     target.folder.mkdir(parents=True)
     follower = scan_of(target)
@@ -169,7 +171,7 @@ def test_a_reader_that_follows_has_each_mark_once_it_is_whole(tmp_path):
                 ended = sum(end <= file.tell() for end in ends)
                 assert numbers_of(follower) == [*range(1, whole + ended + 1)]
                 way = way_to(target.at)
-                assert (0 if way is None else way.point.save_id.attempt) == len(follower.marks)
+                assert (0 if way is None else way.point.save_id.attempt) == len(follower.records)
         whole += len(ends)
         assert follower.breaks == []
     assert numbers_of(follower) == [1, 2, 3, 4, 5]
@@ -191,7 +193,7 @@ def place_in(record: StoredRecord, at: int) -> str:
 @pytest.mark.parametrize("number", range(2))
 @pytest.mark.parametrize("offset", range(4))
 def test_no_flipped_bit_goes_unnoticed(number, offset, tmp_path):
-    log = MadeUpLog(tmp_path / "log").begin().mark(1, 2)
+    log = MadeUpLog(tmp_path / "log").begin().append(1, 2)
     path = log.files[0]
     data = path.read_bytes()
     record = records_in(log.folder)[number]
@@ -262,7 +264,7 @@ def test_records_that_are_not_as_they_were_written_end_the_log(order, log):
 
 @pytest.mark.parametrize("number", range(3))
 def test_a_record_of_another_log_ends_the_log(number, log, tmp_path):
-    other = MadeUpLog(tmp_path / "other", stretch=0, run="b1").begin().mark(*MARKS)
+    other = MadeUpLog(tmp_path / "other", stretch=0, run="b1").begin().append(*RECORDS)
     theirs, data = other.files[0].read_bytes(), log.files[0].read_bytes()
     found = b"".join(
         theirs[slice(*bounds_of(theirs)[at])] if at == number else data[slice(*bounds_of(data)[at])]
@@ -273,7 +275,7 @@ def test_a_record_of_another_log_ends_the_log(number, log, tmp_path):
 
 
 def test_what_another_run_wrote_is_not_taken_for_ours(log, tmp_path):
-    other = MadeUpLog(tmp_path / "other", run="b1").begin().mark(*MARKS)
+    other = MadeUpLog(tmp_path / "other", run="b1").begin().append(*RECORDS)
     shutil.copyfile(other.files[0], log.files[0])
     assert assert_right(log.at) == 0
 
@@ -288,14 +290,14 @@ def test_what_another_run_wrote_is_not_taken_for_ours(log, tmp_path):
     ids=["another stretch", "another process"],
 )
 def test_a_file_from_elsewhere_is_refused_however_often_it_is_looked_at(other, again, tmp_path):
-    elsewhere = MadeUpLog(tmp_path / "log", **other).begin().mark(*MARKS)
+    elsewhere = MadeUpLog(tmp_path / "log", **other).begin().append(*RECORDS)
     log = MadeUpLog(tmp_path / "log").begin()
     log.folder.mkdir(parents=True)
     shutil.copyfile(elsewhere.files[0], log.folder / elsewhere.files[0].name)
     found = scan_of(log)
     for _ in range(again + 1):
         found.advance()
-        assert found.marks == [] and len(found.breaks) == 1
+        assert found.records == [] and len(found.breaks) == 1
 
 
 @pytest.mark.parametrize("name", [names.segment_name(1, 1), names.segment_name(0, 2)])
@@ -313,8 +315,8 @@ def test_other_files_are_left_alone(name, log):
     assert numbers_of(found) == [1, 2, 3] and found.breaks == []
 
 
-def test_a_process_without_a_log_has_no_marks(tmp_path):
-    MadeUpLog(tmp_path / "log", count=2).begin().mark(*MARKS)
+def test_a_process_without_a_log_has_no_records(tmp_path):
+    MadeUpLog(tmp_path / "log", count=2).begin().append(*RECORDS)
     assert assert_right(tmp_path / "log") == 0
 
 
@@ -322,23 +324,23 @@ def test_a_process_without_a_log_has_no_marks(tmp_path):
 
 
 def test_a_file_goes_on_where_the_one_before_ended(tmp_path):
-    log = MadeUpLog(tmp_path / "log").begin().mark(1).roll().mark(2).roll().mark(3)
+    log = MadeUpLog(tmp_path / "log").begin().append(1).roll().append(2).roll().append(3)
     assert len(log.files) == 3
     assert assert_right(log.at) == 3
 
 
 @pytest.mark.parametrize("torn", [1, 40, 4095, 4096, 4097, 9000])
 def test_a_torn_file_does_not_harm_those_after_it(torn, tmp_path):
-    log = MadeUpLog(tmp_path / "log").begin().mark(1).roll().mark(2).roll().mark(3)
+    log = MadeUpLog(tmp_path / "log").begin().append(1).roll().append(2).roll().append(3)
     os.truncate(log.files[1], min(torn, log.files[1].stat().st_size - 1))
     found = scan_of(log)
     assert numbers_of(found) == [1, 3]
-    # Nothing leads from the last mark down to the step.
+    # Nothing leads from the last record down to the step.
     assert assert_right(log.at) == 1
 
 
 def test_a_file_that_is_missing_between_others_is_a_gap(tmp_path):
-    log = MadeUpLog(tmp_path / "log").begin().mark(1).roll().mark(2).roll().mark(3)
+    log = MadeUpLog(tmp_path / "log").begin().append(1).roll().append(2).roll().append(3)
     log.files[1].unlink()
     assert found_in(log) == [1, 3]
     assert assert_right(log.at) == 1
@@ -346,7 +348,7 @@ def test_a_file_that_is_missing_between_others_is_a_gap(tmp_path):
 
 def test_what_was_trimmed_is_not_needed_above_a_later_step(tmp_path):
     log = MadeUpLog(tmp_path / "log").begin()
-    log.mark(1).roll().mark(2, 3).roll().mark(4)
+    log.append(1).roll().append(2, 3).roll().append(4)
     step = SaveId("a0", 2, 0)
     expected = contents_after([3, 4])
     log.files[0].unlink()
@@ -358,7 +360,7 @@ def test_what_was_trimmed_is_not_needed_above_a_later_step(tmp_path):
 
 
 def test_files_that_are_trimmed_beside_a_reader_are_forgotten(tmp_path):
-    log = MadeUpLog(tmp_path / "log").begin().mark(1).roll().mark(2)
+    log = MadeUpLog(tmp_path / "log").begin().append(1).roll().append(2)
     found = scan_of(log)
     assert numbers_of(found) == [1, 2]
     log.files[0].unlink()
@@ -367,17 +369,17 @@ def test_files_that_are_trimmed_beside_a_reader_are_forgotten(tmp_path):
 
 
 def fail_after(log: MadeUpLog, number: int, *lost: int) -> None:
-    """Writes a mark that counts, and others that a further part says do not."""
-    log.mark(number)
+    """Writes a record that counts, and others that a further part says do not."""
+    log.append(number)
     durable = log.writer.position
-    log.mark(*lost)
+    log.append(*lost)
     log.writer.begin_part(durable)
 
 
 def test_a_further_part_goes_on_from_what_it_says_and_nothing_counts_beyond(tmp_path):
     log = MadeUpLog(tmp_path / "log").begin()
     fail_after(log, 1, 2, 3)
-    log.mark(4, parent=save_id(1))
+    log.append(4, parent=save_id(1))
     assert len(log.files) == 2
     assert found_in(log) == [1, 4]
     assert assert_right(log.at, (1, 4)) == 4
@@ -386,13 +388,13 @@ def test_a_further_part_goes_on_from_what_it_says_and_nothing_counts_beyond(tmp_
 def test_parts_that_fail_one_after_the_other_leave_what_was_durable(tmp_path):
     log = MadeUpLog(tmp_path / "log").begin()
     fail_after(log, 1, 2)
-    log.mark(3, parent=save_id(1))
-    # Not even the last part's first mark could be forced.
+    log.append(3, parent=save_id(1))
+    # Not even the last part's first record could be forced.
     first = records_in(log.folder)[0]
     log.writer.begin_part(log.writer.position._replace(seq=1, digest=first.layer.digest))
-    log.mark(4, parent=save_id(1))
+    log.append(4, parent=save_id(1))
     fail_after(log, 5, 6)
-    log.mark(7, parent=save_id(5))
+    log.append(7, parent=save_id(5))
     assert found_in(log) == [1, 4, 5, 7]
     assert assert_right(log.at, (1, 4, 5, 7)) == 7
 
@@ -401,10 +403,10 @@ def test_parts_that_fail_one_after_the_other_leave_what_was_durable(tmp_path):
 def test_what_was_given_up_never_stands_for_a_record_that_is_missing(how, tmp_path):
     """It has the same number as the first record of the part that is lost."""
     log = MadeUpLog(tmp_path / "log").begin()
-    log.mark(1)
+    log.append(1)
     log.writer.begin_part(log.writer.position._replace(seq=0, digest=0))
     fail_after(log, 2, 3)
-    log.mark(4, parent=save_id(2))
+    log.append(4, parent=save_id(2))
     assert found_in(log) == [2, 4] and scan_of(log).holes() == []
     middle = log.files[1]
     middle.unlink() if how == "removed" else middle.write_bytes(b"")
@@ -432,7 +434,7 @@ def test_a_header_that_a_writer_has_completed_since_is_no_damage(log, behind):
 
 
 def test_a_segment_that_is_trimmed_while_it_is_scanned_is_no_damage(tmp_path):
-    log = MadeUpLog(tmp_path / "log").begin().mark(1).roll().mark(2)
+    log = MadeUpLog(tmp_path / "log").begin().append(1).roll().append(2)
     with Disk(log.at) as disk:
         disk.on("read", lambda _: log.files[0].unlink(), "[.]seg$", times=1)
         found = scan_of(log)
@@ -443,7 +445,7 @@ def test_a_segment_that_is_trimmed_while_it_is_scanned_is_no_damage(tmp_path):
 
 def test_nothing_is_written_after_a_record_that_failed_is_given_up(tmp_path, monkeypatch):
     """The descriptor may be that of another file by then."""
-    log = MadeUpLog(tmp_path / "log").begin().mark(1)
+    log = MadeUpLog(tmp_path / "log").begin().append(1)
     written, rows = [], np.zeros((1 << 15, 2), np.float32)
 
     def fill(place_of: Callable[[str], Place]) -> FilledRecord:
@@ -461,14 +463,14 @@ def test_nothing_is_written_after_a_record_that_failed_is_given_up(tmp_path, mon
     log.writer.begin_part(log.writer.position)
     assert written[-1:] == ["closed"] and written.count("closed") == 1
     assert not log.writer._buffers._writes
-    log.mark(2, parent=save_id(1))
+    log.append(2, parent=save_id(1))
     assert found_in(log) == [1, 2]
 
 
 def test_until_a_further_part_has_begun_what_is_whole_counts(tmp_path):
     log = MadeUpLog(tmp_path / "log").begin()
     fail_after(log, 1, 2, 3)
-    log.mark(4, parent=save_id(1))
+    log.append(4, parent=save_id(1))
     last = log.files[-1]
     data = last.read_bytes()
     for length in reversed(lengths_of(len(data), [])):
@@ -483,14 +485,14 @@ def test_until_a_further_part_has_begun_what_is_whole_counts(tmp_path):
 
 def test_of_an_earlier_stretch_counts_what_the_next_one_goes_on_from(tmp_path):
     at = tmp_path / "log"
-    earlier = MadeUpLog(at).begin().mark(1, 2, 3)
+    earlier = MadeUpLog(at).begin().append(1, 2, 3)
     goes_on = Continues(stretch=0, save_id=save_id(2))
     later = MadeUpLog(at, stretch=1, run="b1", continues=goes_on).begin()
     # Whoever wrote it does not know yet.
-    earlier.mark(4)
+    earlier.append(4)
     points = [point.save_id for point in history_of(at).points()]
     assert points == [save_id(2), save_id(1)]
-    later.mark(3, parent=save_id(2))
+    later.append(3, parent=save_id(2))
     read = read_newest(at)
     assert read is not None and read.point.save_id == save_id(3, "b1")
     expected = contents_after([3], "b1", contents_after([1, 2]))
@@ -499,14 +501,14 @@ def test_of_an_earlier_stretch_counts_what_the_next_one_goes_on_from(tmp_path):
 
 def test_a_stretch_that_goes_on_from_no_point_kills_all_earlier_ones(tmp_path):
     at = tmp_path / "log"
-    MadeUpLog(at).begin().mark(1, 2, 3)
+    MadeUpLog(at).begin().append(1, 2, 3)
     MadeUpLog(at, stretch=1, run="b1").begin()
     assert history_of(at).points() == []
 
 
 def test_without_the_newest_head_nobody_knows_what_counts(tmp_path):
     at = tmp_path / "log"
-    MadeUpLog(at).begin().mark(1, 2, 3)
+    MadeUpLog(at).begin().append(1, 2, 3)
     (at / names.stretch_name(1)).write_bytes(b"torn")
     with pytest.raises(Damaged, match=r"1\.msgpack"):
         history_of(at)
@@ -514,7 +516,7 @@ def test_without_the_newest_head_nobody_knows_what_counts(tmp_path):
 
 def test_a_head_under_another_number_is_damage(tmp_path):
     at = tmp_path / "log"
-    MadeUpLog(at).begin().mark(1)
+    MadeUpLog(at).begin().append(1)
     shutil.copyfile(at / names.stretch_name(0), at / names.stretch_name(4))
     with pytest.raises(Damaged, match="WAL epoch 4"):
         history_of(at)

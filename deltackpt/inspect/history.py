@@ -269,11 +269,13 @@ class _Walk:
             buffer[...] = values[end - len(buffer) : end]
         written = np.zeros(len(self._rows), bool)
         for leg, save_id in _moments(way):
-            marks = {
-                process: tuple(mark.of_group(table.group) for mark in of if mark.save_id == save_id)
-                for process, of in leg.marks.items()
+            records = {
+                process: tuple(
+                    record.of_group(table.group) for record in of if record.save_id == save_id
+                )
+                for process, of in leg.records.items()
             }
-            moment = dataclasses.replace(way, legs=(Leg(leg.head, marks),))
+            moment = dataclasses.replace(way, legs=(Leg(leg.head, records),))
             held = replay.replay(moment, targets, save.layout).rows[table.name]
             written |= np.isin(self._rows, held)
             point = wanted.get(save_id)
@@ -348,7 +350,7 @@ class _Walk:
 def _moments(way: Way) -> Iterator[tuple[Leg, SaveId]]:
     """The WAL records in order; those of all processes at one step together."""
     for leg in way.legs:
-        ids = {mark.save_id for marks in leg.marks.values() for mark in marks}
+        ids = {record.save_id for records in leg.records.values() for record in records}
         yield from ((leg, save_id) for save_id in sorted(ids, key=lambda one: one.attempt))
 
 

@@ -244,8 +244,8 @@ class PointSaves(Saves):
             Leg(
                 leg.head,
                 {
-                    process: tuple(mark.of_group(group) for mark in of)
-                    for process, of in leg.marks.items()
+                    process: tuple(record.of_group(group) for record in of)
+                    for process, of in leg.records.items()
                 },
             )
             for leg in self.way.legs

@@ -267,10 +267,10 @@ class Step:
         return isinstance(name, str) and self._found(name) is not None
 
     def __repr__(self) -> str:
-        marks = "" if self.point is None else f", and the WAL records up to {self.point}"
+        logged = "" if self.point is None else f", and the WAL records up to {self.point}"
         return (
             f"<Step {self.step}: {count(len(self.tables), 'table')}, read from {self.reads[0]} "
-            f"and {count(len(self.chain) - 1, 'delta')}{marks}>"
+            f"and {count(len(self.chain) - 1, 'delta')}{logged}>"
         )
 
     def _repr_html_(self) -> str:

@@ -64,7 +64,7 @@ def dense_of(
     values: dict[str, memoryview] = {}
     files: dict[str, memoryview] = {}
     before, now = kept or DenseKept(), DenseKept()
-    for process, record in way.last_marks.items():
+    for process, record in way.last_records.items():
         log = way.era.processes[process].log
         dense = ProcessDense(way.era.head.stretch, process, log, wanted, on_bytes)
         with damage_of(record):
@@ -98,7 +98,7 @@ class ProcessDense:
         self._wanted, self._on_bytes = wanted, on_bytes
         self._stretch = stretch
         self._process = process
-        self._records = {record.save_id.attempt: record for record in log.marks}
+        self._records = {record.save_id.attempt: record for record in log.records}
 
     def values_of(self, record: WalRecord, before: DenseKept, now: DenseKept) -> Values:
         """Returns the process's part of the dense item at a record.

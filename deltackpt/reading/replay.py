@@ -40,12 +40,12 @@ class Replayed:
     Attributes:
       rows: table name to the indices of all rows in the records, wanted or not, int64 ascending.
       bytes_read: bytes of the records that were read.
-      marks: number of records read for each process.
+      record_count: number of records read for each process.
     """
 
     rows: Mapping[str, np.ndarray]
     bytes_read: int
-    marks: int
+    record_count: int
 
 
 class LoggedState(NamedTuple):
@@ -87,11 +87,11 @@ def replay(way: Way, targets: Targets, layout: Layout) -> Replayed:
     seen, layers = SeenRows(layout), layers_of(way, layout)
     scratch = Staging(merge.SCRATCH_BYTES)
     merge.run(plan(layers, targets, seen), scratch)
-    count = sum(max(map(len, leg.marks.values()), default=0) for leg in way.legs)
+    count = sum(max(map(len, leg.records.values()), default=0) for leg in way.legs)
     return Replayed(
         rows=seen.by_table(),
         bytes_read=sum(layer.record.nbytes for of_record in layers for layer in of_record),
-        marks=count,
+        record_count=count,
     )
 
 
@@ -101,21 +101,21 @@ def items_of(way: Way) -> dict[int, dict[str, Any]]:
     Raises:
       DamagedWal: the items are missing or altered.
     """
-    return {process: items_of_record(mark) for process, mark in way.last_marks.items()}
+    return {process: items_of_record(record) for process, record in way.last_records.items()}
 
 
-def items_of_record(mark: WalRecord) -> dict[str, Any]:
+def items_of_record(record: WalRecord) -> dict[str, Any]:
     """Returns the additional items of a record by name.
 
     Raises:
       DamagedWal: the items are missing or altered.
     """
     found: dict[str, Any] = {}
-    with damage_of(mark):
-        data, start = _item_bytes_of(mark), 0
-        for item in mark.head.items:
+    with damage_of(record):
+        data, start = _item_bytes_of(record), 0
+        for item in record.head.items:
             own, start = data[start : start + item.nbytes], start + item.nbytes
-            found[item.name] = bytes(own) if item.kind == "bytes" else _json(own, mark.name)
+            found[item.name] = bytes(own) if item.kind == "bytes" else _json(own, record.name)
     return found
 
 
@@ -313,12 +313,12 @@ def layers_of(way: Way, layout: Layout) -> list[list[RecordPart]]:
                 "restore the step itself: restore_latest(wal=False)",
                 way.point.save_id,
             )
-        for mark in (mark for marks in leg.marks.values() for mark in marks):
-            with damage_of(mark):
-                for segment in mark.segments:
-                    bounds.check_segment(segment, groups, None, mark.name)
-            of_record = found.setdefault((number, mark.save_id.attempt), [])
-            of_record.append(RecordPart(mark, groups, rows))
+        for record in (record for records in leg.records.values() for record in records):
+            with damage_of(record):
+                for segment in record.segments:
+                    bounds.check_segment(segment, groups, None, record.name)
+            of_record = found.setdefault((number, record.save_id.attempt), [])
+            of_record.append(RecordPart(record, groups, rows))
     return [found[key] for key in sorted(found)]
 
 
@@ -353,7 +353,7 @@ def plan(
 
 def segments_of(leg: Leg) -> Iterator[Segment]:
     """Yields the segments of rows of some records."""
-    for marks in leg.marks.values():
-        for mark in marks:
-            with damage_of(mark):
-                yield from mark.segments
+    for records in leg.records.values():
+        for record in records:
+            with damage_of(record):
+                yield from record.segments

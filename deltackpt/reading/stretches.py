@@ -58,7 +58,7 @@ class Leg(NamedTuple):
     """Records of one epoch, by process, oldest first."""
 
     head: StretchHead
-    marks: Mapping[int, tuple[WalRecord, ...]]
+    records: Mapping[int, tuple[WalRecord, ...]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,7 +81,10 @@ class Way:
     def nbytes(self) -> int:
         """Returns the bytes of all records."""
         return sum(
-            mark.nbytes for leg in self.legs for marks in leg.marks.values() for mark in marks
+            record.nbytes
+            for leg in self.legs
+            for records in leg.records.values()
+            for record in records
         )
 
     def after(self, point: RecoveryPoint) -> Way | None:
@@ -89,26 +92,26 @@ class Way:
         for number, leg in enumerate(self.legs):
             if leg.head.stretch == point.epoch:
                 left = {}
-                for process, marks in leg.marks.items():
-                    ids = [mark.save_id for mark in marks]
+                for process, records in leg.records.items():
+                    ids = [record.save_id for record in records]
                     if point.save_id not in ids:
                         return None
-                    left[process] = marks[ids.index(point.save_id) + 1 :]
+                    left[process] = records[ids.index(point.save_id) + 1 :]
                 legs = (Leg(leg.head, left), *self.legs[number + 1 :])
                 return dataclasses.replace(self, legs=legs)
         return None
 
-    def needs(self, mark: SaveId) -> bool:
+    def needs(self, record: SaveId) -> bool:
         """Returns whether the plan contains a record of any process."""
         return any(
-            one.save_id == mark
+            one.save_id == record
             for leg in self.legs
-            for marks in leg.marks.values()
-            for one in marks
+            for records in leg.records.values()
+            for one in records
         )
 
     @property
-    def last_marks(self) -> Mapping[int, WalRecord]:
+    def last_records(self) -> Mapping[int, WalRecord]:
         """Returns the record of the point of each process."""
         return {
             process: log.by_id[self.point.save_id] for process, log in self.era.processes.items()
@@ -169,9 +172,9 @@ class Era:
         found = []
         for save_id in sorted(ids, key=lambda one: one.attempt, reverse=True):
             if self.last is None or save_id.attempt <= self.last.attempt:
-                marks = [log.by_id[save_id] for log in self.processes.values()]
-                full = all(mark.full for mark in marks)
-                secs = min(mark.unix_secs for mark in marks)
+                records = [log.by_id[save_id] for log in self.processes.values()]
+                full = all(record.full for record in records)
+                secs = min(record.unix_secs for record in records)
                 found.append(RecoveryPoint(self.head.stretch, save_id, full, secs))
         return found
 
@@ -227,7 +230,7 @@ class History:
     def losses(self, above: int) -> list[Loss]:
         """Returns missing or altered records after a training step."""
         found = [one for era in self.eras for one in era.losses()]
-        if self._unseen is not None:  # Its newest mark is unknown.
+        if self._unseen is not None:  # Its newest record is unknown.
             found.append(Loss.of(above + 1, self._unseen, may_be_trimmed=False))
         if self._unreadable is not None and (goes_on := self.eras[-1].head.continues) is not None:
             error, is_there = self._unreadable
@@ -270,17 +273,17 @@ class History:
 
     def _legs(self, number: int, save_id: SaveId, step: SaveId) -> list[Leg] | None:
         era = self.eras[number]
-        marks, ends = {}, set()
+        records, ends = {}, set()
         for process, log in era.processes.items():
-            found = _marks_down_to(log.by_id, save_id, step)
+            found = _records_down_to(log.by_id, save_id, step)
             if found is None:
                 return None
-            marks[process], end = found
+            records[process], end = found
             if end.step > step.step:
                 ends.add(end)
-        if len(marks) != era.head.process_count:
+        if len(records) != era.head.process_count:
             return None
-        leg = Leg(era.head, marks)
+        leg = Leg(era.head, records)
         if not ends:
             return [leg]
         continues = era.head.continues
@@ -290,7 +293,7 @@ class History:
         return None if before is None else [*before, leg]
 
 
-def _marks_down_to(
+def _records_down_to(
     by_id: Mapping[SaveId, WalRecord], save_id: SaveId, step: SaveId
 ) -> tuple[tuple[WalRecord, ...], SaveId] | None:
     """Returns the records of a process above a step, oldest first, and the parent of the first.
@@ -299,13 +302,13 @@ def _marks_down_to(
     """
     found, current = [], save_id
     while current.step > step.step:
-        mark = by_id.get(current)
-        if mark is None:
+        record = by_id.get(current)
+        if record is None:
             return (tuple(reversed(found)), current) if found or save_id == current else None
-        found.append(mark)
-        current = mark.parent
-        if current.step >= mark.save_id.step:
-            # It is the save of the same step: its id may be that of a mark, too.
+        found.append(record)
+        current = record.parent
+        if current.step >= record.save_id.step:
+            # It is the save of the same step: its id may be that of a record, too.
             break
     return tuple(reversed(found)), current
 
@@ -470,8 +473,10 @@ class Logs:
         for process in range(head.process_count):
             log = self.log_of(head, process)
             log.advance()
-            marks = {mark.save_id: mark for mark in log.marks if _counts(mark, head, last)}
-            processes[process] = _Log(log, marks)
+            records = {
+                record.save_id: record for record in log.records if _counts(record, head, last)
+            }
+            processes[process] = _Log(log, records)
         return Era(head, last, processes)
 
     def _history(self, head: StretchHead) -> History:
@@ -494,9 +499,9 @@ def _is_behind(hole: Hole, last: SaveId) -> bool:
     return hole.before is None or hole.before.save_id.attempt > last.attempt
 
 
-def _counts(mark: WalRecord, head: StretchHead, last: SaveId | None) -> bool:
-    of_run = mark.save_id.run == head.run
-    return of_run and (last is None or mark.save_id.attempt <= last.attempt)
+def _counts(record: WalRecord, head: StretchHead, last: SaveId | None) -> bool:
+    of_run = record.save_id.run == head.run
+    return of_run and (last is None or record.save_id.attempt <= last.attempt)
 
 
 def newest_way(
@@ -529,7 +534,7 @@ def newest_way(
             save_id = steps[step]
             if save_id is None or not history.has_step(save_id):
                 continue
-            if any(_between(mark, save_id, point) for mark in skipped):
+            if any(_between(record, save_id, point) for record in skipped):
                 continue  # A cheap check that rejects most.
             way = history.way(point, save_id)
             if way is not None and not any(map(way.needs, skipped)):
@@ -572,7 +577,7 @@ def coverings(
         along = {point.save_id}
         for leg in way.legs:
             along |= set.intersection(
-                *({mark.save_id for mark in marks} for marks in leg.marks.values())
+                *({record.save_id for record in records} for records in leg.records.values())
             )
         on = [one for one in reversed(points) if one.save_id in along - passed]
         passed |= along
@@ -580,6 +585,6 @@ def coverings(
     return found, unreached
 
 
-def _between(mark: SaveId, step: SaveId, point: RecoveryPoint) -> bool:
+def _between(record: SaveId, step: SaveId, point: RecoveryPoint) -> bool:
     """Returns whether a record of the point's run is above a step, and not above the point."""
-    return mark.run == point.save_id.run and step.step < mark.step and mark <= point.save_id
+    return record.run == point.save_id.run and step.step < record.step and record <= point.save_id

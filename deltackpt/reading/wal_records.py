@@ -252,7 +252,7 @@ class ProcessLog:
         return self._noted
 
     @property
-    def marks(self) -> list[WalRecord]:
+    def records(self) -> list[WalRecord]:
         """Returns all valid intact records, oldest first."""
         last = self._last_that_count()
         found = [
@@ -287,7 +287,7 @@ class ProcessLog:
         """Returns missing or altered records, oldest first; a torn end is not a hole."""
         breaks = [one for one in self.breaks if one.counts]
         found, end, newest, digest = [], SegmentPlace(0, 0), None, 0
-        for newest in self.marks:
+        for newest in self.records:
             within = [one.problem for one in breaks if end < one.at <= newest.place]
             problems, trimmed = within, False
             if newest.place.seq != end.seq + 1:

@@ -337,7 +337,7 @@ class StepReader:
                 if found.way is None:
                     dense = leaves.result()
                 else:
-                    with damage_of(found.way.last_marks[0]):
+                    with damage_of(found.way.last_records[0]):
                         dense = leaves.result()
             found.check_stays(agreed, merged.chain[-1].save_id)
         return Loaded(merged, dense.leaves, dense.chunks, problem, files, point)

@@ -31,7 +31,7 @@ from deltackpt.serving.version import Held, Version
 from deltackpt.serving.weights import Weights
 from deltackpt.standby import work
 from deltackpt.standby.candidates import Candidates
-from deltackpt.standby.marks import Marks
+from deltackpt.standby.wal import FollowedWal
 from deltackpt.state import nesting
 from deltackpt.storage.store import Spot
 
@@ -98,9 +98,9 @@ def follow(
     """
     opened = open_steps(directory, item=item, endpoint=endpoint)
     patterns = (leaves,) if isinstance(leaves, str) else tuple(leaves)
-    marks = Marks(opened, opened.item, soft=False) if wal else None
+    followed = FollowedWal(opened, opened.item, soft=False) if wal else None
     holder = _Holder(opened.item, Weights(patterns))
-    return Live(holder, Candidates(opened, marks), poll_secs)
+    return Live(holder, Candidates(opened, followed), poll_secs)
 
 
 class Live:

@@ -14,7 +14,7 @@ from deltackpt.errors import DamagedWal, DeltackptError, RestoreError, StepGone,
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import removal
 from deltackpt.reading.stretches import Way
-from deltackpt.standby.marks import Marks
+from deltackpt.standby.wal import FollowedWal
 from deltackpt.storage.store import Spot, Stamp
 
 #: A damaged step is not read again for this long: it may still be being copied.
@@ -48,14 +48,14 @@ class Holder(Protocol):
 class Candidates:
     """The steps and recovery points of a directory, polled repeatedly; used by one thread."""
 
-    def __init__(self, root: Steps, marks: Marks | None):
+    def __init__(self, root: Steps, wal: FollowedWal | None):
         """Reads nothing yet.
 
         Args:
           root: directory of the steps.
-          marks: its WAL; None to follow only steps.
+          wal: its WAL; None to follow only steps.
         """
-        self._root, self._marks = root, marks
+        self._root, self._wal = root, wal
         self._seen: _Stamp | None = None
         #: Errors of steps, and when to read them again, on the monotonic clock.
         self._refused: dict[_Stamp, tuple[float, RestoreError]] = {}
@@ -75,9 +75,9 @@ class Candidates:
           RestoreError: no step is intact.
           StorageError: the directory is not readable.
         """
-        marks = self._marks
-        if marks is not None:
-            marks.look()
+        wal = self._wal
+        if wal is not None:
+            wal.look()
         failure: RestoreError | None = None
         steps = {*self._root.steps()}
         self._refused = {
@@ -85,7 +85,7 @@ class Candidates:
         }
         taken = False
         while steps:
-            way = None if marks is None else marks.way(steps)
+            way = None if wal is None else wal.way(steps)
             step = max(steps) if way is None else way.step.step
             step_dir = self._root.at(step)
             found = step_dir.stamp()
@@ -107,8 +107,8 @@ class Candidates:
                 steps.remove(step)
                 continue
             except DamagedWal as error:
-                assert marks is not None and way is not None
-                marks.refuse(way, error)
+                assert wal is not None and way is not None
+                wal.refuse(way, error)
                 continue
             except RestoreError as error:
                 self._refused[stamp] = time.monotonic() + _REFUSED_SECS, without_frames(error)
@@ -118,7 +118,7 @@ class Candidates:
             self._seen = stamp
             if holder.is_at(way):  # Otherwise the step had to be loaded first.
                 above = step if way is None else way.point.step
-                self.problem = failure or (None if marks is None else marks.problem(above))
+                self.problem = failure or (None if wal is None else wal.problem(above))
                 return taken
         if failure is not None:
             raise failure
@@ -127,5 +127,5 @@ class Candidates:
 
     def newest_step(self) -> int | None:
         """Returns the newest committed training step, intact or not, or None."""
-        found = [self._root.newest_step(), None if self._marks is None else self._marks.newest_step]
+        found = [self._root.newest_step(), None if self._wal is None else self._wal.newest_step]
         return max((step for step in found if step is not None), default=None)

@@ -50,9 +50,9 @@ from deltackpt.standby.dense import BlockedDense
 from deltackpt.standby.files import HeldFiles
 from deltackpt.standby.gate import Gate
 from deltackpt.standby.holding import Goal, Holding
-from deltackpt.standby.marks import Marks
 from deltackpt.standby.memory import MemoryAddress, SharedMemory
 from deltackpt.standby.publish import Publish
+from deltackpt.standby.wal import FollowedWal
 from deltackpt.standby.work import Load
 from deltackpt.storage.store import Spot
 
@@ -108,8 +108,8 @@ class Follower:
         self._root = open_steps(directory, item=item, endpoint=endpoint)
         self._item, self._shard, self._shards = item, shard, shards
         self._memory_bytes = memory_bytes
-        self._marks, self._dense = Marks(self._root, item, soft=soft), DenseKept()
-        self._candidates = Candidates(self._root, self._marks)
+        self._wal, self._dense = FollowedWal(self._root, item, soft=soft), DenseKept()
+        self._candidates = Candidates(self._root, self._wal)
         self._gate = Gate()
         self._tables: _Tables | None = None
         self._holding: Holding | None = None
@@ -258,7 +258,7 @@ class Follower:
         newest = saves.read_save(step_dir, self._item)
         if way is not None and way.step != newest.info.save_id:
             raise removal.gone(step_dir)
-        full = None if way is None else self._marks.full(way)
+        full = None if way is None else self._wal.full(way)
         goal = Goal(save=newest, way=way, full=full)
         held = self._holding
         if held is not None and held.is_at(goal.save_id, goal.point):
@@ -290,7 +290,7 @@ class Follower:
         if rest is not None:
             # Above another step, all its records are applied: their rows may have other bits.
             return further, goal.way if further else rest
-        if further and self._marks.leads_to(goal.save_id, held.point):
+        if further and self._wal.leads_to(goal.save_id, held.point):
             return further, goal.way
         return None
 
@@ -332,7 +332,7 @@ class Follower:
         self,
         further: Sequence[StoredSave],
         before: tuple[SaveInfo, ...],
-        marks: Way | None,
+        way: Way | None,
         goal: Goal,
     ) -> bool:
         """Applies saves of the same tables, and records, to the held state.
@@ -340,7 +340,7 @@ class Follower:
         Args:
           further: the saves, oldest first.
           before: the part of the held chain that they extend; empty if the first is a base.
-          marks: records to apply after the saves: the plan's, or its remaining ones.
+          way: records to apply after the saves: those of the goal, or the rest of them.
           goal: the resulting state.
 
         Returns:
@@ -353,14 +353,14 @@ class Follower:
             shards_of = reader.layers_of(further, tables.targets)
             reader.check_covered(further, shards_of, tables.targets)
         seen, found_rows = SeenRows(tables.layout), SeenRows(tables.layout)
-        lossless = work.are_lossless(further, marks) and (
+        lossless = work.are_lossless(further, way) and (
             not before or (held is not None and held.lossless)
         )
         # The WAL may contain rows that were not touched, whose bits a lossy codec changes.
         to_go = None if lossless or not (before and further) else held and held.replayed
 
         def loads(seen: SeenRows) -> Iterator[Load]:
-            return work.loads(further, marks, tables.targets, tables.layout, seen)
+            return work.loads(further, way, tables.targets, tables.layout, seen)
 
         staged: list[RowBlock] = []
         staged_bytes = 0
@@ -388,7 +388,7 @@ class Follower:
             if publish is None and to_go is not None:
                 if to_go.has_more_than(found_rows, tables.targets):
                     return False
-            if held is not None and held.replayed is not None and marks is not goal.way:
+            if held is not None and held.replayed is not None and way is not goal.way:
                 seen = seen.or_those_of(held.replayed)
             beside.complete(seen, tables.layout)
             publish = publish or stack.enter_context(self._changing(tables, beside.files))

@@ -67,7 +67,7 @@ def since(newest: StoredSave, held: HeldStep) -> list[StoredSave] | None:
 
 
 def loads(
-    chain: Sequence[StoredSave], marks: Way | None, targets: Targets, layout: Layout, seen: SeenRows
+    chain: Sequence[StoredSave], way: Way | None, targets: Targets, layout: Layout, seen: SeenRows
 ) -> Iterator[Load]:
     """Yields the pieces of saves, and of records above them, in the order to apply them.
 
@@ -75,7 +75,7 @@ def loads(
 
     Args:
       chain: the saves, oldest first.
-      marks: records to apply after them.
+      way: records to apply after them.
       targets: the held memory.
       layout: its tables.
       seen: receives the rows of the records as they are loaded.
@@ -84,18 +84,18 @@ def loads(
         shards = reader.layers_of([save], targets)
         for piece in itertools.chain.from_iterable(merge.plan(shards, targets)):
             yield functools.partial(_found, piece, compare=save.info.kind == "base")
-    if marks is not None:
-        records = replay.layers_of(marks, layout)
+    if way is not None:
+        records = replay.layers_of(way, layout)
         for piece in itertools.chain.from_iterable(replay.plan(records, targets, seen)):
             yield piece.load
 
 
-def are_lossless(chain: Sequence[StoredSave], marks: Way | None) -> bool:
+def are_lossless(chain: Sequence[StoredSave], way: Way | None) -> bool:
     """Returns whether saves and records hold all their rows bit for bit."""
     planned = {spec.codec for save in chain for group in save.head.groups for spec in group.fields}
     used = {
         segment.spec(leg.head.group_by_name[segment.group], field).codec
-        for leg in (() if marks is None else marks.legs)
+        for leg in (() if way is None else way.legs)
         for segment in replay.segments_of(leg)
         for field in segment.fields
     }

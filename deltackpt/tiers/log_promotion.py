@@ -49,7 +49,7 @@ class _Piece:
       segment: ``<process>/<segment>``.
       source: path of the file.
       start: its offset in the file.
-      marks: its WAL records.
+      records: its WAL records.
       is_closed: whether the segment is complete.
       durable: number of the newest durable staged record.
     """
@@ -57,13 +57,13 @@ class _Piece:
     segment: str
     source: Spot
     start: int
-    marks: Sequence[WalRecord]
+    records: Sequence[WalRecord]
     is_closed: bool
     durable: int
 
     @property
     def end(self) -> int:
-        return self.marks[-1].end
+        return self.records[-1].end
 
     @property
     def nbytes(self) -> int:
@@ -72,9 +72,9 @@ class _Piece:
     def cut(self) -> _Piece:
         """The leading part that is sent at once: at least one record."""
         count = 1
-        while count < len(self.marks) and self.marks[count].end - self.start <= SEGMENT_BYTES:
+        while count < len(self.records) and self.records[count].end - self.start <= SEGMENT_BYTES:
             count += 1
-        return dataclasses.replace(self, marks=self.marks[:count])
+        return dataclasses.replace(self, records=self.records[:count])
 
 
 class _Damage(NamedTuple):
@@ -200,13 +200,13 @@ class LogPromotion:
             return
         is_over, sent = ref.stretch < _newest(journal.known), self._known(ref, journal)
         left = len(log.segments)
-        for name, marks in log.segments.items():
+        for name, records in log.segments.items():
             left -= 1
             is_closed, segment = is_over or left > 0, f"{process}/{name}"
-            if is_closed and needed and all(one.save_id.step <= needed.step for one in marks):
+            if is_closed and needed and all(one.save_id.step <= needed.step for one in records):
                 continue  # It would be trimmed remotely at once.
             start = max((piece.end for piece in sent.get(segment, ())), default=0)
-            fresh = [one for one in marks if one.end > start]
+            fresh = [one for one in records if one.end > start]
             damaged = self._damaged.get((ref.prefix, segment))
             if damaged is not None and self._clock() < damaged.until:
                 fresh = [one for one in fresh if one.end < damaged.end]
@@ -221,7 +221,7 @@ class LogPromotion:
         except Damaged:
             return False
         journal.check()
-        step = piece.marks[-1].save_id.step
+        step = piece.records[-1].save_id.step
         try:
             for start in range(piece.start, piece.end, SEGMENT_BYTES):
                 end = min(start + SEGMENT_BYTES, piece.end)
@@ -240,7 +240,7 @@ class LogPromotion:
 
     def _note(self, ref: LogRef, piece: _Piece, journal: Journal) -> None:
         """Records the newest uploaded record of a process, as the process does locally."""
-        durable = [one.save_id for one in piece.marks if one.save_id.attempt <= piece.durable]
+        durable = [one.save_id for one in piece.records if one.save_id.attempt <= piece.durable]
         if durable:
             at = journal.root / ref.prefix / piece.segment.partition("/")[0]
             _put_progress(at, durable[-1])
@@ -263,8 +263,8 @@ class LogPromotion:
                 }
                 fresh = [
                     one.save_id
-                    for name, marks in log.segments.items()
-                    for one in marks
+                    for name, records in log.segments.items()
+                    for one in records
                     if recorded < one.save_id.attempt <= log.noted.number and one.end <= ends[name]
                 ]
                 if fresh:
@@ -279,15 +279,15 @@ class LogPromotion:
           Damaged: a record is altered. Those before it are sent, and it is checked again later,
             because part of another node's file may not be visible here yet.
         """
-        for mark in piece.marks:
+        for record in piece.records:
             try:
-                mark.layer.verify()
+                record.layer.verify()
             except Damaged as error:
                 key = ref.prefix, piece.segment
                 if piece.source.is_file():
                     if key not in self._damaged:
-                        _logger.error("the uploaded WAL ends before %s: %s", mark.save_id, error)
-                    self._damaged[key] = _Damage(mark.end, self._clock() + PIECE_SECS)
+                        _logger.error("the uploaded WAL ends before %s: %s", record.save_id, error)
+                    self._damaged[key] = _Damage(record.end, self._clock() + PIECE_SECS)
                 raise
 
     # ---- trimming

@@ -193,7 +193,7 @@ def restore_plan(
 
 def _with_log(below: RestorePlan, way: Way) -> RestorePlan:
     """The plan of a recovery point: that of the step below it, plus the WAL records."""
-    every = [record for leg in way.legs for of in leg.marks.values() for record in of]
+    every = [record for leg in way.legs for of in leg.records.values() for record in of]
     started, read = time.perf_counter(), 0
     for record in every:
         if read > _SAMPLE_BYTES or (read and time.perf_counter() - started > _SAMPLE_SECS):
@@ -204,11 +204,11 @@ def _with_log(below: RestorePlan, way: Way) -> RestorePlan:
     return dataclasses.replace(
         below,
         step=way.point.step,
-        dense_bytes=sum(record.dense_bytes for record in way.last_marks.values()),
+        dense_bytes=sum(record.dense_bytes for record in way.last_records.values()),
         estimate=dataclasses.replace(below.estimate, wal_secs=wal_secs),
         point=way.point,
         wal_bytes=way.nbytes,
-        wal_records=sum(max(map(len, leg.marks.values()), default=0) for leg in way.legs),
+        wal_records=sum(max(map(len, leg.records.values()), default=0) for leg in way.legs),
     )
 
 

@@ -123,13 +123,13 @@ class _LogAudit:
                 self.notes.append(
                     f"{name}: ends in a torn record; its writer was killed, or is still writing"
                 )
-            marks = sorted(log.by_id.values(), key=lambda mark: mark.save_id.attempt)
-            self._meter.expect(sum(mark.nbytes for mark in marks))
+            records = sorted(log.by_id.values(), key=lambda record: record.save_id.attempt)
+            self._meter.expect(sum(record.nbytes for record in records))
             dense_check = _DenseCheck(era.head.stretch, process, log.log)
-            for mark in marks:
-                self._check_rows(era, process, mark)
-                dense.setdefault(mark.save_id, []).extend(dense_check.check(mark, self._void))
-                self._meter.add(mark.nbytes)
+            for record in records:
+                self._check_rows(era, process, record)
+                dense.setdefault(record.save_id, []).extend(dense_check.check(record, self._void))
+                self._meter.add(record.nbytes)
         for point in era.points():
             known = point.save_id in self._broken.point or point.save_id in self._trimmed
             if point.full and not known:
@@ -143,37 +143,37 @@ class _LogAudit:
             if data != stretches.to_bytes(head):
                 self._add(name, "the bytes of the header", "different bytes", stops="nothing")
 
-    def _check_rows(self, era: Era, process: int, mark: WalRecord) -> None:
+    def _check_rows(self, era: Era, process: int, record: WalRecord) -> None:
         """Checks rows and items of a record; every later recovery point needs the rows."""
-        point = RecoveryPoint(era.head.stretch, mark.save_id, mark.full, mark.unix_secs)
-        leg = Leg(era.head, {process: (mark,)})
-        way = Way(point=point, step=mark.parent, legs=(leg,), era=era)
+        point = RecoveryPoint(era.head.stretch, record.save_id, record.full, record.unix_secs)
+        leg = Leg(era.head, {process: (record,)})
+        way = Way(point=point, step=record.parent, legs=(leg,), era=era)
         layout = era.head.layout
         try:
             replay.replay(way, Targets((), layout), layout)
         except (Damaged, FormatTooNew, StorageError) as error:
-            if not self._went(mark):
+            if not self._went(record):
                 self._tell(_object_of(error), error)
-                self._broken.rows.setdefault(mark.save_id, self.problems[-1].object_name)
+                self._broken.rows.setdefault(record.save_id, self.problems[-1].object_name)
         try:
-            replay.items_of_record(mark)
+            replay.items_of_record(record)
         except (Damaged, StorageError) as error:
-            self._void(mark, error)
+            self._void(record, error)
 
-    def _went(self, mark: WalRecord) -> bool:
+    def _went(self, record: WalRecord) -> bool:
         """Whether a record was trimmed while it was read."""
-        if mark.segment.is_file():
+        if record.segment.is_file():
             return False
-        self._trimmed.add(mark.save_id)
+        self._trimmed.add(record.save_id)
         return True
 
-    def _void(self, mark: WalRecord, error: Damaged | StorageError | str) -> None:
+    def _void(self, record: WalRecord, error: Damaged | StorageError | str) -> None:
         """Notes that a recovery point cannot be restored, with new damage or a known object."""
         if isinstance(error, str):
-            self._broken.point.setdefault(mark.save_id, error)
-        elif not self._went(mark):
+            self._broken.point.setdefault(record.save_id, error)
+        elif not self._went(record):
             self._tell(_object_of(error), error)
-            self._broken.point.setdefault(mark.save_id, self.problems[-1].object_name)
+            self._broken.point.setdefault(record.save_id, self.problems[-1].object_name)
 
     def _check_keys(
         self, head: StretchHead, point: RecoveryPoint, values: Collection[_Value]
@@ -253,10 +253,10 @@ class _LogAudit:
     def _along(self, found: Covering) -> Iterator[PointVerdict]:
         """Verdicts on the recovery points along a sequence of records."""
         order = [
-            (leg.head.stretch, mark.save_id.attempt, mark.save_id)
+            (leg.head.stretch, record.save_id.attempt, record.save_id)
             for leg in found.way.legs
-            for marks in leg.marks.values()
-            for mark in marks
+            for records in leg.records.values()
+            for record in records
         ]
         bad = [one for one in sorted(order) if one[2] in self._broken.rows]
         for point in found.points:
@@ -264,7 +264,7 @@ class _LogAudit:
                 continue
             own = self._broken.point.get(point.save_id)
             place = point.epoch, point.save_id.attempt
-            before = next((mark for *at, mark in bad if tuple(at) <= place), None)
+            before = next((record for *at, record in bad if tuple(at) <= place), None)
             broken_by = own or ("" if before is None else self._broken.rows[before])
             step = None if broken_by else found.way.step.step
             yield PointVerdict(point=point, step=step, broken_by=broken_by)

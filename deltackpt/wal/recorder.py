@@ -141,7 +141,7 @@ class Recorder:
         self._to_make = None if self._options is None else self._options.backend.directory
         #: Whether the head of the run was written, or none is needed.
         self._begun = False
-        #: Why no more marks are taken in this run; None while they are.
+        #: Why this run writes no more records; None while it does.
         self._ended: str | None = None
         #: How many times ``log`` was called.
         self._calls = 0
@@ -156,7 +156,7 @@ class Recorder:
         self._audit = Audit()
         #: Whether points of this run are known to be wrong, and still count on disk.
         self._voiding = False
-        #: Why a step is saved before the next mark, which would be incomplete with ``ids`` alone.
+        #: Why a step is saved before the next record, which would be incomplete with ``ids`` alone.
         self._needs_step: str | None = None
         #: Rows that no durable record of an ended epoch contains; the next epoch begins with them.
         self._owed = NamedRows()
@@ -167,7 +167,7 @@ class Recorder:
         #: A former recovery point of this run, whose records were removed.
         self._lost: Continues | None = None
         self._staging = Staging((self._options or WalOptions()).buffer_bytes)
-        #: What the dense leaves of the newest full mark decode to: never those of saves.
+        #: What the dense leaves of the newest full record decode to: never those of saves.
         self._references: DenseKeeper | None = None
         if self._options is not None and self._options.dense == "delta":
             self._references = keeper(run.options.dense)
@@ -478,7 +478,7 @@ class Recorder:
             for step in failure.steps:
                 self._run.tell_failure("append", step, failure.cause, failure.since)
             if self._stretch is not None and self._stretch.is_removed:
-                # The marks up to the point that training continues from may be missing, too.
+                # The records up to the point that training continues from may be missing, too.
                 self._may_have_trimmed = True
                 self._needs_step = "the WAL was removed"
                 self.distrust(self._needs_step)
@@ -677,7 +677,7 @@ class Recorder:
         known, chain = lineage.newest_known, self._chain
         assert known is not None
         if chain is not None and known.clocks.readings and chain.doubt(known.clocks):
-            # Other marks than those of the records: rows may have changed without any.
+            # Another TouchState than that of the records: rows may have changed without a stamp.
             chain = None
             self._given_rows.forget()
         if (
@@ -724,11 +724,11 @@ class Recorder:
                 self._audit.begin(None)
             return
         started = time.perf_counter()
-        # From here on no mark is taken and no point of the run is acknowledged.
+        # From here on no record is written and no point of the run is acknowledged.
         self._chain, self._voiding, self._needs_root = None, True, True
         self._audit.begin(None)
         if self._run.among.count > 1:
-            # No mark of the others makes a point without ours.
+            # Records of the others make no point without ours.
             self._ended = reason
             self._needs.ask(reason, anew=True)
         else:

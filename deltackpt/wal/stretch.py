@@ -142,10 +142,10 @@ class Stretch:
         self.progress.note(0, 0)
         self.progress.close()
 
-    def _is_durable(self, marks: Sequence[Durable]) -> None:
+    def _is_durable(self, records: Sequence[Durable]) -> None:
         with self._lock:
-            self._durable.extend(marks)
-        self.progress.note(marks[-1].save_id.attempt, marks[-1].save_id.step)
+            self._durable.extend(records)
+        self.progress.note(records[-1].save_id.attempt, records[-1].save_id.step)
 
 
 def write_head(

@@ -37,8 +37,8 @@ def trim(log_dir: Path, head: StretchHead, process: int, step: SaveId) -> None:
     log.advance()
     folder = logs.segments_of(head) / str(process)
     # The last one is being written.
-    for name, marks in list(log.segments.items())[:-1]:
-        if marks and all(mark.save_id.step <= step.step for mark in marks):
+    for name, records in list(log.segments.items())[:-1]:
+        if records and all(record.save_id.step <= step.step for record in records):
             folder.store.delete([(folder / name).key])
     if process == 0 and step.run == head.run:
         for number in logs.numbers():

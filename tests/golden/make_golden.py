@@ -345,7 +345,7 @@ LOGGED_HANDLERS = {
 }
 #: The step below the logs, the point that the second run goes on from, and where both end.
 LOGGED_FROM, GOES_ON_FROM, FIRST_END, SECOND_END = 10, 15, 16, 20
-#: Marks without dense leaves, and the one that the disk refuses.
+#: Records without dense leaves, and the one that the disk refuses.
 SOFT, REFUSED = (13, 18), 14
 
 
@@ -372,7 +372,7 @@ def logged_state_at(step: int, run: int) -> dict:
 
 
 def logged_blocks_at(step: int, run: int) -> dict:
-    """The same with dense leaves of several blocks, whose marks follow the marks before."""
+    """The same with dense leaves of several blocks, whose records follow the records before."""
     state = logged_state_at(step, run)
     wide = np.arange(1500, dtype=np.float64).reshape(3, 500) / (step + run)
     brain = np.arange(2500, dtype=np.float64) / 7

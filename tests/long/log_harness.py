@@ -179,7 +179,7 @@ def draw_log_life(random_: random.Random, life: int, doings: int) -> dict[str, A
             "dense_every": random_.choice((1, 1, 3)),
             # So that log() saves some of the steps by itself.
             "max_wal_ratio": random_.choice((1.0, 1.0, 1e-3)),
-            # A segment has a few marks, so that they are closed and trimmed.
+            # A segment has a few records, so that they are closed and trimmed.
             "backend": {"segment_bytes": random_.choice((1 << 16, 1 << 20))},
         },
     }

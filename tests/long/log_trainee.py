@@ -2,8 +2,8 @@
 """A training process that logs its steps, for harnesses that kill it; see ``trainee.py``.
 
 What it notes is an account of *offers*: states of which it said, in this order, that they are to be
-kept, by ``save()`` or by a full mark of ``log()``; and of those that were *acknowledged*. Whoever
-starts after it must find an offer that is not older than the last acknowledged one.
+kept, by ``save()`` or by a full record of ``append()``; and of those that were *acknowledged*. A
+process that starts later must find an offer that is not older than the last acknowledged one.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Logging(trainee.Training):
         note("acknowledged", by="wait")
 
     def wait_appended(self) -> None:
-        """Until all marks are durable."""
+        """Until all records are durable."""
         _acknowledge("wait_appended", self._saver.wait_appended())
 
     def look(self, which: int = 0) -> None:

@@ -107,17 +107,17 @@ def _places(era: Era) -> Iterator[Finding]:
 def _processes(era: Era) -> Iterator[Finding]:
     """Checks for processes of the newest epoch that delay its recovery points."""
     newest = {
-        process: max(log.by_id.values(), key=lambda mark: mark.save_id.attempt, default=None)
+        process: max(log.by_id.values(), key=lambda record: record.save_id.attempt, default=None)
         for process, log in era.processes.items()
     }
-    marks = [mark for mark in newest.values() if mark is not None]
-    if not marks:
+    records = [record for record in newest.values() if record is not None]
+    if not records:
         return
-    first = max(marks, key=lambda mark: mark.save_id.attempt)
+    first = max(records, key=lambda record: record.save_id.attempt)
     behind = {
-        process: None if mark is None else first.unix_secs - mark.unix_secs
-        for process, mark in newest.items()
-        if mark is None or mark.save_id.attempt < first.save_id.attempt
+        process: None if record is None else first.unix_secs - record.unix_secs
+        for process, record in newest.items()
+        if record is None or record.save_id.attempt < first.save_id.attempt
     }
     late = {one: secs for one, secs in behind.items() if secs is None or secs > _BEHIND_SECS}
     if not behind:
@@ -159,7 +159,7 @@ def _length(way: Way) -> Finding:
     groups = way.era.head.groups
     base = sum(group.rows * group.row_bytes for group in groups) + sum(
         value.nbytes
-        for record in way.last_marks.values()
+        for record in way.last_records.values()
         if record.dense is not None
         for value in record.dense.values
     )

@@ -24,7 +24,7 @@ from deltackpt.storage.store import Stamp
 _REFUSED_SECS = 30.0
 
 
-class Marks:
+class FollowedWal:
     """The WAL of a directory, as far as it was read; used by one thread."""
 
     def __init__(self, root: Steps, item: str, *, soft: bool):
@@ -49,7 +49,7 @@ class Marks:
     def look(self) -> None:
         """Reads the newly written records; if that fails, all records are ignored."""
         now = time.monotonic()
-        self._refused = {mark: told for mark, told in self._refused.items() if now < told[0]}
+        self._refused = {record: told for record, told in self._refused.items() if now < told[0]}
         try:
             self._history, self._unreadable = self._logs.read(), None
         except (RestoreError, StorageError) as error:
@@ -96,7 +96,7 @@ class Marks:
 
     def problem(self, step: int) -> DeltackptError | None:
         """Returns what is wrong with the WAL above a training step."""
-        found = [told for mark, (_, told) in self._refused.items() if mark.step > step]
+        found = [told for record, (_, told) in self._refused.items() if record.step > step]
         lost = losses_of(self._root, self._history, step, above=step)
         if lost != in_both(self._lost, lost):
             with contextlib.suppress(RestoreError, StorageError):
