@@ -3,25 +3,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import google_crc32c
 import msgpack
 import numpy as np
 
 from deltackpt.errors import Damaged
+from deltackpt.format.blocks import Rows as RowIndices
 from deltackpt.format.blocks import rows_of
 from deltackpt.format.manifest import SaveId
 from deltackpt.layers import footer
-from deltackpt.layers.footer import PAGE_BYTES, TRAILER_BYTES, LayerManifest
-from deltackpt.layers.read import ByteSource, Layer
-from deltackpt.layers.write import (
-    ArrayInput,
-    LayerFile,
-    RowGroupInput,
-    WrittenLayer,
+from deltackpt.layers.footer import (
+    PAGE_BYTES,
+    TRAILER_BYTES,
+    Compression,
+    Kind,
+    LayerManifest,
+    RowGroup,
 )
+from deltackpt.layers.read import ByteSource, Layer
+from deltackpt.layers.write import LayerFile, WrittenLayer, ranges_of
 from deltackpt.resources.write_buffers import WriteBuffers
 
 NAME = "layer.0"
@@ -49,13 +54,62 @@ class Memory:
             start += part.nbytes
 
 
+class Array(NamedTuple):
+    """An array to write."""
+
+    name: str
+    data: np.ndarray
+    compression: Compression = ""
+
+
+class Rows(NamedTuple):
+    """A row group to write."""
+
+    name: str
+    group: str
+    rows: RowIndices
+    arrays: Sequence[Array]
+    kind: Kind = "rows"
+    columns: tuple[int, int] | None = None
+    codecs: Mapping[str, str] = {}
+
+    @property
+    def described(self) -> RowGroup:
+        return RowGroup(
+            name=self.name,
+            group=self.group,
+            count=len(self.rows),
+            kind=self.kind,
+            columns=self.columns,
+            ranges=ranges_of(self.rows),
+            codecs={**self.codecs},
+        )
+
+
+def append(file: LayerFile, manifest: LayerManifest, groups: Sequence[Rows]) -> WrittenLayer:
+    """Writes a layer of row groups in memory."""
+    layer = file.begin(manifest)
+    try:
+        for group in groups:
+            layer.write_rows(group.name, group.rows)
+            for name, data, compression in group.arrays:
+                writer = layer.array(group.name, name, data.shape, data.dtype, compression)
+                writer.write(data)
+                writer.finish()
+    except BaseException:
+        layer.abandon()
+        raise
+    described = tuple(group.described for group in groups)
+    return layer.finish(dataclasses.replace(manifest, row_groups=described))
+
+
 def manifest_of(number: int = 1, **fields) -> LayerManifest:
     """The manifest of a layer that follows another save of its run."""
     save_id, parent = SaveId(RUN, number, number), SaveId(RUN, number - 1, number - 1)
     return LayerManifest(save_id=save_id, parent=parent, **fields)
 
 
-def groups_of(number: int = 1, count: int = 300) -> list[RowGroupInput]:
+def groups_of(number: int = 1, count: int = 300) -> list[Rows]:
     """Rows with a slot in two column shards, blocks, and an item; made up from a number."""
     random = np.random.default_rng(number)
     rows = np.unique(random.integers(0, 1 << 20, count))
@@ -64,40 +118,31 @@ def groups_of(number: int = 1, count: int = 300) -> list[RowGroupInput]:
     blocks = random.integers(0, 3, (7, 256, 2), np.uint8)
     item = np.frombuffer(b'{"loss": %d}' % number, np.uint8)
     return [
-        RowGroupInput(
+        Rows(
             "users.left",
             "users",
             rows,
-            [ArrayInput.of("values", values[:, :4]), ArrayInput.of("slot.m", slot)],
+            [Array("values", values[:, :4]), Array("slot.m", slot)],
             columns=(0, 4),
         ),
-        RowGroupInput(
-            "users.right", "users", rows, [ArrayInput.of("values", values[:, 4:])], columns=(4, 6)
-        ),
-        RowGroupInput(
+        Rows("users.right", "users", rows, [Array("values", values[:, 4:])], columns=(4, 6)),
+        Rows(
             "bfloat16",
             "bfloat16",
             rows_of([(3, 8), (10, 12)]),
-            [ArrayInput.of("blocks", blocks, "planes")],
+            [Array("blocks", blocks, "planes")],
             kind="blocks",
             codecs={"blocks": "planes"},
         ),
-        RowGroupInput(
-            "metrics", "metrics", range(len(item)), [ArrayInput.of("bytes", item)], kind="item"
-        ),
+        Rows("metrics", "metrics", range(len(item)), [Array("bytes", item)], kind="item"),
     ]
 
 
-def contents_of(groups: Sequence[RowGroupInput]) -> dict[str, tuple[list[int], dict[str, bytes]]]:
+def contents_of(groups: Sequence[Rows]) -> dict[str, tuple[list[int], dict[str, bytes]]]:
     """What ``read_all`` returns of row groups."""
     found = {}
     for group in groups:
-        arrays = {}
-        for given in group.arrays:
-            held = np.empty(given.shape, given.dtype)
-            if given.shape[0]:
-                given.fill(0, given.shape[0], held)
-            arrays[given.name] = held.tobytes()
+        arrays = {given.name: given.data.tobytes() for given in group.arrays}
         found[group.name] = np.asarray(group.rows).tolist(), arrays
     return found
 
@@ -118,7 +163,7 @@ def read_all(layer: Layer) -> dict[str, tuple[list[int], dict[str, bytes]]]:
 
 def write(
     path: Path,
-    layers: Sequence[tuple[LayerManifest, Sequence[RowGroupInput]]],
+    layers: Sequence[tuple[LayerManifest, Sequence[Rows]]],
     *,
     buffer_bytes: int = 1 << 20,
     **options,
@@ -127,7 +172,7 @@ def write(
     buffers = WriteBuffers(nbytes=buffer_bytes)
     file = LayerFile(path, buffers, **options)
     try:
-        written = [file.append(manifest, groups) for manifest, groups in layers]
+        written = [append(file, manifest, groups) for manifest, groups in layers]
         file.sync()
     finally:
         file.close()

@@ -26,7 +26,10 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from made_up_layers import (
     RUN,
+    Array,
     Memory,
+    Rows,
+    append,
     contents_of,
     groups_of,
     layers_in,
@@ -41,15 +44,12 @@ from deltackpt.format.blocks import Ranges, rows_of
 from deltackpt.format.dtypes import stored_dtype
 from deltackpt.format.manifest import SaveId
 from deltackpt.layers import footer
-from deltackpt.layers.footer import GAPS, PAGE_BYTES, EpochRef, RowGroup
+from deltackpt.layers.footer import GAPS, PAGE_BYTES, EpochRef
 from deltackpt.layers.read import Layer, StoredBytes
 from deltackpt.layers.shard import LayerShard
 from deltackpt.layers.write import (
     REMOVED,
-    ArrayInput,
     LayerFile,
-    RowGroupInput,
-    ranges_of,
 )
 from deltackpt.resources import write_buffers
 from deltackpt.resources.pace import Pace
@@ -70,7 +70,7 @@ FAST = settings(
 
 
 @st.composite
-def row_groups(draw, name: str) -> list[RowGroupInput]:
+def row_groups(draw, name: str) -> list[Rows]:
     """A row group, or the same rows split by columns."""
     count = draw(st.sampled_from([0, 1, 2, 50, 900]))
     random = np.random.default_rng(draw(st.integers(0, 1 << 30)))
@@ -92,25 +92,18 @@ def row_groups(draw, name: str) -> list[RowGroupInput]:
         shape = (length, *trailing)
         values = random.integers(0, 3 if few else 100, shape).astype(dtype)
         compression = draw(st.sampled_from(["", "zstd", "planes"]))
-        arrays.append(ArrayInput.of(f"a{number}", values, compression))
+        arrays.append(Array(f"a{number}", values, compression))
     codecs = {one.name: one.compression for one in arrays}
-    whole = RowGroupInput(name, "users", rows, arrays, codecs=codecs)
-    wide = [one for one in arrays if one.shape[1:] == (3,)]
+    whole = Rows(name, "users", rows, arrays, codecs=codecs)
+    wide = [one for one in arrays if one.data.shape[1:] == (3,)]
     if not wide:
         return [whole]
-    left = [ArrayInput.of(one.name, part(one, 0, 2)) for one in wide]
-    right = [ArrayInput.of(one.name, part(one, 2, 3), one.compression) for one in wide]
+    left = [Array(one.name, one.data[:, :2]) for one in wide]
+    right = [Array(one.name, one.data[:, 2:], one.compression) for one in wide]
     return [
-        RowGroupInput(f"{name}.0", "users", rows, left, columns=(0, 2)),
-        RowGroupInput(f"{name}.1", "users", rows, right, columns=(2, 3)),
+        Rows(f"{name}.0", "users", rows, left, columns=(0, 2)),
+        Rows(f"{name}.1", "users", rows, right, columns=(2, 3)),
     ]
-
-
-def part(given_array: ArrayInput, first: int, stop: int) -> np.ndarray:
-    held = np.empty(given_array.shape, given_array.dtype)
-    if len(held):
-        given_array.fill(0, len(held), held)
-    return held[:, first:stop]
 
 
 @FAST
@@ -186,16 +179,16 @@ def test_several_threads_write_arrays_of_a_layer_in_pieces(tmp_path_factory, dat
     file = LayerFile(path, buffers, fsync=False, chunk_bytes=chunk_bytes)
     layer = file.begin(manifest_of())
     cuts = {
-        one.name: sorted(data.draw(st.sets(st.integers(0, one.shape[0])))) for one in whole.arrays
+        one.name: sorted(data.draw(st.sets(st.integers(0, len(one.data))))) for one in whole.arrays
     }
     removed = data.draw(st.sets(st.sampled_from([one.name for one in whole.arrays] or [""])))
 
-    def write_array(one: ArrayInput) -> None:
-        held = np.empty(one.shape, one.dtype)
-        one.fill(0, len(held), held)
+    def write_array(one: Array) -> None:
         for attempt in range(2 if one.name in removed else 1):
-            writer = layer.array(whole.name, one.name, one.shape, one.dtype, one.compression)
-            for piece in np.split(held, cuts[one.name]):
+            writer = layer.array(
+                whole.name, one.name, one.data.shape, one.data.dtype, one.compression
+            )
+            for piece in np.split(one.data, cuts[one.name]):
                 writer.write(piece.copy())
                 if attempt < (one.name in removed):
                     break
@@ -208,14 +201,7 @@ def test_several_threads_write_arrays_of_a_layer_in_pieces(tmp_path_factory, dat
         rows = pool.submit(layer.write_rows, whole.name, whole.rows)
         list(pool.map(write_array, whole.arrays))
         rows.result()
-    group = RowGroup(
-        name=whole.name,
-        group=whole.group,
-        count=len(whole.rows),
-        ranges=ranges_of(whole.rows),
-        codecs={**whole.codecs},
-    )
-    written = layer.finish(dataclasses.replace(manifest_of(), row_groups=(group,)))
+    written = layer.finish(dataclasses.replace(manifest_of(), row_groups=(whole.described,)))
     file.close()
     buffers.close()
     contents = path.read_bytes()
@@ -361,7 +347,7 @@ def test_golden_layers_are_as_the_format_page_says():
 def test_rows_of_bfloat16_tables_are_stored_as_their_bits(tmp_path):
     rows = np.arange(12).reshape(6, 2).astype(ml_dtypes.bfloat16)
     stored = rows.view(stored_dtype(rows.dtype))
-    group = RowGroupInput("t", "t", range(6), [ArrayInput.of("values", stored)])
+    group = Rows("t", "t", range(6), [Array("values", stored)])
     write(tmp_path / "layer", [(manifest_of(), [group])])
     layer = opened((tmp_path / "layer").read_bytes())
     (found,) = layer.row_groups()
@@ -383,8 +369,8 @@ def big_layer(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """4,000 rows of 64 float32 with a slot, among 100,000."""
     rows = np.unique(np.random.default_rng(0).integers(0, 100_000, 4000))
     values = np.random.default_rng(1).standard_normal((len(rows), 64), np.float32)
-    arrays = [ArrayInput.of("values", values), ArrayInput.of("slot.m", values * 2)]
-    write(path, [(manifest_of(), [RowGroupInput("users", "users", rows, arrays)])])
+    arrays = [Array("values", values), Array("slot.m", values * 2)]
+    write(path, [(manifest_of(), [Rows("users", "users", rows, arrays)])])
     return rows, values
 
 
@@ -425,7 +411,7 @@ def test_a_missing_row_needs_only_the_chunk_of_row_indices_around_it(tmp_path):
     rows = np.arange(0, 40_000, 2)
     write(
         tmp_path / "layer",
-        [(manifest_of(), [RowGroupInput("t", "t", rows, [])])],
+        [(manifest_of(), [Rows("t", "t", rows, [])])],
         chunk_bytes=4096,
     )
     source = Memory((tmp_path / "layer").read_bytes())
@@ -482,9 +468,7 @@ def test_whole_chunks_are_read_into_the_target_without_a_copy(tmp_path):
     [np.empty((3, 2), np.float64), np.empty((2, 2), np.float32), np.empty((2, 3), np.float32).T],
 )
 def test_a_target_that_does_not_fit_is_refused(tmp_path, out):
-    group = RowGroupInput(
-        "t", "t", range(3), [ArrayInput.of("values", np.ones((3, 2), np.float32))]
-    )
+    group = Rows("t", "t", range(3), [Array("values", np.ones((3, 2), np.float32))])
     write(tmp_path / "layer", [(manifest_of(), [group])])
     layer = opened((tmp_path / "layer").read_bytes())
     array = layer.arrays(layer.row_groups()[0])["values"]
@@ -496,25 +480,9 @@ def test_a_target_that_does_not_fit_is_refused(tmp_path, out):
 
 @pytest.mark.parametrize("rows", [[3, 2], [1, 1], [-1, 4]])
 def test_rows_that_do_not_ascend_are_not_written(tmp_path, rows):
-    group = RowGroupInput("t", "t", np.array(rows), [])
+    group = Rows("t", "t", np.array(rows), [])
     with pytest.raises(OptionError, match="row group 't'"):
         write(tmp_path / "layer", [(manifest_of(), [group])])
-
-
-def test_arrays_are_encoded_one_by_one_while_they_are_written(tmp_path):
-    alive = []
-
-    def encoded():
-        for number in range(3):
-            alive.append(number)
-            values = np.full((number * 1000, 9), number, np.int64)
-            yield RowGroupInput(f"t{number}", "t", range(len(values)), [ArrayInput.of("v", values)])
-
-    groups = list(encoded())
-    alive.clear()
-    write(tmp_path / "layer", [(manifest_of(), encoded())], buffer_bytes=8192)
-    assert alive == [0, 1, 2]
-    assert read_all(opened((tmp_path / "layer").read_bytes())) == contents_of(groups)
 
 
 def test_a_small_layer_is_one_write_and_one_flush(tmp_path, monkeypatch):
@@ -558,16 +526,23 @@ def test_layers_are_gathered_while_others_are_written(tmp_path, monkeypatch):
         assert gathered.wait(30)
         write_aligned(descriptor, data, start)
 
-    def fill(start, stop, out):
-        out[:] = start
-        if start:
-            assert writing.wait(30)
-            gathered.set()
-
     monkeypatch.setattr(aligned, "write_aligned", slow)
-    array = ArrayInput("v", (4000, 4), np.dtype("int64"), fill)
-    group = RowGroupInput("t", "t", range(4000), [array])
-    write(tmp_path / "layer", [(manifest_of(), [group])], buffer_bytes=100_000, chunk_bytes=4096)
+    rows = np.arange(16_000).reshape(4000, 4)
+    group = Rows("t", "t", range(4000), [Array("v", rows)])
+    buffers = WriteBuffers(nbytes=100_000)
+    file = LayerFile(tmp_path / "layer", buffers, chunk_bytes=4096)
+    layer = file.begin(manifest_of())
+    writer = layer.array("t", "v", rows.shape, rows.dtype)
+    writer.write(rows[:3900])
+    assert writing.wait(30)
+    gathered.set()
+    writer.write(rows[3900:])
+    writer.finish()
+    layer.finish(dataclasses.replace(manifest_of(), row_groups=(group.described,)))
+    file.close()
+    buffers.close()
+    found = opened((tmp_path / "layer").read_bytes())
+    assert read_all(found) == contents_of([group])
 
 
 def test_a_file_system_may_refuse_direct_writes(tmp_path, monkeypatch):
@@ -592,7 +567,7 @@ def test_a_full_disk_is_a_typed_error_and_nothing_more_is_written(
 ):
     buffers = WriteBuffers(nbytes=buffer_bytes)
     file = LayerFile(tmp_path / "layers", buffers)
-    file.append(manifest_of(1), groups_of(1))
+    append(file, manifest_of(1), groups_of(1))
     file.sync()
 
     def full(*_):
@@ -601,14 +576,14 @@ def test_a_full_disk_is_a_typed_error_and_nothing_more_is_written(
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", full)
         with pytest.raises(OutOfSpace, match="layers"):
-            file.append(manifest_of(2), groups_of(2))
-    for call in (file.sync, lambda: file.append(manifest_of(2), groups_of(2))):
+            append(file, manifest_of(2), groups_of(2))
+    for call in (file.sync, lambda: append(file, manifest_of(2), groups_of(2))):
         with pytest.raises(StorageError, match="begin another"):
             call()
     file.close()
     # The buffers are still of use.
     other = LayerFile(tmp_path / "others", buffers)
-    other.append(manifest_of(1), groups_of(1))
+    append(other, manifest_of(1), groups_of(1))
     other.close()
     buffers.close()
     data = (tmp_path / "layers").read_bytes()
@@ -623,7 +598,7 @@ def test_a_failed_flush_is_not_repeated(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fdatasync", fail)
     buffers = WriteBuffers()
     file = LayerFile(tmp_path / "layer", buffers)
-    file.append(manifest_of(), [])
+    append(file, manifest_of(), [])
     with pytest.raises(StorageError, match="force to disk"):
         file.sync()
     monkeypatch.undo()
@@ -684,7 +659,7 @@ def test_ranges_of_rows_are_stored_as_ranges(tmp_path):
     rows = rows_of([(0, 4), (9, 12)])
     assert isinstance(rows, Ranges)
     values = np.arange(7, dtype=np.int16)
-    group = RowGroupInput("t", "t", rows, [ArrayInput.of("values", values)])
+    group = Rows("t", "t", rows, [Array("values", values)])
     write(tmp_path / "layer", [(manifest_of(), [group])])
     layer = opened((tmp_path / "layer").read_bytes())
     (found,) = layer.row_groups()

@@ -14,7 +14,6 @@ import fcntl
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +29,6 @@ from deltackpt.layers.footer import (
     PAGE_BYTES,
     Compression,
     Header,
-    Kind,
     LayerArray,
     LayerManifest,
     RowGroup,
@@ -50,50 +48,6 @@ _ALIGNMENT = 64
 #: Row group of arrays that were abandoned while they were written.
 REMOVED = "removed"
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-
-
-#: Writes the elements ``[start, stop)`` of an array's first axis into memory of that shape.
-Fill = Callable[[int, int, np.ndarray], None]
-
-
-class ArrayInput(NamedTuple):
-    """An array to write.
-
-    Attributes:
-      name: unique in its row group.
-      shape: its shape.
-      dtype: a core dtype of Zarr v3.
-      fill: called in ascending order, for each element once, with memory that is only valid
-        during the call.
-      compression: how to compress its chunks.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    fill: Fill
-    compression: Compression = ""
-
-    @classmethod
-    def of(cls, name: str, array: np.ndarray, compression: Compression = "") -> ArrayInput:
-        """Returns an input that copies an array in memory."""
-
-        def fill(start: int, stop: int, out: np.ndarray) -> None:
-            out[:] = array[start:stop]
-
-        return cls(name, array.shape, array.dtype, fill, compression)
-
-
-class RowGroupInput(NamedTuple):
-    """A row group to write; see ``footer.RowGroup``. ``rows`` are ascending and unique."""
-
-    name: str
-    group: str
-    rows: Rows
-    arrays: Sequence[ArrayInput]
-    kind: Kind = "rows"
-    columns: tuple[int, int] | None = None
-    codecs: Mapping[str, str] = {}
 
 
 class WrittenLayer(NamedTuple):
@@ -165,32 +119,11 @@ class LayerFile:
                     os.close(self._descriptor)
                     raise
 
-    def append(self, manifest: LayerManifest, groups: Iterable[RowGroupInput]) -> WrittenLayer:
-        """Writes a layer; it is durable after ``sync``.
-
-        Args:
-          manifest: without sequence number, predecessor, row groups and arrays.
-          groups: what to write. An iterator is advanced only after the previous one's arrays are
-            gathered, so that encoders of unknown length can produce them one by one.
-
-        Raises:
-          StorageError: writing failed.
-          OptionError: row indices are not ascending.
-        """
-        layer = self.begin(manifest)
-        try:
-            for given in groups:
-                layer.add(given)
-        except BaseException:
-            layer.abandon()
-            raise
-        return layer.finish(manifest)
-
     def begin(self, manifest: LayerManifest) -> OpenLayer:
         """Begins a layer; finish or abandon it before the next call.
 
         Args:
-          manifest: as for ``append``; only the save id and the process are used.
+          manifest: only the save id and the process are used.
 
         Raises:
           StorageError: an earlier write failed.
@@ -286,7 +219,6 @@ class OpenLayer:
         self._file, self._seed = file, seed
         self._buffers, self._start = file._buffers, file.nbytes
         self._lock = threading.Lock()
-        self._groups: list[RowGroup] = []
         self._arrays: list[_Array] = []
         #: Row group to the bounds of each chunk of its row indices.
         self._bounds: dict[str, tuple[tuple[int, int], ...]] = {}
@@ -296,29 +228,6 @@ class OpenLayer:
         self._buffer[:PAGE_BYTES] = 0
         #: CRC32C of all flushed bytes but the header.
         self._crc = 0
-
-    def add(self, given: RowGroupInput) -> None:
-        """Adds a row group and its arrays.
-
-        Raises:
-          StorageError: writing failed.
-          OptionError: row indices are not ascending.
-        """
-        self.write_rows(given.name, given.rows)
-        self._groups.append(
-            RowGroup(
-                name=given.name,
-                group=given.group,
-                count=len(given.rows),
-                kind=given.kind,
-                columns=given.columns,
-                ranges=ranges_of(given.rows),
-                codecs={**given.codecs},
-            )
-        )
-        for one in given.arrays:
-            array = self._begun(given.name, one.name, one.shape, one.dtype, one.compression)
-            self._append(array, 0, one.shape[0], one.fill)
 
     def write_rows(self, row_group: str, rows: Rows) -> LayerArray | None:
         """Writes the row indices of a row group, unless ``ranges_of`` describes them.
@@ -331,7 +240,7 @@ class OpenLayer:
             return None
         gaps = _gaps(row_group, np.asarray(rows), self._file._chunk_bytes)
         array = self._begun(row_group, GAPS, gaps.shape, gaps.dtype, "")
-        self._append(array, 0, gaps.shape[0], gaps.fill)
+        self._append(array, gaps)
         found = array.entry()
         self._bounds[row_group] = _bounds(rows, found)
         return found
@@ -346,7 +255,7 @@ class OpenLayer:
         *,
         check: bool = False,
     ) -> ArrayWriter:
-        """Begins an array that is written piece by piece; see ``ArrayInput``.
+        """Begins an array that is written piece by piece.
 
         Args:
           row_group: name of its row group.
@@ -362,8 +271,7 @@ class OpenLayer:
         """Writes the rest of the layer; it is durable after ``LayerFile.sync``.
 
         Args:
-          manifest: with the row groups that were not added, but without bounds, sequence number,
-            predecessor and arrays.
+          manifest: without sequence number, predecessor, arrays and bounds of row groups.
 
         Raises:
           StorageError: writing failed.
@@ -383,8 +291,10 @@ class OpenLayer:
     def _finish(self, manifest: LayerManifest) -> WrittenLayer:
         groups = [
             dataclasses.replace(group, bounds=self._bounds.get(group.name, ()))
-            for group in (*self._groups, *manifest.row_groups)
+            for group in manifest.row_groups
         ]
+        if any(array.row_group == REMOVED for array in self._arrays):
+            groups.insert(0, RowGroup(name=REMOVED, group="", count=0, ranges=()))
         manifest = dataclasses.replace(
             self._file._completed(manifest),
             row_groups=tuple(groups),
@@ -456,20 +366,16 @@ class OpenLayer:
     def _remove(self, array: _Array, rows: int) -> None:
         """Ends an array that nobody will read after some rows."""
         with self._lock:
-            if all(group.name != REMOVED for group in self._groups):
-                self._groups.append(RowGroup(name=REMOVED, group="", count=0, ranges=()))
             array.name = f"{array.row_group}/{array.name}.{self._arrays.index(array)}"
             array.row_group, array.shape = REMOVED, (rows, *array.shape[1:])
 
-    def _append(self, array: _Array, start: int, stop: int, fill: Fill) -> None:
-        """Adds whole chunks of an array, which continue those before."""
-        if not array.row_bytes:
-            return
-        while start < stop:
+    def _append(self, array: _Array, rows: np.ndarray, crc: int | None = None) -> int | None:
+        """Adds whole chunks of an array; returns ``crc`` extended by what was copied."""
+        while len(rows) and array.row_bytes:
             if array.compression:
-                end = min(stop, start + array.chunk_rows)
-                plain = np.empty((end - start, *array.shape[1:]), array.dtype)
-                fill(start, end, plain)
+                count = min(len(rows), array.chunk_rows)
+                plain = np.empty((count, *array.shape[1:]), array.dtype)
+                crc = _copied(rows[:count], plain, crc)
                 data = _compressed(plain, array.compression)
                 with self._lock:
                     padding = self._padding(array)
@@ -478,23 +384,24 @@ class OpenLayer:
                     self._add_chunk(array, room, padding, len(data))
             else:
                 with self._lock:
-                    end = self._copy(array, start, stop, fill)
-            start = end
+                    count, crc = self._copy(array, rows, crc)
+            rows = rows[count:]
+        return crc
 
-    def _copy(self, array: _Array, start: int, stop: int, fill: Fill) -> int:
-        """Adds as many uncompressed chunks as fit into the buffer; returns the end of them."""
+    def _copy(self, array: _Array, rows: np.ndarray, crc: int | None) -> tuple[int, int | None]:
+        """Adds as many uncompressed chunks as fit into the buffer; returns the number of rows."""
         chunk_rows, row_bytes, padding = array.chunk_rows, array.row_bytes, self._padding(array)
-        room = self._room(padding + min(chunk_rows, stop - start) * row_bytes)
-        # One call of a gather instead of many.
+        room = self._room(padding + min(chunk_rows, len(rows)) * row_bytes)
+        # One copy instead of many.
         fitting = (len(room) - padding) // (chunk_rows * row_bytes) * chunk_rows
-        end = min(stop, start + max(chunk_rows, fitting))
-        rows = room[padding : padding + (end - start) * row_bytes].view(array.dtype)
-        fill(start, end, rows.reshape(end - start, *array.shape[1:]))
-        for first in range(start, end, chunk_rows):
-            nbytes = min(chunk_rows, end - first) * row_bytes
+        count = min(len(rows), max(chunk_rows, fitting))
+        out = room[padding : padding + count * row_bytes].view(array.dtype)
+        crc = _copied(rows[:count], out.reshape(count, *array.shape[1:]), crc)
+        for first in range(0, count, chunk_rows):
+            nbytes = min(chunk_rows, count - first) * row_bytes
             self._add_chunk(array, room, padding, nbytes)
             room, padding = room[padding + nbytes :], 0
-        return end
+        return count, crc
 
     def _padding(self, array: _Array) -> int:
         """Bytes before the next chunk of an array: long arrays begin at a page."""
@@ -553,7 +460,7 @@ class ArrayWriter:
         Raises:
           StorageError: writing failed, or the rows changed while they were copied.
         """
-        array, crc = self._array, 0
+        array, crc = self._array, 0 if self._check else None
         given = rows = rows.view(array.dtype) if rows.dtype != array.dtype else rows
         while len(rows):
             at = self._done + self._filled
@@ -567,14 +474,14 @@ class ArrayWriter:
                     self._rest = np.empty((array.chunk_rows, *array.shape[1:]), array.dtype)
                 rest = self._rest[self._filled : self._filled + whole]
                 rest[...] = rows[:whole]
-                crc = crc32c(rest, crc) if self._check else crc
+                crc = None if crc is None else crc32c(rest, crc)
                 self._filled += whole
                 if self._filled == array.chunk_rows or at + whole == array.shape[0]:
                     filled, self._filled = self._filled, 0
                     self._append(self._rest[:filled])
             rows = rows[whole:]
         # The disk may have been waited for in between.
-        if self._check and crc32c(np.ascontiguousarray(given)) != crc:
+        if crc is not None and crc32c(np.ascontiguousarray(given)) != crc:
             raise StorageError(
                 f"segment {array.row_group}, {array.name}: expected rows that stay as they are, "
                 "found others: the arrays changed while they were written; do not write into numpy "
@@ -595,18 +502,10 @@ class ArrayWriter:
         self._layer._remove(self._array, self._done)
         self._rest = None
 
-    def _append(self, rows: np.ndarray, crc: int = 0) -> int:
-        """Adds whole chunks; returns the CRC32C of what was copied if it is checked."""
-        first = self._done
-
-        def fill(start: int, stop: int, out: np.ndarray) -> None:
-            nonlocal crc
-            np.copyto(out, rows[start - first : stop - first])
-            crc = crc32c(out, crc) if self._check else crc
-
-        self._layer._append(self._array, first, first + len(rows), fill)
+    def _append(self, rows: np.ndarray, crc: int | None = None) -> int | None:
+        """Adds whole chunks; returns ``crc`` extended by what was copied."""
         self._done += len(rows)
-        return crc
+        return self._layer._append(self._array, rows, crc)
 
 
 def ranges_of(rows: Rows) -> tuple[Span, ...] | None:
@@ -616,7 +515,7 @@ def ranges_of(rows: Rows) -> tuple[Span, ...] | None:
     return spans_of(rows)
 
 
-def _gaps(row_group: str, rows: np.ndarray, chunk_bytes: int) -> ArrayInput:
+def _gaps(row_group: str, rows: np.ndarray, chunk_bytes: int) -> np.ndarray:
     gaps = np.diff(rows.astype(np.int64, copy=False), prepend=0)
     if gaps[0] < 0 or np.any(gaps[1:] <= 0):
         raise OptionError(
@@ -626,7 +525,7 @@ def _gaps(row_group: str, rows: np.ndarray, chunk_bytes: int) -> ArrayInput:
     dtype = next(one for one in map(np.dtype, footer.GAPS_DTYPES) if most <= np.iinfo(one).max)
     # The bounds have the first row of each chunk.
     gaps[:: max(1, chunk_bytes // dtype.itemsize)] = 0
-    return ArrayInput.of(GAPS, gaps.astype(dtype))
+    return gaps.astype(dtype)
 
 
 def _bounds(rows: Rows, gaps: LayerArray) -> tuple[tuple[int, int], ...]:
@@ -635,6 +534,11 @@ def _bounds(rows: Rows, gaps: LayerArray) -> tuple[tuple[int, int], ...]:
     firsts = held[:: gaps.chunk_rows]
     lasts = held[[*range(gaps.chunk_rows - 1, len(held) - 1, gaps.chunk_rows), len(held) - 1]]
     return tuple(zip(firsts.tolist(), lasts.tolist(), strict=True))
+
+
+def _copied(rows: np.ndarray, out: np.ndarray, crc: int | None) -> int | None:
+    np.copyto(out, rows)
+    return None if crc is None else crc32c(out, crc)
 
 
 def _compressed(plain: np.ndarray, compression: Compression) -> np.ndarray:

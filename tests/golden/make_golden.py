@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the golden checkpoints of the current format version: once, never again.
 
-Run ``python tests/golden/make_golden.py`` after a change of ``FORMAT_VERSION``, and commit what it
-writes beside the earlier versions, which every later deltackpt goes on reading. ``v<n>`` holds
-states that a formula gives; ``parts-v<n>`` the same, written by two processes; ``repeated-v<n>``
-the same as ``v<n>``, in records that repeat their version in the body; ``layered-v<n>`` the same,
-with deltas in layer files; ``encodings-v<n>`` what
-codecs made of them, and the digests of what is decoded: encoders may improve, decoding may not
-change; ``rolling-v<n>`` the states of ``v<n>`` as a base that rolls over two saves.
+Run ``python -m golden.make_golden`` in ``tests`` after a change of ``FORMAT_VERSION``, and commit
+what it writes beside the earlier versions, which every later deltackpt goes on reading. ``v<n>``
+holds states that a formula gives; ``parts-v<n>`` the same, written by two processes;
+``repeated-v<n>`` the same as ``v<n>``, in records that repeat their version in the body;
+``layered-v<n>`` the same, with deltas in layer files; ``encodings-v<n>`` what codecs made of them,
+and the digests of what is decoded: encoders may improve, decoding may not change; ``rolling-v<n>``
+the states of ``v<n>`` as a base that rolls over two saves.
 ``dense-v<n>`` holds deltas whose dense leaves are blocks by every codec, and a compacted base;
 from ``dense-v2`` on the deltas are layer files.
 ``log-v<n>`` holds a base and the logs of two runs, the second of which goes on from a point; in
@@ -38,6 +38,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from made_up_layers import Array, Rows, append
 
 import deltackpt
 from deltackpt.format import extents, names
@@ -46,7 +47,7 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.format.records import FORMAT_VERSION
 from deltackpt.layers import footer
 from deltackpt.layers.footer import EpochRef, LayerManifest
-from deltackpt.layers.write import ArrayInput, LayerFile, RowGroupInput
+from deltackpt.layers.write import LayerFile
 from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.storage.crc import crc32c
 from deltackpt.tiers import packing
@@ -183,8 +184,8 @@ def write_in_two_processes(root: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, __file__, str(root), str(port)]
-    children = [subprocess.Popen([*command, str(process)]) for process in (0, 1)]
+    command = [sys.executable, "-m", "golden.make_golden", str(root), str(port)]
+    children = [subprocess.Popen([*command, str(process)], cwd=HERE.parent) for process in (0, 1)]
     try:
         assert [child.wait(120) for child in children] == [0, 0]
     finally:
@@ -253,22 +254,22 @@ def write_extents(directory: Path) -> None:
     (directory / "extents.lock").unlink()
 
 
-def layer_groups(step: int) -> list[RowGroupInput]:
+def layer_groups(step: int) -> list[Rows]:
     """Every kind of row group and of compression, from a formula."""
     rows = np.array([3, 4, 260, 70_000, 70_001]) + step
     values = np.arange(20, dtype=np.float32).reshape(5, 4) / 8 + step
     blocks = (np.arange(3 * 256 * 4, dtype=np.uint32) % (step + 2)).astype(np.uint8)
     count = np.full(3000, step, np.uint16)
     item = np.frombuffer(json.dumps({"step": step}).encode(), np.uint8)
-    left = [ArrayInput.of("values", values[:, :3]), ArrayInput.of("slot.m", values[:, 0] * 2)]
-    right = [ArrayInput.of("values", values[:, 3:])]
-    every = [ArrayInput.of("slot.count", count, "zstd")]
-    coded = [ArrayInput.of("blocks", blocks.reshape(3, 256, 4), "planes")]
+    left = [Array("values", values[:, :3]), Array("slot.m", values[:, 0] * 2)]
+    right = [Array("values", values[:, 3:])]
+    every = [Array("slot.count", count, "zstd")]
+    coded = [Array("blocks", blocks.reshape(3, 256, 4), "planes")]
     return [
-        RowGroupInput("users.0", "users", rows, left, columns=(0, 3), codecs={"values": "raw"}),
-        RowGroupInput("users.1", "users", rows, right, columns=(3, 4)),
-        RowGroupInput("users.count", "users", range(3000), every),
-        RowGroupInput(
+        Rows("users.0", "users", rows, left, columns=(0, 3), codecs={"values": "raw"}),
+        Rows("users.1", "users", rows, right, columns=(3, 4)),
+        Rows("users.count", "users", range(3000), every),
+        Rows(
             "float32",
             "float32",
             rows_of([(1, 3), (9, 10)]),
@@ -276,9 +277,7 @@ def layer_groups(step: int) -> list[RowGroupInput]:
             "blocks",
             codecs={"blocks": "planes"},
         ),
-        RowGroupInput(
-            "metrics", "metrics", range(len(item)), [ArrayInput.of("bytes", item)], "item"
-        ),
+        Rows("metrics", "metrics", range(len(item)), [Array("bytes", item)], "item"),
     ]
 
 
@@ -295,15 +294,13 @@ def write_layers(directory: Path) -> None:
                 epoch=None if name == "step" else EpochRef(number=2, crc32c=0x01020304),
                 schema=b"schema" if name == "step" else b"",
             )
-            written = file.append(manifest, layer_groups(step))
+            written = append(file, manifest, layer_groups(step))
             found[str(step)] = {"file": name, "start": written.start, "digest": written.digest}
             for group in layer_groups(step):
-                arrays = {}
-                for given in group.arrays:
-                    held = np.empty(given.shape, given.dtype)
-                    given.fill(0, len(held), held)
-                    arrays[given.name] = hashlib.sha256(held.tobytes()).hexdigest()
-                found[str(step)][group.name] = arrays
+                found[str(step)][group.name] = {
+                    given.name: hashlib.sha256(given.data.tobytes()).hexdigest()
+                    for given in group.arrays
+                }
         file.close()
     del found["7"]
     os.truncate(directory / "wal", written.stop - 4096)
