@@ -52,6 +52,7 @@ from deltackpt.layers.footer import PAGE_BYTES
 from deltackpt.save import coded_dense
 from deltackpt.storage import arrays
 from deltackpt.storage.parts import Place
+from deltackpt.storage.store import FileStore
 from deltackpt.testing import Disk
 from deltackpt.wal.segments import FilledRecord
 
@@ -313,6 +314,20 @@ def test_other_files_are_left_alone(name, log):
     (log.folder / name).write_bytes(b"else")
     found = scan_of(log)
     assert numbers_of(found) == [1, 2, 3] and found.breaks == []
+
+
+def test_small_records_are_scanned_many_at_once(tmp_path, monkeypatch):
+    log = MadeUpLog(tmp_path / "log").begin().append(*range(1, 401))
+    reads, read_into = [], FileStore.read_into
+
+    def counted(self, key, start, parts):
+        reads.append(sum(part.nbytes for part in parts))
+        read_into(self, key, start, parts)
+
+    monkeypatch.setattr(FileStore, "read_into", counted)
+    assert found_in(log) == [*range(1, 401)]
+    nbytes = log.files[0].stat().st_size
+    assert len(reads) < 12 and nbytes <= sum(reads) < 1.1 * nbytes
 
 
 def test_a_process_without_a_log_has_no_records(tmp_path):

@@ -41,6 +41,8 @@ from deltackpt.storage.store import FileStore, Missing, Spot, Stamp
 
 #: Read at once during a scan: headers and footers are small, and rows are passed over.
 _WINDOW_BYTES = 64 << 10
+#: A scan of small records reads up to this much at once.
+_MAX_WINDOW_BYTES = 1 << 20
 #: Read at once to find layers behind a damaged one.
 _SEARCHED_BYTES = 8 << 20
 #: A power cut may leave this in place of a file's last pages; a layer never ends like this.
@@ -523,6 +525,7 @@ class _Window:
         self.length = segment.store.length(segment.key)
         self.run_bytes = _WINDOW_BYTES
         self._start, self._data = 0, np.empty(0, np.uint8)
+        self._ahead_bytes = 0
 
     @property
     def name(self) -> str:
@@ -534,13 +537,18 @@ class _Window:
         at = start - self._start
         nbytes = sum(part.nbytes for part in parts)
         if not 0 <= at <= at + nbytes <= len(self._data):
-            count = min(max(nbytes, _WINDOW_BYTES), max(nbytes, self.length - start))
+            # Small records are read many at once; of long ones, only headers and footers.
+            is_next = 0 <= at <= len(self._data)
+            more = 2 * self._ahead_bytes if is_next else 0
+            self._ahead_bytes = min(max(more, _WINDOW_BYTES), _MAX_WINDOW_BYTES)
+            count = min(max(nbytes, self._ahead_bytes), max(nbytes, self.length - start))
             try:
                 data = self._read(start, count)
             except Damaged:
                 if count == nbytes:
                     raise
                 data = self._read(start, nbytes)  # The damage may be behind these bytes.
+                self._ahead_bytes = 0
             self._start, self._data, at = start, data, 0
         for part in parts:
             np.frombuffer(part, np.uint8)[:] = self._data[at : at + part.nbytes]
