@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that go while they are read: the answer is StepGone, whoever reads and whenever it happens.
+"""Steps removed during a read: every reader raises StepGone, at every access.
 
-Each operation is run again and again, and its n-th access to the steps finds them removed, as
-retention removes them, or replaced, as a rollback and new saves do. What is damaged stays Damaged.
+Each operation runs repeatedly, and its n-th access finds the steps removed, as by retention, or
+replaced, as by a rollback and new saves. Damage is still reported as Damaged.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import tensorstore as ts
 import deltackpt
 from deltackpt import inspect, interchange
 from deltackpt.errors import Damaged, StepGone, StepNotFound
+from deltackpt.handlers import restoring
 from deltackpt.reading import chains, reader
 from deltackpt.standby.follower import Follower
 from deltackpt.tiers import copy
@@ -34,24 +35,24 @@ from deltackpt.upkeep import compact, estimate
 from deltackpt.upkeep import verify as audit
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
-#: A chain that goes while the other one stays, and the newest one.
+#: The steps of the older chain and of the newest one.
 OLDER, NEWER = (0, 1, 2), (3, 4)
 _ACCESSES = ("open", "os.listdir", "os.scandir")
 
 
 class Accesses:
-    """Counts accesses to the files of a chain, and calls back at one of them."""
+    """Counts accesses to the files of a chain, and calls a function at one of them."""
 
     def __init__(self, folders: Sequence[Path], at: int, then: Callable[[], None]):
         self._folders = [str(folder) for folder in folders]
         self._at = at
         self._then = then
-        # What is done then may be accesses, too.
+        # The callback may access files, too.
         self._lock = threading.RLock()
         self.count = 0
 
     def saw(self, name: object) -> None:
-        """Called before an access."""
+        """Counts an access; called before it."""
         if not isinstance(name, (str, os.PathLike)):
             return
         path = os.fspath(name)
@@ -63,7 +64,7 @@ class Accesses:
 
     @property
     def came(self) -> bool:
-        """Whether the one was reached."""
+        """Whether the chosen access was reached."""
         return self.count >= self._at
 
 
@@ -73,18 +74,18 @@ _watching: list[Accesses] = []
 def _hook(
     event: str, args: tuple[Any, ...], accesses: Any = _ACCESSES, watching: Any = _watching
 ) -> None:
-    """Uses no global name: those are gone when the interpreter ends, and the hook is not."""
+    """Uses no globals: the hook outlives them when the interpreter exits."""
     if event in accesses and args:
         for watcher in tuple(watching):
             watcher.saw(args[0])
 
 
-sys.addaudithook(_hook)  # For the life of the process: it cannot be removed.
+sys.addaudithook(_hook)  # An audit hook cannot be removed.
 
 
 @contextlib.contextmanager
 def watched(accesses: Accesses) -> Iterator[None]:
-    """Files that Python opens, lists and looks at, and arrays that TensorStore opens."""
+    """Counts files that Python opens, lists and stats, and arrays that TensorStore opens."""
     real_stat, real_open = os.stat, ts.open
 
     def stat(path, *args, **kwargs):
@@ -107,7 +108,7 @@ def watched(accesses: Accesses) -> Iterator[None]:
 
 
 def write(root: Path, seed: int = 0) -> dict[int, Any]:
-    """Two chains: steps 0 to 2, and 3 to 4."""
+    """Writes two chains: steps 0 to 2, and 3 to 4."""
     state = model.initial(seed)
     touched = model.new_touched(state)
     states = {}
@@ -141,7 +142,7 @@ def users(found: Any) -> bytes:
     return np.asarray(found).tobytes()
 
 
-# What reads a step. Each returns the bytes of a table of it, or None.
+# Readers of a step. Each returns the bytes of one of its tables, or None.
 
 
 def restored(root: Path) -> bytes | None:
@@ -221,7 +222,7 @@ OPERATIONS: dict[str, Callable[[Path], bytes | None]] = {
 
 @contextlib.contextmanager
 def going(runs: Runs, chain: Sequence[int], at: int, how: str) -> Iterator[Accesses]:
-    """Within, a chain goes at the n-th access to it, newest first; it is back afterwards."""
+    """Removes or replaces a chain at its n-th access, newest step first; restores it on exit."""
     root, other = runs.root, runs.other
     aside = root.with_name(f"{root.name}-aside")
     aside.mkdir()
@@ -249,7 +250,7 @@ HOW = pytest.mark.parametrize("how", ["removed", "replaced"])
 
 
 def check(runs: Runs, how: str, call: Callable[[Path], bytes | None], stride: int = 1) -> None:
-    """Whatever access finds step 2 gone, the reader is told so, or has read all of one save."""
+    """Asserts that, at every access, a reader of step 2 gets an error or reads one whole save."""
     whole = [users(states[2]["tables"]["users"]) for states in (runs.states, runs.others)]
     whole = whole if how == "replaced" else whole[:1]
     at, told = 1, 0
@@ -271,17 +272,17 @@ def check(runs: Runs, how: str, call: Callable[[Path], bytes | None], stride: in
 
 @HOW
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_step_that_goes_at_any_access_is_gone_and_not_damaged(operation, how, runs):
+def test_a_step_removed_at_any_access_is_gone_and_not_damaged(operation, how, runs):
     check(runs, how, OPERATIONS[operation], stride=3)
 
 
 @HOW
 @pytest.mark.parametrize("chosen", [None, {"tables/users": None}])
-def test_a_step_that_goes_at_any_access_of_a_restore_is_gone(chosen, how, runs):
+def test_a_step_removed_at_any_access_of_a_restore_is_gone(chosen, how, runs):
     def restore(manager: deltackpt.CheckpointManager) -> bytes:
         if chosen is None:
             found = manager.restore(2, model.initial()).state
-            # One save, tables and dense leaves: each step of both runs has its own key.
+            # Tables and dense leaves are of one save: each step of both runs has its own key.
             states = [states[2] for states in (runs.states, runs.others)]
             assert any(same(found, state) for state in states)
             return users(found["tables"]["users"])
@@ -292,7 +293,7 @@ def test_a_step_that_goes_at_any_access_of_a_restore_is_gone(chosen, how, runs):
 
 
 @HOW
-def test_the_newest_step_that_goes_at_any_access_is_not_skipped_but_another_is_restored(how, runs):
+def test_if_the_newest_step_is_removed_at_any_access_another_is_restored(how, runs):
     newest = [runs.states[4], (runs.others if how == "replaced" else runs.states)[4]]
     if how == "removed":
         newest.append(runs.states[2])
@@ -317,8 +318,8 @@ def same(found: Any, expected: Any) -> bool:
 
 
 @HOW
-def test_a_service_that_follows_a_step_that_goes_at_any_access_takes_another(how, runs):
-    """A follower has no step to name: it goes on with the newest that stands."""
+def test_a_follower_switches_steps_if_its_step_is_removed_at_any_access(how, runs):
+    """A follower raises no error: it continues with the newest step that exists."""
     at = 1
     while True:
         follower = Follower(runs.root, item="embeddings")
@@ -326,7 +327,7 @@ def test_a_service_that_follows_a_step_that_goes_at_any_access_takes_another(how
             follower.advance()
             assert "expected it to stay" in follower.health or follower.health == "follows", at
             assert follower.holding is not None, at
-            # What it lists next: nothing goes any more.
+            # Nothing is removed from here on.
             follower.advance()
             assert follower.holding.save.save_id.step == follower.newest_step(), at
         if not accesses.came:
@@ -334,12 +335,12 @@ def test_a_service_that_follows_a_step_that_goes_at_any_access_takes_another(how
         at += 3
 
 
-# What is damaged in a step that stands stays Damaged.
+# Damage in a step that exists is reported as Damaged.
 
 
 @pytest.mark.parametrize("operation", sorted(set(OPERATIONS) - {"verify"}))
 @pytest.mark.parametrize("step", [1, 2])
-def test_damage_in_a_step_that_stands_is_damage(step, operation, runs, tmp_path):
+def test_damage_in_a_step_that_exists_is_damage(step, operation, runs, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(runs.root, root)
     (layer,) = (root / str(step) / "embeddings").glob("layer.0")
@@ -348,10 +349,29 @@ def test_damage_in_a_step_that_stands_is_damage(step, operation, runs, tmp_path)
         OPERATIONS[operation](root)
 
 
-# A trainer with retention, and readers beside it.
+# A trainer with retention, and concurrent readers.
 
 
-def test_readers_beside_a_trainer_with_retention_see_whole_steps_or_step_gone(tmp_path):
+def test_restore_latest_raises_step_gone_if_steps_are_removed_faster_than_they_are_read(
+    runs, monkeypatch
+):
+    monkeypatch.setattr(restoring, "_LISTINGS", 0)
+    at = 1
+    raised = 0
+    while True:
+        with reading(runs.root) as manager, going(runs, NEWER, at, "removed") as accesses:
+            try:
+                result = manager.restore_latest(model.initial())
+                assert result is not None and result.skipped == (), at
+            except StepGone:
+                raised += 1
+        if not accesses.came:
+            break
+        at += 25
+    assert raised > 0
+
+
+def test_readers_alongside_a_trainer_with_retention_see_whole_steps_or_step_gone(tmp_path):
     state = model.initial()
     touched = model.new_touched(state)
     options = deltackpt.ManagerOptions(

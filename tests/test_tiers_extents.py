@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage in memory with extents beside it: what a power cut takes from the stage comes back."""
+"""Staging in memory with extents on disk: staged saves survive a power cut."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _numbers = itertools.count()
 
 
 class ExtentNode(Node):
-    """A machine whose stage is lost with its power, and whose extents are not."""
+    """A machine whose staging directory is lost in a power cut, but not its extents."""
 
     def manager(self, **options: Any) -> deltackpt.CheckpointManager:
         given = Extents(directory=str(self.extents), nbytes=40 * EXTENT, extent_bytes=EXTENT)
@@ -41,7 +41,7 @@ class ExtentNode(Node):
         return self.stage.path.with_name(f"{self.stage.path.name}-extents")
 
     def cut_power(self) -> None:
-        """Nothing of what is in memory stays."""
+        """Discards everything in memory."""
         shutil.rmtree(self.stage.path)
 
     def begin_anew(self) -> None:
@@ -62,7 +62,7 @@ def node(s3, tmp_path) -> Iterator[Callable[[], ExtentNode]]:
     yield lambda: next(made)
 
 
-def test_what_never_came_to_the_root_is_restored_after_a_power_cut(node, monkeypatch):
+def test_saves_that_were_never_uploaded_are_restored_after_a_power_cut(node, monkeypatch):
     one = node()
     with monkeypatch.context() as patch:
         without_promoter(patch)
@@ -86,7 +86,7 @@ def test_what_never_came_to_the_root_is_restored_after_a_power_cut(node, monkeyp
         )
 
 
-def test_what_is_at_the_root_is_read_near_where_the_stage_is_lost(node):
+def test_uploaded_saves_are_read_from_the_extents_if_staging_is_lost(node):
     one = node()
     with one.manager(wait_for="remote") as manager:
         for step in range(3):
@@ -103,7 +103,7 @@ def test_what_is_at_the_root_is_read_near_where_the_stage_is_lost(node):
         assert same(one.held(), expected)
 
 
-def test_what_training_went_back_behind_does_not_come_back(node, monkeypatch):
+def test_rolled_back_saves_do_not_return(node, monkeypatch):
     one = node()
     with monkeypatch.context() as patch:
         without_promoter(patch)
@@ -132,7 +132,7 @@ def test_what_training_went_back_behind_does_not_come_back(node, monkeypatch):
             assert same(one.held(), expected)
 
 
-def test_what_others_went_on_without_is_moved_aside(node, monkeypatch):
+def test_saves_that_another_trainer_continued_without_are_moved_aside(node, monkeypatch):
     one, two = node(), node()
     with one.manager(wait_for="remote") as manager:
         one.save(manager, 0)
@@ -151,11 +151,11 @@ def test_what_others_went_on_without_is_moved_aside(node, monkeypatch):
         assert sorted(manager.all_steps()) == [0, 2]
         assert len([*one.stage.path.glob("aside/*/1/*/embeddings")]) == 1
     one.cut_power()
-    with one.manager() as manager:  # It is held no more.
+    with one.manager() as manager:  # The extents no longer have it.
         assert sorted(manager.all_steps()) == [0, 2]
 
 
-def test_a_damaged_copy_in_the_stage_is_read_from_the_extents(node, monkeypatch):
+def test_a_step_damaged_in_staging_is_read_from_the_extents(node, monkeypatch):
     one = node()
     without_promoter(monkeypatch)
     with one.manager() as manager:
@@ -172,7 +172,7 @@ def test_a_damaged_copy_in_the_stage_is_read_from_the_extents(node, monkeypatch)
         assert same(one.held(), expected)
 
 
-def test_full_extents_let_go_of_what_is_at_the_root_first(node):
+def test_full_extents_drop_uploaded_saves_first(node):
     one = node()
     small = Extents(directory=str(one.extents), nbytes=12 * EXTENT, extent_bytes=EXTENT)
     with one.manager(extents=small, wait_for="remote") as manager:
@@ -189,7 +189,7 @@ def test_full_extents_let_go_of_what_is_at_the_root_first(node):
         assert same(one.held(), expected)
 
 
-def test_full_extents_wait_for_the_root_until_the_manager_is_closed(node, monkeypatch):
+def test_full_extents_wait_for_uploads_until_the_manager_is_closed(node, monkeypatch):
     one = node()
     without_promoter(monkeypatch)
     small = Extents(directory=str(one.extents), nbytes=12 * EXTENT, extent_bytes=EXTENT)
@@ -217,7 +217,7 @@ def test_extents_that_are_too_small_are_refused_at_the_first_base(node, monkeypa
     manager.close()
 
 
-def test_extents_are_of_one_root_and_of_one_trainer(node, s3, tmp_path, monkeypatch):
+def test_extents_belong_to_one_remote_directory_and_one_trainer(node, s3, tmp_path, monkeypatch):
     one = node()
     without_promoter(monkeypatch)
     with one.manager() as manager:
@@ -238,7 +238,7 @@ def test_extents_are_of_one_root_and_of_one_trainer(node, s3, tmp_path, monkeypa
         one.restore(manager)
 
 
-def test_a_refusal_of_the_extents_is_a_failed_save_and_loses_no_row(node, monkeypatch):
+def test_a_write_error_in_the_extents_fails_the_save_and_loses_no_row(node, monkeypatch):
     one = node()
     without_promoter(monkeypatch)
     with one.manager() as manager:
@@ -262,7 +262,7 @@ def test_a_refusal_of_the_extents_is_a_failed_save_and_loses_no_row(node, monkey
         assert same(one.held(), expected)
 
 
-def test_a_part_that_other_processes_do_not_have_is_held_no_more(node, monkeypatch):
+def test_a_part_that_other_processes_lack_is_dropped(node, monkeypatch):
     one = node()
     without_promoter(monkeypatch)
     with one.manager() as manager:
@@ -278,9 +278,7 @@ def test_a_part_that_other_processes_do_not_have_is_held_no_more(node, monkeypat
         assert manager.all_steps() == [0]
 
 
-def test_extents_that_refuse_to_let_go_fail_the_save_and_what_was_left_stays_left(
-    node, monkeypatch
-):
+def test_a_failed_drop_fails_the_save_and_rolled_back_saves_do_not_return(node, monkeypatch):
     one = node()
     without_promoter(monkeypatch)
 
@@ -307,7 +305,7 @@ def test_extents_that_refuse_to_let_go_fail_the_save_and_what_was_left_stays_lef
         assert same(one.held(), expected)
 
 
-def test_bad_extents_are_refused_by_name():
+def test_invalid_extents_are_refused_by_name():
     for wrong, match in (
         ({"nbytes": 5 << 20, "extent_bytes": 1 << 20}, "Extents.nbytes"),
         ({"nbytes": 1 << 30, "extent_bytes": 5000}, "Extents.extent_bytes"),
@@ -323,7 +321,7 @@ def test_bad_extents_are_refused_by_name():
         Tiers(wait_for="peers")
 
 
-def test_the_rows_of_both_tiers_are_the_same_bits(node):
+def test_rows_of_both_tiers_are_bit_identical(node):
     one = node()
     with one.manager(wait_for="remote") as manager:
         one.save(manager, 0)
@@ -340,7 +338,7 @@ def test_the_rows_of_both_tiers_are_the_same_bits(node):
 
 
 def others_can_read(folder: Path) -> Iterator[str]:
-    """Files below a folder that other users can open, who may enter the folder itself."""
+    """Files below a directory that other users can open, if they can enter the directory."""
     for path in sorted(folder.iterdir()):
         mode = path.stat().st_mode
         if path.is_file() and mode & 0o077:
@@ -350,11 +348,11 @@ def others_can_read(folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("made_before", "shared"), [(True, False), (False, True)])
-def test_what_a_node_keeps_of_a_run_is_its_users_alone(node, made_before, shared):
+def test_only_the_user_can_read_the_files_of_a_run_on_a_node(node, made_before, shared):
     one = node()
     before = os.umask(0)
     try:
-        if made_before:  # By somebody who lets others in, which is his to say.
+        if made_before:  # By a user who deliberately lets others in.
             for folder in (one.stage.path, one.extents):
                 folder.mkdir(mode=0o755, parents=True)
         options: dict[str, Any] = {"wait_for": "remote", "shared": shared}
@@ -369,7 +367,7 @@ def test_what_a_node_keeps_of_a_run_is_its_users_alone(node, made_before, shared
             assert folder.stat().st_mode & 0o777 == (0o755 if made_before else 0o700)
             assert [*others_can_read(folder)] == []
         steps = (one.stage.path if shared else one.stage.path / "process-0") / "steps"
-        steps.chmod(0o750)  # A group is let in afterwards.
+        steps.chmod(0o750)  # The user then lets a group in.
         with one.manager(**options) as manager:
             one.restore(manager)
             one.save(manager, 4)
@@ -391,13 +389,13 @@ def one_save_each_run(one, monkeypatch, count):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_save_that_is_held_late_leaves_those_before_it_where_they_are(node, monkeypatch):
+def test_a_save_that_reaches_the_extents_late_keeps_earlier_saves(node, monkeypatch):
     one = node()
     without_promoter(monkeypatch)
     with one.manager() as manager:  # run 1
         one.save(manager, 0)
         manager.wait_until_finished()
-    with one.manager() as manager:  # run 2, whose save is committed and not held (as by a kill)
+    with one.manager() as manager:  # run 2: committed, but not in the extents (as after a kill)
         one.restore(manager)
 
         def refuse(self, pack):
@@ -421,7 +419,7 @@ def test_a_save_that_is_held_late_leaves_those_before_it_where_they_are(node, mo
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_damaged_pack_takes_none_before_it_away(node, monkeypatch):
+def test_a_damaged_bundle_does_not_remove_earlier_ones(node, monkeypatch):
     one = node()
     without_promoter(monkeypatch)
     one_save_each_run(one, monkeypatch, 3)
@@ -438,7 +436,7 @@ def test_a_damaged_pack_takes_none_before_it_away(node, monkeypatch):
 
 @pytest.mark.parametrize("is_base", [False, True], ids=["delta", "base"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_what_was_left_and_still_is_at_the_root_does_not_count_after_a_power_cut(
+def test_rolled_back_saves_that_are_still_remote_are_ignored_after_a_power_cut(
     node, monkeypatch, is_base
 ):
     one = node()
@@ -460,7 +458,7 @@ def test_what_was_left_and_still_is_at_the_root_does_not_count_after_a_power_cut
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_step_that_the_stage_lost_comes_back(node, monkeypatch):
+def test_a_step_that_staging_lost_is_recovered(node, monkeypatch):
     one = node()
     without_promoter(monkeypatch)
     one_save_each_run(one, monkeypatch, 3)
@@ -472,7 +470,7 @@ def test_a_step_that_the_stage_lost_comes_back(node, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_damaged_manifest_in_the_stage_is_read_from_the_extents(node, monkeypatch):
+def test_a_manifest_damaged_in_staging_is_read_from_the_extents(node, monkeypatch):
     one = node()
     without_promoter(monkeypatch)
     with one.manager() as manager:
@@ -488,7 +486,7 @@ def test_a_damaged_manifest_in_the_stage_is_read_from_the_extents(node, monkeypa
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_save_after_a_rollback_comes_to_the_root_after_a_power_cut(node, monkeypatch):
+def test_a_save_after_a_rollback_is_uploaded_after_a_power_cut(node, monkeypatch):
     one = node()
     with one.manager(wait_for="remote") as manager:
         for step in range(4):
@@ -509,7 +507,7 @@ def test_a_save_after_a_rollback_comes_to_the_root_after_a_power_cut(node, monke
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_step_that_was_deleted_takes_none_before_it_away(node, monkeypatch):
+def test_a_deleted_step_does_not_remove_earlier_ones(node, monkeypatch):
     one = node()
     without_promoter(monkeypatch)
     for step in range(3):
@@ -526,10 +524,11 @@ def test_a_step_that_was_deleted_takes_none_before_it_away(node, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_an_error_while_going_back_brings_nothing_back(node, monkeypatch):
+@pytest.mark.parametrize("appends", [False, True])
+def test_after_an_error_during_a_rollback_no_rolled_back_save_returns(node, monkeypatch, appends):
     one = node()
     without_promoter(monkeypatch)
-    with one.manager() as manager:
+    with one.manager(wal=deltackpt.WalOptions() if appends else None) as manager:
         for step in range(4):
             one.save(manager, step)
         manager.wait_until_finished()
@@ -542,9 +541,13 @@ def test_an_error_while_going_back_brings_nothing_back(node, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(ExtentFile, "drop", refuse)
             with pytest.raises(StorageError):
-                one.save(manager, 2)
+                if appends:
+                    one.train(2)
+                    manager.append(2, one.state, touched=one.touched)
+                else:
+                    one.save(manager, 2)
         one.state, one.touched = state, touched
-        one.save(manager, 2)  # again
+        one.save(manager, 2)
         manager.wait_until_finished()  # acknowledged
     expected = one.held()
     one.cut_power()
@@ -555,7 +558,7 @@ def test_an_error_while_going_back_brings_nothing_back(node, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_saves_that_never_come_to_the_root_do_not_fill_the_extents(node, monkeypatch):
+def test_saves_that_are_never_uploaded_do_not_fill_the_extents(node, monkeypatch):
     one = node()
     small = Extents(directory=str(one.extents), nbytes=12 * EXTENT, extent_bytes=EXTENT)
     with monkeypatch.context() as patch:
@@ -564,7 +567,7 @@ def test_saves_that_never_come_to_the_root_do_not_fill_the_extents(node, monkeyp
             for step in range(12):
                 one.save(manager, step)
             manager.wait_until_finished()
-    for path in (one.stage.steps / "0").rglob("*"):  # One file of the stage is damaged.
+    for path in (one.stage.steps / "0").rglob("*"):  # Damages one staged file.
         if path.is_file() and path.stat().st_size > 4000:
             data = bytearray(path.read_bytes())
             data[100] ^= 1
@@ -578,7 +581,7 @@ def test_saves_that_never_come_to_the_root_do_not_fill_the_extents(node, monkeyp
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_save_whose_header_is_damaged_is_told(node, monkeypatch):
+def test_a_save_with_a_damaged_header_is_reported(node, monkeypatch):
     one = node()
     without_promoter(monkeypatch)
     with one.manager() as manager:
@@ -601,7 +604,7 @@ def test_a_save_whose_header_is_damaged_is_told(node, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_the_same_step_again_after_a_refusal_is_refused_since_it_stands(node, monkeypatch):
+def test_a_step_is_refused_again_after_a_write_error_since_it_exists(node, monkeypatch):
     one = node()
     without_promoter(monkeypatch)
     with one.manager() as manager:
@@ -630,7 +633,7 @@ def test_the_same_step_again_after_a_refusal_is_refused_since_it_stands(node, mo
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_rollbacks_and_power_cuts_again_and_again(node, monkeypatch):
+def test_repeated_rollbacks_and_power_cuts(node, monkeypatch):
     one = node()
     without_promoter(monkeypatch)
     expected, step = None, 0
@@ -658,7 +661,7 @@ def test_rollbacks_and_power_cuts_again_and_again(node, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_what_was_mended_from_the_extents_comes_to_the_root(node, monkeypatch):
+def test_saves_repaired_from_the_extents_are_uploaded(node, monkeypatch):
     one = node()
     with monkeypatch.context() as patch:
         without_promoter(patch)
@@ -673,7 +676,7 @@ def test_what_was_mended_from_the_extents_comes_to_the_root(node, monkeypatch):
             path.write_bytes(data)
     with one.manager() as manager:
         eventually(lambda: len(staged(manager)._lag.progress.damaged) == 3, "it is told")
-        assert one.restore(manager).source[0] == "extents"  # Mended.
+        assert one.restore(manager).source[0] == "extents"  # Repaired.
         one.save(manager, 3)
         manager.wait_until_finished()
         eventually(lambda: 3 in one.root() or len(staged(manager)._lag.progress.damaged) > 3, "x")
@@ -681,7 +684,7 @@ def test_what_was_mended_from_the_extents_comes_to_the_root(node, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_what_was_left_with_a_chain_of_its_own_is_rolled_back_at_the_root(node, monkeypatch):
+def test_abandoned_saves_with_their_own_chain_are_rolled_back_remotely(node, monkeypatch):
     one = node()
     with one.manager(wait_for="remote") as manager:
         for step in range(4):
@@ -707,7 +710,7 @@ def test_what_was_left_with_a_chain_of_its_own_is_rolled_back_at_the_root(node, 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("idle_starts", [0, 1])
-def test_extents_that_were_away_do_not_bring_back_what_training_left(
+def test_extents_that_were_unavailable_do_not_bring_back_abandoned_saves(
     node, monkeypatch, idle_starts
 ):
     one = node()
@@ -716,10 +719,10 @@ def test_extents_that_were_away_do_not_bring_back_what_training_left(
         for step in range(4):
             one.save(manager, step, force_base=step == 3)
         manager.wait_until_finished()
-    with one.manager(extents=None) as manager:  # The disk is away.
+    with one.manager(extents=None) as manager:  # The disk is unavailable.
         one.restore(manager, 1)
         one.save(manager, 2)
-        manager.wait_until_finished()  # acknowledged, in the stage, which is never lost
+        manager.wait_until_finished()  # acknowledged, in staging, which is never lost
     expected = one.held()
     for _ in range(idle_starts):
         with one.manager(extents=None) as manager:  # A start that saves nothing.

@@ -32,6 +32,7 @@ import os
 import re
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from deltackpt.errors import Damaged, OptionError, RestoreError, StorageError
 from deltackpt.format import manifest
@@ -177,6 +178,12 @@ class Orders:
     def apart(self) -> bool:
         """Whether the staging directory holds only a part of each save."""
         return self.processes > 1
+
+    def next_era(self, run: str) -> dict[str, Any]:
+        """Returns the fields that a rollback by a run changes; its WAL may have begun before."""
+        era = self.era + 1
+        own = (dataclasses.replace(one, era=era) if one.run == run else one for one in self.lines)
+        return {"era": era, "lines": (*own,)}
 
     def line(self, run: str) -> Line | None:
         """Returns a run's lineage; None if unknown."""

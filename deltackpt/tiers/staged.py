@@ -449,7 +449,7 @@ class StagedRoot(Held):
             if not later:
                 return moved
             # Orders first: they tell the next start which replicas do not count.
-            self._order(rolled_back=[one], gone=one.saves, era=self._orders.era + 1)
+            self._order(rolled_back=[one], gone=one.saves, **self._orders.next_era(run))
             self._hide(_given_up(one, self.item))
             self._near.forget(one.saves)
         if at_root := sorted(later.keys() - {*moved}):

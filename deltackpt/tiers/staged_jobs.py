@@ -88,7 +88,7 @@ class StagedApart(StagedBeside):
         moved = self._local.roll_back(step, run)
         gone = {info.save_id for one in moved if (info := infos.get(one)) is not None}
         if gone:
-            self._order(era=self._orders.era + 1)
+            self._order(**self._orders.next_era(run))
             self._near.forget(gone)
         return moved
 
