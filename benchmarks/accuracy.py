@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What quantized checkpoints cost in accuracy: log loss and AUC after L restores, against none.
+"""Accuracy cost of quantized checkpoints: log loss and AUC after L restores, against none.
 
-A DLRM is trained; at L evenly spaced steps its state is saved as a delta by the codec and restored
-from it by a real CheckpointManager, and training goes on from what came back. Every run is compared
-with the uninterrupted run of the same seed and the same batches, on samples that neither has seen.
-Runs that must and must not differ tell what the comparison can see: raw deltas (no difference at
-all), a perturbation of the initial tables by 1e-7 (the noise floor), and a codec that is biased on
-purpose (which must fail).
+Trains a DLRM. At L evenly spaced steps, a real CheckpointManager saves the state as a delta with
+the codec and restores it, and training continues from the restored state. Each run is compared with
+the uninterrupted run of the same seed and batches, on samples that neither has seen. Control runs
+show what the comparison can detect: raw deltas (no difference at all), a perturbation of the
+initial tables by 1e-7 (the noise floor), and a deliberately biased codec (which must fail).
 
-Data: synthetic Zipf traffic, and a file in Criteo's format that is generated, or your own with
---criteo.
+Data: synthetic Zipf traffic, and a generated file in Criteo's format, or your own with --criteo.
 
 python benchmarks/accuracy.py --results accuracy.jsonl --json accuracy.json --plots docs/assets
 python benchmarks/accuracy.py --from accuracy.jsonl --plots docs/assets     # report again
@@ -56,12 +54,12 @@ _TEST_BATCHES = 128
 #: Batches of synthetic traffic between those of two seeds.
 _SEED_STRIDE = 10**6
 _EXPONENT = 1.07
-#: Learning rates are so much lower from that part of a run on.
+#: Divisor of the learning rates, and the part of a run from which it applies.
 _CALMER, _CALM_FROM = 20, 0.75
 
 
 class Biased(codecs.Uniform):
-    """Codes of two bits, decoded a third of a step too high: a codec that must be found out."""
+    """Two-bit codes, decoded a third of a step too high: a codec that must be detected."""
 
     def decode(self, arrays: Any, out: np.ndarray) -> None:
         super().decode(arrays, out)
@@ -90,7 +88,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a run ended with; ``relative_error`` is the mean of its saves."""
+    """Results of a run; ``relative_error`` is the mean over its saves."""
 
     run: Run
     log_loss: float
@@ -100,10 +98,10 @@ class Outcome:
 
 
 def synthetic() -> Traffic:
-    """Zipf traffic over eight tables; each seed sees samples of its own."""
+    """Zipf traffic over eight tables; each seed has its own samples."""
     rows = {f"C{i + 1}": 20_000 for i in range(8)}
     source = data.ZipfTraffic(rows, _BATCH, exponent=_EXPONENT, seed=0)
-    # Batches that no run comes to.
+    # Batches that no run reaches.
     test = [source.batch(_SEED_STRIDE - 1 - number) for number in range(_TEST_BATCHES)]
     return Traffic(
         "synthetic", rows, lambda seed, step: source.batch(seed * _SEED_STRIDE + step), test
@@ -111,7 +109,7 @@ def synthetic() -> Traffic:
 
 
 def criteo(path: Path) -> Traffic:
-    """A file in Criteo's format: its last samples are tested on, the order is each seed's own."""
+    """A file in Criteo's format: its last samples are for tests; each seed has its own order."""
     rows = data.table_rows("kaggle", 0.002)
     source = data.CriteoFile(path, rows, _BATCH)
     whole = source.lines // _BATCH
@@ -127,7 +125,7 @@ def criteo(path: Path) -> Traffic:
 
 
 def write_criteo(path: Path, steps: int) -> None:
-    """Writes synthetic clicks as Criteo's Kaggle file has them, a tenth of the fields unknown."""
+    """Writes synthetic clicks in the format of Criteo's Kaggle file, 10 % of the fields unknown."""
     rows = data.table_rows("kaggle", 0.002)
     source = data.ZipfTraffic(rows, _BATCH, exponent=_EXPONENT, seed=7)
     random = np.random.default_rng(7)
@@ -147,7 +145,7 @@ def write_criteo(path: Path, steps: int) -> None:
 
 
 class Study:
-    """Runs over one kind of traffic: what is compiled once serves them all."""
+    """Runs over one kind of traffic, which share compiled functions."""
 
     def __init__(self, traffic: Traffic, steps: int):
         self.traffic, self._steps = traffic, steps
@@ -155,8 +153,8 @@ class Study:
             rows=traffic.rows, width=32, bottom=(64,), top=(128, 64), table_rate=0.05
         )
         self._step = trainer.train_step(self._sizes)
-        # Learning rates fall at the end, as they do in practice; it also calms the noise that a
-        # run's last steps leave in the comparison.
+        # Learning rates fall at the end, as in practice; this also reduces the noise of a run's
+        # last steps in the comparison.
         calm = dataclasses.replace(
             self._sizes,
             table_rate=self._sizes.table_rate / _CALMER,
@@ -211,7 +209,7 @@ class Study:
             for number in range(1, run.restores + 1):
                 stop = len(batches) * number // (run.restores + 1)
                 state = self._trained(state, batches, done, stop)
-                # A step's number must grow, also where there are more restores than steps.
+                # Step numbers must grow even if there are more restores than steps.
                 saved = manager.save(1 + stop + number, state)
                 (report,) = manager.wait_until_finished()
                 assert saved.kind == "delta", saved.reason
@@ -248,7 +246,7 @@ def runs(options: argparse.Namespace, traffic: str) -> Iterator[Run]:
 
 
 def measure(options: argparse.Namespace, place: Path) -> list[Outcome]:
-    """Runs everything that ``--results`` does not hold yet, and adds it there."""
+    """Runs everything that is not yet in ``--results``, and appends it there."""
     known = {outcome.run: outcome for outcome in read(options.results)}
     found = []
     for kind in options.traffic:
@@ -279,7 +277,7 @@ def read(path: Path | None) -> list[Outcome]:
 
 
 class Change(NamedTuple):
-    """Paired relative changes against the uninterrupted runs, a value for each seed."""
+    """Paired relative changes against the uninterrupted runs, one value per seed."""
 
     log_loss: np.ndarray
     auc: np.ndarray
@@ -288,7 +286,7 @@ class Change(NamedTuple):
 
 
 def changes(outcomes: list[Outcome], traffic: str) -> dict[tuple[str, int], Change]:
-    """(codec, restores) to what it changed."""
+    """Maps (codec, restores) to its changes."""
     mine = [outcome for outcome in outcomes if outcome.run.traffic == traffic]
     reference = {o.run.seed: o for o in mine if o.run.codec == REFERENCE}
     grouped: dict[tuple[str, int], list[Outcome]] = {}
@@ -314,7 +312,7 @@ def interval(values: np.ndarray) -> tuple[float, float]:
 
 
 def verdict(values: np.ndarray) -> str:
-    """What the interval of the log loss's change allows to say of 0.01 %."""
+    """Verdict on a change of 0.01 %, given the interval of the log loss's change."""
     low, _ = interval(values)
     if claimed(values) <= BAR:
         return "within 0.01 %"
@@ -322,17 +320,17 @@ def verdict(values: np.ndarray) -> str:
 
 
 def claimed(values: np.ndarray) -> float:
-    """The least change that may be claimed not to be exceeded.
+    """The smallest upper bound that can be claimed for a change.
 
-    The upper end of the interval, but never less than half its width: what is measured less
-    precisely than a bar cannot be claimed to keep it.
+    The upper end of the interval, but at least half its width: a measurement less precise than a
+    target cannot show that the target is met.
     """
     low, high = interval(values)
     return max(high, (high - low) / 2)
 
 
 def add_lines(report: Report, outcomes: list[Outcome], traffic: str) -> None:
-    """Lines of one kind of traffic."""
+    """Adds the lines of one kind of traffic."""
     for (codec, restores), change in changes(outcomes, traffic).items():
         low, high = interval(change.log_loss)
         title = f"{traffic}, {codec}, {restores} restores"
@@ -342,7 +340,7 @@ def add_lines(report: Report, outcomes: list[Outcome], traffic: str) -> None:
             differ = Sample((0.0 if change.same_bits else 1.0,))
             report.state(f"{title}: other bits", differ, "{:.0f}".format, bar=0.0)
         elif codec == BIASED:
-            # Turned round: the lower end must be above the bar.
+            # Inverted: the lower end must be above the target.
             report.state(f"{title}: found out, - lower end", Sample((-low,)), shown, bar=-BAR)
         else:
             bar = None if codec == PERTURBED else BAR
@@ -421,7 +419,7 @@ def plot(outcomes: list[Outcome], traffic: str, directory: Path) -> Path:
 
 
 def shown(value: float) -> str:
-    """A relative change in per cent."""
+    """A relative change in percent."""
     return f"{value:+.4%}"
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a base costs the trainer: memory beyond the state, blocking, and training time lost.
+"""Measures what a base costs the trainer: extra memory, blocking and lost training time.
 
 Each trial is a fresh process whose training step donates the state. `hold` and `block` are the two
-modes of `base_snapshot`. `compacted` writes deltas and has another process fold the base from them.
+modes of `base_snapshot`. `compacted` writes deltas, which another process merges into a base.
 `rolling K` spreads the base over K deltas (`policy=Rolling(window=K)`).
 
 python benchmarks/bases.py --json bases.json
@@ -39,21 +39,21 @@ COMPACT_ONCE = Path(__file__).parent / "compact_once.py"
 TOUCHED = 0.05
 #: Saves of a trial: their median, and the worst blocking and memory.
 SAVES = 4
-#: Undisturbed steps that say how long one takes.
+#: Undisturbed steps that time a single one.
 QUIET_STEPS = 30
-#: In how many saves a rolling base would hold every row.
+#: Saves over which a rolling base covers every row.
 WINDOWS = (8, 16, 32)
 ROLLING = tuple(f"rolling {window}" for window in WINDOWS)
 MODES = ("hold", "block", "delta", "compacted", *ROLLING)
-#: Most memory of a compaction, in states.
+#: Memory limit of a compaction, as a multiple of the state's size.
 COMPACTION = 0.25
 
-#: What a trial measured.
+#: Measurements of a trial.
 Figures = dict[str, float]
 
 
 def trial(mode: str, root: Path, scale: float) -> Figures:
-    """Saves in one mode while training goes on; memory in states, all else in seconds."""
+    """Saves in one mode during training; memory in states, everything else in seconds."""
     warm_up(root / "warm")
     training = Training(states.make(scale))
     training.change(0)
@@ -73,7 +73,7 @@ def trial(mode: str, root: Path, scale: float) -> Figures:
         trim()
         reset_peak()
         quiet = training.quiet()
-        # Staging memory that the save before left is shared memory, and counts.
+        # Staging memory left by the previous save is shared memory, and counts.
         before = status_bytes("VmHWM") - status_bytes("RssShmem")
         reset_peak()
         started = time.perf_counter()
@@ -95,7 +95,7 @@ def trial(mode: str, root: Path, scale: float) -> Figures:
 
 
 def compaction(training: Training, root: Path, nbytes: int) -> Figures:
-    """What a compaction in a process of its own takes, and costs the training beside it."""
+    """Measures a compaction in its own process and the training time it costs."""
     quiet = training.quiet()
     limit = max(64 << 20, round(COMPACTION * nbytes))
     command = [sys.executable, COMPACT_ONCE, str(root), str(limit)]
@@ -116,9 +116,9 @@ class Training:
     """A loop whose steps donate the state."""
 
     def __init__(self, state: states.State):
-        """Begins with a state."""
+        """Starts from a state."""
         self.state = state
-        # Few different rows, since they add to those that a save holds.
+        # Few distinct rows: they add to those that a save holds.
         self._ids = [states.lookups(state, seed) for seed in range(2)]
         self._pool = ThreadPoolExecutor(1, "wait")
 
@@ -128,7 +128,7 @@ class Training:
         jax.block_until_ready(self.state)
 
     def steps(self, until: Callable[[int], bool]) -> tuple[float, float, int]:
-        """Trains; seconds in all, of the longest step, and how many steps."""
+        """Trains; returns the total seconds, those of the longest step, and the step count."""
         count, longest, started = 0, 0.0, time.perf_counter()
         while not until(count):
             begun = time.perf_counter()
@@ -143,7 +143,7 @@ class Training:
         return self.steps(QUIET_STEPS.__eq__)[0] / QUIET_STEPS
 
     def until(self, end: Callable[[], object]) -> tuple[float, float, int]:
-        """Trains until a call, made by another thread, returns, and for a step at least."""
+        """Trains for at least one step, until a call in another thread returns."""
         ended = self._pool.submit(end)
         found = self.steps(lambda count: count > 0 and ended.done())
         ended.result()
@@ -151,7 +151,7 @@ class Training:
 
 
 def warm_up(root: Path) -> None:
-    """Saves a small state, so that what is loaded once is not counted."""
+    """Saves a small state, so that one-time loading is not measured."""
     manager = ways.Deltas(root, "power")
     for step in range(2):
         manager.save(step, states.make(0.001))
@@ -163,7 +163,7 @@ def warm_up(root: Path) -> None:
 def restores(
     root: Path, scale: float, rounds: int, windows: Sequence[int]
 ) -> dict[str, list[float]]:
-    """Seconds of a warm restore of as many saves as a window has, with a base below and without."""
+    """Seconds of a warm restore of a window of saves, with a base below them and without."""
     places: dict[str, Path] = {}
     for window in windows:
         for name, policy in (
@@ -188,7 +188,7 @@ def restores(
 
 
 def measure(mode: str, root: Path, scale: float) -> Figures:
-    """A trial in a process of its own."""
+    """Runs a trial in its own process."""
     command = [sys.executable, __file__, "--trial", mode, str(root), f"--scale={scale}"]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     shutil.rmtree(root)
@@ -196,7 +196,7 @@ def measure(mode: str, root: Path, scale: float) -> Figures:
 
 
 def add_lines(report: Report, found: dict[str, list[Figures]]) -> None:
-    """Lines of all modes."""
+    """Adds the lines of all modes."""
 
     def sample(mode: str, what: str) -> Sample:
         return Sample(tuple(figures[what] for figures in found[mode]))

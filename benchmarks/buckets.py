@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving to a bucket behind a slow link, and restoring from it: deltackpt, Orbax, and a plain copy.
+"""Saves to and restores from a bucket behind a slow link: deltackpt, Orbax, and a plain copy.
 
-A training loop saves state W at a fixed interval to a bucket of fake-gcs-server behind a link of
-100 MB/s: deltas through stage and promoter, Orbax through gs:// (gcsfs), and Orbax by way of a
-local directory that is copied in the background. Requests are counted on versitygw's access log.
+A training loop saves state W at a fixed interval to a fake-gcs-server bucket behind a 100 MB/s
+link: deltas through the staging directory and uploader, Orbax through gs:// (gcsfs), and Orbax to a
+local directory that is copied in the background. Requests are counted in versitygw's access log.
 
     make servers && pip install gcsfs
     python benchmarks/buckets.py --json buckets.json
@@ -57,11 +57,11 @@ _COPIERS = 8
 
 
 class Bucketed:
-    """deltackpt, through a stage."""
+    """deltackpt with a staging directory."""
 
     def __init__(self, url: str, stage: Path, endpoint: str):
         self.stage = stage
-        #: Seconds that promotions took, the newest last.
+        #: Seconds that uploads took, the newest last.
         self.promoted: list[float] = []
         policy = deltackpt.policies.Consecutive(max_chain=10_000, max_restore_ratio=1e9)
         self._manager = deltackpt.CheckpointManager(
@@ -105,7 +105,7 @@ class OrbaxCopied(ways.Orbax):
         self._copied: Future[None] | None = None
 
     def save(self, step: int, state: Any, *, base: bool = False) -> None:
-        # One is copied at a time, else the disk fills.
+        # Only one step is copied at a time: otherwise the disk fills.
         if self._copied is not None:
             self._copied.result()
         super().save(step, state, base=base)
@@ -125,7 +125,7 @@ class OrbaxCopied(ways.Orbax):
 
 
 def put(folder: Path, bucket: Any, pool: ThreadPoolExecutor) -> int:
-    """A plain copy of the files of a folder; how many there were."""
+    """Copies the files of a folder, and returns their number."""
     found = [path for path in folder.rglob("*") if path.is_file()]
     names = [path.relative_to(folder.parent).as_posix() for path in found]
     for done in [
@@ -138,7 +138,7 @@ def put(folder: Path, bucket: Any, pool: ThreadPoolExecutor) -> int:
 
 @contextlib.contextmanager
 def google(folder: Path) -> Iterator[tuple[str, str]]:
-    """fake-gcs-server, and a slow link to it: the addresses of the link and of the server."""
+    """Runs fake-gcs-server and a slow link to it; yields the addresses of link and server."""
     direct, linked = _free_port(), _free_port()
     address = f"http://127.0.0.1:{linked}"
     program = _BUILT / "fake-gcs-server"
@@ -154,7 +154,7 @@ def google(folder: Path) -> Iterator[tuple[str, str]]:
     try:
         for port in (direct, linked):
             _await(port)
-        # For TensorStore, gcsfs, and what promoters inherit.
+        # For TensorStore, gcsfs and the uploader processes.
         os.environ |= {
             "TENSORSTORE_GCS_HTTP_URL": address,
             "STORAGE_EMULATOR_HOST": address,
@@ -189,19 +189,19 @@ def _await(port: int) -> None:
 
 
 def train(way: Any, options: argparse.Namespace) -> tuple[float, float, float]:
-    """Seconds that save() blocked, of the whole run, and until all was in the bucket."""
+    """Seconds that save() blocked, of the whole run, and until all saves were in the bucket."""
     state = states.make(options.scale)
     ids = [states.random_ids(state, _TOUCHED, number) for number in range(options.saves)]
     state = jax.block_until_ready(states.change(state, ids[0]))
     if way is not None:
-        way.save(0, state)  # The base, or the first of Orbax's: not of what is compared.
+        way.save(0, state)  # The base, or Orbax's first save: not measured.
         way.wait()
     gc.collect()
     blocked = 0.0
     started = time.perf_counter()
     for number in range(options.saves):
         state = jax.block_until_ready(states.change(state, ids[number]))
-        time.sleep(options.interval)  # Compute that leaves the cores to others, as a TPU's does.
+        time.sleep(options.interval)  # Simulates compute on a TPU, which leaves the cores free.
         if way is not None:
             before = time.perf_counter()
             way.save(number + 1, state)
@@ -213,7 +213,7 @@ def train(way: Any, options: argparse.Namespace) -> tuple[float, float, float]:
 
 
 def measure(options: argparse.Namespace, place: Path, has_gcsfs: bool) -> dict[str, list[float]]:
-    """Blocked and whole times of each way, and those of the limits, round by round."""
+    """Blocked and total times of each way, and the times of the limits, round by round."""
     found: dict[str, list[float]] = defaultdict(list)
     with google(place) as (address, direct):
         for number in range(options.repeats):
@@ -262,7 +262,7 @@ def measure(options: argparse.Namespace, place: Path, has_gcsfs: bool) -> dict[s
 
 
 def _copy_secs(stage: Path, address: str, number: int) -> float:
-    """The physical limit: the files of the newest delta, put by as many threads."""
+    """The physical limit: seconds to put the files of the newest delta with as many threads."""
     steps = sorted((stage / "steps").glob("[0-9]*"), key=lambda path: int(path.name))
     bucket = buckets.place(f"gs://bench/plain{number}", endpoint=address).open()
     with ThreadPoolExecutor(_COPIERS) as pool:
@@ -272,7 +272,7 @@ def _copy_secs(stage: Path, address: str, number: int) -> float:
 
 
 def _promoter_peak(log: Path) -> float:
-    """Most resident memory of a promoter, as it said when it ended."""
+    """Peak resident memory of an uploader, from its log."""
     for _ in range(200):
         if found := re.findall(r"most memory (\d+) kB", log.read_text()):
             return float(found[-1]) * 1024
@@ -281,7 +281,7 @@ def _promoter_peak(log: Path) -> float:
 
 
 def restores(options: argparse.Namespace, place: Path) -> tuple[list[float], list[float]]:
-    """Restores from a bucket without a slow link, and from a directory, of the same steps."""
+    """Seconds of restores of the same steps from a bucket without a slow link and a directory."""
     from_bucket, from_directory = [], []
     with s3_server.running(place / "server") as server:
         url = server.bucket("bench") + "/run"
@@ -309,14 +309,14 @@ def restores(options: argparse.Namespace, place: Path) -> tuple[list[float], lis
 
 
 def bill(options: argparse.Namespace, place: Path, report: Report) -> None:
-    """Requests of a delta's commit, and of an opening to read; files of a delta."""
+    """Reports the requests of a delta's commit and of a read-only open, and a delta's files."""
     with s3_server.running(place / "server") as server:
         url = server.bucket("bench") + "/run"
         state = states.make(options.scale)
         way = Bucketed(url, place / "billed", server.endpoint)
         way.save(0, state)
         way.wait()
-        time.sleep(1.0)  # What cut uploads left is looked for once.
+        time.sleep(1.0)  # Leftovers of interrupted uploads are looked for once.
         before = server.requests()
         way.save(1, states.change(state, states.random_ids(state, _TOUCHED, 1)))
         way.wait()
@@ -330,7 +330,7 @@ def bill(options: argparse.Namespace, place: Path, report: Report) -> None:
         open_steps(url, endpoint=server.endpoint)
         time.sleep(0.2)
         opened = server.requests() - before
-    further = sum(spent.values()) - len(files) - 1  # With the one of their digests.
+    further = sum(spent.values()) - len(files) - 1  # Includes the digests file.
     report.state("requests of a commit, beyond 1 PUT a file", _one(further), _count, bar=3)
     report.state("listings of an opening", _one(opened["ListObjectsV2"]), _count, bar=1)
     report.state(
@@ -397,7 +397,7 @@ def main() -> None:
 
 
 def _beyond(ran: Sample, none: Sample) -> Sample:
-    """What a run took beyond one without saves; at least a millisecond, to be divided by."""
+    """The extra time of a run over one without saves; at least 1 ms, as it is a divisor."""
     return Sample(tuple(max(1e-3, a - b) for a, b in zip(ran.values, none.values, strict=True)))
 
 

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """K-means on points of MNIST's size, checkpointed at every iteration in several ways.
 
-What the loop loses to an iteration is the time of a loop that saves, less that of one that does
-not, in the same round; ``save()`` of deltackpt is never waited for there but by the next one, as in
-training. pickle and numpy.save write all arrays to new files, and force them and their directory.
-The map is one of ``numpy.memmap`` into which the assignments that changed and the centroids are
-written, and which is flushed: what a crash in the middle of it leaves is neither the one nor the
-other.
+The time lost to an iteration is that of a loop that saves, less that of one that does not, in the
+same round. As in training, only the next ``save()`` of deltackpt waits for the previous one. pickle
+and numpy.save write all arrays to a new file, and fsync it and its directory. The map is a
+``numpy.memmap``: changed assignments and the centroids are written into it and flushed. A crash in
+the middle leaves a mixture of two iterations.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from deltackpt.tiers.stage import Stage
 
 _AGAINST_WHOLE, _AGAINST_MAP = 1 / 10, 1.2
 _EXTENT_BYTES = 1 << 20
-#: A difference of two times that noise made smaller, or negative.
+#: Lower bound: noise can make the difference of two times tiny or negative.
 _LEAST_SECS = 1e-4
 
 
@@ -44,16 +43,16 @@ class Way(Protocol):
     """A way to save."""
 
     def save(self, iteration: int, state: kmeans.State) -> None:
-        """Saves, or begins to."""
+        """Saves, or starts a save."""
         ...
 
     def wait(self) -> None:
-        """Until it is on disk."""
+        """Waits until the save is on disk."""
         ...
 
 
 class Tiered:
-    """deltackpt: a stage in memory, extents on disk."""
+    """deltackpt: a staging directory in memory, extents on disk."""
 
     def __init__(self, url: str, stage: Path, disk: Path, points: int):
         base = 4 * points * (kmeans.WIDTH + 1)
@@ -73,7 +72,7 @@ class Tiered:
         self._manager.wait_until_finished()
 
     def settle(self) -> None:
-        """Until all is at the root: a base that is sent meanwhile is of no iteration."""
+        """Waits for all uploads, so that no iteration pays for the upload of a base."""
         while (status := status_of(Stage(self._stage))) is not None and status.waiting:
             time.sleep(0.05)
 
@@ -82,7 +81,7 @@ class Tiered:
 
 
 class Whole:
-    """All arrays into new files, one after the other."""
+    """Writes all arrays to a new file at each save."""
 
     def __init__(self, disk: Path, write: Callable[[Any, dict[str, np.ndarray]], None]):
         self._disk, self._write = disk, write
@@ -113,7 +112,7 @@ def _saved(file: Any, arrays: Any) -> None:
 
 
 class Mapped:
-    """What changed into a map of a file, which is flushed."""
+    """Writes changes to a memory-mapped file and flushes it."""
 
     def __init__(self, disk: Path, state: kmeans.State):
         self._known = np.asarray(state["assignments"]).copy()
@@ -143,12 +142,12 @@ def measure(
     """Adds the lines of this table to a report.
 
     Args:
-      report: what it is added to.
-      memory: a folder in memory, for the stage.
-      disk: a folder on a disk, for all else.
-      scale: of the number of points.
+      report: receives the lines.
+      memory: a folder in memory, for the staging directory.
+      disk: a folder on a disk, for everything else.
+      scale: factor for the number of points.
       repeats: interleaved rounds.
-      iterations: of each way in a round; a fifth of them where all is written.
+      iterations: per way and round; a fifth of them for ways that write all arrays.
     """
     points = max(kmeans.CLUSTERS, round(kmeans.POINTS * scale))
     found: dict[str, list[float]] = defaultdict(list)
@@ -217,7 +216,7 @@ def _rounds(
 def _loop(
     way: Way | None, state: kmeans.State, number: int, iterations: int
 ) -> tuple[float, float]:
-    """Seconds to an iteration, and those that saving blocked."""
+    """Returns seconds per iteration: in total, and blocked by saving."""
     blocked, started = 0.0, time.perf_counter()
     for index in range(iterations):
         state = jax.block_until_ready(kmeans.iterate(state))

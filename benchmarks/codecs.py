@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs: bits and error of rows and of blocks, and how fast they become stored bytes and back.
+"""Codecs: bits and error of rows and blocks, and the speed of encoding and decoding.
 
-Encoding is timed from rows in host memory to packed arrays in memory ("encode"), and on to the
-arrays of a step in the page cache, Zarr metadata and checksums included ("encode and store").
-Decoding is timed from stored arrays in memory to rows in their place in a table. Blocks of dense
-leaves are encoded against what the parent decodes to, unchanged ones found and errors measured on
-the way, and decoded in place. All of them use two threads, as saves and restores do, and all bars
-are ratios to a plain copy of the same bytes by two threads in the same round.
+Encoding is timed from rows in host memory to packed arrays in memory ("encode"), and to the arrays
+of a step in the page cache, including Zarr metadata and checksums ("encode and store"). Decoding is
+timed from stored arrays in memory to rows in a table. Blocks of dense leaves are encoded against
+the decoded parent, including the search for unchanged blocks and the measurement of errors, and
+decoded in place. Everything uses two threads, as saves and restores do. All bars are ratios to a
+plain copy of the same bytes by two threads in the same round.
 
 python benchmarks/codecs.py --json codecs.json
 python benchmarks/codecs.py --scale 0.02 --repeats 2 --steps 5      # a smoke test
@@ -52,17 +52,17 @@ ROWS, WIDTH = 400_000, 64
 PLAIN = ("bf16", "fp16", "int8", "int4", "int3", "int2", "symmetric8", "symmetric4")
 SEARCHED = ("greedy4", "greedy2", "adaptive8", "adaptive4", "adaptive3", "adaptive2")
 ALL = ("raw", "lossless", *PLAIN, *SEARCHED)
-#: The time of a plain copy, so many times: to encode, to encode by a search, and to decode.
+#: Multiples of the time of a plain copy: to encode, to encode with a search, and to decode.
 PLAIN_BAR, SEARCHED_BAR, DECODE_BAR = 6.0, 25.0, 4.0
-#: Seconds for a GB of bf16 weights of which 1 % changed, exact.
+#: Seconds for a GB of bf16 weights of which 1 % changed, lossless.
 SPARSE_BAR = 1.0
 _THREADS = 2
-#: Steps of training between the base and the delta whose rows are looked at.
+#: Training steps between the base and the measured delta.
 _DELTA_STEPS = 10
 
 
 class Stored(NamedTuple):
-    """Rows that were written: their arrays in memory, and what they took."""
+    """Written rows: their arrays in memory, and the time it took."""
 
     arrays: dict[str, np.ndarray]
     encoding: Encoding
@@ -71,7 +71,7 @@ class Stored(NamedTuple):
 
 
 def write(root: Path, name: str, rows: np.ndarray, pool: ThreadPoolExecutor) -> Stored:
-    """Writes rows by one codec, as the background half of a save does, and reads the arrays."""
+    """Writes rows with a codec, as a save's background part does, and reads the arrays."""
     field = Field(
         name=VALUES,
         trailing=rows.shape[1:],
@@ -105,7 +105,7 @@ def write(root: Path, name: str, rows: np.ndarray, pool: ThreadPoolExecutor) -> 
 
 
 def encoded(name: str, rows: np.ndarray, pool: ThreadPoolExecutor) -> float:
-    """Seconds until all rows are codes in memory."""
+    """Seconds until all rows are encoded in memory."""
     codec, limit = codecs.get(name), piece_rows(rows.shape[1:])
     pieces = (HostPiece(rows[start : start + limit]) for start in range(0, len(rows), limit))
     started = time.perf_counter()
@@ -115,7 +115,7 @@ def encoded(name: str, rows: np.ndarray, pool: ThreadPoolExecutor) -> float:
 
 
 def decode(name: str, stored: Stored, table: np.ndarray, pool: ThreadPoolExecutor) -> float:
-    """Seconds until all rows are decoded and stand in the table."""
+    """Seconds until all rows are decoded into the table."""
     spec = FieldSpec(name=VALUES, trailing=table.shape[1:], dtype="float32", codec=name)
     columns = (0, table.shape[1])
     target = Target(group="g", field=VALUES, rows=(0, len(table)), columns=columns, buffer=table)
@@ -133,7 +133,7 @@ def decode(name: str, stored: Stored, table: np.ndarray, pool: ThreadPoolExecuto
 
 
 def copy(rows: np.ndarray, table: np.ndarray, pool: ThreadPoolExecutor) -> float:
-    """Seconds of a plain copy of the rows: what the memory allows."""
+    """Seconds of a plain copy of the rows, the limit of the memory."""
     step = -(-len(rows) // _THREADS)
     parts = [slice(start, start + step) for start in range(0, len(rows), step)]
     started = time.perf_counter()
@@ -142,7 +142,7 @@ def copy(rows: np.ndarray, table: np.ndarray, pool: ThreadPoolExecutor) -> float
 
 
 def trained(steps: int, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and Adagrad slots that a delta of the thesis DLRM holds after some training."""
+    """Rows and Adagrad slots in a delta of the thesis DLRM after some training."""
     rows = data.table_rows("thesis", scale)
     sizes = trainer.ModelOptions(rows=rows)
     source = data.ZipfTraffic(rows, max(32, round(2048 * scale)), exponent=1.07, seed=0)
@@ -161,7 +161,7 @@ def trained(steps: int, scale: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def measure_speeds(root: Path, rows: np.ndarray, rounds: int) -> dict[tuple[str, str], list[float]]:
-    """Seconds for each GB of rows, by (what, codec), in turn."""
+    """Seconds per GB of rows by (operation, codec), round by round."""
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     table = memory.empty_buffer(rows.shape, rows.dtype)
     gigabytes = rows.nbytes / 1e9
@@ -182,7 +182,7 @@ def measure_speeds(root: Path, rows: np.ndarray, rounds: int) -> dict[tuple[str,
 
 
 def add_speeds(report: Report, found: dict[tuple[str, str], list[float]]) -> None:
-    """Lines of encoding and decoding, against a copy of the rows."""
+    """Adds lines of encoding and decoding speed, relative to a copy of the rows."""
     copied = Sample(tuple(found["copy", "copy"]))
     for what in ("encode", "encode and store", "decode"):
         for name in ALL:
@@ -203,7 +203,7 @@ def _bar(what: str, name: str) -> float | None:
 
 
 def add_blocks(report: Report, count: int, rounds: int) -> None:
-    """Lines of blocks of dense leaves."""
+    """Adds lines of blocks of dense leaves."""
     with ThreadPoolExecutor(_THREADS) as pool:
         for case in coded_blocks.cases(count):
             found = coded_blocks.measure(case, rounds, pool)
@@ -225,7 +225,7 @@ def add_blocks(report: Report, count: int, rounds: int) -> None:
 
 
 def add_errors(report: Report, root: Path, inputs: dict[str, np.ndarray]) -> None:
-    """Lines of bits and errors."""
+    """Adds lines of bits and errors."""
     with ThreadPoolExecutor(_THREADS) as pool:
         for source, rows in inputs.items():
             for name in ALL:

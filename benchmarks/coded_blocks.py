@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves before and after a step, coded as blocks and decoded: what ``codecs.py`` times of them."""
+"""Times the encoding and decoding of dense leaves as blocks, for ``codecs.py``."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Case(NamedTuple):
     """A leaf and how it is coded.
 
     Attributes:
-      name: as the table has it.
-      codec: by which.
+      name: its name in the table.
+      codec: its codec.
       before: (blocks, 256), what the parent decodes to.
-      now: likewise, one step later.
+      now: the same shape, one step later.
     """
 
     name: str
@@ -40,11 +40,11 @@ class Case(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What was found of a case.
+    """Measurements of a case.
 
     Attributes:
-      seconds: by what was done, for each GB of the leaf, in the order of the rounds.
-      stored: bytes before zstd, of those of the leaf.
+      seconds: operation to seconds per GB of the leaf, one value per round.
+      stored: fraction of the leaf's bytes that is stored, before zstd.
       error: relative l2 error.
     """
 
@@ -61,7 +61,7 @@ def cases(count: int) -> Iterator[Case]:
     """
     random = np.random.default_rng(0)
     before = random.standard_normal((count, BLOCK), np.float32)
-    # A step of an optimizer: most of it small, some of it not.
+    # An optimizer step: most changes are small, some are not.
     change = random.standard_normal((count, BLOCK), np.float32)
     change *= np.float32(1e-3) * random.standard_exponential((count, 1), np.float32)
     for dtype in ("float32", "bfloat16"):
@@ -83,7 +83,7 @@ def cases(count: int) -> Iterator[Case]:
 
 
 def measure(case: Case, rounds: int, pool: Executor) -> Measured:
-    """Copies, encodes and decodes a leaf in turn, by two threads each."""
+    """Copies, encodes and decodes a leaf in turn, with two threads each."""
     seconds: dict[str, list[float]] = defaultdict(list)
     out = memory.empty_buffer(case.now.shape, case.now.dtype)
     gigabytes = case.now.nbytes / 1e9
@@ -112,7 +112,7 @@ def _copy(leaf: np.ndarray, out: np.ndarray, pool: Executor) -> float:
 
 
 def _decode(leaf: CodedLeaf, out: np.ndarray, pool: Executor) -> float:
-    """Seconds until what the parent decodes to has become the leaf, in place."""
+    """Seconds to decode the leaf in place, over its parent."""
     started = time.perf_counter()
     work = [one for piece in leaf.pieces for one in _stretches(piece, out.dtype)]
     list(pool.map(lambda piece: _apply(piece, out), work))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One compaction in a fresh process; prints what it took as JSON. Used by ``bases.py``.
+"""One compaction in a fresh process; prints its memory and time as JSON. Used by ``bases.py``.
 
 python benchmarks/compact_once.py ROOT BYTES
 """

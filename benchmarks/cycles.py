@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU seconds that a GB costs on each path of the background: what training loses half of.
+"""CPU seconds per GB of each background path; training loses half of them.
 
-State W is saved, promoted to versitygw, compacted and followed, each path alone, with nothing
-beside it; the CPU is that of this process, all its threads, user and system. The server's is not.
+Saves state W, uploads it to versitygw, compacts it and follows it, one path at a time with nothing
+else running. CPU is the user and system time of all threads of this process, without the server.
 
     make servers
     python benchmarks/cycles.py --json cycles.json --scale 0.25
@@ -35,7 +35,7 @@ from deltackpt.storage.store import Spot, spot
 from deltackpt.upkeep.compact import compact
 
 _ITEM = "embeddings"
-#: Of the rows between two saves.
+#: Share of the rows that change between two saves.
 _SHARE = 0.2
 _MEMORY = 256 << 20
 
@@ -44,12 +44,12 @@ class Cycles:
     """CPU seconds of calls."""
 
     def __init__(self) -> None:
-        """None were made."""
-        #: By path and kind, "user" and "system": seconds per GB, round by round.
+        """Starts empty."""
+        #: (path, "user" or "system") to seconds per GB, one per round.
         self.found: dict[tuple[str, str], list[float]] = defaultdict(list)
 
     def note(self, path: str, call: Callable[[], object], nbytes: Callable[[], int]) -> None:
-        """Makes a call that takes so many bytes from one place to another."""
+        """Measures a call that moves ``nbytes()`` bytes."""
         before = os.times()
         call()
         after, gigabytes = os.times(), nbytes() / 1e9
@@ -60,7 +60,7 @@ class Cycles:
 def rounds(
     options: argparse.Namespace, disk: Path, memory: Path, bucket: str, server: s3_server.Server
 ) -> Cycles:
-    """Every path, as often as is asked for; the first time is not counted."""
+    """Measures every path ``options.repeats`` times, after a warm-up round."""
     cycles = Cycles()
     state = states.make(options.scale)
     opened = buckets.place(bucket, endpoint=server.endpoint).open()
@@ -77,7 +77,7 @@ def rounds(
 def one_round(
     cycles: Cycles, state: states.State, root: Path, target: Spot, where: str
 ) -> states.State:
-    """Every path once, on a root that is removed; the state as it was saved last."""
+    """Measures every path once on a root that is then removed; returns the state saved last."""
     base, delta = root / "1", root / "2"
     way = ways.Deltas(root, "power", base_snapshot="block")
 

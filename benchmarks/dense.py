@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense leaves of deltas: bytes, errors along a chain, speed, and the loss after a restore.
 
-T5 by AdamW (float32, pure bf16, bf16 with a float32 master), by Adafactor, and with adapters on a
-frozen backbone; the thesis DLRM; state W. What is trained is kept in --states and trained once.
+T5 with AdamW (float32, pure bf16, bf16 with a float32 master), Adafactor, and adapters on a
+frozen backbone; the thesis DLRM; state W. Models are trained once and cached in --states.
 
 python benchmarks/dense.py --text wiki.txt --states states --json dense.json
 python benchmarks/dense.py --text wiki.txt --states states --only speed sparse w  # what is timed
@@ -43,7 +43,7 @@ from t5_jax import data as texts
 
 import deltackpt
 
-#: Orders of the data whose losses are the spread.
+#: Number of data orders whose losses define the spread.
 ORDERS = 5
 _PARTS = ("bytes", "chain", "loss", "speed", "sparse", "w")
 
@@ -52,11 +52,11 @@ class Case(NamedTuple):
     """A model whose deltas are measured.
 
     Attributes:
-      model: name of it.
-      coding: of ``CODINGS``.
-      codec: what that is for this model.
-      weights: whether the optimizer's state is left out, as for processes that only apply weights.
-      raw_bar, defaults_bar: of the bytes at ten steps, of raw ones and of Orbax's defaults.
+      model: its name.
+      coding: a key of ``CODINGS``.
+      codec: the codec of the coding for this model.
+      weights: whether the optimizer state is left out, as for inference processes.
+      raw_bar, defaults_bar: bars of the bytes at ten steps, over raw ones and Orbax's defaults.
     """
 
     model: str
@@ -68,12 +68,12 @@ class Case(NamedTuple):
 
     @property
     def title(self) -> str:
-        """For a line of the table."""
+        """The title of its line in the table."""
         return f"{self.model}{', weights' if self.weights else ''}, {self.coding}"
 
 
 def cases() -> Iterator[Case]:
-    """All of them, in the order of the table."""
+    """All cases, in the order of the table."""
     yield Case("adamw", EXACT, CODINGS[EXACT])
     yield Case("adamw", EIGHT_BITS, CODINGS[EIGHT_BITS], raw_bar=0.25)
     yield Case("adamw", FOUR_BITS, CODINGS[FOUR_BITS], raw_bar=0.12, defaults_bar=1 / 8)
@@ -96,7 +96,7 @@ def cases() -> Iterator[Case]:
 
 
 def add_bytes(report: Report, lab: Lab, chosen: list[Case]) -> None:
-    """Lines of the bytes of a delta, all included."""
+    """Adds lines of the total bytes of a delta."""
     orbax: dict[tuple[str, bool], dict[bool, int]] = {}
     for case in chosen:
         trajectory = lab.trajectory(case.model)
@@ -140,7 +140,7 @@ def _delta_bytes(lab: Lab, trajectory: Trajectory, case: Case, gap: int) -> int:
 
 
 def add_chain(report: Report, lab: Lab, name: str, coding: str) -> None:
-    """Lines of the error of each kind of leaf after one and after ten saves, and of the bytes."""
+    """Adds lines of the bytes, and of the error of each kind of leaf after 1 and 10 saves."""
     trajectory = lab.trajectory(name)
     errors: dict[str, list[float]] = defaultdict(list)
     with lab.saved_chain(trajectory, coding) as manager:
@@ -154,7 +154,7 @@ def add_chain(report: Report, lab: Lab, name: str, coding: str) -> None:
         report.state(f"{title}, 1 save", Sample((found[0],)), percent)
         report.state(f"{title}, {CHAIN} saves", Sample((found[-1],)), percent)
         if found[0]:
-            # An average of three: what training changes in ten steps differs, too.
+            # Averages of three, because the changes in ten training steps vary, too.
             growth = float(np.mean(found[-3:]) / np.mean(found[:3]))
             report.state(f"{title}, last saves over first ones", Sample((growth,)), times, bar=1.5)
     whole = Sample((float(sum(taken)),))
@@ -166,7 +166,7 @@ def add_chain(report: Report, lab: Lab, name: str, coding: str) -> None:
 
 
 def leaf_errors(found: Any, expected: Any) -> dict[str, float]:
-    """Relative l2 error of the floats of each kind of leaf, without what only says what changed."""
+    """Relative l2 error of the floats of each kind of leaf, without the TouchState."""
     squared: dict[str, float] = defaultdict(float)
     norms: dict[str, float] = defaultdict(float)
     pairs = zip(
@@ -196,11 +196,11 @@ def _kind_of(path: str) -> str:
 
 
 def add_loss(report: Report, lab: Lab, name: str, more: int) -> None:
-    """Lines of the loss after a restore from ten deltas and some steps more.
+    """Adds lines of the loss after a restore from ten deltas and some more steps.
 
-    The spread is that of the uninterrupted run over orders of the data. A way is within it where
-    the mean of its losses over the same orders is no further from the mean of the uninterrupted
-    ones than these themselves are.
+    The spread is the largest distance of a loss of the uninterrupted run, over orders of the data,
+    from their mean. A coding is within it if its mean loss over the same orders is within that
+    distance of the mean.
     """
     trajectory = lab.trajectory(name)
     model = trajectory.model
@@ -219,7 +219,7 @@ def add_loss(report: Report, lab: Lab, name: str, more: int) -> None:
 
     losses["moments dropped"] = _trained_on(model, dropped, last, more)
     exact = np.array(losses.pop("uninterrupted"))
-    # Without a step more the orders do not differ.
+    # With no more steps, the orders do not differ.
     spread = max(1e-12, float(np.abs(exact - exact.mean()).max()))
     title = f"{name}, restored and {more} steps more"
     report.state(f"{title}, uninterrupted: loss", Sample(tuple(exact)), "{:.4f}".format)
@@ -227,7 +227,7 @@ def add_loss(report: Report, lab: Lab, name: str, more: int) -> None:
         distance = float(np.mean(found) - exact.mean())
         report.state(f"{title}, {way}: loss", Sample(tuple(found)), "{:.4f}".format)
         if way == LINEAR:
-            # Turned round: it must be further away than the spread.
+            # Inverted: the distance must exceed the spread.
             report.state(
                 f"{title}, {way}: spread over distance",
                 Sample((spread / max(1e-12, abs(distance)),)),
@@ -247,7 +247,7 @@ def add_loss(report: Report, lab: Lab, name: str, more: int) -> None:
 
 
 def _trained_on(model: Model, start: Callable[[], Any], step: int, more: int) -> list[float]:
-    """The losses of what is not trained on, one for each order of the data."""
+    """The losses on held-out data, one for each order of the data."""
     found = []
     for order in range(1, ORDERS + 1):
         state = start()

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs of processes that train and save dense states, for ``tiers.py``: what each of them measures.
+"""Multi-process jobs that train and save dense states, and their measurements, for ``tiers.py``.
 
-The processes are real ones, joined by gloo on loopback; each has a stage in memory and a promoter
-of its own. The root, and what Orbax writes, is behind servers that let through so many bytes per
-second. Orbax cannot write there, so its save is given the best case: it writes to memory, and as
-many bytes as its files have cross the same link meanwhile, from memory; it is done when both are.
+The processes are real and are joined by gloo on loopback. Each has its own staging directory in
+memory and its own uploader. The remote directory is behind servers with a bandwidth limit. Orbax
+cannot write there, so its save gets the best case: it writes to memory while as many bytes as its
+files have cross the same link from memory. The save is done when both are done.
 
-A step is an update of all parameters, a pause that leaves the cores to others as an accelerator's
-step does, and a meeting of all processes.
+A step updates all parameters, pauses (which frees the cores, as an accelerator's step does), and
+synchronizes all processes.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from jax.experimental import multihost_utils
 import deltackpt
 from deltackpt.storage.nodes import Node
 
-#: Of a step of training, in which the cores are free.
+#: Pause in each training step, during which the cores are free.
 PAUSE_SECS = 0.5
 _START_SECS = 120
-#: Of one request of what stands for Orbax's writes.
+#: Size of a request that simulates Orbax's writes.
 _PIECE_BYTES = 16 << 20
 _TABLE = {"table": {"embedding": (8, 8)}}
 _HANDLERS = {"embeddings": deltackpt.Tables(select="table/embedding", slots={})}
@@ -52,13 +52,13 @@ Shapes = dict[str, Any]
 
 
 def resnet(scale: float) -> Shapes:
-    """27 tensors of 100 MB in all, as large as ResNet-50's parameters; unequal, as those are."""
+    """27 tensors of unequal size, 100 MB in total, like ResNet-50's parameters."""
     unit = 25.6e6 * scale / sum(range(1, 28))
     return {f"tensor{number:02d}": (4, max(1, round(unit * number / 4))) for number in range(1, 28)}
 
 
 def nt3(scale: float) -> Shapes:
-    """Nine tensors of 620 MB in all, nearly all of it in one: those of CANDLE's NT3."""
+    """The nine tensors of CANDLE's NT3: 620 MB in total, nearly all of it in one tensor."""
     flat = max(4, round(773_760 * scale / 4) * 4)
     return {
         "conv1": {"kernel": (20, 1, 128), "bias": (128,)},
@@ -70,7 +70,7 @@ def nt3(scale: float) -> Shapes:
 
 
 def t5(scale: float) -> Shapes:
-    """The parameters of T5.1.1-base, 990 MB; smaller ones are as deep and less wide."""
+    """The parameters of T5.1.1-base, 990 MB; smaller scales are as deep but narrower."""
     factor = math.sqrt(scale)
     model, inner, heads, words = (
         max(4, round(size * factor / 4) * 4) for size in (768, 2048, 768, 32_128)
@@ -109,18 +109,18 @@ def _is_shape(found: Any) -> bool:
 
 
 def nbytes(name: str, scale: float) -> int:
-    """Bytes of a state."""
+    """Size of a state in bytes."""
     shapes = jax.tree.leaves(STATES[name](scale), is_leaf=_is_shape)
     return sum(4 * math.prod(shape) for shape in shapes)
 
 
 def make(name: str, scale: float, *, sharded: bool) -> dict[str, Any]:
-    """A state of random values, over the devices of all processes.
+    """Returns a state of random values on the devices of all processes.
 
     Args:
-      name: of its shapes.
-      scale: of its bytes.
-      sharded: whether each process holds a share of every tensor that divides, else all of it.
+      name: name of its shapes.
+      scale: factor on its size.
+      sharded: whether to shard every tensor that divides evenly instead of replicating it.
     """
     mesh = jax.make_mesh(
         (jax.device_count(),), ("nodes",), axis_types=(jax.sharding.AxisType.Auto,)
@@ -131,7 +131,7 @@ def make(name: str, scale: float, *, sharded: bool) -> dict[str, Any]:
         divides = sharded and shape[0] % count == 0
         spec = jax.sharding.PartitionSpec("nodes" if divides else None)
         seed = zlib.crc32(jax.tree_util.keystr(path).encode())
-        # Random mantissas, between 1 and 2. Jitted, those of 300 tensors compile for a minute.
+        # Random mantissas give values in [1, 2). Jitting 300 tensors would compile for a minute.
         bits = np.random.default_rng(seed).integers(1 << 23, size=shape, dtype=np.uint32)
         values = (bits | np.uint32(127 << 23)).view(np.float32)
         place = jax.sharding.NamedSharding(mesh, spec)
@@ -143,12 +143,12 @@ def make(name: str, scale: float, *, sharded: bool) -> dict[str, Any]:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def update(state: dict[str, Any]) -> dict[str, Any]:
-    """A step's change of all parameters."""
+    """Updates all parameters, as a training step does."""
     return {**state, "params": jax.tree.map(lambda leaf: leaf * 0.999, state["params"])}
 
 
 class Tiered:
-    """deltackpt: a stage in memory for each process, a promoter each, one root."""
+    """deltackpt: a staging directory in memory and an uploader per process; one remote."""
 
     def __init__(self, url: str, stage: Path, count: int):
         self._manager = deltackpt.CheckpointManager(
@@ -172,7 +172,7 @@ class Tiered:
 
 
 class Orbax:
-    """Stock Orbax, synchronous and uncompressed, whose bytes cross the link meanwhile."""
+    """Stock Orbax, synchronous and uncompressed; its bytes cross the link during the save."""
 
     def __init__(self, root: Path, url: str, count: int):
         self._root, self._count = root, count
@@ -190,10 +190,10 @@ class Orbax:
         sent = self._sender.submit(self._send, self._nbytes // self._count)
         self._manager.save(step, args=ocp.args.PyTreeSave(state))
         sent.result()
-        meet()  # It returns in nobody before all have written.
+        meet()  # A save is done when all processes have written.
 
     def wait(self) -> None:
-        # What the next one will write: this one's files.
+        # The next save writes as many bytes as this one.
         folder = self._root / str(self._manager.latest_step())
         self._nbytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         meet()
@@ -210,13 +210,13 @@ class Orbax:
 
 
 def meet() -> None:
-    """Returns when every process has come here."""
+    """Returns when every process has called it."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("meet")
 
 
 def settle(nbytes: int) -> None:
-    """Touches as much free memory: what a machine gets from its host at first touch only."""
+    """Touches free memory, which a virtual machine gets from its host only at the first touch."""
     if jax.process_index() == 0:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
         mmap.mmap(-1, nbytes, flags=flags).close()
@@ -224,7 +224,7 @@ def settle(nbytes: int) -> None:
 
 
 def train_step(state: dict[str, Any]) -> dict[str, Any]:
-    """One step of training."""
+    """Runs one training step."""
     state = jax.block_until_ready(update(state))
     time.sleep(PAUSE_SECS)
     meet()
@@ -232,7 +232,7 @@ def train_step(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def freeze(options: argparse.Namespace, state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Both ways in turn: how long a save blocks, and what it costs the step and the next one."""
+    """Measures by turns how long a save blocks, and its cost to that step and the next one."""
     ways = {
         "ours": Tiered(f"{options.url}/run", options.directory / "stage", options.processes),
         "Orbax": Orbax(options.directory / "orbax", options.url, options.processes),
@@ -253,7 +253,7 @@ def freeze(options: argparse.Namespace, state: dict[str, Any]) -> list[dict[str,
             time.sleep(PAUSE_SECS)
             meet()
             state = train_step(state)
-            # At least what noise is, to be divided by.
+            # At least the noise, because it is a divisor.
             overhead = max(1e-3, time.perf_counter() - started - without)
             way.wait()
             if number:
@@ -264,7 +264,7 @@ def freeze(options: argparse.Namespace, state: dict[str, Any]) -> list[dict[str,
 
 
 def gather(options: argparse.Namespace, state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Saves to two roots in turn, and how long each took until ``wait()`` returned."""
+    """Saves to two remote directories by turns, and times each save until it is durable."""
     urls = {"nodes": options.url, "shared": options.against}
     ways = {
         name: Tiered(f"{url}/run", options.directory / name, options.processes)
@@ -290,8 +290,8 @@ TASKS = {"freeze": freeze, "gather": gather}
 
 
 def work(options: argparse.Namespace) -> None:
-    """One of the processes."""
-    signal.alarm(options.limit)  # Also where nobody is left to end it.
+    """Runs one of the processes."""
+    signal.alarm(options.limit)  # Also if no parent is left to end it.
     if options.processes > 1:
         address = f"127.0.0.1:{options.port}"
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -307,7 +307,7 @@ def work(options: argparse.Namespace) -> None:
     (options.directory / f"found.{options.worker}.json").write_text(json.dumps(found))
 
 
-# In the one that started them.
+# In the parent process.
 
 
 def run(
@@ -322,18 +322,18 @@ def run(
     against: str = "",
     limit: int = 900,
 ) -> list[dict[str, Any]]:
-    """Runs a job; of each save the figures of the process that it took longest.
+    """Runs a job and returns for each save the figures of its slowest process.
 
     Args:
-      task: of ``TASKS``.
-      state: of ``STATES``.
-      url: of the store that the root is in.
-      folder: for stages, in memory; it is removed.
-      processes: how many.
-      scale: of the state.
-      repeats: saves of each way that are measured, after one that is not.
-      against: URL of the other store, of ``gather``.
-      limit: seconds for all of it.
+      task: one of ``TASKS``.
+      state: one of ``STATES``.
+      url: URL of the store with the remote directory.
+      folder: folder in memory for the staging directories; it is removed.
+      processes: number of processes.
+      scale: factor on the size of the state.
+      repeats: measured saves per mode, after a warm-up save.
+      against: URL of the other store, for ``gather``.
+      limit: time limit of the job in seconds.
 
     Raises:
       RuntimeError: a process failed.
@@ -388,7 +388,7 @@ def _free_port() -> int:
 
 
 def main() -> None:
-    """Runs the command line of a process."""
+    """Command line of a process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("state", choices=STATES)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the benchmarks of dense leaves measure: codings, trained states, and managers."""
+"""Shared setup of the dense-leaf benchmarks: codings, trained states, and managers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import deltackpt
 
 #: Deltas of a chain.
 CHAIN = 10
-#: Of the longest gap between two saves, in gaps of a chain.
+#: Longest gap between two saves, in gaps of a chain.
 GAPS_OF_LONGEST = 5
 
 EXACT, EIGHT_BITS, FOUR_BITS, LINEAR = "exact", "8 bits", "4 bits", "linear nu"
-#: Leaves by what they are, in the states of ``dense_models``.
+#: Globs of the kinds of leaves in the states of ``dense_models``.
 _PARAMETERS = ("params/**", "dense/**", "opt_state/params/**")
 _FIRST, _SECOND = "opt_state/**/mu/**", "opt_state/**/nu/**"
 
 
 def codings(parameters: str, first: str, second: str) -> dict[str, str]:
-    """Codecs by glob: of parameters, of first moments, of second moments."""
+    """Codecs by glob, for parameters, first moments and second moments."""
     return {_FIRST: first, _SECOND: second, **dict.fromkeys(_PARAMETERS, parameters)}
 
 
@@ -41,35 +41,35 @@ CODINGS: dict[str, Mapping[str, str]] = {
 
 @functools.cache
 def exact_weights(coding: str) -> dict[str, str]:
-    """A coding that leaves weights in bf16 as they are beside their master in float32."""
+    """A coding with lossless bf16 weights, for states that also have a float32 master copy."""
     return {"params/**": "lossless", **CODINGS[coding]}
 
 
 class Lab:
-    """Models, the states that they were trained to, and room for checkpoints."""
+    """Models, their trained states, and a directory for checkpoints."""
 
     def __init__(
         self, models: Mapping[str, Model], states_dir: Path, first: int, gap: int, root: Path
     ):
-        """Of what is to be trained, or was.
+        """Creates a lab.
 
         Args:
           models: by name.
           states_dir: where states are kept.
           first: steps that are trained before the first save.
           gap: steps between the saves of a chain.
-          root: of checkpoints.
+          root: checkpoint directory.
         """
         self.models = models
         self.root = root
-        #: Steps between two saves whose bytes are measured; that in the middle has the bars.
+        #: Steps between two saves whose bytes are measured; the targets apply to the middle one.
         self.gaps = (1, gap, GAPS_OF_LONGEST * gap)
         #: The steps of a base and the deltas on it.
         self.chain = tuple(first + gap * number for number in range(CHAIN + 1))
         self._states_dir = states_dir
 
     def trajectory(self, name: str) -> Trajectory:
-        """The states of a model at all steps that are needed; trains if they are not there."""
+        """The states of a model at all needed steps; trains if they are missing."""
         model = self.models[name]
         found = Trajectory(model, self._states_dir / name)
         start = None if model.starts_from is None else self.trajectory(model.starts_from)
@@ -78,7 +78,7 @@ class Lab:
         return found
 
     def manager(self, model: Model, codec: Mapping[str, str]) -> deltackpt.CheckpointManager:
-        """A manager over an empty directory, whose first save is a base and its only one."""
+        """A manager over an empty directory, whose only base is its first save."""
         shutil.rmtree(self.root, ignore_errors=True)
         return deltackpt.CheckpointManager(
             self.root,
@@ -88,7 +88,7 @@ class Lab:
                     policy=deltackpt.policies.Consecutive(max_chain=10_000, max_restore_ratio=1e9)
                 ),
                 writes=deltackpt.WriteOptions(durability="process"),
-                # Without a budget nothing keeps a linear code from second moments.
+                # Without an error budget, nothing prevents a linear code for second moments.
                 dense=deltackpt.Dense(deltas="blocks", codec=codec, max_error=None),
             ),
         )
@@ -102,7 +102,7 @@ class Lab:
         return manager
 
     def orbax_bytes(self, state: Any, *, compressed: bool) -> int:
-        """Bytes of a step by stock Orbax."""
+        """Bytes of a step that stock Orbax saves."""
         shutil.rmtree(self.root, ignore_errors=True)
         way = ways.Orbax(self.root, compressed=compressed)
         way.save(1, state)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``dense.py`` trains: T5 by five optimizers' states, a DLRM, and adapters on a frozen T5.
+"""Models of ``dense.py``: T5 with five optimizers, a DLRM, and adapters on a frozen T5.
 
-States that are needed are trained once and kept in a directory, so that codes can be compared on
-the same numbers again and again.
+The states are trained once and kept in a directory, so that codecs are always compared on the same
+values.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ from t5_jax import trainer as t5_trainer
 
 import deltackpt
 
-#: Of T5's training by AdamW.
+#: Hyperparameters of T5 with AdamW.
 _RATE, _WARMUP, _DECAY = 1e-3, 50, 0.01
-#: Learning rate of fine-tuning, as reinforcement learning has it.
+#: Learning rate of fine-tuning, as in reinforcement learning.
 _TUNING_RATE = 1e-6
 #: Rank of the adapters.
 _RANK = 8
-#: The tokens of a sample, of T5.
+#: Tokens in a sample of T5.
 _INPUTS = 64
-#: Of the text, held out to be tested on.
+#: Share of the text that is held out for testing.
 _HELD_OUT = 0.1
-#: What a manager is told of a state without tables.
+#: Tables of a state that has no real ones.
 _NO_TABLES = deltackpt.Tables(select="table", slots={})
-#: Of a state with adapters.
+#: Keys of the parameters of a state with adapters.
 _BACKBONE, _ADAPTERS = "backbone", "adapters"
-#: Batches of one order of the data, at most.
+#: Maximum batches in one order of the data.
 _ORDER_STRIDE = 10**6
 
 
 class State(NamedTuple):
-    """All that a run of T5 needs to go on, where no leaf of it is a table.
+    """The complete training state of T5, which has no tables.
 
     Attributes:
-      table: (8, 8), of no use: a manager wants a table.
-      params: of the model.
-      opt_state: of the optimizer.
-      step: steps done, int32 scalar.
-      touched: of the table.
+      table: (8, 8), unused: a manager requires a table.
+      params: parameters of the model.
+      opt_state: state of the optimizer.
+      step: completed steps, int32 scalar.
+      touched: touched rows of the table.
     """
 
     table: jax.Array
@@ -74,13 +74,13 @@ class Model:
     """A model, its optimizer and its data.
 
     Attributes:
-      name: on the command line.
-      init: gives the first state. A field ``touched`` of states says which rows were touched.
+      name: name on the command line.
+      init: returns the first state; its field ``touched`` is the TouchState.
       step: (state, batch) to (state, loss); donates the state.
-      batch: (order, number) to a batch; orders differ in what they draw.
-      tested: the mean loss of a state on what it is not trained on.
-      tables: which of the leaves are tables.
-      starts_from: the name of the model whose state is trained on; None for ``init``.
+      batch: (order, number) to a batch; each order draws different data.
+      tested: the mean loss of a state on held-out data.
+      tables: selects the leaves that are tables.
+      starts_from: name of the model whose state training starts from; None for ``init``.
     """
 
     name: str
@@ -93,26 +93,26 @@ class Model:
 
 
 class Trajectory:
-    """States of one training, in files of their own: their leaves end to end."""
+    """States of one training run, one file per step with the concatenated leaves."""
 
     def __init__(self, model: Model, directory: Path):
-        """Of what was trained before.
+        """Opens a directory of trained states.
 
         Args:
-          model: that is trained.
-          directory: of the files, one for each step.
+          model: the trained model.
+          directory: directory of the files, one per step.
         """
         self.model = model
         self._directory = directory
         self._shapes, self._tree = jax.tree.flatten(jax.eval_shape(model.init))
 
     def train(self, first: int, kept: Iterable[int], start: Trajectory | None = None) -> None:
-        """Trains as far as the last step that is to be kept, unless it is there.
+        """Trains up to the last step to keep, unless all of them exist.
 
         Args:
-          first: step of the state that ``start`` has.
+          first: step of the state of ``start``.
           kept: steps to keep.
-          start: whose state is trained on; None for the model's first.
+          start: trajectory to start from; None for the model's first state.
         """
         missing = {step for step in kept if not self._path(step).exists()}
         if not missing:
@@ -126,7 +126,7 @@ class Trajectory:
                 state, _ = self.model.step(state, self.model.batch(0, number))
 
     def at(self, step: int) -> Any:
-        """A state that was kept, on the device."""
+        """Returns a kept state, on the device."""
         leaves = []
         with self._path(step).open("rb") as file:
             for shape in self._shapes:
@@ -147,12 +147,12 @@ class Trajectory:
 
 
 def marked(touched: deltackpt.TouchState) -> deltackpt.TouchState:
-    """A step later; a row is touched, since a manager warns of states that seem to stand still."""
+    """Advances the clock and touches a row: a manager warns of states that do not change."""
     return deltackpt.touched.mark(touched, {"table": jnp.zeros(1, jnp.int32)})
 
 
 def nbytes(state: Any) -> int:
-    """Bytes of what a full save holds, of a state or of its shapes."""
+    """Size in bytes of a full save of a state or its shapes."""
     leaves = jax.tree.leaves(state._replace(touched=()))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
@@ -161,10 +161,10 @@ def nbytes(state: Any) -> int:
 
 
 class Corpus:
-    """A text in batches of span corruption, its end held out."""
+    """A text in batches of span corruption; its end is held out."""
 
     def __init__(self, text: str, batch_size: int):
-        """Divides the text."""
+        """Splits the text."""
         self.vocabulary = texts.Words(text)
         cut = text.rindex(" ", 0, round(len(text) * (1 - _HELD_OUT)))
         self._text, self._size = text[:cut], batch_size
@@ -177,16 +177,16 @@ class Corpus:
         )
 
     def batch(self, order: int, number: int) -> texts.Batch:
-        """A batch to train on."""
+        """Returns a training batch."""
         return self._source.batch(order * _ORDER_STRIDE + number)
 
 
 def t5_models(text: str, size: str, batch_size: int) -> dict[str, Model]:
-    """T5 with the states of several optimizers, by name.
+    """Returns T5 with several optimizers, by name.
 
     Args:
-      text: to learn.
-      size: of ``t5.NAMED``.
+      text: training text.
+      size: one of ``t5.NAMED``.
       batch_size: samples in a batch.
     """
     corpus = Corpus(text, batch_size)
@@ -215,14 +215,14 @@ def t5_models(text: str, size: str, batch_size: int) -> dict[str, Model]:
 
 
 class _Optimizer(NamedTuple):
-    """What an optimizer does: parameters to its state; gradient, state, parameters to new ones."""
+    """An optimizer: parameters to its state; gradient, state, parameters to new ones."""
 
     init: Callable[[Any], Any]
     apply: Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 class _Kind(NamedTuple):
-    """How a state keeps parameters, made of those of the model, and what trains them."""
+    """Converts the model's parameters to the form that a state keeps; and their optimizer."""
 
     kept: Callable[[Any], Any]
     optimizer: _Optimizer
@@ -230,7 +230,7 @@ class _Kind(NamedTuple):
 
 
 class _Master(NamedTuple):
-    """Parameters in float32 beside the ones that the model computes with, and their optimizer's."""
+    """Master parameters in float32, and the state of their optimizer."""
 
     params: Any
     opt_state: Any
@@ -279,7 +279,7 @@ def _tester(sizes: t5.Sizes, corpus: Corpus) -> Callable[[Any], float]:
 
 def _t5_loss(network: t5.T5, kept: Any, batch: texts.Batch, z_loss: float) -> jax.Array:
     inputs, targets = jax.tree.map(jnp.asarray, batch)
-    # Computed in float32 whatever is kept: a CPU has no arithmetic of fewer bits.
+    # Always compute in float32: a CPU has no arithmetic of fewer bits.
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), kept)
     if _ADAPTERS in params:
         params = _adapted(params[_BACKBONE], params[_ADAPTERS])
@@ -314,7 +314,7 @@ def _adapted(backbone: Any, adapters: Any) -> Any:
 
 
 def _adapted_kernels(params: Any) -> list[tuple[tuple[str, ...], jax.Array]]:
-    """Queries and values, as LoRA has it."""
+    """Kernels of queries and values, as in LoRA."""
     flat: Any = traverse_util.flatten_dict(params)
     return [(path, leaf) for path, leaf in flat.items() if {"query", "value"} & {*path}]
 
@@ -360,7 +360,7 @@ def _with_master(transformation: optax.GradientTransformation) -> _Optimizer:
 
 
 def dlrm_model(scale: float) -> Model:
-    """The thesis DLRM on Zipf traffic: tables by row-wise Adagrad, its dense part by Adam.
+    """The thesis DLRM on Zipf traffic: row-wise Adagrad for tables, Adam for the dense part.
 
     Args:
       scale: factor on the rows of its tables.
@@ -394,7 +394,7 @@ def _dlrm_logits(state: dlrm_trainer.TrainState, batch: clicks.Batch) -> jax.Arr
 
 
 def untrained(init: Callable[[], Any], tables: deltackpt.Tables = _NO_TABLES) -> Model:
-    """States that something else than training changes, as a model."""
+    """Returns a model whose states are not changed by training."""
 
     def never(*_: Any) -> Any:
         raise NotImplementedError("a state that is not trained")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of ``dense.py`` that are timed, or need no training."""
+"""The parts of ``dense.py`` that measure time or need no training."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Blocks(NamedTuple):
 
 
 def add_speed(report: Report, lab: Lab, name: str, rounds: int) -> None:
-    """Lines of encoding a delta and of restoring a chain, against copying and reading as much."""
+    """Compares encoding a delta with a copy, and restoring a chain with a read of as many bytes."""
     trajectory = lab.trajectory(name)
     now, before = trajectory.at(lab.chain[1]), trajectory.at(lab.chain[0])
     gigabytes = dense_models.nbytes(now) / 1e9
@@ -68,7 +68,7 @@ def add_speed(report: Report, lab: Lab, name: str, rounds: int) -> None:
 
 
 def _in_blocks(now: Any, before: Any, codec: Mapping[str, str]) -> Iterator[Blocks]:
-    """The leaves that are no plain bytes."""
+    """The leaves that are not stored as plain bytes."""
     pairs = zip(
         jax.tree_util.tree_leaves_with_path(now._replace(touched=())),
         jax.tree.leaves(before._replace(touched=())),
@@ -112,7 +112,7 @@ def _restores(
     template: Any,
     rounds: int,
 ) -> dict[str, list[float]]:
-    """Seconds of restoring the base, the last of its chain, and of reading the base's files."""
+    """Seconds to restore the base and the last step of its chain, and to read the base's files."""
     found: dict[str, list[float]] = defaultdict(list)
     base, step = steps
     for number in range(rounds + 1):
@@ -143,21 +143,21 @@ def _add_restores(
     report.compare(title, chain, "read of the base", read, speed, bar=bar)
 
 
-# Bits of bf16 of which one in a hundred changed.
+# bf16 weights of which 1 % change.
 
 
 class Sparse:
-    """Weights in bf16 of which a share changes to a neighbour at each step."""
+    """bf16 weights, a fraction of which changes to an adjacent value at each step."""
 
     def __init__(self, count: int, share: float):
-        """Of so many numbers."""
+        """Creates ``count`` weights, of which ``share`` change per step."""
         self._random = np.random.default_rng(0)
         self._count, self._share = count, share
         weights = self._random.standard_normal(count, np.float32) * 0.02
         self.weights = np.asarray(jnp.asarray(weights, jnp.bfloat16))
 
     def change(self) -> None:
-        """One step of an optimizer whose learning rate is small."""
+        """Simulates an optimizer step with a small learning rate."""
         changed = self._random.random(self._count, np.float32) < self._share
         places = np.flatnonzero(changed)
         bits = self.weights.view(np.uint16).copy()
@@ -165,7 +165,7 @@ class Sparse:
         self.weights = bits.view(self.weights.dtype)
 
     def state(self) -> dense_models.State:
-        """As a state."""
+        """The weights as a train state."""
         table = {"table": jnp.zeros((8, 8))}
         return dense_models.State(
             table["table"],
@@ -177,7 +177,7 @@ class Sparse:
 
 
 def add_sparse(report: Report, lab: Lab, scale: float, rounds: int) -> None:
-    """Lines of bytes, speed and restores where 1 % of the bits of bf16 change."""
+    """Measures bytes, speed and restores if 1 % of the bf16 weights change."""
     source = Sparse(round(200e6 * scale), 0.01)
     title = "bf16, 1 % changed"
     model = dense_models.untrained(source.state)
@@ -219,7 +219,7 @@ def add_sparse(report: Report, lab: Lab, scale: float, rounds: int) -> None:
 
 
 def add_w(report: Report, lab: Lab, scale: float) -> None:
-    """Lines of the bytes of a delta of state W, 4 bits for rows and dense leaves."""
+    """Measures the bytes of a delta of state W, with 4 bits for rows and dense leaves."""
     state = states.make(scale)
     model = dense_models.untrained(
         lambda: states.make(scale), dlrm_trainer.checkpoint_tables("adaptive4")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs to cut bytes into fragments and to restore them, beside a copy of the same bytes.
+"""Measures encoding bytes into fragments and restoring them, compared with a plain copy.
 
 python benchmarks/erasure.py [--scale S] [--repeats N]
 """
@@ -43,14 +43,14 @@ def main() -> None:
         for name, call in ways.items():
             before = time.thread_time()
             call()
-            if number:  # The first one takes memory that nobody has touched.
+            if number:  # The first round touches fresh memory.
                 took.setdefault(name, []).append(nbytes / (time.thread_time() - before) / 1e9)
     found = {name: Sample(tuple(values)) for name, values in took.items()}
     report = Report("Fragments on one core", sizes=f"{nbytes / 1e6:.0f} MB, stripes of 1 MiB")
     floor = Sample((_BAR_GB_PER_SEC,) * given.repeats)
     for name in ways:
         if name != "memcpy":
-            # What must not be more than 1: the least rate over that which was reached.
+            # The ratio of the required rate to the measured one must not exceed 1.
             bar = 1.0 if name == "encode 4 + 2" else None
             report.compare("2 GB/s", floor, name, found[name], rate, bar=bar)
             report.compare(name, found[name], "memcpy", found["memcpy"], rate)
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def encode(code: erasure.Code, padded: memoryview) -> None:
-    """A segment at a time, as they are sent."""
+    """Encodes one segment at a time, as they are sent."""
     for at in range(0, len(padded), _SEGMENT_BYTES):
         erasure.fragments(code, padded[at : at + _SEGMENT_BYTES])
 

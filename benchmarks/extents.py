@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""10 MB made durable: as an extent, as a new directory, as a new file, and in place.
+"""Makes 10 MB durable: as an extent, as a new directory, as a new file, and in place.
 
-Once with the disk to itself, once beside a process that writes files of 4 MB and forces each.
+Measured once with the disk otherwise idle, once beside a process that writes 4 MB files and fsyncs
+each.
 
-All take the same bytes from memory, and end when these are on disk. The reference is a directory of
-20 files, each forced, and their directory; "as a save writes it" are the same files past the page
-cache and forced together by threads. The limit is one write past the page cache, from aligned
-memory, into a file that is there: no checksum, no copy. CPU is that of this process.
+All variants take the same bytes from memory and end when these are on disk. The reference is a
+directory of 20 files, with an fsync of each file and of the directory. "The same as a save writes
+it" writes these files past the page cache and fsyncs them together in threads. The limit is one
+write past the page cache, from aligned memory, into an existing file: no checksum, no copy. CPU is
+that of this process.
 
     python benchmarks/extents.py --json extents.json
     python benchmarks/extents.py --scale 6 --directory /nvme
@@ -39,7 +41,7 @@ from deltackpt.tiers.packing import Label
 NBYTES = 10_000_000
 _FILES = 20
 _BAR = 1 / 3
-#: What another process does on the same file system.
+#: The program of another process on the same file system.
 _OTHER = """
 import os, sys
 data, number = os.urandom(4 << 20), 0
@@ -54,7 +56,7 @@ _BLOCK_BYTES = 4096
 
 
 class _Pack:
-    """Bytes in memory, as a pack."""
+    """Bytes in memory, as a bundle."""
 
     def __init__(self, key: str, data: np.ndarray, crc: int):
         self._data = data
@@ -66,12 +68,12 @@ class _Pack:
 
 @dataclasses.dataclass
 class Way:
-    """A way to make bytes durable.
+    """A method of making bytes durable.
 
     Attributes:
       name: in the table.
-      save: makes them so.
-      forget: what is to be done before the next round, and is not measured.
+      save: makes the bytes durable.
+      forget: cleanup before the next round; not measured.
     """
 
     name: str
@@ -86,9 +88,9 @@ def measure(report: Report, directory: Path, *, nbytes: int = NBYTES, repeats: i
     """Adds the lines of this benchmark to a report.
 
     Args:
-      report: what it is added to.
-      directory: on the file system that is measured.
-      nbytes: of a save.
+      report: receives the lines.
+      directory: on the file system to measure.
+      nbytes: size of a save.
       repeats: interleaved rounds.
     """
     size = f"{nbytes / 1e6:g} MB"
@@ -133,7 +135,7 @@ def _rounds(folder: Path, nbytes: int, repeats: int) -> list[Way]:
 
 @contextmanager
 def _another(folder: Path) -> Iterator[None]:
-    """A process that writes and forces files meanwhile."""
+    """A concurrent process that writes and fsyncs files."""
     folder.mkdir()
     with subprocess.Popen([sys.executable, "-c", _OTHER, str(folder)]) as process:
         try:
@@ -156,7 +158,7 @@ def _run(way: Way, *, measured: bool) -> None:
 
 @contextmanager
 def _forcings() -> Iterator[list[str]]:
-    """The calls that force something, as they are made."""
+    """Records fsync calls as they are made."""
     real, calls = {name: getattr(os, name) for name in ("fsync", "fdatasync")}, []
 
     def counting(name: str) -> Callable[[int], None]:
@@ -244,7 +246,7 @@ def _force(directory: Path) -> None:
 
 
 def file_system(directory: Path) -> str:
-    """The kind of file system that a directory is on."""
+    """The type of the file system that contains a directory."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     above = [mount for mount in mounts if directory.resolve().is_relative_to(mount[0])]
     return max(above, key=lambda mount: len(mount[0]))[1]

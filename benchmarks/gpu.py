@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves of a state on a GPU: what training sees of them, against Orbax, and encoding there.
+"""Saves of a state on a GPU: their cost to training, against Orbax, and encoding on the device.
 
-A loop dispatches training steps a few ahead, as real ones do, and notes when the device completes
-each. A save comes between two dispatches; what save() takes includes the steps in flight, for which
-every save waits. From the completions follow: the time without a step at the save (the gap between
-the last step dispatched before it and the first one after it, less an undisturbed step: the device
-is idle then, or gathers and encodes), the steps' time while the save is in flight, and the training
-time lost until it is committed. The tables are donated at every step.
+A loop dispatches training steps a few ahead, as real loops do, and records when the device
+completes each. A save comes between two dispatches; the time of save() includes the steps in
+flight, which every save waits for. The completions give three figures: the time without a step at
+the save (the gap between the last step dispatched before it and the first one after it, less an
+undisturbed step: the device is idle then, or gathers and encodes), the time of steps while the save
+is in flight, and the training time lost until its commit. Every step donates the tables.
 
 python benchmarks/gpu.py --json gpu.json
 python benchmarks/gpu.py --allow-cpu --scale 0.01 --repeats 1 --steps 6      # a smoke test
@@ -61,7 +61,7 @@ FIGURES = (
     ("committed", "durable under training", None),
 )
 CODECS = ("bf16", "int8", "int4", "adaptive4", "adaptive2")
-#: Rows that are encoded at once: 64 MiB, as a save on a device does.
+#: Rows that are encoded at once: 64 MiB, as in a save on a device.
 ENCODED_ROWS = 1 << 18
 
 #: Seconds by (figure, save), one for each round.
@@ -91,10 +91,10 @@ def train(state: states.State, ids: dict[str, Any], work: int) -> tuple[states.S
 
 
 class Loop:
-    """Training that runs ahead of the device; a thread notes when each step is complete."""
+    """Training that runs ahead of the device; a thread records when each step completes."""
 
     def __init__(self, state: states.State, step_secs: float):
-        """Compiles the step and makes it last ``step_secs`` at least."""
+        """Compiles the step and makes it last at least ``step_secs``."""
         self.state = state
         self.completed: list[float] = []
         self._ids = [jax.device_put(states.lookups(state, seed)) for seed in range(8)]
@@ -108,7 +108,7 @@ class Loop:
         self._watcher.start()
 
     def steps(self, count: int) -> None:
-        """Dispatches steps; waits where too many are not complete."""
+        """Dispatches steps; waits if too many are incomplete."""
         for _ in range(count):
             self._room.acquire()
             ids = self._ids[self._count % len(self._ids)]
@@ -117,13 +117,13 @@ class Loop:
             self._count += 1
 
     def begin(self) -> None:
-        """Forgets the completions of earlier steps, once all are complete."""
+        """Waits for earlier steps and clears their completions."""
         self.drain()
         self.completed.clear()
         self._count = 0
 
     def drain(self) -> None:
-        """Waits until every step is complete and noted."""
+        """Waits until every step is complete and recorded."""
         for _ in range(AHEAD):
             self._room.acquire()
         self._room.release(AHEAD)
@@ -139,7 +139,7 @@ class Loop:
         self._watcher.join()
 
     def _alone(self) -> float:
-        """Seconds of a step that nothing runs beside; the least of three."""
+        """Seconds of a step with nothing else running; the least of three."""
 
         def once() -> None:
             self.state, loss = train(self.state, self._ids[0], self._work)
@@ -157,7 +157,7 @@ class Loop:
 def disturbed(
     loop: Loop, manager: ways.Way, step: int, kind: str, quiet_steps: int, pool: ThreadPoolExecutor
 ) -> dict[str, float]:
-    """Figures of one save under training."""
+    """Measures one save during training."""
     loop.begin()
     loop.steps(quiet_steps)
     first = loop.dispatched
@@ -165,7 +165,7 @@ def disturbed(
     manager.save(step, loop.state, base=kind == "base")
     blocked = time.perf_counter() - started
     commit = pool.submit(committed_at, manager)
-    # Two steps at the least: the gap before the first, and an interval of steps after it.
+    # At least two steps: the gap before the first, and an interval of steps after it.
     loop.steps(2)
     while not commit.done():
         loop.steps(1)
@@ -174,7 +174,7 @@ def disturbed(
     loop.drain()
     done = np.array(loop.completed)
     gaps = np.diff(done)
-    # Of the first steps the device waits for the host.
+    # During the first steps the device waits for the host.
     quiet = float(np.median([*gaps[AHEAD : first - 1], *gaps[last:]]))
     found = {
         "blocked": blocked,
@@ -188,13 +188,13 @@ def disturbed(
 
 
 def committed_at(manager: ways.Way) -> float:
-    """Waits for the save in flight; the time at which it was committed."""
+    """Waits for the save in flight; returns the time of its commit."""
     manager.wait()
     return time.perf_counter()
 
 
 def measure_training(root: Path, state: states.State, options: argparse.Namespace) -> Figures:
-    """What every kind of save costs training, in turn."""
+    """Measures the cost of each kind of save to training, in turn."""
     found: Figures = defaultdict(list)
     managers = {way: ways.WAYS[way](root / way) for way, _ in SAVES.values()}
     loop = Loop(state, options.step_secs)
@@ -222,7 +222,7 @@ def measure_training(root: Path, state: states.State, options: argparse.Namespac
 
 
 def measure_encoding(rows: jax.Array, rounds: int) -> Figures:
-    """Seconds for each GB of rows on the device, by codec, in turn."""
+    """Measures seconds per GB of rows encoded on the device, codec by codec."""
     found: Figures = defaultdict(list)
     for number, name in itertools.product(range(rounds + 1), CODECS):
         codec = codecs.get(name)
@@ -245,7 +245,7 @@ def alike(name: str, rows: jax.Array) -> float:
 
 
 def add_training(report: Report, found: Figures) -> None:
-    """Lines of what saves cost training."""
+    """Adds the cost of saves to training."""
     for figure, words, bar in FIGURES:
         for name, other in itertools.product(OURS, THEIRS):
             report.compare(
@@ -264,7 +264,7 @@ def add_training(report: Report, found: Figures) -> None:
 
 
 def add_encoding(report: Report, found: Figures, rows: jax.Array) -> None:
-    """Lines of encoding on the device."""
+    """Adds the figures of encoding on the device."""
     for name in CODECS:
         report.state(f"{name}: encode on the device", sample(found, "encode", name), speed)
     few = rows[: pieces.piece_rows(rows.shape[1:])]

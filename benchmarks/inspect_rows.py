@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looking inside a directory of 1,000 steps, against a full restore of its newest step.
+"""Inspection of a directory of 1,000 steps, against a full restore of its newest step.
 
-Every timed read and restore runs in a fresh process, rounds interleaved, the page cache warm. The
-time of the imports is not in "call"; "process" is all that ``time`` would measure. Opening a
-manager on so many steps takes Orbax a while, which is not in a restore "alone".
+Every timed read and restore runs in a fresh process, in interleaved rounds, with a warm page cache.
+"call" excludes the imports; "process" is what ``time`` would measure. A restore "alone" excludes
+opening the manager, which takes Orbax a while on so many steps.
 
 python benchmarks/inspect_rows.py [--scale S] [--steps N] [--repeats R] [--json FILE]
 """
@@ -26,9 +26,9 @@ from report import Report, Sample
 
 import deltackpt
 
-#: Rows that change between two saves.
+#: Share of the rows that change between two saves.
 SHARE = 0.002
-#: At most so much of a full restore.
+#: Limit, as a fraction of a full restore.
 BAR = 1 / 20
 
 _READ = """
@@ -63,7 +63,7 @@ print(json.dumps({"call": call, "alone": result.seconds, "chain": len(result.cha
 
 
 def write(root: Path, scale: float, steps: int) -> int:
-    """Saves so many steps; returns the bytes of the state."""
+    """Saves ``steps`` steps; returns the bytes of the state."""
     state = states.make(scale)
     options = deltackpt.ManagerOptions(
         deltas=deltackpt.DeltaOptions(base_snapshot="block"),
@@ -85,7 +85,7 @@ def handlers() -> dict[str, deltackpt.Tables]:
 
 
 def fresh(program: str, *arguments: object) -> dict[str, Any]:
-    """What a program prints that runs in a process of its own, and how long the process took."""
+    """Runs a program in a new process; returns what it printed and how long the process took."""
     started = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)],

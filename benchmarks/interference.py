@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training loses to saving: steps of a job of several ranks, with saves and without.
+"""What training loses to saves: steps of a multi-rank job, with and without saves.
 
-Ranks are processes of this machine that are joined by gloo and wait for one another in each step,
-so that a step lasts as long as that of the slowest. They train without saving; with deltas to a
-bucket, by a stage and a promoter of each rank, with one base and one compaction in the run; and
-with stock Orbax to a directory as often. All in turn, round by round; between two runs everything
-that was begun in the background is waited for.
+Ranks are processes of this machine, joined by gloo. They wait for one another in each step, so a
+step lasts as long as on the slowest rank. They train without saves; with deltas to a bucket,
+through a staging directory and an uploader of each rank, with one base and one compaction in the
+run; and with stock Orbax to a directory, as often. The variants take turns, round by round. Each
+run ends when its background work is done.
 
     make servers
     python benchmarks/interference.py --json interference.json
@@ -46,9 +46,9 @@ from running import s3_server
 import deltackpt
 
 WAYS = ("none", "deltas", "orbax")
-#: Of the steps without a save, and the longest of any: at most so much of none.
+#: Bars relative to no saves: p99 of the steps without a save, and the longest step of any rank.
 BARS = {"p99": 1.05, "longest": 1.25}
-#: Of the rows, in one step.
+#: Share of the rows that one step touches.
 _TOUCHED = 0.0025
 _WIDTH = 512
 _COMPACTOR_NICE = 10
@@ -56,7 +56,7 @@ _CPU = re.compile(r"([\d.]+) s of CPU")
 
 
 class Bucketed:
-    """deltackpt by a stage of each rank."""
+    """deltackpt with a staging directory for each rank."""
 
     def __init__(self, url: str, stage: Path, endpoint: str):
         self._stage = stage / f"process-{jax.process_index()}"
@@ -76,7 +76,7 @@ class Bucketed:
         self._manager.save(step, state, force_base=base)
 
     def close(self) -> float:
-        """Waits for all of it; CPU seconds of this rank's promoter."""
+        """Waits for all saves; returns the CPU seconds of this rank's uploader."""
         self._manager.wait_until_finished()
         self._manager.close()
         log = self._stage / "promoter.log"
@@ -99,7 +99,7 @@ class Orbax:
         self._way.save(step, state, base=base)
 
     def close(self) -> float:
-        """Waits for all of it, which is done by threads of this process."""
+        """Waits for all saves, which threads of this process make."""
         self._way.wait()
         self._way.close()
         return 0.0
@@ -107,14 +107,14 @@ class Orbax:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run of one rank: seconds of its steps, and of CPU.
+    """One run of a rank: seconds of its steps, and of CPU.
 
     Attributes:
-      way: which it was.
+      way: the variant.
       plain: seconds of the steps without a save.
-      saving: of those with one.
-      cpu: of this process, from the first step until all was done.
-      others: of its promoter and of the compactor.
+      saving: seconds of the steps with a save.
+      cpu: of this process, from the first step until all saves were done.
+      others: of its uploader and of the compactor.
     """
 
     way: str
@@ -124,12 +124,12 @@ class Run:
     others: float
 
 
-# In each of the ranks.
+# Code of the ranks.
 
 
 @partial(jax.jit, static_argnums=2)
 def _multiply(rows: jax.Array, kernel: jax.Array, times: int) -> jax.Array:
-    """Works on the rows of this rank, then waits for those of all others."""
+    """Computes on the rows of this rank, then waits for all other ranks."""
 
     def once(_: int, rows: jax.Array) -> jax.Array:
         return jnp.tanh(rows @ kernel)
@@ -138,7 +138,7 @@ def _multiply(rows: jax.Array, kernel: jax.Array, times: int) -> jax.Array:
 
 
 class Training:
-    """A job's steps."""
+    """The training steps of a job."""
 
     def __init__(self, options: argparse.Namespace):
         self._options = options
@@ -155,7 +155,7 @@ class Training:
         self._times = self._calibrated(options.step_ms / 1e3)
 
     def _calibrated(self, least_secs: float) -> int:
-        """How often a step multiplies to take as long as is asked for: process 0 says it."""
+        """Multiplications for a step of the wanted duration; process 0 decides."""
         times = 1
         while True:
             took = []
@@ -169,7 +169,7 @@ class Training:
             times = max(times + 1, int(times * min(4.0, 1.1 * least_secs / worst)))
 
     def step(self) -> None:
-        """A step of the training, waited for."""
+        """Runs one training step and waits for it."""
         self._number += 1
         ids = states.random_ids(self.state, _TOUCHED, self._number)
         self.state = states.change(self.state, ids)
@@ -225,8 +225,8 @@ def _compact(url: str, endpoint: str) -> subprocess.Popen[bytes]:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Joins the other ranks, and trains in all ways in turn."""
-    signal.alarm(options.limit)  # Also where nobody is left to end it.
+    """Joins the other ranks and trains with each variant in turn."""
+    signal.alarm(options.limit)  # Ends this rank even if the launcher is gone.
     address = f"127.0.0.1:{options.port}"
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
@@ -237,7 +237,7 @@ def work(options: argparse.Namespace) -> None:
         initialization_timeout=scaling.START_SECS,
     )
     training = Training(options)
-    # The first round compiles, and is not counted.
+    # The first round compiles and is not counted.
     found = [
         run(options, training, way, number)
         for number in range(options.repeats + 1)
@@ -247,14 +247,14 @@ def work(options: argparse.Namespace) -> None:
     path.write_text(json.dumps([dataclasses.asdict(one) for one in found]))
 
 
-# In the one that started them.
+# Code of the launcher.
 
 
 def launch(options: argparse.Namespace, place: Path, endpoint: str) -> list[list[Run]]:
-    """Runs the ranks: what each of them saw.
+    """Runs the ranks and returns what each of them measured.
 
     Raises:
-      RuntimeError: one of them failed, or they did not end in time.
+      RuntimeError: a rank failed, or they did not end in time.
     """
     command = [sys.executable, __file__, f"--port={scaling.free_port()}", f"--endpoint={endpoint}"]
     command += [f"--directory={place}"]
@@ -286,7 +286,7 @@ def launch(options: argparse.Namespace, place: Path, endpoint: str) -> list[list
 
 
 def add(report: Report, options: argparse.Namespace, ranks: list[list[Run]]) -> None:
-    """Lines of all ways against none."""
+    """Adds lines that compare each variant with no saves."""
     rounds = list(zip(*ranks, strict=True))
 
     def sample(way: str, figure: Any) -> Sample:

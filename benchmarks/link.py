@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A link of so many bytes per second between two ports of loopback: a node's way to a bucket.
+"""A rate-limited link between two loopback ports: a node's link to a bucket.
 
 python benchmarks/link.py PORT TARGET_PORT BYTES_PER_SEC
 """
@@ -14,14 +14,14 @@ _PIECE = 64 << 10
 
 
 class Pace:
-    """Both directions of all connections share it."""
+    """A rate limit that both directions of all connections share."""
 
     def __init__(self, bytes_per_sec: float):
         self._rate = bytes_per_sec
         self._free_at = 0.0
 
     async def take(self, nbytes: int) -> None:
-        """Waits until so many bytes may pass."""
+        """Waits until this many bytes may pass."""
         now = time.monotonic()
         self._free_at = max(now, self._free_at) + nbytes / self._rate
         if (wait := self._free_at - now) > 0.002:
@@ -29,7 +29,7 @@ class Pace:
 
 
 async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pace: Pace) -> None:
-    """Passes on what comes until it ends."""
+    """Forwards data until it ends."""
     try:
         while data := await reader.read(_PIECE):
             await pace.take(len(data))
@@ -42,7 +42,7 @@ async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pa
 
 
 async def serve(port: int, target: int, pace: Pace) -> None:
-    """Listens for ever."""
+    """Listens forever."""
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection("127.0.0.1", target)

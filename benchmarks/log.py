@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The WAL: what a record at every step costs the training, and how soon one is back.
+"""The WAL: what a record at every step costs training, and how fast recovery is.
 
 The thesis DLRM (8 tables of 80,000 x 64, MLPs 512-512-64 and 1024-1024-1024-1 with Adam, 30 MB of
-dense leaves) trains with soft and full records, with delta saves, with Orbax, and with nothing, in
-turn. What `append()` blocks is compared with `np.take` of the same rows and slots into warm memory
-and a copy of the dense leaves. The thesis's own table has full saves as slow as it reports them (20
-MB/s), and synchronous Orbax at every step, for one, two and four processes. State W is recovered
-from a base and a log.
+dense leaves) trains with soft and full records, with delta saves, with Orbax, and without saves, in
+turn. The time that `append()` blocks is compared with `np.take` of the same rows and slots into
+warm memory and a copy of the dense leaves. The thesis's own table has full saves as slow as it
+reports them (20 MB/s), and synchronous Orbax at every step, for one, two and four processes. State
+W is recovered from a base and a WAL.
 
 python benchmarks/log.py --json log.json
 python benchmarks/log.py --quick                      # a smoke test
@@ -42,17 +42,17 @@ from deltackpt.reading import replay as replaying
 from deltackpt.reading.stretches import Logs, newest_way
 from deltackpt.storage.store import spot
 
-#: Most of the time of a training that keeps nothing.
+#: Bars on the time, relative to training without saves.
 TRAINING = {"soft": 1.05, "full": 1.15}
-#: Processes to how much less time is wanted than with full saves as in the thesis.
+#: Number of processes to the wanted time saving, compared with full saves as in the thesis.
 LESS = {1: 0.38, 2: 0.47, 4: 0.40}
-#: Of the time that saves of synchronous Orbax cost, what may be left.
+#: Bar on the time, as a share of what synchronous Orbax saves cost.
 LEFT = 0.1
-#: Bytes that the thesis's full saves write in a second, and samples in an epoch.
+#: Bytes per second of the thesis's full saves, and samples in an epoch.
 THESIS_BYTES_PER_SEC, EPOCH_SAMPLES = 20e6, 50_000
-#: Rows that are replayed in a second of one core.
+#: Rows that one core should replay in a second.
 REPLAY_ROWS = 5_000_000
-#: Of W: lookups of a record, as a share of all rows; bytes of the log, as a share of the base.
+#: For W: lookups of a record, as a share of all rows; bytes of the WAL, as a share of the base.
 _LOOKUPS, _LOG_SHARE = 0.1, 0.5
 _loops: list[Loop] = []
 
@@ -79,7 +79,7 @@ def compiled(options: argparse.Namespace) -> Loop:
 
 
 def training(report: Report, options: argparse.Namespace, root: Path) -> None:
-    """Whole trainings, with each law of ids."""
+    """Whole trainings, for each distribution of ids."""
     for exponent, law in ((1.07, "Zipf 1.07"), (0.0, "uniform")):
         loop = compiled(options)
         loop.draw(exponent)
@@ -116,7 +116,7 @@ def training(report: Report, options: argparse.Namespace, root: Path) -> None:
 
 
 def taken(state: TrainState, batch: data.Batch, dense: bool, warm: dict[str, np.ndarray]) -> float:
-    """Seconds that the machine takes for what a record copies, into memory that is warm."""
+    """Seconds that the machine takes to copy what a record copies, into warm memory."""
     sources: list[tuple[np.ndarray, np.ndarray | None, np.ndarray]] = []
     for name, ids in batch.ids.items():
         rows = np.unique(ids)
@@ -137,7 +137,7 @@ def taken(state: TrainState, batch: data.Batch, dense: bool, warm: dict[str, np.
 
 
 def blocked(report: Report, options: argparse.Namespace, root: Path) -> None:
-    """What `log()` keeps the training thread, beside what the machine takes for the same."""
+    """Compares the time that `append()` blocks training with that of the bare copies."""
     loop = compiled(options)
     loop.draw(1.07)
     kinds = {
@@ -160,7 +160,7 @@ def blocked(report: Report, options: argparse.Namespace, root: Path) -> None:
 
 
 def _blocked(loop: Loop, log: deltackpt.WalOptions, ids: bool, place: Path) -> tuple[float, float]:
-    """Medians over a training: seconds in `log()`, and of the takes."""
+    """Medians over a training: seconds in `append()`, and of the copies."""
     state, way, warm = loop.start(), ways.Logs(place, log), {}
     way.save(0, state, base=True)
     way.wait()
@@ -168,7 +168,7 @@ def _blocked(loop: Loop, log: deltackpt.WalOptions, ids: bool, place: Path) -> t
     gc.collect()
     for number, batch in enumerate(loop.batches, start=1):
         state = loop.advance(state, batch)
-        # Whoever comes second finds the rows in the caches: each does so half of the time.
+        # The second of the two finds the rows in the caches: each is second half of the time.
         if number % 2:
             takes.append(taken(state, batch, log.dense != "soft", warm))
         started = time.perf_counter()
@@ -209,13 +209,13 @@ def thesis(report: Report, options: argparse.Namespace, root: Path) -> None:
 
 
 def _costs(runs: Sample, nothing: Sample) -> Sample:
-    """Seconds more than without saves; at least what a clock tells, to be divided by."""
+    """Seconds more than without saves; at least 1 ms, because they are divided by."""
     pairs = zip(runs.values, nothing.values, strict=True)
     return Sample(tuple(max(1e-3, value - bare) for value, bare in pairs))
 
 
 def recovery(report: Report, options: argparse.Namespace, root: Path) -> None:
-    """State W from a base and a log of half its bytes, against a full load by Orbax."""
+    """State W from a base and a WAL of half its bytes, against a full load by Orbax."""
     way, state = _logged(options.scale, root / "log")
     for name in ("orbax", "orbax-tuned"):
         other = ways.WAYS[name](root / name)
@@ -245,7 +245,7 @@ def recovery(report: Report, options: argparse.Namespace, root: Path) -> None:
 
 
 def _logged(scale: float, place: Path) -> tuple[ways.Logs, states.State]:
-    """State W after a base and records of half its bytes; the way is closed."""
+    """State W after a base and records of half its bytes; the manager is closed."""
     state, way = states.make(scale), ways.Logs(place)
     way.save(0, state, base=True)
     way.wait()
@@ -266,7 +266,7 @@ def _logged(scale: float, place: Path) -> tuple[ways.Logs, states.State]:
 
 
 def replay(report: Report, options: argparse.Namespace, place: Path) -> None:
-    """All records of a log onto memory that is warm, by one core."""
+    """Replays all records of a WAL into warm memory on one core."""
     history = Logs(spot(place / names.LOG)).read()
     [era] = history.eras
     # A base was saved before the first record.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole trainings of the thesis DLRM for ``log.py``, in this process or in a job of several.
+"""Training runs of the thesis DLRM for ``log.py``, in this process or in a multi-process job.
 
-Each begins with a base that is durable, and ends when what it logged or saved last is.
+Each run begins with a durable base, and ends when its last WAL record or save is durable.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from dlrm_jax.placement import Placement
 
 import deltackpt
 
-#: Steps that are compiled anew: from a fresh state, and from the one after it.
+#: Steps to run so that everything is compiled: from a fresh state, and from the next ones.
 _COMPILES = 3
-#: Options of ``log.py`` that its jobs have.
+#: Options of ``log.py`` that are passed to its jobs.
 _PASSED = ("scale", "batch", "steps", "every", "hidden", "repeats", "limit")
 
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """What is kept of a training.
+    """How a training run is saved.
 
     Attributes:
-      name: in the table.
-      make: its way, with the steps from full point to full point; None keeps nothing.
-      each: whether every step is saved, instead of every so many; a way that logs has no choice.
-      waits: whether each save is waited for.
+      name: name in the table.
+      make: makes its way from a directory and the steps between full points; None saves nothing.
+      each: whether to save every step instead of every N; ignored if the way appends to a WAL.
+      waits: whether to wait for each save.
     """
 
     name: str
@@ -80,15 +80,15 @@ MODES = {
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What one training took.
+    """Cost of one training run.
 
     Attributes:
-      secs: wall time, of the slowest process.
-      cpu: seconds of processors.
-      threads: at its end.
-      syncs: how often the log was forced to disk.
-      record_bytes: of a record, the mean.
-      durable: median of the seconds from ``append()`` until a record was durable.
+      secs: wall time of the slowest process.
+      cpu: CPU seconds.
+      threads: threads at its end.
+      syncs: fsyncs of the WAL.
+      record_bytes: mean size of a record.
+      durable: median seconds from ``append()`` until a record was durable.
     """
 
     secs: float
@@ -113,16 +113,16 @@ class Loop:
         exponent: float,
         placement: Placement | None = None,
     ):
-        """Draws the batches beforehand: what is compared is training and saving.
+        """Draws the batches beforehand, so that only training and saving are timed.
 
         Args:
-          scale: of the tables' rows.
+          scale: factor on the rows of the tables.
           batch: samples in a batch.
-          steps: of a training.
-          every: from full point to full point.
-          hidden: columns of the top MLP's layers; the bottom one's have half of them.
-          exponent: of the law of ids.
-          placement: as of ``trainer.train_step``.
+          steps: steps of a training run.
+          every: steps between full points.
+          hidden: width of the top MLP's layers; the bottom MLP's are half as wide.
+          exponent: exponent of the distribution of ids.
+          placement: see ``trainer.train_step``.
         """
         self.rows = data.table_rows("thesis", scale)
         half, whole = (hidden // 2,) * 2, (hidden,) * 3
@@ -136,21 +136,21 @@ class Loop:
             state = self.advance(state, first)
 
     def draw(self, exponent: float) -> None:
-        """Draws the batches of another law of ids."""
+        """Draws batches from another distribution of ids."""
         traffic = data.ZipfTraffic(self.rows, self._batch, exponent=exponent, seed=0)
         self.batches = [traffic.batch(step) for step in range(self._steps)]
 
     def start(self) -> trainer.TrainState:
-        """A fresh state."""
+        """Returns a fresh state."""
         return jax.block_until_ready(trainer.init_state(self.sizes, 0, self.placement))
 
     def advance(self, state: trainer.TrainState, batch: data.Batch) -> trainer.TrainState:
-        """One step."""
+        """Runs one step."""
         placed = batch if self.placement is None else self.placement.batch(batch)
         return jax.block_until_ready(self.step(state, placed))[0]
 
     def train(self, mode: Mode, root: Path) -> Training:
-        """A whole training."""
+        """Runs a whole training."""
         state, way = self.start(), None if mode.make is None else mode.make(root, self.every)
         if way is not None:
             way.save(0, state, base=True)
@@ -189,7 +189,7 @@ class Loop:
 def rounds(
     loop: Loop, modes: list[str], repeats: int, root: Path
 ) -> dict[str, list[dict[str, float]]]:
-    """All modes in turn, so often."""
+    """Runs all modes by turns, ``repeats`` times."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in modes}
     for number in range(repeats):
         for name in modes:
@@ -216,7 +216,7 @@ def _meet() -> None:
 
 def work(options: argparse.Namespace) -> None:
     """Joins the other processes and trains with them."""
-    signal.alarm(options.limit)  # also where nobody is left to end it
+    signal.alarm(options.limit)  # also if no parent is left to end it
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     address = f"127.0.0.1:{options.port}"
     if options.processes > 1:
@@ -240,16 +240,16 @@ def work(options: argparse.Namespace) -> None:
     (options.directory / f"found.{options.worker}.json").write_text(json.dumps(found))
 
 
-# In the one that started them.
+# In the parent process.
 
 
 def launch(
     options: argparse.Namespace, count: int, modes: list[str], directory: Path
 ) -> dict[str, list[dict[str, float]]]:
-    """Runs a job; the figures of process 0, CPU seconds those of all.
+    """Runs a job and returns the figures of process 0, with the CPU seconds of all processes.
 
     Raises:
-      RuntimeError: a process failed, or they did not end in time.
+      RuntimeError: a process failed or did not end in time.
     """
     command = [sys.executable, __file__, f"--directory={directory}", f"--modes={','.join(modes)}"]
     command += [f"--{name}={getattr(options, name)}" for name in _PASSED]
@@ -276,7 +276,7 @@ def launch(
 
 
 def main() -> None:
-    """Runs the command line of a process."""
+    """Command line of a process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--modes", required=True)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What many tables cost, many steps and many links of a chain.
+"""The cost of many tables, many steps and long chains.
 
 State W's rows in 10 tables and in 1,000, the same rows touched: each save's blocked time and CPU.
-Then a directory of 1,000 small deltas: opening it, with all that chains need to know of its steps,
-and restoring the newest step and one half as far from the base: what one more link costs.
+Then a directory of 1,000 small deltas: opening it, with the metadata that chains need, and the
+cost of one more delta in a chain. The latter compares restores of the newest step and of one half
+as far from the base.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import deltackpt
 from deltackpt.ledger.directory import Root
 
 _FEW, _MANY = 10, 1000
-#: Of the rows between two saves.
+#: Share of the rows that change between two saves.
 _SHARE = 0.05
 _OPTIONS = deltackpt.ManagerOptions(
     deltas=deltackpt.DeltaOptions(
@@ -40,13 +41,13 @@ _HANDLERS = {
 
 @dataclasses.dataclass
 class Trainer:
-    """A state that is saved again and again, of a number of tables.
+    """A state of several tables that is saved repeatedly.
 
     Attributes:
-      manager: over a directory of its own.
-      state: tables and slots, all alike.
+      manager: with its own directory.
+      state: tables and slots, all of the same size.
       touched: its TouchState.
-      step: of the next save.
+      step: number of the next save.
     """
 
     manager: deltackpt.CheckpointManager
@@ -56,7 +57,7 @@ class Trainer:
 
     @classmethod
     def of(cls, root: Path, tables: int, rows: int, width: int) -> Trainer:
-        """A trainer whose tables have so many rows in all."""
+        """A trainer whose tables have ``rows`` rows in total."""
         random = np.random.default_rng(0)
         names = [f"table{number:04d}" for number in range(tables)]
         shape = rows // tables, width
@@ -79,7 +80,7 @@ class Trainer:
         jax.block_until_ready((self.touched, self.state))
 
     def save(self) -> tuple[float, float, float]:
-        """Saves a step: seconds that it blocked, of CPU, and until it was committed."""
+        """Saves a step; returns its blocked seconds, CPU seconds and seconds until the commit."""
         cpu, started = time.process_time(), time.perf_counter()
         self.manager.save(self.step, self.state, touched=self.touched)
         blocked = time.perf_counter() - started
@@ -89,7 +90,7 @@ class Trainer:
 
 
 def many_tables(report: Report, directory: Path, scale: float, repeats: int) -> None:
-    """1,000 tables beside 10."""
+    """Compares 1,000 tables with 10."""
     rows = round(sum(states.ROWS.values()) * scale)
     trainers = {
         count: Trainer.of(directory / f"{count}-tables", count, rows, states.WIDTH)
@@ -97,7 +98,7 @@ def many_tables(report: Report, directory: Path, scale: float, repeats: int) -> 
     }
     found: dict[int, list[tuple[float, float, float]]] = {_FEW: [], _MANY: []}
     for trainer in trainers.values():
-        for _ in range(3):  # A base, and deltas that fill memory that is used again.
+        for _ in range(3):  # A base, and deltas whose memory is reused.
             trainer.touch(_SHARE)
             trainer.save()
     for _ in range(repeats):
@@ -116,7 +117,7 @@ def many_tables(report: Report, directory: Path, scale: float, repeats: int) -> 
 
 
 def many_steps(report: Report, directory: Path, steps: int, repeats: int) -> None:
-    """A directory of so many steps, which are one chain."""
+    """Measures a directory whose steps form one chain."""
     root = directory / "steps"
     trainer = Trainer.of(root, 5, 10_000, 16)
     for _ in range(steps):

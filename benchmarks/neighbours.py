@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs at neighbours: what cutting them costs, and reading them where some of the nodes are lost.
+"""Bundles at peers: the cost of encoding, and of reading if some nodes are lost.
 
-Nodes are servers in processes of their own that keep bytes in memory; each round begins with new
-ones, two of which are then killed: those that hold the first two fragments, which are pieces of the
-pack itself, so that all of it must be decoded.
+Nodes are server processes that keep bytes in memory. Each round starts new ones and then kills the
+two that hold the first two fragments. Those are pieces of the bundle itself, so all of it must be
+decoded.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from deltackpt.tiers.packing import Label
 
 _NBYTES = 128 << 20
 _K, _M = 4, 2
-#: A pack is cut a piece of it at a time, so that what is cut is in the cache.
+#: A bundle is encoded piece by piece, so that each piece stays in the cache.
 _SEGMENT_BYTES = 16 << 20
-#: Seconds for a GB of one core: 2 GB/s; times of all nodes alive.
+#: Seconds per GB on one core (2 GB/s); ratio to the time with all nodes alive.
 _ENCODE_BAR, _LOST_BAR = 0.5, 2.0
 
 
 class _Pack:
-    """Bytes in memory, as a pack."""
+    """A bundle in memory."""
 
     def __init__(self, data: np.ndarray):
         self._data = data
@@ -44,7 +44,7 @@ class _Pack:
 
 def measure(report: Report, *, scale: float, repeats: int) -> None:
     """Adds the lines of this table to a report."""
-    # Whole stripes.
+    # A multiple of 1 MiB, so that all stripes are whole.
     nbytes = max(_K, round(_NBYTES * scale) >> 20) << 20
     data = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
     report.state(
@@ -71,7 +71,7 @@ def measure(report: Report, *, scale: float, repeats: int) -> None:
 
 
 def _encoding(data: np.ndarray, repeats: int) -> Sample:
-    """Seconds of CPU for a GB that is held."""
+    """CPU seconds per GB."""
     code = erasure.code_of(_K, _M)
     padded = memoryview(bytearray(erasure.padded_bytes(_K, len(data))))
     padded[: len(data)] = data.data
@@ -81,7 +81,7 @@ def _encoding(data: np.ndarray, repeats: int) -> Sample:
         for start in range(0, len(padded), _SEGMENT_BYTES):
             erasure.fragments(code, padded[start : start + _SEGMENT_BYTES])
         values.append((time.thread_time() - before) / len(data) * 1e9)
-    return Sample(tuple(values[1:]))  # The first one takes fresh memory.
+    return Sample(tuple(values[1:]))  # The first one uses fresh memory.
 
 
 def _round(pack: _Pack, found: dict[str, list[float]]) -> None:
@@ -101,7 +101,7 @@ def _round(pack: _Pack, found: dict[str, list[float]]) -> None:
         with contextlib.closing(Neighbours(keepers)) as neighbours:
             found["held"].append(timed(lambda: neighbours.hold(pack)))
             out = np.zeros(pack.label.nbytes, np.uint8)
-            _read(neighbours, pack, out)  # Fresh memory, fresh connections.
+            _read(neighbours, pack, out)  # Warm-up: fresh memory, fresh connections.
             found["alive"].append(_read(neighbours, pack, out))
             for name in placement.ranked(pack.label.key, names)[:_M]:
                 servers.kill(names.index(name))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs to bring an object to a node and back, beside a bare socket into mapped memory.
+"""Cost of a round trip of an object to a node, compared with a bare socket into mapped memory.
 
 python benchmarks/nodes.py [--scale S] [--repeats N] [--directory D]
 """
@@ -28,7 +28,7 @@ _PIECE_BYTES = 1 << 20
 
 
 def bare_server() -> None:
-    """Receives into mapped memory what it is told, or sends it, until the client goes."""
+    """Receives an object into mapped memory, or sends it back, until the client disconnects."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print(listener.getsockname()[1], flush=True)
         connection, _ = listener.accept()
@@ -44,7 +44,7 @@ def bare_server() -> None:
 
 
 def receive(connection: socket.socket, memory: memoryview) -> None:
-    """Fills memory."""
+    """Fills ``memory`` from the socket."""
     done = 0
     while done < len(memory):
         piece = min(_PIECE_BYTES, len(memory) - done)
@@ -59,7 +59,7 @@ class Bare:
         self._connection = socket.create_connection(("127.0.0.1", port))
 
     def put(self, data: memoryview) -> None:
-        """Sends an object, and waits until it is there."""
+        """Sends an object and waits for the acknowledgment."""
         self._connection.sendall(b"P")
         self._connection.sendall(data)
         self._connection.recv(1)
@@ -70,13 +70,13 @@ class Bare:
         receive(self._connection, out)
 
     def close(self) -> None:
-        """Ends the server as well."""
+        """Closes the connection, which also stops the server."""
         self._connection.close()
 
 
 @contextlib.contextmanager
 def started(command: list[str], token: str) -> Iterator[tuple[str, int]]:
-    """A server, and the first word that it prints."""
+    """Starts a server; yields the first word that it prints and its process ID."""
     environment = os.environ | {"DELTACKPT_NODES_TOKEN": token}
     with subprocess.Popen(
         [sys.executable, *command], stdout=subprocess.PIPE, text=True, env=environment
@@ -87,7 +87,7 @@ def started(command: list[str], token: str) -> Iterator[tuple[str, int]]:
 
 
 def cpu_secs(pid: int) -> float:
-    """CPU that the threads of a server, and this process, have taken."""
+    """CPU seconds used by a server's threads and by this process."""
     threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
     theirs = sum(int(each.read_text().split()[0]) for each in threads)
     return theirs / 1e9 + time.process_time()
@@ -122,7 +122,7 @@ def main() -> None:
                 for what, call in (("put", put), ("get", get)):
                     before = cpu_secs(pid)
                     secs_taken = timed(call)
-                    if number:  # The first one takes memory that nobody has touched.
+                    if number:  # The first round is a warm-up: it faults in fresh memory.
                         key = f"{what}, {name}"
                         took.setdefault(key, []).append(nbytes / secs_taken / 1e9)
                         cpu = (cpu_secs(pid) - before) / (nbytes / 1e9)
@@ -145,12 +145,12 @@ def main() -> None:
 
 
 def rate(value: float) -> str:
-    """Bytes per second."""
+    """Formats a rate in GB/s."""
     return f"{value:.2f} GB/s"
 
 
 def secs_a_gb(value: float) -> str:
-    """CPU for a GB."""
+    """Formats CPU seconds per GB."""
     return f"{value:.2f} s/GB"
 
 

@@ -32,7 +32,7 @@ FRESH = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 def measure(what: str, way: str, root: Path, *more: str) -> dict[str, Any]:
-    """Runs this file in a process of its own."""
+    """Runs this file in a new process."""
     command = [sys.executable, __file__, what, way, str(root), *more]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     return json.loads(done.stdout.splitlines()[-1])
@@ -51,7 +51,7 @@ def restore(way: str, root: Path, template: Any, *, digest: bool) -> dict[str, A
 
 
 def read(root: Path) -> dict[str, Any]:
-    """Reads every file of some size into fresh memory, by two threads, as a restore has to."""
+    """Reads every large file into fresh memory with two threads, as a restore must."""
     found = [path for path in root.rglob("*") if path.is_file() and path.stat().st_size > 1 << 16]
     buffers = [(path, mmap.mmap(-1, path.stat().st_size, flags=FRESH)) for path in found]
 
@@ -77,7 +77,7 @@ def checksum(state: Any) -> int:
 
 
 def memory(way: str, root: Path, kind: str, scale: float) -> dict[str, Any]:
-    """Peak of the resident memory during a save, while training goes on, over that before it."""
+    """Peak increase of resident memory during a save while training continues."""
     state = states.make(scale)
     manager = ways.WAYS[way](root)
     state, _ = states.train(state, states.lookups(state, 0))
@@ -105,7 +105,7 @@ def memory(way: str, root: Path, kind: str, scale: float) -> dict[str, Any]:
 
 
 def status_bytes(name: str) -> int:
-    """A figure of this process's memory."""
+    """Returns a memory figure of this process in bytes."""
     found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024

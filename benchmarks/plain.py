@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What checkpoints cost a plain user: a whole training with default options, beside Orbax.
+"""Measures the cost of checkpoints: end-to-end training with default options, next to Orbax.
 
 Each candidate trains 300 steps, saves every 20 (deltackpt: a base and 14 deltas), and ends when its
 last save is durable. Then it trains 20 steps more and saves once while training waits. 5 % of the
-rows change between two saves. Everything was compiled in a shorter round before.
+rows change between two saves. A shorter round before it compiles everything.
 
     python benchmarks/plain.py --json plain.json --record docs/assets/cost.json
     python benchmarks/plain.py --scale 0.01 --repeats 1 --steps 40      # a smoke test
@@ -38,7 +38,7 @@ TUNED, DEFAULTS = "Orbax tuned", "Orbax defaults"
 #: A fifth of state W's rows, and state W.
 SCALES = (0.2, 1.0)
 _SHARE = 0.05
-#: End-to-end training time by candidate and scale: at most this multiple of no checkpoints.
+#: Limits of the end-to-end training time, as a multiple of that without checkpoints.
 _BARS = {MARKS: 1.03, HASHES: 1.06}
 
 
@@ -46,7 +46,7 @@ class Batches:
     """The ids of each step: uniform, from 5 % of the rows that change with each save."""
 
     def __init__(self, rows: dict[str, int], steps: int, every: int):
-        """Draws all of them, so that no training waits for it."""
+        """Draws all batches up front, so that no training waits for them."""
         random = np.random.default_rng(0)
         self._steps: list[dict[str, np.ndarray]] = []
         most = max(1, round(max(rows.values()) * _SHARE))

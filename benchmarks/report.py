@@ -20,13 +20,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-#: Columns that the widest table needs.
+#: Width of the widest table.
 _WIDTH = 200
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """What repeated runs measured, in the order of the rounds."""
+    """Measurements of repeated runs, in the order of the rounds."""
 
     values: tuple[float, ...]
 
@@ -52,7 +52,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """A ratio of ours to a reference; ``bar`` is the most that it may be, None if only stated."""
+    """A ratio of ours to a reference; ``bar`` is its maximum, None if it is only reported."""
 
     name: str
     ratio: float
@@ -60,19 +60,19 @@ class Bar:
 
     @property
     def holds(self) -> bool:
-        """Whether the bar is met; what is only stated always holds."""
+        """Whether the bar is met; true without a bar."""
         return self.bar is None or self.ratio <= self.bar
 
 
 class Report:
-    """Collects comparisons and prints them as one table, a line each."""
+    """Collects comparisons and prints them as lines of one table."""
 
     def __init__(self, title: str, *, sizes: str):
         """Starts an empty report.
 
         Args:
-          title: of the table.
-          sizes: what was measured on, in a line.
+          title: the table's title.
+          sizes: the measured sizes, in a line.
         """
         self._table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
         for column, right in (
@@ -99,7 +99,7 @@ class Report:
         *,
         bar: float | None = None,
     ) -> None:
-        """Adds a line: ours over theirs round by round, and whether the median keeps the bar."""
+        """Adds a line: ours over theirs round by round, and whether the median meets the bar."""
         ratios = ours.over(theirs)
         entry = Bar(f"{what} against {against}", ratios.median, bar)
         self._bars.append(entry)
@@ -121,7 +121,7 @@ class Report:
         *,
         bar: float | None = None,
     ) -> None:
-        """Adds a line of a figure that is compared with nothing but its bar."""
+        """Adds a line of a figure that is compared only with its bar."""
         entry = Bar(what, measured.median, bar)
         self._bars.append(entry)
         self._table.add_row(
@@ -141,7 +141,7 @@ class Report:
         self._notes.append(text)
 
     def markdown(self) -> str:
-        """The table as the documentation has it."""
+        """The table as Markdown for the documentation."""
         columns = [
             [str(column.header), *(re.sub(r"\[\w+\]", "", str(cell)) for cell in column.cells)]
             for column in self._table.columns
@@ -157,8 +157,8 @@ class Report:
         """Prints the table.
 
         Args:
-          path: a file that the ratios are written to as JSON.
-          markdown: a file that the table is written to, and what stands below it.
+          path: a file to write the ratios to as JSON.
+          markdown: a file to write the table and its notes to.
         """
         console = Console(width=max(_WIDTH, Console().width), highlight=False)
         console.print(self._table)
@@ -174,7 +174,7 @@ class Report:
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
+    """An argument parser with the options of every benchmark."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -195,7 +195,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def ratio(value: float) -> str:
-    """A ratio as people say it: 1/18.2 below one, x 1.05 above.
+    """A ratio in readable form: 1/18.2 below 0.5, x 1.05 above.
 
     Example:
       >>> ratio(0.05), ratio(1.5)
@@ -207,7 +207,7 @@ def ratio(value: float) -> str:
 
 
 def secs(value: float) -> str:
-    """Seconds with a sensible unit."""
+    """Seconds in a readable unit."""
     if abs(value) < 1:
         return f"{value * 1e3:.3g} ms"
     return f"{value:.2f} s"
@@ -224,12 +224,12 @@ def times(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    """A fraction in per cent."""
+    """A fraction as a percentage."""
     return f"{value:.3%}"
 
 
 def speed(value: float) -> str:
-    """Seconds for a GB as GB in a second."""
+    """Seconds per GB as GB per second."""
     return f"{1 / value:.2f} GB/s"
 
 

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recovery: from a trainer's death to restored arrays, from the warm service, storage and Orbax.
+"""Recovery time from a trainer's death to restored arrays: hot standby, storage and Orbax.
 
-A trainer that holds the state is killed with SIGKILL, and a fresh process restores its newest
-step: stock Orbax from one full save; deltackpt from storage, base and ten deltas; deltackpt from
-the memory of a service that follows the same directory. Two times are told: the *call* (opening
-the directory and restoring, until the arrays are on the device), which the bars compare, and the
-*whole* time from the kill: the end of the old process, start and imports of the new one, its
-connection to Ray where the service is used, and the call. The page cache is warm, then cold. What
-the service gives is mapped copy-on-write: what training waits for afterwards, since it did not wait
-in the restore, is told too, by its first steps and by a first one that changes every number. Where
-the memory does not suffice for a size it is left out, and the report says so.
+A trainer is killed with SIGKILL, and a new process restores its newest step: stock Orbax from one
+full save; deltackpt from storage (a base and ten deltas), and from the memory of a hot standby that
+follows the same directory. The benchmark reports two times. The *call* opens the directory and
+restores, until the arrays are on the device; the targets apply to it. The *whole* time starts at
+the kill: exit of the old process, start and imports of the new one, its connection to Ray (hot
+standby only), and the call. The page cache is warm, then cold. The hot standby maps its arrays
+copy-on-write, which moves some of the wait from the restore to training. The first steps, and a
+first step that changes every element, measure this. Sizes that do not fit in memory are skipped,
+and the report lists them.
 
-Then: how far the service lags behind commits while a trainer saves, what its following costs the
-trainer's steps, and how fast a chain is compacted, against a plain write of as many bytes.
+Then: how far the hot standby lags behind commits while a trainer saves, how much it slows the
+trainer's steps, and the speed of compaction, against a plain write of as many bytes.
 
 python benchmarks/restore_service.py --json restore_service.json
 python benchmarks/restore_service.py --scale 0.02 --repeats 2      # a smoke test
@@ -53,9 +53,9 @@ from report import Report, Sample, arguments, secs, speed
 
 import deltackpt
 
-#: Sizes of state W: 1.04 GB as it is.
+#: Sizes of state W: 1.04 GB at scale 1.
 SIZES = {"1": 1.0, "4": 3.85}
-#: Where a restore comes from: the names, and how far the service may be behind Orbax.
+#: Names of the sources of a restore, and targets of the hot standby against Orbax.
 PLACES = {
     "service": "the service",
     "power": "storage",
@@ -63,18 +63,18 @@ PLACES = {
     "orbax-tuned": ways.NAMES["orbax-tuned"],
 }
 BARS = {"orbax": 1 / 10, "orbax-tuned": 1 / 3}
-#: How far behind storage, at 1 GB and the page cache warm.
+#: Target against storage, at 1 GB with a warm page cache.
 STORAGE_BAR = 1 / 5
 #: First training steps after a restore.
 FIRST_STEPS = 5
-#: Saves of one block of training, steps after each, and distinct batches of those: as many lookups
-#: as 5 % of the rows, and less for those that hit a row twice.
+#: Saves of one block of training, steps after each, and distinct batches of those. Lookups are 5 %
+#: of the rows; fewer rows change, since some lookups hit the same row.
 SAVES, STEPS, BATCHES = 8, 40, 20
-#: Free memory that a size needs, in states: the service, and Orbax's restore beside it.
+#: Free memory that a size needs, in states: for the hot standby and Orbax's restore.
 _NEEDED_STATES = 4.5
 _LOOK_SECS = 0.2
-#: Read when ray is imported. The node stays on the loopback interface, keeps no token, reports to
-#: nobody, and leaves alone what lives in a machine that is nearly full.
+#: Read when ray is imported. The node uses only the loopback interface, needs no token, sends no
+#: usage reports, and kills no worker if memory is nearly full.
 _ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -83,15 +83,15 @@ _ENVIRONMENT = {
 }
 _RAY_STORE_BYTES = 300_000_000
 
-#: Seconds by (what, way or arm), one for each round.
+#: Seconds by (what, way or arm), one per round.
 Figures = save_restore.Figures
 
 
 class Service(ways.Deltas):
-    """deltackpt, restoring from the service of its directory."""
+    """deltackpt, restoring from the hot standby of its directory."""
 
     def __init__(self, root: Path):
-        """Ray is connected by then."""
+        """Requires a connection to Ray."""
         super().__init__(root, "power")
 
     def restore(self, template: Any) -> Any:
@@ -101,15 +101,15 @@ class Service(ways.Deltas):
         return jax.block_until_ready(result.state)
 
 
-#: Every way by its name on a command line.
+#: Save methods by their command-line names.
 WAYS = ways.WAYS | {"service": Service}
 
 
-# In processes of their own.
+# In child processes.
 
 
 def build(root: Path, scale: float) -> None:
-    """Saves one state in all ways: ours as a base and deltas, Orbax's as a whole."""
+    """Saves one state with each method: ours as a base and deltas, Orbax's as a full save."""
     state = states.make(scale)
     nbytes = states.nbytes(state)
     manager = WAYS["power"](root / "power")
@@ -128,7 +128,7 @@ def build(root: Path, scale: float) -> None:
 
 
 def hold(way: str, root: Path, scale: float) -> None:
-    """A trainer between two steps, until it is killed: it holds a state and the directory."""
+    """A trainer between two steps, with a state and an open directory, until it is killed."""
     manager = WAYS[way](root)
     template = states.template(scale)
     state = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 1, leaf.dtype), template)
@@ -140,13 +140,13 @@ def hold(way: str, root: Path, scale: float) -> None:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def change_all(state: Any) -> Any:
-    """Every number of the tables and slots changes, as by a dense optimizer."""
+    """Changes every element of the tables and slots, like a dense optimizer."""
     tables, accumulators = jax.tree.map(lambda leaf: leaf * 1.001, state[:2])
     return state._replace(tables=tables, accumulators=accumulators)
 
 
 def succeed(way: str, root: Path, scale: float, address: str, *, digest: bool) -> None:
-    """A trainer's successor: restores, and says when it had done what."""
+    """A trainer's successor: restores and reports the times of its phases."""
     imported = time.monotonic()
     if way == "service":
         connect(address)
@@ -164,7 +164,7 @@ def succeed(way: str, root: Path, scale: float, address: str, *, digest: bool) -
     manager.close()
     found = once.checksum(restored) if digest else None
     if way in save_restore.THEIRS:
-        # They restore none, and every way is to train by the same program.
+        # Orbax restores none, and all methods must train with the same program.
         restored = restored._replace(touched=deltackpt.touched.init(restored.tables))
     moments = [time.monotonic()]
     for batch in batches:
@@ -186,7 +186,7 @@ def succeed(way: str, root: Path, scale: float, address: str, *, digest: bool) -
 
 
 def train(root: Path, scale: float) -> None:
-    """A trainer: at each line of the input a base, or a block of steps and saves."""
+    """A trainer: for each input line, saves a base or runs a block of steps and saves."""
     state = states.make(scale)
     manager = WAYS["power"](root)
     step = 0
@@ -215,7 +215,7 @@ def train(root: Path, scale: float) -> None:
                 started = time.perf_counter()
                 state, loss = states.train(state, batches[number][count % BATCHES])
                 jax.block_until_ready(loss)
-                if number:  # Beside or after a save.
+                if number:  # During or after a save.
                     spent.append(time.perf_counter() - started)
             if number < SAVES:
                 blocked.append(save())
@@ -234,30 +234,30 @@ def fold(root: Path) -> None:
 
 
 def say(**figures: Any) -> None:
-    """Tells the process that started this one."""
+    """Sends figures to the parent process."""
     print(json.dumps(figures), flush=True)
 
 
-# In the first process.
+# In the parent process.
 
 
 def child(*words: str, **more: Any) -> subprocess.Popen[str]:
-    """Starts this file in a process of its own."""
+    """Starts this file in a child process."""
     command = [sys.executable, __file__, "--work", *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **more)
 
 
 def heard(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """The next figures that a process says."""
+    """The next figures that a process reports."""
     assert process.stdout is not None
-    for line in process.stdout:  # Ray may write there, too.
+    for line in process.stdout:  # Ray may write there too.
         if line.startswith("{"):
             return json.loads(line)
     raise SystemExit(f"{process.args} ended with {process.wait()}")
 
 
 def asked(*words: str) -> dict[str, Any]:
-    """What a process says that ends by itself."""
+    """Runs a process to its end and returns its figures."""
     with child(*words) as process:
         found = heard(process)
     if process.returncode:
@@ -270,16 +270,16 @@ def connect(address: str) -> None:
     import ray
 
     ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    # Whatever goes first through Ray imports pydantic and pyarrow, for 0.1 s and more. A worker
-    # that Ray starts has that behind it.
+    # The first object put into Ray imports pydantic and pyarrow, which takes 0.1 s or more. A
+    # worker that Ray starts has already done that.
     ray.put(0)
 
 
 @contextlib.contextmanager
 def node() -> Iterator[str]:
-    """A Ray node of our own; its address."""
+    """Starts a Ray node and yields its address."""
     os.environ.update(_ENVIRONMENT)
-    # Ray's sockets lie here, whose paths may have 107 characters.
+    # Ray's sockets are here; their paths can have at most 107 characters.
     place = tempfile.mkdtemp(prefix="ray-")
     import ray
 
@@ -301,7 +301,7 @@ def node() -> Iterator[str]:
 
 @contextlib.contextmanager
 def following(root: Path) -> Iterator[Any]:
-    """The service of a directory, once it holds the newest step."""
+    """The hot standby of a directory, once it has the newest step."""
     from deltackpt import service
 
     started = service.start(root)
@@ -315,7 +315,7 @@ def following(root: Path) -> Iterator[Any]:
 def measure_restores(
     root: Path, scale: float, rounds: int, address: str
 ) -> tuple[Figures, int, bool]:
-    """Times from a trainer's death, way by way; the state's bytes, and whether all were equal."""
+    """Recovery times by method, the state's bytes, and whether all states were equal."""
     found: Figures = defaultdict(list)
     built = asked("build", str(root), f"--scale={scale}")
     equal = True
@@ -331,7 +331,7 @@ def measure_restores(
                 seen = asked("succeed", *where, f"--address={address}", *more)
                 equal = equal and seen["digest"] in (None, built["digest"])
                 for what in ("steps", "whole"):
-                    # The checksum has read everything.
+                    # The checksum has already read everything.
                     kept = cold if more else seen
                     found[f"first {what}", way].append(kept[what])
                 found["whole", way].append(seen["ended"] - killed)
@@ -346,7 +346,7 @@ def measure_restores(
 
 
 def asked_cold(place: Path, *words: str) -> dict[str, Any]:
-    """As ``asked``; what the page cache has of a directory is dropped."""
+    """Like ``asked``, with the directory dropped from the page cache."""
     for path in place.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -356,7 +356,7 @@ def asked_cold(place: Path, *words: str) -> dict[str, Any]:
 
 
 def outlived(where: tuple[str, ...], nbytes: int, place: Path) -> float:
-    """Lets a trainer come and be killed; when that was, memory and page cache warm."""
+    """Starts and kills a trainer, with memory and page cache warm; returns the time of the kill."""
     trainer = child("hold", *where)
     try:
         heard(trainer)
@@ -370,7 +370,7 @@ def outlived(where: tuple[str, ...], nbytes: int, place: Path) -> float:
 
 
 def settle(nbytes: int) -> None:
-    """As ``ways.settle``, as far as memory is free: what the service holds is no more."""
+    """Like ``ways.settle``, but only within free memory, since the hot standby needs some."""
     os.sync()
     nbytes = min(nbytes, available_bytes() * 2 // 3)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
@@ -378,7 +378,7 @@ def settle(nbytes: int) -> None:
 
 
 def available_bytes() -> int:
-    """Memory that can be taken without swapping."""
+    """Memory that is available without swapping."""
     found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     assert found is not None
     return int(found[1]) * 1024
@@ -386,11 +386,11 @@ def available_bytes() -> int:
 
 @dataclasses.dataclass
 class Followed:
-    """What was seen of the service beside a trainer.
+    """Lags of the hot standby behind a trainer.
 
     Attributes:
-      lags: seconds from each commit until the service held it.
-      unseen: saves that were passed before the service was asked: theirs is that of a later one.
+      lags: seconds from each commit until the hot standby had it.
+      unseen: saves that were superseded before a poll; they count with the lag of a later save.
     """
 
     lags: list[float] = dataclasses.field(default_factory=list)
@@ -398,7 +398,7 @@ class Followed:
 
 
 def measure_following(root: Path, scale: float, rounds: int) -> tuple[Figures, Followed]:
-    """Steps of a trainer that saves, with the service following and without, and the lags."""
+    """Step times of a trainer that saves, with and without the hot standby, and the lags."""
     found: Figures = defaultdict(list)
     followed = Followed()
     place = root / "followed"
@@ -442,10 +442,10 @@ def measure_following(root: Path, scale: float, rounds: int) -> tuple[Figures, F
 
 
 class Watch:
-    """Notes when the service held which step."""
+    """Records when the hot standby had each step."""
 
     def __init__(self, service: Any):
-        """Begins to look."""
+        """Starts polling."""
         self._service = service
         self._held: dict[int, float] = {}
         self._last: int | None = None
@@ -460,25 +460,25 @@ class Watch:
             time.sleep(_LOOK_SECS)
 
     def until(self, step: int) -> None:
-        """Ends once the step is held."""
+        """Waits until the hot standby has the step."""
         self._last = step
         self._thread.join()
 
     @property
     def held(self) -> dict[int, float]:
-        """Seconds after its commit that each step that was seen was held."""
+        """Seconds from its commit until the hot standby had it, for each step that was seen."""
         return self._held
 
 
 def lags(commits: dict[int, float], held: dict[int, float]) -> tuple[list[float], int]:
-    """How long after its commit each step was in the service, or a later one that was seen.
+    """Seconds from each commit until the hot standby had that step, or a later one that was seen.
 
     Args:
-      commits: step to when it was committed.
-      held: step to its own lag, of those that were seen; the last is among them.
+      commits: step to commit time.
+      held: step to its own lag, for the steps that were seen, including the last.
 
     Returns:
-      The lags, and how many of them are those of later steps.
+      The lags, and how many of them are lags of later steps.
     """
     later = {step: min(seen for seen in held if seen >= step) for step in commits}
     found = [commits[later[step]] + held[later[step]] - when for step, when in commits.items()]
@@ -486,7 +486,7 @@ def lags(commits: dict[int, float], held: dict[int, float]) -> tuple[list[float]
 
 
 def measure_compaction(root: Path, rounds: int) -> tuple[Figures, dict[str, int]]:
-    """Seconds for a GB of compacted base, and of a plain write of as many bytes."""
+    """Seconds per GB of compacted base, and per GB of a plain write."""
     found: Figures = defaultdict(list)
     sizes: dict[str, int] = {}
     for _ in range(rounds):
@@ -503,7 +503,7 @@ def measure_compaction(root: Path, rounds: int) -> tuple[Figures, dict[str, int]
 
 
 def plain_write(path: Path, nbytes: int) -> float:
-    """Seconds to write random bytes one after another and force them to disk."""
+    """Seconds to write random bytes sequentially and fsync them."""
     piece = np.random.default_rng(0).bytes(16 << 20)
     started = time.perf_counter()
     with path.open("wb", buffering=0) as file:
@@ -517,7 +517,7 @@ def plain_write(path: Path, nbytes: int) -> float:
 
 
 def add_restores(report: Report, size: str, found: Figures) -> None:
-    """Lines of one size."""
+    """Adds the lines of one size."""
 
     def sample(what: str, way: str) -> Sample:
         return save_restore.sample(found, what, way)
@@ -560,7 +560,7 @@ def add_restores(report: Report, size: str, found: Figures) -> None:
 
 
 def add_following(report: Report, found: Figures, followed: Followed) -> None:
-    """Lines of the service beside a trainer."""
+    """Adds the lines of the hot standby with a trainer."""
     report.state("lag behind a commit", Sample(tuple(followed.lags)), secs)
     report.state("lag, p99", Sample((float(np.percentile(followed.lags, 99)),)), secs)
     for what, title in (
@@ -652,7 +652,7 @@ def state_bytes(scale: float) -> int:
 
 
 def work(words: list[str]) -> None:
-    """What this file does in the processes that it starts."""
+    """Entry point of the child processes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=["build", "hold", "succeed", "train", "fold"])
     parser.add_argument("where", nargs="+")

@@ -27,23 +27,23 @@ import ways
 from report import Report, Sample, arguments, megabytes, secs, timed, times
 
 TOUCHED = 0.05
-#: Deltas on the base that is restored.
+#: Deltas on the base in a restored chain.
 CHAIN = 10
 #: Undisturbed steps before and after each save whose cost to training is measured.
 QUIET_STEPS = 30
 OURS, THEIRS = ("power", "process"), ("orbax", "orbax-tuned")
-#: Deltas by further codecs.
+#: Other codecs of deltas.
 CODED = ("adaptive4", "int4", "lossless")
 ALL = (*OURS, *THEIRS)
 
-#: Of a restore, over reading the same bytes.
+#: Limits of a restore's time, relative to reading the same bytes.
 LIMITS = {"warm": 1.5, "cold": 1.2}
 #: Seconds or bytes by (what, way), one for each round.
 Figures = dict[tuple[str, str], list[float]]
 
 
 def measure_saves(root: Path, state: states.State, rounds: int) -> tuple[Figures, states.State]:
-    """Bytes, blocking and time until committed of every kind of save, nothing else running."""
+    """Measures bytes, blocked time and time to commit of each kind of save, on an idle machine."""
     found: Figures = defaultdict(list)
     managers = {name: ways.WAYS[name](root / name) for name in (*ALL, *CODED)}
     step = 0
@@ -77,7 +77,7 @@ def measure_saves(root: Path, state: states.State, rounds: int) -> tuple[Figures
 
 
 def measure_training(root: Path, state: states.State, rounds: int) -> tuple[Figures, states.State]:
-    """What a save costs a training loop on the same cores."""
+    """Measures the cost of a save to a training loop on the same cores."""
     found: Figures = defaultdict(list)
     managers = {name: ways.WAYS[name](root / f"{name}-lost") for name in ALL}
     step = 0
@@ -127,7 +127,7 @@ def measure_training(root: Path, state: states.State, rounds: int) -> tuple[Figu
 
 
 def committed(commit: Future[None], steps: int) -> bool:
-    """Whether the save that ``commit`` waits for has ended, whatever the steps done."""
+    """Whether the save that ``commit`` waits for has ended; ignores ``steps``."""
     del steps
     return commit.done()
 
@@ -135,7 +135,7 @@ def committed(commit: Future[None], steps: int) -> bool:
 def measure_restores(
     root: Path, state: states.State, rounds: int, scale: float
 ) -> tuple[Figures, bool]:
-    """Restores in fresh processes; ours of a base and ten deltas, Orbax's of one full save."""
+    """Measures restores in new processes: ours of a base and ten deltas, Orbax's of a full save."""
     found: Figures = defaultdict(list)
     chains = ("power", "adaptive4")
     names = (*chains, *THEIRS)
@@ -174,7 +174,7 @@ def measure_restores(
 
 
 def measure_memory(root: Path, rounds: int, scale: float) -> Figures:
-    """Extra peak of a fresh process that trains on while it saves, over the state's size."""
+    """Extra memory peak of a new process that trains while it saves, relative to the state."""
     found: Figures = defaultdict(list)
     for number in range(rounds):
         for name in ("power", "power-block", *THEIRS):
@@ -188,7 +188,7 @@ def measure_memory(root: Path, rounds: int, scale: float) -> Figures:
 
 
 def drop_caches() -> bool:
-    """Empties the page cache; False where this user may not."""
+    """Empties the page cache; returns False if this user may not."""
     os.sync()
     try:
         Path("/proc/sys/vm/drop_caches").write_text("3")
@@ -207,7 +207,7 @@ def read_through(root: Path) -> None:
 
 
 def add_saves(report: Report, found: Figures) -> None:
-    """Lines of what was saved with nothing else running."""
+    """Adds the figures of saves on an idle machine."""
     bars = {
         "delta bytes": ("bytes of a delta", (1 / 18, 1 / 18)),
         "delta committed": ("delta durable after", (1 / 15, 1 / 5)),
@@ -221,7 +221,7 @@ def add_saves(report: Report, found: Figures) -> None:
             mine, theirs = sample(found, key, name), sample(found, f"full {what}", other)
             report.compare(f"{title}, {name}", mine, ways.NAMES[other], theirs, unit, bar=bar)
             if what == "committed" and name == "power":
-                # Like with like: Orbax with the fsyncs that it leaves out.
+                # A fair comparison: Orbax with the fsyncs that it leaves out.
                 forced = sample(found, "full forced", other)
                 report.compare(
                     f"{title}, {name}", mine, f"{ways.NAMES[other]} + fsync", forced, unit
@@ -231,7 +231,7 @@ def add_saves(report: Report, found: Figures) -> None:
 
 
 def add_codecs(report: Report, found: Figures) -> None:
-    """Lines of deltas through further codecs; tables and slots alone without the dense part."""
+    """Adds the figures of deltas with other codecs; some cover tables and slots only."""
     bars = {
         ("bytes", "adaptive4"): (1 / 100, 1 / 100),
         ("committed", "adaptive4"): (1 / 25, 1 / 8),
@@ -258,7 +258,7 @@ def add_codecs(report: Report, found: Figures) -> None:
 
 
 def add_training(report: Report, found: Figures) -> None:
-    """Lines of what a save costs a training loop."""
+    """Adds the cost of a save to a training loop."""
     for name, other in itertools.product(OURS, THEIRS):
         mine, theirs = sample(found, "lost", name), sample(found, "lost", other)
         title = f"training time lost per delta, {name}"
@@ -272,7 +272,7 @@ def add_training(report: Report, found: Figures) -> None:
 
 
 def add_restores(report: Report, found: Figures) -> None:
-    """Lines of the restores."""
+    """Adds the figures of restores."""
     for cache in ("warm", "cold"):
         if not found[f"restore {cache}", "power"]:
             report.note("Page cache cold: not measured, dropping it needs root.")
@@ -292,7 +292,7 @@ def add_restores(report: Report, found: Figures) -> None:
 
 
 def add_memory(report: Report, found: Figures) -> None:
-    """Lines of the extra peak of host memory, in states."""
+    """Adds the extra peak of host memory, in states."""
     for kind, name, bar in (
         ("delta", "power", 0.15),
         ("base", "power", 0.3),

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weak scaling: saves of 1, 2 and 4 processes, each with as many rows, against Orbax.
+"""Weak scaling: saves of 1, 2 and 4 processes, with equal rows per process, against Orbax.
 
 The processes are real ones on this machine, joined by gloo on loopback. Tables and slots are
-sharded by rows over all devices, the dense part is replicated. Each set of processes saves in all
-ways in turn, so that every ratio is taken within one round of one run. A save blocks for as long
-as the slowest process's call took; it is durable when ``wait()`` has returned on every process,
-counted from a barrier before the call.
+sharded by rows over all devices; the dense part is replicated. Each set of processes saves in all
+ways in turn, so every ratio is taken within one round of one run. A save blocks for the time of the
+slowest process's call. It is durable when ``wait()`` has returned on every process, counted from a
+barrier before the call.
 
 python benchmarks/scaling.py --json scaling.json
 python benchmarks/scaling.py --scale 0.02 --repeats 1 --processes 1 2      # a smoke test
@@ -43,26 +43,26 @@ P = jax.sharding.PartitionSpec
 
 #: Rows of each process, in the proportions of state W: 130 MB of tables and slots.
 ROWS = {name: rows // 8 for name, rows in states.ROWS.items()}
-#: The dense part, 0.64 MB: as large beside one process's rows as state W's.
+#: The dense part, 0.64 MB: as large relative to one process's rows as in state W.
 KERNEL = 400
 TOUCHED = 0.05
 THEIRS = ("orbax", "orbax-tuned")
-#: What is compared: (kind of our save, figure, words, bars against Orbax as it is and tuned).
+#: Comparisons: (kind of our save, figure, words, bars against default and tuned Orbax).
 BARS: tuple[tuple[str, str, str, tuple[float | None, float | None]], ...] = (
     ("delta", "durable", "delta durable after", (1 / 15, 1 / 5)),
     ("delta", "blocked", "delta save blocks for", (1.0, 1.0)),
     ("base", "durable", "base durable after", (1 / 3, 1.0)),
     ("base", "blocked", "base save blocks for", (None, None)),
 )
-#: A process that needs longer to start, or to reach the others, has failed.
+#: A process that takes longer to start, or to reach the others, has failed.
 START_SECS = 120
-#: The names under which processes write; the rest is the work of the first.
+#: Names of files that carry their process; the first process writes all others.
 _WRITER = re.compile(r"(?:process_|part\.|manifest\.|digests\.)(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """One save as one process saw it; the clock is the machine's."""
+    """One save as one process saw it; the clock is machine-wide."""
 
     kind: str
     way: str
@@ -81,12 +81,12 @@ class Save:
 
     @property
     def blocked(self) -> float:
-        """Seconds that the slowest training thread was kept."""
+        """Seconds that the slowest training thread was blocked."""
         return max(part.returned - part.started for part in self.parts)
 
     @property
     def durable(self) -> float:
-        """Seconds until the last process knew it committed."""
+        """Seconds until the last process saw the commit."""
         return max(part.committed for part in self.parts) - min(part.started for part in self.parts)
 
     @property
@@ -95,7 +95,7 @@ class Save:
         return sum(part.nbytes for part in self.parts)
 
     @property
-    def max_wal_ratio(self) -> int:
+    def most_bytes(self) -> int:
         """Bytes of the process that wrote most."""
         return max(part.nbytes for part in self.parts)
 
@@ -114,12 +114,12 @@ class Save:
 Saves = dict[tuple[str, str], list[Save]]
 
 
-# In each of the processes.
+# Code of the processes.
 
 
 def work(options: argparse.Namespace) -> None:
-    """Joins the other processes, saves in all ways, and notes what was seen."""
-    signal.alarm(options.limit)  # also where nobody is left to end it
+    """Joins the other processes, saves in all ways, and writes the results."""
+    signal.alarm(options.limit)  # Ends this process even if the launcher is gone.
     (count,) = options.processes
     address = f"127.0.0.1:{options.port}"
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -177,7 +177,7 @@ def save(manager: ways.Way, step: int, state: states.State, kind: str, way: str)
 
 
 def make(scale: float) -> states.State:
-    """State W in small, for all processes together; random, as ``states.make`` says."""
+    """A small state W over all processes together; random, like ``states.make``."""
     mesh = jax.make_mesh((jax.device_count(),), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     by_rows = jax.sharding.NamedSharding(mesh, P("rows"))
     everywhere = jax.sharding.NamedSharding(mesh, P())
@@ -208,13 +208,13 @@ def make(scale: float) -> states.State:
 
 
 def shards(state: Any) -> list[jax.Array]:
-    """What this process holds of a state, of this benchmark or of the example."""
+    """The shards that this process holds of a state of this benchmark or of the example."""
     leaves = jax.tree.leaves(state._replace(touched=()))
     return [shard.data for leaf in leaves for shard in leaf.addressable_shards]
 
 
 def written(step_dir: Path, process: int) -> tuple[int, int]:
-    """Bytes and number of the files of a step that a process wrote, told by their names."""
+    """Bytes and number of a step's files that a process wrote, according to their names."""
     sizes = []
     for path in step_dir.rglob("*"):
         writer = _WRITER.search(str(path.relative_to(step_dir)))
@@ -224,15 +224,15 @@ def written(step_dir: Path, process: int) -> tuple[int, int]:
 
 
 def barrier(name: str) -> None:
-    """Returns when every process has come here."""
+    """Returns when every process has reached it."""
     multihost_utils.sync_global_devices(name)
 
 
-# In the one that started them.
+# Code of the launcher.
 
 
 def launch(options: argparse.Namespace, count: int, directory: Path) -> tuple[Saves, bool]:
-    """Runs a set of processes; what they saw of each save, and whether all restored equal states.
+    """Runs a set of processes; returns their saves and whether all restored equal states.
 
     Raises:
       RuntimeError: a process failed, or they did not end in time.
@@ -271,7 +271,7 @@ def launch(options: argparse.Namespace, count: int, directory: Path) -> tuple[Sa
 
 
 def join(workers: list[subprocess.Popen[bytes]], logs: list[Path], deadline: float) -> None:
-    """Waits until all processes have ended well; one that fails leaves the others waiting."""
+    """Waits until all processes succeed; one that fails leaves the others waiting."""
     while running := [worker for worker in workers if worker.poll() is None]:
         failed = [rank for rank, worker in enumerate(workers) if worker.returncode]
         if failed or time.monotonic() > deadline:
@@ -299,7 +299,7 @@ def free_port() -> int:
 
 
 def add(report: Report, saves: Saves, title: str) -> None:
-    """Lines of one set of processes."""
+    """Adds the lines of one set of processes."""
     for kind, figure, words, bars in BARS:
         for other, bar in zip(THEIRS, bars, strict=True):
             mine, theirs = (
@@ -309,7 +309,7 @@ def add(report: Report, saves: Saves, title: str) -> None:
             report.compare(f"{title}: {words}", mine, ways.NAMES[other], theirs, secs, bar=bar)
     sizes: tuple[tuple[str, str, Callable[[float], str]], ...] = (
         ("nbytes", "bytes", megabytes),
-        ("max_wal_ratio", "bytes by one process, at most", megabytes),
+        ("most_bytes", "bytes by one process, at most", megabytes),
         ("files", "files", whole),
         ("most_files", "files by one process, at most", whole),
     )
@@ -321,7 +321,7 @@ def add(report: Report, saves: Saves, title: str) -> None:
 
 
 def add_growth(report: Report, found: dict[int, Saves]) -> None:
-    """Lines of what more processes cost, each with as many rows: 1.0 would be ideal."""
+    """Adds lines of the cost of more processes, with equal rows per process: 1.0 is ideal."""
     least, most = min(found), max(found)
     for kind, way in (("delta", "power"), ("base", "power"), *(("full", way) for way in THEIRS)):
         name = f"{ways.NAMES[way]}, {kind}" if way == "power" else ways.NAMES[way]

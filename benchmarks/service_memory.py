@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a restored trainer and of the restore service, beside the trainer's arrays.
+"""Memory of a restored trainer and of the restore service, in addition to the trainer's arrays.
 
-A process restores from the service, which maps what the service holds; it changes every number,
-for which XLA copies the arrays; another process saves a delta, for which the service makes a copy
-of its own where anything is mapped still. What both take, shared pages counted once, less the
-trainer's state and what its process took before, is told at each of these moments.
+A process restores from the service by mapping the service's memory. It then changes every value,
+so that XLA copies the arrays. Another process saves a delta; the service makes its own copy if
+anything is still mapped. The benchmark measures both at each of these moments, with shared pages
+counted once, less the trainer's state and the memory of its process before the restore.
 
 python benchmarks/service_memory.py --json service_memory.json
 python benchmarks/service_memory.py --sizes 1 --scale 0.1    # a smoke test
@@ -35,9 +35,9 @@ from restore_service import change_all, connect, heard, say
 
 import deltackpt
 
-#: Of memory beside the arrays, in states.
+#: Limit of memory in addition to the arrays, in states.
 MEMORY_BAR = 1.2
-#: So long both are watched after the service has gone on.
+#: How long both are watched after the service has advanced.
 _WATCHED_SECS = 5.0
 _LOOK_SECS = 0.05
 #: Free memory that a size needs, in states: the service, its copy, a trainer, and one that saves.
@@ -45,7 +45,7 @@ _NEEDED_STATES = 5.5
 
 
 def stay(root: Path, scale: float, address: str) -> None:
-    """A trainer that restores from the service; at a line of the input it changes everything."""
+    """A trainer that restores from the service; each line of input makes it change every value."""
     connect(address)
     template = states.template(scale)
     jax.block_until_ready(jnp.zeros(8) + 1)
@@ -56,13 +56,13 @@ def stay(root: Path, scale: float, address: str) -> None:
     manager.close()
     say(restored=True)
     for _ in sys.stdin:
-        for _ in range(2):  # What a step was given goes at the next one.
+        for _ in range(2):  # A step's input is freed at the next step.
             state = jax.block_until_ready(whole(state))
         say(written=True)
 
 
 def advance(root: Path, scale: float) -> None:
-    """Another trainer: goes on from storage, and saves a delta."""
+    """Another trainer: resumes from storage and saves a delta."""
     manager = deltackpt.CheckpointManager(
         root, handlers={"embeddings": trainer.checkpoint_tables("raw", "raw")}
     )
@@ -75,25 +75,25 @@ def advance(root: Path, scale: float) -> None:
 
 
 def pss_bytes(pid: int) -> int:
-    """Memory of a process, what it shares divided by those that share it."""
+    """Proportional set size of a process."""
     told = Path(f"/proc/{pid}/smaps_rollup").read_text()
     return 1024 * int(re.findall(r"^Pss:\s+(\d+) kB", told, re.MULTILINE)[0])
 
 
 def child(*words: str, **more: Any) -> subprocess.Popen[str]:
-    """Starts this file in a process of its own."""
+    """Starts this file in a new process."""
     command = [sys.executable, __file__, "--work", *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **more)
 
 
 @dataclasses.dataclass
 class Memory:
-    """Memory of a restored trainer and of the service, beside the trainer's arrays, in bytes.
+    """Bytes of a restored trainer and of the service, in addition to the trainer's arrays.
 
     Attributes:
       restored: just after the restore.
       written: after the trainer has changed everything.
-      most: at any time while the service then went on to another step, and after.
+      most: peak while the service then advanced to another step, and after.
       last: at the end.
     """
 
@@ -104,7 +104,7 @@ class Memory:
 
 
 def measure_memory(root: Path, scale: float, nbytes: int, address: str) -> Memory:
-    """Watches a restored trainer and the service while the directory goes on."""
+    """Watches a restored trainer and the service while another trainer saves a step."""
     where = (str(root), f"--scale={scale}")
     with restore_service.following(root) as service, contextlib.ExitStack() as stack:
         one = stack.enter_context(
@@ -138,7 +138,7 @@ def measure_memory(root: Path, scale: float, nbytes: int, address: str) -> Memor
 def add_memory(
     report: Report, size: str, nbytes: int, root: Path, scale: float, address: str
 ) -> None:
-    """Lines of what a restored trainer and the service take beside the trainer's arrays."""
+    """Adds the memory of a restored trainer and the service, without the trainer's arrays."""
     found = measure_memory(root, scale, nbytes, address)
     for title, of, bar in (
         ("after the restore", found.restored, MEMORY_BAR),
@@ -178,7 +178,7 @@ def run(options: argparse.Namespace, root: Path) -> None:
 
 
 def work(words: list[str]) -> None:
-    """What this file does in the processes that it starts."""
+    """Entry point of the child processes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=["stay", "advance"])
     parser.add_argument("root", type=Path)

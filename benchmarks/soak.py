@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process that saves for long holds: resident memory from the 50th save to the last.
+"""Memory growth of a long run: resident memory from the 50th save to the last.
 
-Each way saves a tenth of state W in a process of its own, with three kept steps; Orbax writes all
-of it each time. Memory is what is resident and not a mapped file, with freed memory given back.
+Each variant saves a tenth of state W in its own process and keeps three steps; Orbax writes all of
+it each time. Memory is resident memory without mapped files, after freed memory is returned.
 
 python benchmarks/soak.py --json soak.json
 python benchmarks/soak.py --scale 0.001 --repeats 1 --saves 8      # a smoke test
@@ -24,14 +24,14 @@ from peak import status_bytes, trim
 from report import Report, Sample, arguments, percent
 
 WAYS = ("power", "orbax-tuned")
-#: The first save from which on memory counts: until then caches and pools fill.
+#: Memory counts from this save on; caches and pools fill before it.
 FIRST = 50
 TOUCHED = 0.05
 _KEPT = 3
 
 
 def soak(way: str, root: Path, scale: float, saves: int) -> float:
-    """Growth of resident memory, in states."""
+    """Returns the growth of resident memory, as a multiple of the state's size."""
     state, manager = states.make(scale), ways.WAYS[way](root)
     first = 0
     for step in range(saves):
@@ -40,7 +40,7 @@ def soak(way: str, root: Path, scale: float, saves: int) -> float:
             state = jax.block_until_ready(states.change(state, ids))
         manager.save(step, state, base=step % 20 == 0)
         manager.wait()
-        # What chains need is kept by steps of twenty.
+        # There is a base every 20 steps; chains need it.
         ways.keep_only(root, step - step % 20 if way == "power" else step - _KEPT)
         if step == min(FIRST, saves // 2):
             first = resident()
@@ -50,14 +50,14 @@ def soak(way: str, root: Path, scale: float, saves: int) -> float:
 
 
 def resident() -> int:
-    """Bytes of memory of this process that no file stands behind."""
+    """Returns the resident bytes of this process that are not file-backed."""
     gc.collect()
     trim()
     return status_bytes("VmRSS") - status_bytes("RssFile")
 
 
 def main() -> None:
-    """Measures, prints, and says whether the bar holds."""
+    """Measures, prints, and reports whether the target is met."""
     parser = arguments(__doc__)
     parser.set_defaults(scale=0.1, repeats=1)
     parser.add_argument("--saves", type=int, default=1000)

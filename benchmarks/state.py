@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State W: 4M rows of 64 in five tables, row-wise Adagrad slots, a 5 MB dense part (1.04 GB)."""
+"""State W: 4M rows of 64 in five tables, row-wise Adagrad slots, 5 MB of dense leaves (1.04 GB)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 import deltackpt
 
-#: Rows of the five tables: unequal, as real ones are.
+#: Rows of the five tables: unequal, as in real models.
 ROWS = {"C1": 1_600_000, "C2": 1_000_000, "C3": 640_000, "C4": 480_000, "C5": 280_000}
 WIDTH = 64
 _KERNELS, _KERNEL = 5, 500
@@ -21,7 +21,7 @@ LOOKUPS = 2048
 
 
 class State(NamedTuple):
-    """The fields of the example's ``TrainState`` that matter here."""
+    """The fields of the example's ``TrainState`` that are needed here."""
 
     tables: dict[str, jax.Array]
     accumulators: dict[str, jax.Array]
@@ -36,7 +36,7 @@ def rows_at(scale: float) -> dict[str, int]:
 
 
 def make(scale: float, seed: int = 0) -> State:
-    """A state of random values, since regular ones compress as trained ones do not."""
+    """Returns a state of random values: regular ones would compress better than trained ones."""
     rows = rows_at(scale)
     keys = iter(jax.random.split(jax.random.key(seed), 2 * len(rows) + _KERNELS))
     tables = {name: jax.random.normal(next(keys), (n, WIDTH)) for name, n in rows.items()}
@@ -53,18 +53,18 @@ def make(scale: float, seed: int = 0) -> State:
 
 
 def template(scale: float) -> State:
-    """The state's shapes, without its memory."""
+    """Returns the shapes of the state."""
     return jax.eval_shape(lambda: make(scale))
 
 
 def nbytes(state: State) -> int:
-    """Bytes of everything that a full save holds, of a state or of its shapes."""
+    """Size in bytes of a full save of a state or its shapes."""
     leaves = jax.tree.leaves(state._replace(touched=()))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def random_ids(state: State, share: float, seed: int) -> dict[str, np.ndarray]:
-    """Distinct rows, ``share`` of each table."""
+    """Draws distinct rows, ``share`` of each table."""
     random = np.random.default_rng(seed)
     return {
         name: random.choice(table.shape[0], round(table.shape[0] * share), replace=False).astype(
@@ -85,7 +85,7 @@ def lookups(state: State, seed: int) -> dict[str, np.ndarray]:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def change(state: State, ids: dict[str, Any]) -> State:
-    """Changes the rows that ``ids`` name, their slots and the dense part, and marks the rows."""
+    """Changes the rows in ``ids``, their slots and the dense leaves, and marks the rows."""
     tables, accumulators = dict(state.tables), dict(state.accumulators)
     for name, rows in ids.items():
         tables[name] = tables[name].at[rows].multiply(1.001)
@@ -101,7 +101,7 @@ def change(state: State, ids: dict[str, Any]) -> State:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def train(state: State, ids: dict[str, Any]) -> tuple[State, jax.Array]:
-    """A training step of some ten milliseconds on both cores: lookups, matrix products, updates."""
+    """A training step of about ten milliseconds on both cores: lookups, matmuls, updates."""
     looked_up = [state.tables[name][rows] for name, rows in ids.items()]
     batch = jnp.concatenate(looked_up, axis=1)
     hidden = jnp.pad(batch, ((0, 0), (0, _KERNEL - batch.shape[1])))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one save costs beside what it holds: time, processor, threads and switches of a delta.
+"""The cost of saving one delta: time, CPU time, threads and context switches.
 
-Ours saves the rows that were touched since the save before, Orbax the whole state. Beside them are
-the limits of the machine, of the same bytes in the same round: a look at all stamps and one
-`np.take` of the rows by two threads into warm memory, for what blocks training; and one file that
-is written and forced to disk, buffered or past the page cache, whichever is faster, for the rest.
+deltackpt saves the rows touched since the previous save, Orbax the whole state. Both are compared
+with the limits of the machine for the same bytes in the same round. For the time that blocks
+training: a scan of all stamps and one `np.take` of the rows by two threads into warm memory. For
+the rest: writing and fsyncing one file, buffered or with O_DIRECT, whichever is faster.
 
 python benchmarks/step.py --json step.json
 python benchmarks/step.py --scale 0.01 --repeats 1      # a smoke test
@@ -29,19 +29,19 @@ from report import Report, Sample, arguments, secs
 
 from deltackpt.resources.memory import aligned_buffer
 
-#: Name of a delta to how many of all rows it holds: a number, or a share below 1.
+#: Name of a delta to its rows: a count, or a fraction of all rows below 1.
 DELTAS = {"4,000 rows": 4_000, "10,000 rows": 10_000, "5 % of all rows": 0.05}
-#: Saves before the measured ones, of each way.
+#: Saves of each method before the measured ones.
 WARM_UP = 3
-#: Deltas for each full save of Orbax, which take longer.
+#: Deltas per full save of Orbax, which takes longer.
 PER_ROUND = 4
-#: Ways of ours to the share of the time of Orbax's defaults in which a delta is to be durable.
+#: Our methods to the target for a durable delta, as a fraction of the time of Orbax's defaults.
 FRACTIONS = {"power": 1 / 15, "int4": 1 / 25}
 _BUFFERED_BYTES, _DIRECT_BYTES = 256 << 10, 4 << 20
 
 
 class Save(NamedTuple):
-    """What one save took: seconds, seconds, seconds of processors, and numbers."""
+    """The cost of one save: seconds, seconds, CPU seconds, and counts."""
 
     blocked: float
     durable: float
@@ -51,14 +51,14 @@ class Save(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """What the machine takes for the same: seconds."""
+    """Seconds that the machine needs for the same work."""
 
     taking: float
     writing: float
 
 
 def measured(way: ways.Way, step: int, state: Any, *, forced: bool) -> Save:
-    """Saves, waits, and forces to disk where the way does not."""
+    """Saves and waits; fsyncs the files if ``forced``."""
     before, threads = resource.getrusage(resource.RUSAGE_SELF), _threads()
     started = time.perf_counter()
     way.save(step, state)
@@ -70,12 +70,12 @@ def measured(way: ways.Way, step: int, state: Any, *, forced: bool) -> Save:
     after = resource.getrusage(resource.RUSAGE_SELF)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     switches = after.ru_nvcsw + after.ru_nivcsw - before.ru_nvcsw - before.ru_nivcsw
-    # Numbers of threads rise: one that has ended by now counts as well.
+    # Thread IDs increase, so threads that have already ended count too.
     return Save(blocked, durable, cpu, switches, _threads() - threads - 1)
 
 
 def _threads() -> int:
-    """The number of the newest thread of the system, which rises: that of one made for it."""
+    """The ID of a new thread; IDs increase system-wide."""
     found: list[int] = []
     thread = threading.Thread(target=lambda: found.append(threading.get_native_id()))
     thread.start()
@@ -84,7 +84,7 @@ def _threads() -> int:
 
 
 def limit(state: states.State, ids: dict[str, np.ndarray], nbytes: int, place: Path) -> Limit:
-    """Taking the rows of a delta, and writing its bytes, as fast as the machine does."""
+    """Measures how fast the machine can gather the rows of a delta and write its bytes."""
     leaves = [state.tables, state.accumulators]
     sources = [(np.asarray(leaf[name]), np.sort(ids[name])) for leaf in leaves for name in ids]
     warm = [np.zeros((len(rows), *leaf.shape[1:]), leaf.dtype) for leaf, rows in sources]
@@ -104,7 +104,7 @@ def limit(state: states.State, ids: dict[str, np.ndarray], nbytes: int, place: P
 
 
 def written(place: Path, nbytes: int) -> float:
-    """Seconds to write and force so many bytes, buffered or direct, whichever is faster."""
+    """Seconds to write and fsync so many bytes, buffered or direct, whichever is faster."""
     data = aligned_buffer(nbytes)
     data[:] = 1
     return min(
@@ -126,7 +126,7 @@ def _written(place: Path, data: np.ndarray, flags: int, piece: int) -> float:
 
 
 class Round:
-    """The ways over one state, which goes on from save to save."""
+    """The save methods over one state, which training changes between saves."""
 
     def __init__(self, root: Path, scale: float):
         self._root = root
@@ -135,7 +135,7 @@ class Round:
         self._ways: dict[str, ways.Way] = {}
 
     def way(self, name: str) -> ways.Way:
-        """A way, which has saved a base when it is first asked for."""
+        """A save method; on first use it saves a base."""
         if name not in self._ways:
             way = self._ways[name] = ways.WAYS[name](self._root / name)
             way.save(self._step, self._state, base=True)
@@ -145,7 +145,7 @@ class Round:
         return self._ways[name]
 
     def run(self, name: str, rows: float) -> tuple[Save, Limit]:
-        """Trains a step that touches so many rows, saves it, and measures the limits."""
+        """Trains a step that touches so many rows, saves it, and measures the machine limits."""
         way = self.way(name)
         total = sum(table.shape[0] for table in self._state.tables.values())
         share = min(0.5, rows if rows < 1 else rows / total)
@@ -169,7 +169,7 @@ class Round:
 
 
 def _by_round(values: list[float]) -> Sample:
-    """Medians of the saves of each round."""
+    """The median of the saves of each round."""
     rounds = (values[i : i + PER_ROUND] for i in range(0, len(values), PER_ROUND))
     return Sample(tuple(Sample(tuple(each)).median for each in rounds))
 
@@ -177,7 +177,7 @@ def _by_round(values: list[float]) -> Sample:
 def show(
     deltas: dict[tuple[str, str], list[tuple[Save, Limit]]], whole: dict[str, list[Save]]
 ) -> Report:
-    """The table of all deltas, against Orbax's whole saves and against the limits."""
+    """The table of all deltas, against Orbax's full saves and the machine limits."""
     report = Report("One save", sizes=f"{ways.TUNED}")
     number = "{:.0f}".format
     stock = {
@@ -225,7 +225,7 @@ def show(
 
 
 def main() -> None:
-    """Measures, prints, and says which bars hold."""
+    """Measures, and prints the results and which targets are met."""
     parser = arguments(__doc__)
     options = parser.parse_args()
     deltas: dict[tuple[str, str], list[tuple[Save, Limit]]] = {}
@@ -235,7 +235,7 @@ def main() -> None:
         for _ in range(options.repeats):
             for way in FRACTIONS:
                 for delta, rows in DELTAS.items():
-                    # The first also holds what the steps of other ways touched.
+                    # The first one also has the rows that steps of other methods touched.
                     found = [running.run(way, rows) for _ in range(1 + PER_ROUND)]
                     deltas.setdefault((delta, way), []).extend(found[1:])
             for way in ("orbax", "orbax-tuned"):

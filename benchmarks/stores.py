@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storage of nodes for a benchmark: servers in processes of their own, each with a bound of bytes.
+"""Node stores for a benchmark: servers in separate processes, each with a rate limit.
 
-The bound is of a server's store and its link together: what is written and read counts once.
+The limit covers a server's store and link together: each byte written or read counts once.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _TOKEN = "DELTACKPT_NODES_TOKEN"
 
 
 class Stores:
-    """Servers that run.
+    """Running servers.
 
     Attributes:
-      addresses: of each.
-      token: what they let in; it is in the environment, too, which promoters inherit.
+      addresses: of each server.
+      token: required by the servers; also in the environment, which uploaders inherit.
     """
 
     def __init__(self) -> None:
@@ -34,18 +34,18 @@ class Stores:
 
     @property
     def url(self) -> str:
-        """Of a store over all of them."""
+        """The URL of a store over all servers."""
         return f"nodes://{','.join(self.addresses)}"
 
     def start(self, command: list[str]) -> None:
-        """Starts one."""
+        """Starts a server."""
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         self._processes.append(process)
         self.addresses.append(_address(process))
 
     def kill(self, number: int) -> None:
-        """Kills one."""
+        """Kills a server."""
         process = self._processes[number]
         process.kill()
         process.wait()
@@ -53,7 +53,7 @@ class Stores:
         process.stdout.close()
 
     def close(self) -> None:
-        """Kills all of them."""
+        """Kills all servers."""
         for number in range(len(self._processes)):
             self.kill(number)
 
@@ -62,12 +62,12 @@ class Stores:
 def node_stores(
     count: int, bytes_per_sec: float | None = None, *, memory_bytes: int = 8 << 30
 ) -> Iterator[Stores]:
-    """Starts servers that keep bytes in memory, and ends them by their ids.
+    """Starts servers that store bytes in memory, and kills them by their ids.
 
     Args:
       count: how many.
-      bytes_per_sec: the most that each of them sends and receives; None for no bound.
-      memory_bytes: the most that each of them keeps.
+      bytes_per_sec: limit on what each of them sends and receives; None for no limit.
+      memory_bytes: capacity of each of them.
     """
     command = [sys.executable, "-m", "deltackpt.cli", "node-store", "--bind", "127.0.0.1", "--json"]
     command += ["--memory", str(memory_bytes)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands near the training against what others measured: DeepFreeze, CHFS, PyMM.
+"""Tiers near the trainer, against published measurements: DeepFreeze, CHFS, PyMM.
 
-A shared file system is a store of one node that lets through 100 MB/s. Jobs of processes are those
-of ``dense_job.py``; ``clustering.py``, ``extents.py`` and ``neighbours.py`` have the other lines.
+The shared file system is a store on one node, limited to 100 MB/s. ``dense_job.py`` runs the jobs;
+``clustering.py``, ``extents.py`` and ``neighbours.py`` add the other lines.
 
     python benchmarks/tiers.py --json tiers.json
     python benchmarks/tiers.py --only clustering --repeats 3
@@ -24,7 +24,7 @@ import neighbours
 import stores
 from report import Report, Sample, arguments, secs
 
-#: Of the shared file system, and of each node's store and link together.
+#: Bandwidth of the shared file system, and of each node's store and link together.
 SHARED_BYTES_PER_SEC, NODE_BYTES_PER_SEC = 100e6, 125e6
 NODES = 4
 _BLOCKED_BAR, _OVERHEAD_BAR, _GATHER_BAR = 1 / 10, 1 / 5, 1 / 4.5
@@ -115,7 +115,7 @@ def on_disk(report: Report, options: argparse.Namespace, memory: Path) -> None:
 
 
 def at_neighbours(report: Report, options: argparse.Namespace, memory: Path) -> None:
-    """Fragments, and nodes that are lost."""
+    """Fragments at peers, and lost nodes."""
     del memory
     neighbours.measure(report, scale=options.scale, repeats=options.repeats)
 

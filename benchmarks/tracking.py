@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tracking costs a training step of the thesis DLRM (`mark`, `track`), and a save.
+"""Cost of tracking per training step of the thesis DLRM (`mark`, `track`), and per save.
 
 python benchmarks/tracking.py --json tracking.json
 python benchmarks/tracking.py --scale 0.01 --repeats 3 --batch 64      # a smoke test
@@ -29,14 +29,14 @@ from deltackpt.state.marks import match_marks
 from deltackpt.tracking import fingerprints
 
 _STAGING = Staging(1 << 30)
-#: Calls of what takes microseconds are timed together.
+#: Number of microsecond-long calls that are timed together.
 _TOGETHER = 50
 
 
 def measure_steps(
     sizes: trainer.ModelOptions, batches: list[data.Batch], rounds: int
 ) -> tuple[Sample, Sample, trainer.TrainState]:
-    """Seconds of a step with and without ``mark``, taken in turn from states of their own."""
+    """Seconds of a step with and without ``mark``, alternately, each on its own state."""
     steps = [trainer.train_step(sizes, mark=mark) for mark in (True, False)]
     states = [trainer.init_state(sizes, 0) for _ in steps]
     found: list[list[float]] = [[], []]
@@ -46,7 +46,7 @@ def measure_steps(
         jax.block_until_ready((states[which], loss))
 
     for number in range(rounds + 2):
-        # Who goes first changes, since the second finds the batch in the caches.
+        # The order alternates, because the second step finds the batch in the caches.
         for which in (0, 1) if number % 2 else (1, 0):
             seconds = timed(lambda: take(which, batches[number % len(batches)]))  # noqa: B023
             if number > 1:
@@ -113,10 +113,10 @@ class _Dense:
 
 
 def measure_proof(scale: float, rounds: int) -> Sample:
-    """Seconds of the tracking audit of deltas of state W, 5 % of the rows touched, on this thread.
+    """Seconds of the tracking audit of state W's deltas, 5 % of the rows touched, on this thread.
 
-    The touched rows are found before, as a save does; the proof adds looking at the parent's sample
-    and taking one of its own.
+    The touched rows are found before the timing starts, as in a save. The audit checks the parent's
+    sample and takes a new one.
     """
     held = state.make(scale)
     chosen = deltackpt.Tables(
@@ -160,7 +160,7 @@ def measure_proof(scale: float, rounds: int) -> Sample:
 
 
 def repeated(call: Callable[[], object], rounds: int, together: int = 1) -> Sample:
-    """Seconds of a call, after one that is not counted."""
+    """Seconds of a call, after a warm-up call."""
     call()
     return Sample(tuple(timed(call) / together for _ in range(rounds)))
 

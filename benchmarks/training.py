@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The continuous checkpointing thesis's own comparison: whole training time and recovery.
+"""The continuous checkpointing thesis's own comparison: total training and recovery time.
 
 The thesis DLRM trains with full saves by stock Orbax every N steps, and with deltas every N and
 every N / 10 steps, on uniform ids (which touch most rows) and on Zipf ids.
@@ -26,7 +26,7 @@ import ways
 from dlrm_jax import data, trainer
 from report import Report, Sample, arguments, megabytes, secs
 
-#: (name, way, how many saves for one of Orbax's); None saves nothing.
+#: (name, way, number of saves per Orbax save); None saves nothing.
 RUNS: tuple[tuple[str, str | None, int], ...] = (
     ("no saves", None, 0),
     ("Orbax defaults, every N", "orbax", 1),
@@ -37,7 +37,7 @@ RUNS: tuple[tuple[str, str | None, int], ...] = (
 )
 
 
-#: Exponents for which the share of touched rows is stated.
+#: Exponents for which the share of touched rows is reported.
 EXPONENTS = (0.0, 0.9, 1.07, 1.2, 1.45)
 
 
@@ -49,13 +49,13 @@ class Loop:
         self.sizes = trainer.ModelOptions(rows=self.rows)
         self._steps, self._every = options.steps, options.every
         traffic = data.ZipfTraffic(self.rows, options.batch, exponent=exponent, seed=0)
-        # Drawn beforehand: what is compared is training and saving.
+        # Drawn beforehand: only training and saving are measured.
         self._batches = [traffic.batch(step) for step in range(options.steps)]
         self._step = trainer.train_step(self.sizes)
         self.train(None, 0)
 
     def train(self, way: ways.Way | None, frequency: int) -> float:
-        """Seconds of a whole training, from a fresh state to the last save's commit."""
+        """Seconds of a training run, from a fresh state to the last save's commit."""
         state = jax.block_until_ready(trainer.init_state(self.sizes, 0))
         ways.settle(state)
         started = time.perf_counter()
@@ -95,7 +95,7 @@ def measure(
 
 
 def touched_share(options: argparse.Namespace, exponent: float, steps: int) -> float:
-    """Share of the rows that some steps touch."""
+    """Share of the rows that a number of steps touches."""
     rows = data.table_rows("thesis", options.scale)
     traffic = data.ZipfTraffic(rows, options.batch, exponent=exponent, seed=0)
     batches = [traffic.batch(step) for step in range(steps)]
@@ -106,7 +106,7 @@ def touched_share(options: argparse.Namespace, exponent: float, steps: int) -> f
 
 
 def add(report: Report, options: argparse.Namespace, found, law: str) -> None:
-    """Lines of one law of ids."""
+    """Adds lines of one distribution of ids."""
 
     def sample(what: str, name: str) -> Sample:
         return Sample(tuple(found[what, name]))
@@ -117,7 +117,7 @@ def add(report: Report, options: argparse.Namespace, found, law: str) -> None:
     ours = [name for name, kind, _ in RUNS if kind in ("power", "process")]
     for name in (*full, *ours):
         report.compare(f"{law}: training, {name}", sample("train", name), "no saves", nothing, secs)
-    # On average half an interval is trained again.
+    # On average, half an interval is trained again.
     frequencies = {name: frequency for name, _, frequency in RUNS}
     again = {name: options.every / frequencies[name] / 2 * step_secs for name in (*full, *ours)}
 

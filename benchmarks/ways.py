@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways to save that are compared: deltackpt's and stock Orbax's, behind one face."""
+"""Save methods to compare: deltackpt and stock Orbax, behind one interface."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dlrm_jax import trainer
 
 import deltackpt
 
-# The package loads its modules when they are first used; Orbax's are loaded by now.
+# The package imports its modules on first use; Orbax's are already imported.
 deltackpt.CheckpointManager  # noqa: B018
 
 
@@ -29,11 +29,11 @@ class Way(Protocol):
     root: Path
 
     def save(self, step: int, state: Any, *, base: bool = False) -> None:
-        """Starts a save; ``base`` asks for a full one where there is a choice."""
+        """Starts a save; ``base`` requests a full one if there is a choice."""
         ...
 
     def wait(self) -> None:
-        """Waits until it is committed."""
+        """Waits until the save is committed."""
         ...
 
     def restore(self, template: Any) -> Any:
@@ -60,7 +60,7 @@ class Deltas:
         event_handlers: tuple[deltackpt.events.EventHandler, ...] = (),
     ):
         self.root = root
-        # No base by itself: a benchmark says which save is one.
+        # No automatic bases: the benchmark decides which save is one.
         policy = policy or deltackpt.policies.Consecutive(max_chain=10_000, max_restore_ratio=1e9)
         self._manager = deltackpt.CheckpointManager(
             root,
@@ -92,10 +92,10 @@ class Deltas:
 
 
 class Logs(Deltas):
-    """deltackpt: the log, between saves.
+    """deltackpt: the WAL between saves.
 
     Attributes:
-      appends: what each durable one cost.
+      appends: an event with the cost of each durable append.
     """
 
     def __init__(self, root: Path, options: deltackpt.WalOptions | None = None):
@@ -109,7 +109,7 @@ class Logs(Deltas):
             self.appends.append(event)
 
     def log(self, step: int, state: Any, ids: Any = None) -> deltackpt.Appended:
-        """A mark of this step."""
+        """Appends a WAL record of this step."""
         return self._manager.append(step, state, ids=ids)
 
     def wait(self) -> None:
@@ -147,7 +147,7 @@ class Orbax:
         self._manager.close()
 
 
-#: Every way by its name on a command line.
+#: Save methods by their command-line names.
 WAYS: dict[str, Callable[[Path], Way]] = {
     "power": lambda root: Deltas(root, "power"),
     "power-block": lambda root: Deltas(root, "power", "block"),
@@ -174,14 +174,14 @@ TUNED = "Tuned: PyTreeCheckpointHandler(use_compression=False)."
 
 
 def settle(state: Any) -> None:
-    """Before a measurement: writes out what is pending, and touches free memory.
+    """Prepares a measurement: flushes pending writes and touches free memory.
 
-    A virtual machine may get memory from its host at first touch only, and lose what it frees:
-    seen at 0.5 GB/s against 13, which is more than all that is compared here. Whoever comes
-    after a pause would pay for it, whatever the way.
+    A virtual machine may get memory from its host only at first touch, and lose memory that it
+    frees. This was measured at 0.5 GB/s against 13 GB/s, a larger effect than all that is compared
+    here, and would hit any method that runs after a pause.
 
     Args:
-      state: as much as four of it is touched: the most that any save or restore takes.
+      state: memory of four states is touched, the most that any save or restore uses.
     """
     os.sync()
     leaves = jax.tree.leaves(state)
@@ -191,7 +191,7 @@ def settle(state: Any) -> None:
 
 
 def force_to_disk(step_dir: Path) -> None:
-    """What stock Orbax leaves out: fsync of every file and directory, and of the parent."""
+    """Fsyncs every file and directory of a step, and the parent, which stock Orbax does not."""
     for folder, _, files in os.walk(step_dir, topdown=False):
         for name in (*(Path(folder, file) for file in files), Path(folder)):
             _fsync(name)
@@ -199,7 +199,7 @@ def force_to_disk(step_dir: Path) -> None:
 
 
 def keep_only(root: Path, first: int) -> None:
-    """Removes the steps before ``first`` and settles the disk, outside of what is timed."""
+    """Removes the steps before ``first`` and syncs the disk, outside the timed section."""
     for path in root.iterdir():
         if path.name.isdecimal() and int(path.name) < first:
             shutil.rmtree(path)

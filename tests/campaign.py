@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much the long loops do, what they draw from, and the record of what they did."""
+"""Size and seed of the long loops, and the record of their results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-#: Of what a recorded run does, another does one in so many.
+#: Other runs do 1/SHARE of the work of a recorded run.
 SHARE = 20
 _VERSIONS = ("deltackpt", "jax", "orbax-checkpoint", "tensorstore", "numpy")
 
@@ -22,20 +22,19 @@ class Campaign:
     """One run of the long loops.
 
     Attributes:
-      full: whether it is one to be recorded.
-      seed: what all that is drawn depends on; when a process is killed from outside also depends
-        on the machine.
+      full: whether it is a recorded run.
+      seed: determines all random draws; the moments of external kills also depend on the machine.
     """
 
     full: bool
     seed: int
 
     def count(self, number: int) -> int:
-        """How often to do what a recorded run does ``number`` times."""
+        """The number of repetitions, for ``number`` in a recorded run."""
         return number if self.full else -(-number // SHARE)
 
     def random(self, *what: object) -> random.Random:
-        """What a test draws from."""
+        """A random generator for a test."""
         return random.Random(f"{self.seed} {what}")
 
     def __str__(self) -> str:
@@ -44,12 +43,12 @@ class Campaign:
 
 
 def summary(campaign: Campaign, figures: list[tuple[str, dict[str, Any]]], secs: float) -> dict:
-    """What all tests together did.
+    """The combined results of all tests.
 
     Args:
       campaign: the run.
-      figures: of each test the name of its loop, and its figures: numbers, and counts by name;
-        those of one loop are added up.
+      figures: for each test, the name of its loop and its figures: numbers, and counts by name.
+        Figures of one loop are summed.
       secs: how long the run took.
     """
     loops: dict[str, dict[str, Any]] = {}
@@ -77,7 +76,7 @@ def summary(campaign: Campaign, figures: list[tuple[str, dict[str, Any]]], secs:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """A summary as the documentation has it."""
+    """A summary as Markdown for the documentation."""
     lines = ["| loop | what it did |", "| --- | --- |"]
     tables = []
     for loop, figures in found["loops"].items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line where tests run: what it prints, and its exit code."""
+"""Runs the command line in the test process; returns its output and exit code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deltackpt import cli
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """What a process of its own would have printed, without starting one."""
+    """Runs the command line without starting a process."""
     given = list(map(str, arguments))
     out, err = io.StringIO(), io.StringIO()
     logger = logging.getLogger("absl")

@@ -98,7 +98,7 @@ PROCESSES = {
     "without_jax",
 }
 
-#: Pauses in the library before it checks something twice, without those of readers during a
+#: Pauses of the library before it checks something twice, except those of readers during a
 #: removal, which tests exercise.
 PAUSES = {
     "deltackpt.upkeep.verify": "_INTERVAL_SECS",
@@ -180,7 +180,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _draw(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Selects the marked number of tests of each drawn group, unless the loops run in full.
 
-    Of a long test with several parameters, one is drawn if no mark says otherwise.
+    For a long test with several parameters, one is drawn unless a mark sets another number.
     """
     if (run := _campaign(config)).full:
         return
@@ -207,7 +207,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_programs_of_other_files() -> Iterator[None]:
-    """Frees what JAX compiled for a file: those of all files take gigabytes."""
+    """Frees the programs that JAX compiled for a file: those of all files take gigabytes."""
     yield
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
@@ -300,7 +300,7 @@ def disk(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def nobody_removes_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Readers report damage at once: no other process may be removing the step meanwhile."""
+    """Makes readers report damage at once, since no other process removes steps."""
     from deltackpt.reading import removal
     from deltackpt.upkeep import verify
 

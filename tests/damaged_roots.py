@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint roots with a rollback in their past, and what every reader makes of a damaged one."""
+"""Checkpoint directories with a rollback in their history, and checks of reads after damage."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from deltackpt.tiers.stage import Stage
 from deltackpt.upkeep.verify import verify_root
 
 HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
-#: Steps that training kept, each with those that its restore reads.
+#: Steps of the final lineage to the steps that their restores read.
 CHAINS = {1: (1,), 2: (1, 2), 3: (1, 2, 3)}
-#: Steps that training went back behind; the first number was used again.
+#: Steps that a rollback removes; the first number is used again.
 ABANDONED = (3, 9)
 _ROWS = 40
 
@@ -48,7 +48,7 @@ Objects = Mapping[str, bytes]
 
 @contextlib.contextmanager
 def quick() -> Iterator[None]:
-    """Nobody removes steps meanwhile, and ``promote`` does the work of the promoters' processes."""
+    """Skips waits for concurrent removals and starts no uploaders; ``promote`` does their work."""
     with (
         mock.patch.object(removal, "_GONE_CHECKS", 1),
         mock.patch.object(running.Running, "start", lambda self: None),
@@ -57,7 +57,7 @@ def quick() -> Iterator[None]:
 
 
 def promote(stage: Path) -> None:
-    """Brings all that is in a stage to its root."""
+    """Uploads everything in a staging directory to its remote directory."""
     Promoter(Stage(stage)).run(NoTrainer(until_empty=True))
 
 
@@ -70,11 +70,11 @@ class EventHandler(list[Event]):
 
 @dataclasses.dataclass
 class Where:
-    """A root: a directory, or the URL of a bucket with the stage of a trainer.
+    """A local checkpoint directory, or the URL of a bucket with a trainer's staging directory.
 
     Attributes:
-      root: as users name it.
-      stage: of the trainer; None of a directory.
+      root: path or URL, as users pass it.
+      stage: the trainer's staging directory; None for a local directory.
       endpoint: of the bucket's server.
     """
 
@@ -91,7 +91,7 @@ class Where:
 
     @contextlib.contextmanager
     def trainer(self, *event_handlers: EventHandler) -> Iterator[deltackpt.CheckpointManager]:
-        """A trainer; what it saves is at the root afterwards."""
+        """Opens a trainer; on exit, uploads what it saved."""
         with deltackpt.CheckpointManager(
             self.root, handlers=HANDLERS, options=self.options(), event_handlers=event_handlers
         ) as manager:
@@ -132,11 +132,11 @@ def reader(
 
 
 def train(where: Where, between: Callable[[], None] = lambda: None) -> dict[int, dict]:
-    """Trains, goes back behind ``ABANDONED``, goes on; returns the states of ``CHAINS``.
+    """Trains, rolls back ``ABANDONED`` and continues; returns the states of ``CHAINS``.
 
     Args:
-      where: an empty root.
-      between: called once the steps that training left are rolled back, before others follow.
+      where: an empty checkpoint directory.
+      between: called after the rollback of the abandoned steps, before the next save.
     """
     states: dict[int, dict] = {}
     state = initial()
@@ -164,22 +164,22 @@ def train(where: Where, between: Callable[[], None] = lambda: None) -> dict[int,
 
 
 class Bucket:
-    """A bucket that is damaged, and as it was again.
+    """A bucket that can be damaged and repaired.
 
     Attributes:
-      url: of it.
+      url: its URL.
       states: what was saved, by step.
-      whole: its objects once all was saved.
-      between: those right after the rollback.
-      prefixes: those of the committed steps.
+      whole: its objects after all saves.
+      between: its objects right after the rollback.
+      prefixes: key prefixes of the committed steps, to the steps.
     """
 
     def __init__(self, url: str, folder: Path, *, endpoint: str | None = None):
-        """Trains; ``folder`` holds the stages of nodes."""
+        """Trains; ``folder`` gets the staging directories of nodes."""
         self.url, self._folder, self._endpoint = url, folder, endpoint
         self._at = buckets.place(url, endpoint=endpoint).open()
         self._count = itertools.count()
-        #: What it holds, where nobody else has changed it since.
+        #: Its current objects; None if a node may have changed them.
         self._now: Objects | None = None
         self.between: Objects = {}
         self.states = train(self.new_node(), self._keep)
@@ -195,12 +195,12 @@ class Bucket:
 
     @property
     def needed(self) -> list[str]:
-        """Its objects, but for those of steps that training left."""
+        """Keys of its objects, without those of abandoned steps."""
         left = entries.SAVES
         return [key for key in self.whole if self.step_of(key) or not key.startswith(left)]
 
     def put(self, wanted: Objects) -> None:
-        """Makes it hold these objects."""
+        """Replaces its contents with these objects."""
         now = self._objects() if self._now is None else self._now
         self._at.store.delete(now.keys() - wanted.keys())
         for key, data in wanted.items():
@@ -209,14 +209,14 @@ class Bucket:
         self._now = wanted
 
     def damage(self, before: Objects, key: str, how: str) -> list[int]:
-        """Damages one object; returns the steps of which nothing is damaged."""
+        """Damages one object; returns the steps whose chains are intact."""
         data = DAMAGES[how](before[key])
         others = {one: held for one, held in before.items() if one != key}
         self.put(others if data is None else {**others, key: data})
         return [one for one in CHAINS if self.step_of(key) not in CHAINS[one]]
 
     def step_of(self, key: str) -> int | None:
-        """The committed step that an object is of."""
+        """The committed step that an object belongs to."""
         return self.prefixes.get("/".join(key.split("/")[:2]))
 
     def steps(self) -> list[int]:
@@ -224,7 +224,7 @@ class Bucket:
         return [*JournalView(self._at).state().steps]
 
     def new_node(self) -> Where:
-        """A node with an empty stage."""
+        """A node with an empty staging directory."""
         stage, self._now = self._folder / f"stage{next(self._count)}", None
         return Where(self.url, stage, self._endpoint)
 
@@ -234,9 +234,9 @@ class Readers:
     """Every entry point that reads a root, compared with the states that were saved.
 
     Attributes:
-      root: as users name it.
+      root: path or URL, as users pass it.
       states: what was saved, by step.
-      intact: steps of which nothing is damaged that a restore reads.
+      intact: steps whose restore reads nothing damaged.
       endpoint: of a bucket's server.
     """
 
@@ -342,7 +342,7 @@ READS: list[Callable[[Readers], None]] = [
 
 
 def goes_on(where: Where, states: Mapping[int, dict], intact: Collection[int]) -> None:
-    """A trainer opens a root, restores, saves; others restore what it saved."""
+    """Checks that a new trainer restores and saves, and that a reader restores that save."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with where.trainer() as manager:

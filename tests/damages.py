@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damage to one file: what a disk, a copy or a hand does to it."""
+"""Damage to one file, as by a disk, a copy or a user."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ HOWS = ("removed", "truncated", "flipped")
 
 
 def flipped(data: bytes) -> bytes:
-    """One bit in the middle is another one."""
+    """Flips one bit in the middle."""
     middle = len(data) // 2
     return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :] if data else data
 
 
-#: What becomes of the bytes of an object; None: it is not there any more.
+#: Maps the bytes of an object to damaged ones; None removes it.
 DAMAGES: dict[str, Callable[[bytes], bytes | None]] = dict(
     zip(HOWS, (lambda data: None, lambda data: data[: len(data) // 2], flipped), strict=True)
 )
 
 
 def damage(path: Path, how: str) -> None:
-    """Damages a file by one of ``HOWS``; to flip it once more mends it."""
+    """Damages a file by one of ``HOWS``; a second flip repairs it."""
     data = DAMAGES[how](path.read_bytes())
     if data is None:
         path.unlink()
@@ -31,7 +31,7 @@ def damage(path: Path, how: str) -> None:
 
 
 def flip(path: Path, at: int, mask: int = 0x10) -> None:
-    """Flips bits of one byte of a file, in place; to flip them once more mends it."""
+    """Flips bits of one byte of a file in place; a second flip repairs it."""
     with open(path, "r+b") as file:
         file.seek(at)
         byte = file.read(1)[0]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of a job that writes a tree with stock Orbax and its share of it with ours.
+"""One process of a job: writes a tree with stock Orbax, and its share of it with deltackpt.
 
-Arguments: its number, how many there are, the coordinator's port, a directory.
+Arguments: process index, process count, the coordinator's port, a directory.
 """
 
 from __future__ import annotations

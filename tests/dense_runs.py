@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run whose deltas have dense leaves as blocks, exact and lossy: written, read, folded."""
+"""A run whose deltas have dense leaves as blocks, exact and lossy: written, read, compacted."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def initial() -> dict:
 
 
 def trained(state: dict, step: int) -> dict:
-    """The state after a step that leaves ``frozen`` and most bits of ``half`` as they are."""
+    """The state after a step that leaves ``frozen`` and most bits of ``half`` unchanged."""
     rng = np.random.default_rng(step)
     params = dict(state["params"])
     for name in ("w", "v", "exact"):
@@ -77,7 +77,7 @@ def marked(touched, step: int):
 
 
 def write(root: Path, steps=STEPS, state=None, **how) -> dict[int, dict]:
-    """Saves a base and deltas; what each step was given."""
+    """Saves a base and deltas; returns the state of each step."""
     state = initial() if state is None else state
     touched = deltackpt.touched.init({"emb": state["emb"]})
     found = {}
@@ -99,7 +99,7 @@ def written_once(tmp_path_factory):
 
 @pytest.fixture
 def written(written_once, tmp_path):
-    """A base and four deltas, and what was saved."""
+    """A base and four deltas, and the saved states."""
     root, states = written_once
     shutil.copytree(root, tmp_path / "run")
     return tmp_path / "run", states

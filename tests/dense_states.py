@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training state most of which is dense, and what its deltas are to decode to."""
+"""A mostly dense training state, and the expected contents of its deltas."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from deltackpt.reading import saves
 
 ROWS, WIDTH = 64, 8
 HANDLERS = {"embeddings": deltackpt.Tables(select="emb", slots={})}
-#: Parameters by their change, moments by themselves; integers, keys and counters stay exact.
+#: Parameters are encoded as differences, moments as values; integers, keys and counters stay exact.
 LOSSY = {"params/**": "ef4", "nu": "int8", "half": "ef8"}
 
 
 def initial(seed: int = 0) -> dict[str, Any]:
-    """One small table, and dense leaves of many kinds; some are made of many blocks."""
+    """One small table, and dense leaves of many kinds; some have many blocks."""
     rng = np.random.default_rng(seed)
     return {
         "emb": jnp.asarray(rng.normal(size=(ROWS, WIDTH)), jnp.float32),
@@ -45,7 +45,7 @@ def initial(seed: int = 0) -> dict[str, Any]:
 
 
 def move(state: dict[str, Any], seed: int) -> dict[str, Any]:
-    """One step: parameters a little, a few numbers of ``half``, some rows of the table."""
+    """One step: changes parameters slightly, a few elements of ``half``, and one table row."""
     rng = np.random.default_rng(1000 + seed)
     half = np.array(state["half"])
     half.reshape(-1)[rng.integers(0, half.size, 60)] += 0.5
@@ -72,7 +72,7 @@ def move(state: dict[str, Any], seed: int) -> dict[str, Any]:
 
 
 class Loop:
-    """A training loop: its state, and what it gave to each save."""
+    """A training loop: its state, and the state passed to each save."""
 
     def __init__(self, state: dict[str, Any] | None = None, touched: Any = None):
         self.state = initial() if state is None else state
@@ -83,7 +83,7 @@ class Loop:
         self.seed = 0
 
     def train(self, seed: int | None = None) -> None:
-        """One step, marked."""
+        """Runs one step and marks the touched row."""
         self.seed = self.seed + 1 if seed is None else seed
         self.state = move(self.state, self.seed)
         ids = jnp.asarray([self.seed % ROWS])
@@ -97,7 +97,7 @@ class Loop:
         return saved
 
     def steps(self, saver: deltackpt.CheckpointManager, *steps: int) -> list[str]:
-        """Trains and saves; the kinds of the saves."""
+        """Trains and saves at each step; returns the kinds of the saves."""
         kinds = []
         for step in steps:
             self.train()
@@ -106,7 +106,7 @@ class Loop:
 
 
 def opened(root: Path, dense: deltackpt.Dense | None = None, **options: Any):
-    """A manager whose deltas have dense leaves of their own."""
+    """A manager whose deltas store dense leaves as blocks by default."""
     policy = options.pop("policy", None)
     handlers = options.pop("handlers", HANDLERS)
     deltas = deltackpt.DeltaOptions(
@@ -125,15 +125,15 @@ def opened(root: Path, dense: deltackpt.Dense | None = None, **options: Any):
 
 
 def assert_kept_as_stored(root: Path, loop: Loop, step: int, **options: Any) -> None:
-    """What a trainer kept of a delta's parent is what it stored.
+    """Asserts that a trainer's copy of a delta's parent equals what it stored.
 
-    Another trainer, which restores the parent, therefore writes the same delta.
+    Another trainer that restores the parent therefore writes the same delta.
 
     Args:
-      root: checkpoint directory; nothing is changed there.
-      loop: has the state that was saved at ``step``.
+      root: checkpoint directory; it is not changed.
+      loop: the loop that saved ``step``.
       step: the delta.
-      **options: of ``opened``.
+      **options: passed to ``opened``.
     """
     twin, state = root.with_name(f"{root.name}.twin"), loop.states[step]
     shutil.copytree(root, twin, ignore=shutil.ignore_patterns("lease.*"))
@@ -144,7 +144,7 @@ def assert_kept_as_stored(root: Path, loop: Loop, step: int, **options: Any) -> 
     with opened(twin, **options) as saver:
         found = saver.restore(before, state)
         assert found.touched is not None
-        # All rows: which ones have changed since is of no interest here.
+        # Mark all rows: the test is about dense leaves only.
         touched = deltackpt.touched.mark(found.touched, {"emb": jnp.arange(ROWS)})
         assert saver.save(step, state, touched=touched).kind == "delta"
         saver.wait_until_finished()
@@ -153,20 +153,20 @@ def assert_kept_as_stored(root: Path, loop: Loop, step: int, **options: Any) -> 
 
 
 def assert_exact(saver: deltackpt.CheckpointManager, states: dict[int, dict[str, Any]]) -> None:
-    """Every step restores bit for bit."""
+    """Asserts that every step restores bit for bit."""
     for step, state in states.items():
         model.assert_same(saver.restore(step, state).state, state)
 
 
 def own(root: Path, step: int) -> bool:
-    """Whether a step has its dense leaves as blocks."""
+    """Whether a step stores its dense leaves as blocks."""
     found = saves.read_save(root / str(step)).head.dense_blocks is not None
     assert found != (root / str(step) / "dense").exists()
     return found
 
 
 def changed_bytes(root: Path, step: int) -> int:
-    """Bytes of the arrays of a step's dense blocks."""
+    """Size in bytes of a step's dense blocks."""
     record = saves.read_save(root / str(step)).head.dense_blocks
     assert record is not None
     return record.nbytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets of real servers behind a faulty network, and what a journal in one of them holds."""
+"""Buckets of real servers behind a faulty network, and the entries of a journal in one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _numbers = itertools.count()
 
 @contextlib.contextmanager
 def faulty(server: servers.Server) -> Iterator[Proxy]:
-    """A network before a server."""
+    """A faulty network in front of a server."""
     with proxy.before(server) as network:
         endpoint = {"TENSORSTORE_GCS_HTTP_URL": network.endpoint} if server.scheme == "gs" else {}
         with mock.patch.dict(os.environ, {**server.environment, **endpoint}):
@@ -37,16 +37,16 @@ def faulty(server: servers.Server) -> Iterator[Proxy]:
 
 
 def fresh(network: Proxy) -> str:
-    """The name of a fresh bucket, in which is that of no other one.
+    """Makes a bucket and returns its name, which contains no other bucket's name.
 
-    fake-gcs-server looks at all that is in a bucket to list some of it.
+    fake-gcs-server scans a whole bucket to list some of it.
     """
     network.server.bucket(name := f"bucket{next(_numbers):06d}")
     return name
 
 
 def opened(network: Proxy, name: str, deadline_secs: float, *, retries: bool = True) -> Spot:
-    """A folder of a bucket; without retries each fault is told at once."""
+    """Opens a folder of a bucket; without retries, each fault is reported at once."""
     scheme = network.server.scheme
     place = buckets.place(f"{scheme}://{name}/run", endpoint=network.endpoint)
     if not retries:
@@ -56,11 +56,11 @@ def opened(network: Proxy, name: str, deadline_secs: float, *, retries: bool = T
 
 
 def chain(root: Spot, damaged: Mapping[str, bytes] | None = None) -> list[entries.Entry]:
-    """All entries of a journal of which none was collected, the oldest first.
+    """All entries of a journal from which none was collected, oldest first.
 
     Args:
       root: where the journal is.
-      damaged: by their names what entries were that were damaged since.
+      damaged: the original bytes of entries that were damaged since, by name.
     """
     damaged = damaged or {}
     names = {name for name in (root / JOURNAL).keys() if entries.copied_name(name) is None}

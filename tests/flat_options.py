@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of a manager by their names alone: what a test changes is seldom more than one."""
+"""Manager options by their field names alone; a test seldom changes more than one."""
 
 import dataclasses
 from typing import Any

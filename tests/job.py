@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs of several processes as threads, told apart by what ``deltackpt.processes`` answers.
+"""Multi-process jobs as threads, distinguished by what ``deltackpt.processes`` returns.
 
-For tests that need several participants, none of which is killed and between which jax runs no
-collective; ``many.py`` starts real processes.
+For tests with several participants that are never killed and run no jax collective; ``many.py``
+starts real processes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from deltackpt import processes
 from deltackpt.save import division
 from deltackpt.state import ownership
 
-#: Dealt out to the processes of a job, in order.
+#: Assigned to the processes of a job, in order.
 DEVICES = 8
 
 
 def forget() -> None:
-    """Plans are kept by sharding; jobs of different tests deal out the devices differently."""
+    """Clears cached plans; their key is the sharding, but tests assign devices differently."""
     ownership._grid.cache_clear()
     ownership._owned.cache_clear()
     ownership._shared_rows.cache_clear()
@@ -54,7 +54,7 @@ class Job:
         self._here.index = 0
 
     def on_each(self, call) -> list:
-        """What the call returns or raises on each process, all at once."""
+        """Makes the call on all processes at once; returns each result or exception."""
 
         def run(index: int):
             with self.process(index):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compactions of step 3 that are killed at one call after the other; step 4 goes on from it.
+"""Kills compactions of step 3, the parent of step 4, at each call in turn.
 
-After each of them, in a process of its own, the steps are read through the compacted base, if there
-is one, and without it: both must give the same. Run as a script; see ``killed_anywhere``.
+Each compaction runs in its own process. Afterwards the steps are read with and without the
+compacted base, if there is one: both must be equal. Run as a script; see ``killed_anywhere``.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _CALLS = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtr
 
 
 class Killed(NamedTuple):
-    """How often a compaction was killed, and how often it was published by then."""
+    """How often a compaction was killed, and how often it was already published."""
 
     kills: int
     published: int
 
 
 def killed_anywhere(root: Path, part: str, *, every: int = 1) -> Killed:
-    """Kills compactions at each ``every``-th call, until one ends; nothing of the others is left.
+    """Kills compactions at each ``every``-th call, until one completes; the others leave nothing.
 
     Args:
-      root: a directory of steps, of which 3 can be folded.
+      root: a directory of steps, of which 3 can be compacted.
       part: which part of the steps is compared: ``tables`` or ``dense``.
-      every: how many calls lie between two kills.
+      every: the number of calls from one kill to the next.
     """
     run = subprocess.run(
         [sys.executable, __file__, str(root), part, str(every)], capture_output=True, text=True
@@ -56,8 +56,8 @@ _PARTS = {"tables": table_fields, "dense": dense_leaves}
 
 
 def _in_child(call: Callable[[], None]) -> int:
-    """Exit code of a process that makes a call; negative where a signal killed it."""
-    # All threads are the child's own: none is running when it is forked.
+    """Exit code of a process that makes a call; negative if a signal killed it."""
+    # No other thread is running at the fork.
     pid = os.fork()
     if pid == 0:
         try:
@@ -70,7 +70,7 @@ def _in_child(call: Callable[[], None]) -> int:
 
 
 def _named(argument: object) -> str:
-    """A path, or that of a folder whose descriptor is given."""
+    """A path, or the path of a directory descriptor."""
     if isinstance(argument, int):
         with contextlib.suppress(OSError):
             return os.readlink(f"/proc/self/fd/{argument}")
@@ -78,7 +78,7 @@ def _named(argument: object) -> str:
 
 
 def _compact(root: Path, at: int) -> None:
-    """Compacts step 3, and is killed at its ``at``-th call below the root."""
+    """Compacts step 3, and kills itself at the ``at``-th call below the root."""
     seen = 0
 
     def hook(event: str, arguments: tuple[object, ...]) -> None:
@@ -116,7 +116,7 @@ def _main(root: Path, part: str, every: int) -> None:
             break
         kills += 1
         if (base / names.EMBEDDINGS_ITEM).is_dir():
-            # Cut after the rename: it is published, whole.
+            # Killed after the rename: the base is published and complete.
             published += 1
             shutil.rmtree(base)
         at += every

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A program that ends with a save in flight and never closes its manager; for test_exits.py.
 
-It takes its task as JSON: where to save, how to end, and what of the save is held back until the
-program's own code has ended, and a while longer, so that it happens in the middle of the exit.
+Its task is JSON: where to save, how to end, and which stage of the save is delayed until shortly
+after the program's own code has ended, so that it runs during the exit.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from deltackpt.save import flight
 from deltackpt.save import step as steps
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
-#: What can be held back: the directories and so all of the save, its rows, its commit.
+#: Stages that can be delayed: the directories (hence all of the save), its rows, its commit.
 STAGES = {
     "all": (steps, "write"),
     "write": (flight.PendingSave, "write"),
     "commit": (steps, "_commit"),
 }
-#: How long after the end of the program's code: enough for an interpreter that does not wait.
+#: Delay after the end of the program's code: an interpreter that does not wait exits sooner.
 LONGER_SECS = 1.0
 #: Set by the last line of the program.
 leaving = threading.Event()
@@ -51,7 +51,7 @@ def states(steps: int) -> list[tuple[Any, Any]]:
 
 
 def hold_back(task: dict[str, Any]) -> None:
-    """Makes a stage of every later save wait, fail or hang."""
+    """Delays a stage of every later save, or makes it fail or hang."""
     if task["stage"] is None:
         return
     where, name = STAGES[task["stage"]]
@@ -90,11 +90,11 @@ def train(task: dict[str, Any], keep: Callable[[Any], None]) -> None:
 
 
 def end(task: dict[str, Any]) -> None:
-    """Ends this program as the task says."""
+    """Ends this program as the task specifies."""
     leaving.set()
     print(json.dumps({"note": "leaving"}), flush=True)
     if task["ending"] == "interrupted":
-        # Runs before what the manager has registered, as a Ctrl-C that comes just then.
+        # Runs before the manager's callbacks, like a Ctrl-C at that moment.
         threading._register_atexit(interrupt_once)  # type: ignore[attr-defined]
     if task["ending"] == "raise":
         raise ValueError("the training diverged")
@@ -103,7 +103,7 @@ def end(task: dict[str, Any]) -> None:
 
 
 def interrupt_once() -> None:
-    """As Ctrl-C does that is pressed once."""
+    """Simulates one press of Ctrl-C."""
     if not interrupted.is_set():
         interrupted.set()
         signal.raise_signal(signal.SIGINT)
@@ -123,9 +123,9 @@ def in_daemon(task: dict[str, Any]) -> None:
 
 
 def in_thread(task: dict[str, Any]) -> None:
-    """Trains on in a thread when the main thread has ended.
+    """Continues to train in a thread after the main thread has ended.
 
-    ``where`` says when the manager is opened: late, or by whom else; or that the thread only logs.
+    ``where`` is when, or by which thread, the manager is opened; or that the thread only appends.
     """
     where, begun, managers = task["where"], threading.Event(), []
 
@@ -157,7 +157,7 @@ def in_thread(task: dict[str, Any]) -> None:
 
 
 def in_child(task: dict[str, Any]) -> None:
-    """What a child of multiprocessing runs."""
+    """Runs in a child of multiprocessing."""
     train(task, kept.append)
     end(task)
 
@@ -171,14 +171,14 @@ def children(task: dict[str, Any], method: str, target: Callable[..., None]) -> 
 
 
 def idle(task: dict[str, Any]) -> None:
-    """A forked child, which must leave its parent's save alone."""
+    """Runs in a forked child, which must not affect its parent's save."""
     sys.exit(7)
 
 
 kept: list[Any] = []
 
 if __name__ == "__main__":
-    # What a shell starts in the background has it ignored, and its children too.
+    # Background jobs of a shell, and their children, ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     task = {
         "ending": "end",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which processes of deltackpt run on this machine."""
+"""Finds processes of deltackpt that run on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def promoters(node: Path) -> list[int]:
-    """Process ids of the promoters of a stage."""
+    """Returns the process ids of the uploaders of a staging directory."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of a job of several that trains on data of its own; see ``test_loops.py``.
+"""One process of a multi-process job that trains on its own data; see ``test_loops.py``.
 
-It writes a line of JSON for where it starts, for each step, and for its end.
+It writes a line of JSON for its start position, for each step, and for its end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from deltackpt.errors import ProcessFailed, TemplateMismatch
 from deltackpt.integrations.loop import LoopCheckpoints
 
 ROWS, WIDTH, BATCH, STEPS = 64, 4, 4, 10
-#: Of both processes: each trains its half in batches.
+#: Samples of both processes; each trains on half of them.
 SAMPLES = 2 * BATCH * STEPS
 
 
@@ -57,7 +57,7 @@ def main(
         seed=5,
     )
     operations = [grain.transforms.Batch(BATCH)]
-    # Grain takes whatever has a length and indices.
+    # Grain accepts any object with a length and indices.
     batches = iter(
         grain.DataLoader(
             data_source=range(SAMPLES),  # pyright: ignore[reportArgumentType]

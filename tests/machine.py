@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests need of the machine."""
+"""What tests need from the machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 
 def required(there: bool, reason: str) -> None:
-    """Skips a test that misses something of the machine; with ``CI=true`` it fails."""
+    """Skips a test if the machine lacks something; fails it with ``CI=true``."""
     if there:
         return
     if os.environ.get("CI") == "true":
@@ -22,8 +22,8 @@ def required(there: bool, reason: str) -> None:
 
 
 def free_port() -> int:
-    """A port of loopback that is free, below those that the system gives to other sockets."""
-    draw = random.SystemRandom()  # Workers may have seeded the other one alike.
+    """A free loopback port below the range that the system assigns to other sockets."""
+    draw = random.SystemRandom()  # Test workers may share the default generator's seed.
     while True:
         port = draw.randrange(20000, 30000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -31,9 +31,9 @@ def free_port() -> int:
 
 
 def open_files(folder: Path) -> list[str]:
-    """Paths below a folder that this process has open, whatever other threads have open."""
+    """Paths below a folder that this process has open; other threads may close files."""
     found = []
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # Closed meanwhile, or that of the listing.
+        with contextlib.suppress(FileNotFoundError):  # Closed since, or the listing's own.
             found.append(os.readlink(f"/proc/self/fd/{name}"))
     return [path for path in found if path.startswith(f"{folder}/") or path == str(folder)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Directories of any size that were never written: what plots and reports ask of one, in memory."""
+"""In-memory stand-ins for checkpoint directories of any size, for tests of plots and reports."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from deltackpt.errors import Damaged
 from deltackpt.inspect.logs import Wal
 from deltackpt.storage.store import FileStore, Spot
 
-#: Different deltas; the figures of many saves are the same.
+#: Number of different deltas; many saves share the same figures.
 _VARIANTS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MadeUpSave:
-    """As ``deltackpt.inspect.Save``."""
+    """Stand-in for ``deltackpt.inspect.Save``."""
 
     step: int
     kind: str
@@ -43,7 +43,7 @@ class MadeUpSave:
 
 
 class MadeUp:
-    """As ``deltackpt.inspect.Checkpoints``: consecutive deltas, a base every so many saves."""
+    """Stand-in for ``deltackpt.inspect.Checkpoints``: deltas, with a base every few saves."""
 
     spot = Spot(FileStore(Path("made")), "up")
     item = "embeddings"
@@ -126,7 +126,7 @@ class MadeUp:
         return Wal(epochs=())
 
     def with_save(self, number: int, **changes):
-        """The same directory, with one save otherwise."""
+        """Changes one save and returns this directory."""
         saves = list(self.saves)
         saves[number] = dataclasses.replace(saves[number], **changes)
         self.saves = tuple(saves)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of made-up rows in memory, and what must be read from them."""
+"""In-memory layers of made-up rows, and the values that reads must return."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RUN = "0123456789abcdef0123456789abcdef"
 
 
 class Memory:
-    """Bytes in memory, which count the ranges that are read."""
+    """Bytes in memory; records the ranges that are read."""
 
     name = NAME
     run_bytes = 16 << 20
@@ -110,7 +110,7 @@ def manifest_of(number: int = 1, **fields) -> LayerManifest:
 
 
 def groups_of(number: int = 1, count: int = 300) -> list[Rows]:
-    """Rows with a slot in two column shards, blocks, and an item; made up from a number."""
+    """Rows with a slot in two column shards, blocks, and an item; ``number`` is the seed."""
     random = np.random.default_rng(number)
     rows = np.unique(random.integers(0, 1 << 20, count))
     values = random.standard_normal((len(rows), 6), np.float32)
@@ -139,7 +139,7 @@ def groups_of(number: int = 1, count: int = 300) -> list[Rows]:
 
 
 def contents_of(groups: Sequence[Rows]) -> dict[str, tuple[list[int], dict[str, bytes]]]:
-    """What ``read_all`` returns of row groups."""
+    """The value that ``read_all`` must return for row groups."""
     found = {}
     for group in groups:
         arrays = {given.name: given.data.tobytes() for given in group.arrays}
@@ -181,12 +181,12 @@ def write(
 
 
 def opened(data: bytes | bytearray) -> Layer:
-    """The layer that some bytes are."""
+    """Opens a layer from its bytes."""
     return Layer(Memory(data), len(data))
 
 
 def layers_in(source: ByteSource, data: bytes) -> list[Layer]:
-    """The whole layers of a file with some bytes."""
+    """The complete layers in the bytes of a file."""
     found, start = [], 0
     while start + PAGE_BYTES <= len(data):
         header = footer.header_of(data[start : start + PAGE_BYTES], "a layer")
@@ -198,18 +198,18 @@ def layers_in(source: ByteSource, data: bytes) -> list[Layer]:
 
 
 def fields_of(data: bytes) -> dict:
-    """The manifest of a layer as it was packed."""
+    """The unpacked manifest fields of a layer."""
     trailer = footer.trailer_of(data[-TRAILER_BYTES:], len(data), NAME)
     return msgpack.unpackb(data[trailer.footer :][: trailer.manifest_bytes])
 
 
 def refooted(data: bytes, packed: bytes) -> bytes:
-    """A layer with other bytes as its manifest, and valid checksums."""
+    """The layer with a different manifest and valid checksums."""
     return footed(data[: footer.trailer_of(data[-TRAILER_BYTES:], len(data), NAME).footer], packed)
 
 
 def footed(data: bytes, packed: bytes) -> bytes:
-    """A header and chunks with some bytes as their manifest, and valid checksums."""
+    """A header and chunks, followed by a manifest and valid checksums."""
     at = len(data)
     nbytes = -(-(at + len(packed) + TRAILER_BYTES) // PAGE_BYTES) * PAGE_BYTES
     fixed = footer._TRAILER.pack(footer._TRAILER_MAGIC, footer.VERSION, nbytes, at, len(packed))
@@ -218,12 +218,12 @@ def footed(data: bytes, packed: bytes) -> bytes:
 
 
 def with_fields(data: bytes, **changed) -> bytes:
-    """A layer whose manifest has other values, and valid checksums."""
+    """The layer with changed manifest fields and valid checksums."""
     return refooted(data, msgpack.packb(fields_of(data) | changed))
 
 
 def place_of(layer: Layer, offset: int) -> str:
-    """What an error about a byte of a layer must name."""
+    """The location that an error about a byte of a layer must name."""
     trailer = layer.nbytes - TRAILER_BYTES
     if offset < PAGE_BYTES:
         return f"{NAME}: header"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small logs that no training wrote: rows of one table, and what their records should give."""
+"""Small hand-made WALs of one table, and the expected contents of their records."""
 
 from __future__ import annotations
 
@@ -61,17 +61,17 @@ BASE = SaveId("ba5e", 0, 0)
 
 
 def save_id(number: int, run: str = "a0") -> SaveId:
-    """Of the record of a call, which is at the step of the same number."""
+    """The save id of a record, whose step is its number."""
     return SaveId(run, number, number)
 
 
 def rows_of(number: int) -> np.ndarray:
-    """Which rows the record of a call holds: some are in several records."""
+    """Row indices of a record; some rows are in several records."""
     return np.unique(np.array([number % ROWS, 3 * number % ROWS, 7]))
 
 
 def values_of(number: int, run: str = "a0") -> np.ndarray:
-    """What a record says that its rows are."""
+    """The values of a record's rows."""
     start = 1000 * number + int(run, 16)
     return np.arange(start, start + len(rows_of(number)) * WIDTH, dtype=np.float32).reshape(
         -1, WIDTH
@@ -96,7 +96,7 @@ RAW = Encoding(
 
 
 def fill_of(number: int, run: str = "a0") -> Fill:
-    """What writes the arrays of a full record, and what they are."""
+    """Returns a function that writes a full record."""
 
     def fill(place_of: Callable[[str], Place]) -> FilledRecord:
         rows, weights = rows_of(number), np.frombuffer(weights_of(number, run), np.uint8)
@@ -136,22 +136,22 @@ _WRITERS: list[SegmentWriter] = []
 
 
 def close_all() -> None:
-    """Closes the files of the logs that a test has made."""
+    """Closes the WAL files that a test has made."""
     while _WRITERS:
         _WRITERS.pop().close()
 
 
 @dataclasses.dataclass
 class MadeUpLog:
-    """The log of one process, and how it is read.
+    """The WAL of one process.
 
     Attributes:
-      at: the folder of the heads.
-      stretch: number of the stretch.
+      at: the directory of the epoch headers.
+      stretch: number of the WAL epoch.
       run: id of its run.
-      process: which one it is of.
+      process: number of the process.
       count: number of processes.
-      continues: the recovery point that the run goes on from.
+      continues: the recovery point that the run resumes from.
     """
 
     at: Path
@@ -185,7 +185,7 @@ class MadeUpLog:
 
     @property
     def folder(self) -> Path:
-        """Where its segments are."""
+        """The directory of its segments."""
         return self.at / str(self.stretch) / str(self.process)
 
     @property
@@ -194,13 +194,13 @@ class MadeUpLog:
         return sorted(self.folder.glob("*.seg"))
 
     def begin(self) -> MadeUpLog:
-        """Writes the head of the stretch."""
+        """Writes the epoch header."""
         self.at.mkdir(parents=True, exist_ok=True)
         (self.at / names.stretch_name(self.stretch)).write_bytes(stretches.to_bytes(self.head))
         return self
 
     def append(self, *numbers: int, parent: SaveId | None = None) -> MadeUpLog:
-        """Writes records, each since the one before."""
+        """Writes records, each relative to the one before."""
         for number in numbers:
             above = save_id(number - 1, self.run) if number > 1 else BASE
             own = save_id(number, self.run)
@@ -209,7 +209,7 @@ class MadeUpLog:
         return self
 
     def roll(self) -> MadeUpLog:
-        """The next record begins a file."""
+        """Makes the next record start a segment."""
         self.writer.roll()
         return self
 
@@ -217,7 +217,7 @@ class MadeUpLog:
 def contents_after(
     numbers: Sequence[int], run: str = "a0", before: np.ndarray | None = None
 ) -> np.ndarray:
-    """What the table holds once some records were applied, in their order."""
+    """The table after some records are applied in order."""
     table = np.zeros((ROWS, WIDTH), np.float32) if before is None else before.copy()
     for number in numbers:
         table[rows_of(number)] = values_of(number, run)
@@ -226,7 +226,7 @@ def contents_after(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Read:
-    """What replaying the way to a point gave."""
+    """The result of replaying up to a recovery point."""
 
     point: RecoveryPoint
     table: np.ndarray
@@ -236,25 +236,25 @@ class Read:
 
 
 def history_of(*at: Path) -> History:
-    """The WAL that a reader finds in a directory, or in several, nearest first."""
+    """The WAL in a directory, or in several, nearest first."""
     folders = [LogFolder(spot(one)) for one in at]
     return Logs(folders[0] if len(folders) == 1 else LogLayers(folders)).read()
 
 
 def scan_of(log: MadeUpLog) -> ProcessLog:
-    """The records of a log as it stands; ``advance`` scans what is written later."""
+    """The records of a WAL so far; ``advance`` scans later ones."""
     found = ProcessLog(spot(log.folder), log.run, EpochRef.of(log.head), log.process)
     found.advance()
     return found
 
 
 def way_to(at: Path, skipped: Sequence[SaveId] = ()) -> Way | None:
-    """The way to the newest point above the base, without some records; None without one."""
+    """The replay plan to the newest point above the base, without some records, or None."""
     return newest_way(history_of(at), {BASE.step: BASE}, skipped)
 
 
 def follow(way: Way) -> Read:
-    """Replays a way."""
+    """Executes a replay plan."""
     buffers, targets = empty_buffers(LAYOUT)
     [table] = buffers[TABLE]["values"].values()
     table[:] = 0
@@ -264,13 +264,13 @@ def follow(way: Way) -> Read:
 
 
 def read_newest(at: Path) -> Read | None:
-    """The newest point of a root as it stands; None where there is none."""
+    """Replays up to the newest point, if there is one."""
     way = way_to(at)
     return None if way is None else follow(way)
 
 
 def bounds_of(data: bytes) -> list[tuple[int, int]]:
-    """Where each record of an intact segment begins and ends."""
+    """Start and end of each record of an intact segment."""
     found, start = [], 0
     while start < len(data):
         header = footer.header_of(data[start : start + PAGE_BYTES], "a record")
@@ -281,13 +281,13 @@ def bounds_of(data: bytes) -> list[tuple[int, int]]:
 
 
 class StoredRecord(NamedTuple):
-    """A record as a segment holds it.
+    """A record in a segment.
 
     Attributes:
       path: the segment.
       number: index of the record in the segment.
       layer: its layer.
-      head: what its arrays are.
+      head: its header.
     """
 
     path: Path
@@ -297,7 +297,7 @@ class StoredRecord(NamedTuple):
 
     @property
     def seq(self) -> int:
-        """Number of the record in the WAL."""
+        """Sequence number of the record in the WAL."""
         return self.layer.manifest.sequence
 
     @property
@@ -315,13 +315,13 @@ class StoredRecord(NamedTuple):
         return [segment_of(one, self.layer.arrays(one).values()) for one in groups]
 
     def chunks_of(self, row_group: str, array: str) -> list[tuple[int, int]]:
-        """Where the chunks of an array begin and end in the segment."""
+        """Start and end of each chunk of an array in the segment."""
         start, chunks = self.layer.start, self.layer._chunks[row_group, array]
         return [(start + one.offset, start + one.stop) for one in chunks]
 
 
 def records_in(folder: Path) -> list[StoredRecord]:
-    """The intact records of a process that count, oldest first."""
+    """The valid records of a process, oldest first."""
     found: list[StoredRecord] = []
     for path in sorted(folder.glob("*.seg")):
         source = StoredBytes(spot(path))
@@ -342,14 +342,14 @@ def change(
     manifest: Callable[[dict[str, Any]], Any] | None = None,
     chunks: Mapping[tuple[str, str], bytes] | None = None,
 ) -> None:
-    """Changes a record of a segment, and makes all checksums right from there on.
+    """Changes a record of a segment and recomputes all checksums from there on.
 
     Args:
       path: the segment.
       number: index of the record.
-      head: changes the record's head, or returns another one.
+      head: changes the record's header, or returns another one.
       manifest: changes the manifest of the layer.
-      chunks: row group and array to other bytes of its only chunk, as many as before.
+      chunks: row group and array to new bytes of its only chunk, of the same length.
     """
     data, made, digest = path.read_bytes(), [], None
     for at, (start, end) in enumerate(bounds_of(data)):
@@ -404,7 +404,7 @@ def _replace_chunk(
 
 
 def to(*path: Any, value: Any) -> Callable[[Any], None]:
-    """What sets the value at a path of a head or manifest."""
+    """Returns a function that sets the value at a path of a header or manifest."""
 
     def replace(head: Any) -> None:
         for key in path[:-1]:

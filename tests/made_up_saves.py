@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Manifests of saves that nobody made: what lineage and rendezvous look for, and nothing else."""
+"""Fake manifests of saves, with only what lineage and rendezvous read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROW_BYTES = 4 * WIDTH
 
 
 def layout(rows: int = ROWS) -> Layout:
-    """One table of some rows."""
+    """The layout of a single table."""
     spec = FieldSpec(name=VALUES, trailing=(WIDTH,), dtype="float32")
     group = GroupEntry(name="g0", rows=rows, fields=(spec,))
     table = TableEntry(name="t", group="g0", offset=0, rows=rows, leaves={VALUES: (("dict", "t"),)})
@@ -24,7 +24,7 @@ def layout(rows: int = ROWS) -> Layout:
 
 
 def record(save_id: SaveId, *, rows: int = ROWS, process: int = 0, **changes: Any) -> Manifest:
-    """A manifest that says that the first rows of the table were written."""
+    """A manifest of a save that wrote the first rows of the table."""
     held = layout()
     (spec,) = held.groups[0].fields
     entry = ArrayEntry(name=VALUES, shape=(rows, WIDTH), dtype=spec.dtype, chunk_rows=rows)
@@ -52,12 +52,12 @@ def record(save_id: SaveId, *, rows: int = ROWS, process: int = 0, **changes: An
 
 
 def cover(share: tuple[int, int] = (0, manifest.WHOLE_SHARE)) -> Cover:
-    """Where the rows of a part lie in the table, in units of its rows / WHOLE_SHARE."""
+    """The range of a part's rows in the table, in units of its rows / WHOLE_SHARE."""
     return Cover(group="g0", tables=((0, 1),), share=share, columns=(0, WIDTH))
 
 
 def write(item_dir: Path, made: Manifest) -> bytes:
-    """Writes a manifest where its process would; what was written."""
+    """Writes a manifest where its process would; returns its bytes."""
     item_dir.mkdir(parents=True, exist_ok=True)
     data = manifest.to_bytes(made)
     (item_dir / names.manifest_name(made.process)).write_bytes(data)
@@ -67,7 +67,7 @@ def write(item_dir: Path, made: Manifest) -> bytes:
 def commit(
     step_dir: Path, intent: Any, *, rows: int | None = None, compacted: BaseRef | None = None
 ) -> None:
-    """Makes a save stand at its step: all rows of a base, a tenth of them in a delta."""
+    """Commits a save at its step: all rows of a base, a tenth of them in a delta."""
     if rows is None:
         rows = ROWS if intent.kind == "base" else ROWS // 10
     made = record(
@@ -77,6 +77,6 @@ def commit(
 
 
 def compact(step_dir: Path, save_id: SaveId, *, rows: int = ROWS) -> BaseRef:
-    """Makes a compacted base stand for a save."""
+    """Writes a compacted base in place of a save."""
     write(names.compacted_dir(step_dir, names.EMBEDDINGS_ITEM), record(save_id, rows=rows))
     return BaseRef(save_id=save_id, nbytes=rows * ROW_BYTES)

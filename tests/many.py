@@ -27,10 +27,10 @@ import many_worker
 import pytest
 from machine import free_port
 
-#: A process that says nothing for so long hangs.
+#: A process that sends nothing for this long counts as hung.
 SILENCE_SECS = 120.0
 _POLL_SECS = 0.01
-#: A process that hangs gets so long to say where.
+#: How long a hung process gets to print its stacks.
 _STACKS_SECS = 2.0
 
 Answer = dict[str, Any]
@@ -43,8 +43,8 @@ class Server:
         """Starts it.
 
         Args:
-          worker: the file of what it imports, and of what its processes run.
-          **environment: of its processes.
+          worker: the file that it imports and its processes run.
+          **environment: environment variables of its processes.
         """
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""} | environment
         self._process = subprocess.Popen(
@@ -57,11 +57,11 @@ class Server:
         self._lock = threading.Lock()
 
     def start(self, task: dict[str, Any]) -> int:
-        """Starts a process; its id stays its own until ``end``."""
+        """Starts a process; its id is not reused before ``end``."""
         return self._order(task)["pid"]
 
     def end(self, pid: int) -> int:
-        """Waits for the end of a process that was killed or has hung up; its exit status."""
+        """Waits for a process that was killed or hung up; returns its exit status."""
         return self._order({"end": pid})["status"]
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class Process:
     Attributes:
       number: its index in the job.
       pid: its process id.
-      reached: the points of saves at which it died, stopped or was held up.
+      reached: the points of saves at which it died, stopped or was paused.
       status: its exit status, None while it runs; negative for a signal.
     """
 
@@ -103,19 +103,19 @@ class Process:
         self._reader: threading.Thread | None = None
 
     def connected(self, link: socket.socket) -> None:
-        """It has come to the job's socket."""
+        """Starts to read its answers from its connection to the job."""
         self._link = link
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def ask(self, do: str, **arguments: Any) -> None:
-        """Asks for something; a dead process is not told."""
+        """Sends a request; does nothing if the process is dead."""
         assert self._link is not None
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._link.sendall(json.dumps({"do": do, **arguments}).encode() + b"\n")
 
     def answer(self, timeout_secs: float = SILENCE_SECS) -> Answer:
-        """Its next answer; its exit status as ``ended`` where it ends instead."""
+        """Its next answer; its exit status as ``ended`` if it ends instead."""
         try:
             found = self._answers.get(timeout=timeout_secs)
         except queue.Empty:
@@ -126,11 +126,11 @@ class Process:
         return {"ended": self.end()}
 
     def has_answered(self, times: int) -> bool:
-        """Whether so many answers wait to be taken."""
+        """Whether at least ``times`` answers are queued."""
         return self._answers.qsize() >= times
 
     def wait_reached(self, point: str) -> None:
-        """Waits until it has noted that it came to a point of a save."""
+        """Waits until it reports that it reached a point of a save."""
         wait_until(
             lambda: point in self.reached,
             f"process {self.number} comes to {point!r}",
@@ -138,7 +138,7 @@ class Process:
         )
 
     def hang_up(self) -> None:
-        """Has no more questions: the process ends."""
+        """Closes the request stream, so that the process ends."""
         assert self._link is not None
         self._link.shutdown(socket.SHUT_WR)
 
@@ -149,13 +149,13 @@ class Process:
                 os.kill(self.pid, number)
 
     def end(self) -> int:
-        """Its exit status, once it was killed or has hung up."""
+        """Waits for its end after a kill or hang-up; returns its exit status."""
         if self.status is None:
             self.status = self._server.end(self.pid)
         return self.status
 
     def close(self) -> None:
-        """Kills it where it still runs."""
+        """Kills it if it still runs."""
         self.kill()
         self.end()
         if self._link is not None:
@@ -186,7 +186,7 @@ class Process:
 
 
 class Job:
-    """Several processes that make up one jax; a context manager.
+    """Several processes that form one distributed JAX job; a context manager.
 
     Example:
       with Job(server, directory, processes=2) as job:
@@ -203,15 +203,15 @@ class Job:
         model: many_worker.Model | None = None,
         apart: bool = False,
     ):
-        """Nothing is started yet.
+        """Starts nothing yet.
 
         Args:
           server: forks the processes.
-          directory: for logs, below which a new one is made.
+          directory: parent of a new directory for logs.
           processes: how many.
-          devices: of each process.
+          devices: number of devices per process.
           model: of the training state.
-          apart: whether jax's coordinator is a process of its own, instead of a part of process 0.
+          apart: whether JAX's coordinator runs in its own process instead of in process 0.
         """
         self.count, self.devices = processes, devices
         self.model = model or many_worker.Model()
@@ -225,8 +225,8 @@ class Job:
         self._directory.mkdir(parents=True)
         try:
             with socket.socket(socket.AF_UNIX) as listener:
-                # Of Linux's abstract names, which are as long as we like. What a killed process
-                # has written to such a socket can be read, while TCP may drop it.
+                # A Linux abstract name does not depend on the length of a path. Data that a killed
+                # process wrote to such a socket can still be read, while TCP may drop it.
                 listener.bind(f"\0deltackpt-{uuid.uuid4().hex}")
                 listener.listen(self.count + 1)
                 listener.settimeout(SILENCE_SECS)
@@ -250,7 +250,7 @@ class Job:
             process.close()
 
     def ask(self, do: str, *, of: Iterable[int] | None = None, **arguments: Any) -> None:
-        """Asks all processes for something, or some of them."""
+        """Sends a request to all processes, or to some of them."""
         for process in self.processes if of is None else [self.processes[i] for i in of]:
             process.ask(do, **arguments)
 
@@ -260,12 +260,12 @@ class Job:
         return [process.answer() for process in found]
 
     def each(self, do: str, **arguments: Any) -> list[Answer]:
-        """Asks all processes for something: what each answers, be it an error or its end."""
+        """Sends a request to all processes; returns all answers, errors and ends included."""
         self.ask(do, **arguments)
         return self.answers()
 
     def all(self, do: str, **arguments: Any) -> list[Answer]:
-        """Asks all processes for something, which must succeed."""
+        """Sends a request to all processes, all of which must succeed."""
         found = self.each(do, **arguments)
         for process, answer in zip(self.processes, found):
             failed = answer.get("error") or answer.get("ended")
@@ -273,7 +273,7 @@ class Job:
         return found
 
     def one(self, do: str, **arguments: Any) -> Answer:
-        """Asks all processes for something, on which they must agree."""
+        """Sends a request to all processes, which must all give the same answer."""
         found = [
             {key: value for key, value in answer.items() if key not in ("secs", "warnings")}
             for answer in self.all(do, **arguments)
@@ -282,10 +282,10 @@ class Job:
         return found[0]
 
     def close(self) -> None:
-        """Closes the managers and ends all processes in good order."""
+        """Closes the managers and ends all processes cleanly."""
         self.all("close")
         if self.count > 1:
-            # Process 0 leads the others: it must be there until they have left.
+            # Process 0 runs the coordinator: it must stay until the others have left.
             others = range(1, self.count)
             self.ask("leave", of=others)
             assert not any("error" in answer for answer in self.answers(of=others))
@@ -297,7 +297,7 @@ class Job:
         assert statuses == [{"ended": 0}] * self.count, f"{statuses}\n{self.diagnosis()}"
 
     def release(self) -> None:
-        """Lets go the processes that are held up at a point of a save."""
+        """Resumes the processes that are paused at a point of a save."""
         self._release.touch()
 
     def diagnosis(self) -> str:
@@ -305,7 +305,7 @@ class Job:
         return "\n".join(f"[{p.number}] {p.diagnosis()}" for p in self.processes)
 
     def stacks(self) -> str:
-        """Where all threads of all processes are, after the end of what they printed."""
+        """The end of the output of all processes, then the stacks of all their threads."""
         said = self.diagnosis()
         printed = [len(process.output()) for process in self.processes]
         for process in self.processes:
@@ -335,7 +335,7 @@ class Job:
             }
             pid = self._server.start(task)
             started.append(Process(number, pid, self, self._server, diagnosis))
-            # Known at once, so that it is ended whatever comes.
+            # Registered at once, so that it is ended even after an error.
             self.processes = started[: self.count]
             self._leader = started[self.count] if number == self.count else None
         for _ in started:
@@ -347,7 +347,7 @@ class Job:
 def wait_until(
     true: Callable[[], object], what: str, diagnosis: Callable[[], str] = lambda: ""
 ) -> None:
-    """Waits until something is true; fails where it does not come about."""
+    """Waits until a condition is true; fails the test after a limit."""
     deadline = time.monotonic() + SILENCE_SECS
     while not true():
         if time.monotonic() > deadline:

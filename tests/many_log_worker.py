@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of a job of several that keeps a log; see ``many_worker.py``, whose server it is."""
+"""One process of a multi-process job with a WAL; it runs the server of ``many_worker.py``."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from deltackpt.testing import Disk
 from deltackpt.wal import LocalWal, segments
 from deltackpt.wal.writer import LogWriter
 
-#: A test would wait for ever where a process was looked for more often, and not at all.
+#: Deadline of each wait, so that a test cannot hang.
 _SECS = 60.0
 
 
 def _plain(recovery: RecoveryPoint | int | None) -> Any:
-    """A point as the step and whether it is full; a step as it is."""
+    """A recovery point as its step and whether it is full; a step unchanged."""
     return [recovery.step, recovery.full] if isinstance(recovery, RecoveryPoint) else recovery
 
 
 class Logger(Worker):
-    """What a process with a log can be asked for, too."""
+    """A worker that also takes the requests of a process with a WAL."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self._disks = contextlib.ExitStack()
 
     def open(self, root: str, log: dict[str, Any] | None = None, **options: Any) -> None:
-        """Makes the manager; ``log``: its ``WalOptions``, of which ``directory`` is ``LocalWal``'s.
+        """Opens the manager and keeps its events.
 
-        Its events are kept.
+        ``log`` holds its ``WalOptions``; ``directory`` and ``segment_bytes`` go to ``LocalWal``.
         """
         given = dict(log or {})
         backend = LocalWal(
@@ -54,20 +54,20 @@ class Logger(Worker):
         self._events.append(event)
 
     def told(self, name: str = "FailureEvent") -> dict[str, Any]:
-        """The events of a kind."""
+        """Returns the events of a kind."""
         found = [one for one in self._events if type(one).__name__ == name]
         return {"events": [dataclasses.asdict(one) for one in found]}
 
     def log(
         self, ids: bool = False, without: int = 0, beyond: int | None = None, **arguments: Any
     ) -> dict[str, Any]:
-        """Logs the state.
+        """Appends the state to the WAL.
 
         Args:
-          ids: whether it says which rows the last step has changed.
-          without: how many of them it leaves out, of each table.
-          beyond: a process that names rows beyond the tables.
-          **arguments: of ``log``.
+          ids: whether to name the rows that the last step changed.
+          without: how many of them to leave out of each table.
+          beyond: the process that names rows beyond the tables.
+          **arguments: of ``append``.
         """
         if ids:
             changed = self._model.changed(self._step)
@@ -84,7 +84,7 @@ class Logger(Worker):
         return {"step": found.step, "kind": found.kind, "reason": found.reason, "saved": saved}
 
     def run_on(self, to: int, **arguments: Any) -> dict[str, Any]:
-        """Trains and logs each step up to one; says what was saved instead of a mark."""
+        """Trains and appends each step up to one; returns the steps saved or skipped instead."""
         saved, skipped = [], []
         while self._step < to:
             self.train(self._step + 1)
@@ -94,7 +94,7 @@ class Logger(Worker):
         return {"saved": saved, "skipped": skipped}
 
     def run_until_saved(self, at_most: int, **arguments: Any) -> dict[str, Any]:
-        """Trains and logs until a step is saved instead of a mark."""
+        """Trains and appends until a step is saved instead."""
         while self._step < at_most:
             found = self.run_on(self._step + 1, **arguments)
             if found["saved"]:
@@ -102,11 +102,11 @@ class Logger(Worker):
         return {"saved": [], "skipped": []}
 
     def wait_appended(self, timeout_secs: float | None = None) -> dict[str, Any]:
-        """Waits until what was logged is durable."""
+        """Waits until the appended records are durable."""
         return {"recovery": _plain(self._manager.wait_appended(timeout_secs))}
 
     def wait_recovery(self, step: int) -> dict[str, Any]:
-        """Waits until a point, or a step, is what a restore would find."""
+        """Waits until a restore would find a point or a step."""
         deadline = time.monotonic() + _SECS
         while True:
             found = self._manager.wait_appended()
@@ -116,23 +116,23 @@ class Logger(Worker):
             assert time.monotonic() < deadline, f"expected {step}, found {found}"
 
     def verify_tracking(self) -> None:
-        """Looks at every row for whether it is marked."""
+        """Checks that every changed row is marked."""
         self._manager.verify_tracking(self._state, touched=self._given())
 
     def points(self) -> dict[str, Any]:
-        """Steps of the full points."""
+        """Returns the steps of the full points."""
         return {"points": [point.step for point in self._manager.recovery_points()]}
 
     def refuse_writes(self, times: int, number: int = 28) -> None:
-        """Has the next writes of the log fail by an error of the operating system."""
+        """Makes the next writes of the WAL fail with an operating system error."""
         self._disk.fail("write", "[.]seg$", errno=number, times=times)
 
     def refuse_reads(self, number: int) -> None:
-        """Has the next read of a head of the log fail by an error of the operating system."""
+        """Makes the next read of an epoch header fail with an operating system error."""
         self._disk.fail("read", r"/\d+[.]msgpack$", errno=number)
 
     def run_until_told(self, at_most: int) -> dict[str, Any]:
-        """Trains and logs until something is told to have failed."""
+        """Trains and appends until a failure is reported."""
         while self._step < at_most:
             self.run_on(self._step + 1)
             self._manager.wait_appended()
@@ -162,7 +162,7 @@ class Logger(Worker):
 
 
 many_worker.POINTS["before the log is forced"] = many_worker._before(segments.SegmentWriter, "sync")
-many_worker.Worker = Logger  # What the forked processes are.
+many_worker.Worker = Logger  # The class that forked processes use.
 
 if __name__ == "__main__":
     many_worker.serve()

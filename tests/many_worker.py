@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of a job of several, which a test questions, stops and kills; see ``many.py``.
+"""One process of a multi-process job that a test controls, stops and kills; see ``many.py``.
 
-Run as a program it is a fork server: it imports everything once, without starting a jax backend,
-and forks a process per line of JSON on stdin. Each process connects to the socket of its job, does
-what it is asked for, a line of JSON each, and answers with one. What it noted before a SIGKILL is
-not lost.
+Run as a program, it is a fork server: it imports everything once, without starting a JAX backend,
+and forks a process per line of JSON on stdin. Each process connects to its job's socket, executes
+requests, a line of JSON each, and answers each with one line. No answer sent before a SIGKILL is
+lost.
 
-The state is a function of the step alone: what a checkpoint of a step must hold is computed, by
-any process and by the test, not remembered.
+The state is a function of the step alone, so any process and the test can compute what a
+checkpoint must hold.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from deltackpt.save import exits, flight, rendezvous, snapshot
 from deltackpt.save import step as steps
 from deltackpt.storage import batch, files, ocdbt, parts, writer
 
-#: Rows that any mesh of 8 devices divides, and widths that 4 do. Each process writes a share of
-#: every table, whatever the sharding: none is so small that it goes to one process alone.
+#: Row counts divisible by 8 devices, and widths divisible by 4. Every table is large enough that
+#: each process writes a share of it, whatever the sharding.
 ROWS = {"rows": 2400, "columns": 480, "replicated": 1600}
 WIDTHS = {"rows": 8, "columns": 16, "replicated": 4}
 KERNEL = (64, 16)
@@ -64,9 +64,9 @@ SLOTS = {
     "tables/rows": {"accumulator": "slots/rows"},
     "tables/columns": {"moment": "slots/columns"},
 }
-#: How a state lies: axes by leaf, as in a PartitionSpec. "trained" is what a job trains with; under
-#: "turned" every leaf is cut along another axis, or not at all; under "cut" each device has a piece
-#: of its own; under "whole" columns stay together.
+#: Shardings of a state: axes by leaf, as in a PartitionSpec. A job trains with "trained". "turned"
+#: shards every leaf along another axis or not at all; "cut" gives each device its own piece;
+#: "whole" keeps columns together.
 LAYOUTS: dict[str, dict[str, list[Any]]] = {
     "trained": {
         "tables/rows": ["x"],
@@ -100,7 +100,7 @@ POLICIES = {
     "intermittent": deltackpt.policies.Intermittent,
     "rolling": deltackpt.policies.Rolling,
 }
-#: After so long jax itself would abort the processes that miss another.
+#: Heartbeat timeout, after which JAX itself would abort the processes.
 _NEVER_SECS = 600
 _HELD_SECS = 120.0
 _PR_SET_PDEATHSIG = 1
@@ -121,11 +121,11 @@ class Model:
 
     Attributes:
       rows: table name to its rows at the start.
-      grown: steps and the rows of tables from each of them on.
+      grown: steps, and the row counts of tables from each of them on.
       batch: rows of each table that a step changes.
-      reach: share of each table, from its first row on, in which they lie.
-      kernel: shape of the dense leaf that is cut; None for ``KERNEL``, all of which changes.
-        Of another one a step changes few numbers.
+      reach: fraction of each table, from its first row on, that contains the changed rows.
+      kernel: shape of the sharded dense leaf; None for ``KERNEL``, all of which changes.
+        If it is given, a step changes few values.
     """
 
     rows: dict[str, int] = dataclasses.field(default_factory=lambda: dict(ROWS))
@@ -187,19 +187,19 @@ class Model:
 
 
 def _initial(name: str, rows: int) -> np.ndarray:
-    """A table before the first step; one with more rows begins with the same."""
+    """The table before the first step; a larger table begins with the same rows."""
     rng = np.random.default_rng([0, sorted(WIDTHS).index(name)])
     return rng.standard_normal((rows, WIDTHS[name]), np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a state lies: all devices of the job as a mesh of axes x and y.
+    """Placement of a state on all devices of the job, a mesh of axes x and y.
 
     Attributes:
       mesh: its shape.
-      layout: which of ``LAYOUTS``.
-      across: the axis that goes from process to process before it goes from device to device.
+      layout: one of ``LAYOUTS``.
+      across: the major axis, which spans processes.
     """
 
     mesh: tuple[int, int]
@@ -207,7 +207,7 @@ class Place:
     across: str = "x"
 
     def sharding(self, name: str) -> jax.sharding.NamedSharding:
-        """That of a leaf, by its path."""
+        """The sharding of a leaf, by its path."""
         devices = np.array(jax.devices())
         if self.across == "x":
             devices = devices.reshape(self.mesh)
@@ -227,7 +227,7 @@ class Place:
         return jax.tree.map_with_path(place, state)
 
     def template(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What to restore a state like this one into."""
+        """The template to restore a state like this one into."""
 
         def place(path: Any, leaf: np.ndarray) -> jax.ShapeDtypeStruct:
             sharding = self.sharding(_name(path))
@@ -241,7 +241,7 @@ def _name(path: Any) -> str:
 
 
 def difference(found: dict[str, Any], expected: dict[str, Any]) -> str | None:
-    """The first leaf whose shards in this process differ from the expected state in a bit."""
+    """The first leaf whose shards in this process are not bit-identical to the expected ones."""
     if jax.tree.structure(found) != jax.tree.structure(expected):
         return f"expected {jax.tree.structure(expected)}, found {jax.tree.structure(found)}"
     for path, leaf in jax.tree.leaves_with_path(expected):
@@ -261,7 +261,7 @@ def difference(found: dict[str, Any], expected: dict[str, Any]) -> str | None:
 
 
 class Link:
-    """The socket to the test: lines of JSON, each sent as a whole."""
+    """The socket to the test: lines of JSON, each sent atomically."""
 
     def __init__(self, name: str):
         self._socket = socket.socket(socket.AF_UNIX)
@@ -274,14 +274,14 @@ class Link:
             self._socket.sendall(json.dumps(line).encode() + b"\n")
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """What the test asks for."""
+        """Yields the requests of the test."""
         with self._socket.makefile("r") as lines:
             for line in lines:
                 yield json.loads(line)
 
 
 class Worker:
-    """What a process can be asked for: each public method, its arguments from JSON."""
+    """Handles requests: each names a public method and has its arguments as JSON."""
 
     def __init__(self, task: dict[str, Any], link: Link):
         self._task, self._link = task, link
@@ -294,7 +294,7 @@ class Worker:
         self._hides_marks = False
 
     def run(self) -> None:
-        """Answers until the test has no more questions."""
+        """Answers requests until the test closes the connection."""
         for line in self._link.lines():
             started = time.perf_counter()
             with warnings.catch_warnings(record=True) as caught:
@@ -309,21 +309,21 @@ class Worker:
             answer["secs"] = time.perf_counter() - started
             self._link.send(answer)
 
-    # Questions.
+    # Requests.
 
     def lead(self, address: str) -> None:
-        """Becomes the coordinator of the job, in none of its processes."""
+        """Starts the job's coordinator outside of the job's processes."""
         task = self._task
         self._service = distributed._jax.get_distributed_runtime_service(
             address, task["count"], heartbeat_timeout=_NEVER_SECS, recoverable=True
         )
 
     def join(self, address: str, apart: bool = False) -> None:
-        """Starts jax, with the other processes.
+        """Starts JAX together with the other processes.
 
         Args:
-          address: where the coordinator is.
-          apart: whether it is there already; else process 0 becomes it, as jax would have it.
+          address: address of the coordinator.
+          apart: whether the coordinator already exists; else process 0 starts it, as JAX does.
         """
         task = self._task
         if apart:
@@ -355,17 +355,17 @@ class Worker:
         event_handlers: tuple[Any, ...] = (),
         **options: Any,
     ) -> None:
-        """Makes the manager.
+        """Creates the manager.
 
         Args:
           root: its directory.
-          processes_secs: of its timeouts.
+          processes_secs: timeout for other processes.
           policy: one of ``POLICIES``.
           bounds: options of the policy.
-          notes: whether steps have a further item, of Orbax's.
-          tiers: options of ``Tiers``, where the root is a bucket.
+          notes: whether steps have another item, with an Orbax handler.
+          tiers: options of ``Tiers`` if the root is a bucket.
           dense: how deltas hold the dense leaves.
-          event_handlers: of the manager.
+          event_handlers: event handlers of the manager.
           **options: other options of the manager.
         """
         self._notes = notes
@@ -384,7 +384,7 @@ class Worker:
         )
 
     def limit(self, processes_secs: float) -> None:
-        """From the next save on waits so long for other processes, and no more than before else."""
+        """Changes the timeout for other processes from the next save on."""
         timeouts = dataclasses.replace(
             self._manager.options.timeouts, processes_secs=processes_secs
         )
@@ -392,17 +392,17 @@ class Worker:
         run.options = dataclasses.replace(run.options, timeouts=timeouts)
 
     def start(self, place: dict[str, Any], step: int = 0) -> None:
-        """A state of a step, of which no row was touched yet."""
+        """Sets the state of a step, with no row touched yet."""
         self._place, self._step = _place(place), step
         self._state = self._place.placed(self._model.at(step))
         self._marks = self._fresh()
 
     def train(self, to: int, forget: list[int] | None = None) -> None:
-        """Steps up to ``to``; where a table grows the marks begin anew.
+        """Trains up to step ``to``; if a table grows, resets the marks.
 
         Args:
           to: the step.
-          forget: processes that forget to keep the marks of these steps.
+          forget: processes that lose the marks of these steps.
         """
         kept = self._marks
         while self._step < to:
@@ -417,11 +417,11 @@ class Worker:
             self._marks = kept
 
     def renew(self) -> None:
-        """Makes the marks anew in mid-run."""
+        """Resets the marks in mid-run."""
         self._marks = self._fresh()
 
     def copy(self, process: int) -> None:
-        """Replaces the arrays of one process by new ones over the same shards."""
+        """Replaces the arrays of one process with new ones over the same shards."""
         if jax.process_index() == process:
             self._state = jax.tree.map(
                 lambda leaf: jax.make_array_from_single_device_arrays(
@@ -445,13 +445,13 @@ class Worker:
         self._state["dense"] = jax.tree.map(altered, self._state["dense"])
 
     def look(self, step: int) -> dict[str, Any]:
-        """Restores a step, and goes on with the state in memory."""
+        """Restores a step, but keeps the state in memory."""
         template = self._place.template(self._model.at(step))
         found = self._manager.restore(step, template)
         return {"wrong": difference(found.state, self._model.at(step))}
 
     def hide_marks(self) -> None:
-        """Passes no TouchState from now on."""
+        """Stops passing a TouchState."""
         self._hides_marks = True
 
     def _given(self) -> touched.TouchState | None:
@@ -459,7 +459,7 @@ class Worker:
         return None if hides else self._marks
 
     def next_save(self) -> dict[str, Any]:
-        """What the next save would be."""
+        """Returns what the next save would be."""
         decision = self._manager.next_save(self._state, touched=self._given())
         return dataclasses.asdict(decision)
 
@@ -471,7 +471,7 @@ class Worker:
         return {"step": saved.step, "kind": saved.kind, "reason": saved.reason}
 
     def save_if_due(self) -> dict[str, Any]:
-        """Saves the state where that is due."""
+        """Saves the state if a save is due."""
         saved = self._manager.save_if_due(self._step, self._state, touched=self._given())
         return {"kind": saved and saved.kind, "step": saved and saved.step}
 
@@ -497,7 +497,7 @@ class Worker:
     def connect(self, address: str) -> None:
         """Joins a Ray cluster."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Ray's own.
+            warnings.simplefilter("ignore")  # Ray's own warnings.
             import ray
 
         ray.init(address=address, log_to_driver=False)
@@ -515,10 +515,10 @@ class Worker:
     def restore_latest(
         self, place: dict[str, Any] | None = None, like: int = 0, arrays: bool = False
     ) -> dict[str, Any]:
-        """Restores the newest intact step and goes on from it.
+        """Restores the newest intact step and continues from it.
 
         Args:
-          place: where to; None restores without a template.
+          place: placement of the state; None restores without a template.
           like: the step whose state is the template.
           arrays: whether the template is that state itself, so that a table may have grown.
         """
@@ -536,12 +536,12 @@ class Worker:
     def restore(
         self, step: int, place: dict[str, Any] | None = None, like: int = 0
     ) -> dict[str, Any]:
-        """Restores a step and goes on from it; arguments as for ``restore_latest``."""
+        """Restores a step and continues from it; arguments as for ``restore_latest``."""
         template = None if place is None else _place(place).template(self._model.at(like))
         return self._restored(self._manager.restore(step, template), place)
 
     def stock_save(self, root: str, api: str) -> None:
-        """Saves the tables with our handler under a stock manager of Orbax."""
+        """Saves the tables with our handler under a stock Orbax manager."""
         split = deltackpt.handlers.split(self._state, tables())
         embeddings = deltackpt.handlers.Embeddings(split=split, touched=self._marks)
         if api == "v0":
@@ -553,7 +553,7 @@ class Worker:
                 saver.save_checkpointables(self._step, {"embeddings": embeddings})
 
     def stock_load(self, root: str, api: str, place: dict[str, Any], step: int) -> dict[str, Any]:
-        """Restores the tables with our handler under a stock manager of Orbax."""
+        """Restores the tables with our handler under a stock Orbax manager."""
         split = deltackpt.handlers.split(_place(place).template(self._model.at(step)), tables())
         wanted = placing.AbstractEmbeddings(tables=split.fields)
         if api == "v0":
@@ -568,12 +568,12 @@ class Worker:
         return {"wrong": wrong, "kinds": [save.kind for save in found.chain]}
 
     def arm(self, at: str, action: str, after: int = 0) -> None:
-        """Dies, stops or is held up when it comes to a point of a save.
+        """Kills, stops or blocks this process when it reaches a point of a save.
 
         Args:
           at: one of ``POINTS``.
-          action: "kill", "stop", or "hold": until the test lets go.
-          after: how often it passes the point first.
+          action: "kill", "stop", or "hold", which blocks until the test releases it.
+          after: how many times it passes the point first.
         """
         left = iter([False] * after + [True])
 
@@ -589,7 +589,7 @@ class Worker:
         POINTS[at](reached)
 
     def fault(self, at: str, number: int = 28) -> None:
-        """Fails once, by an error of the operating system, at a point of a save or a restore."""
+        """Raises one OSError at a point of a save or a restore."""
         left = iter([True])
 
         def reached() -> None:
@@ -599,11 +599,11 @@ class Worker:
         POINTS[at](reached)
 
     def usurp(self, root: str) -> None:
-        """Takes the lease of a directory, as another trainer that starts now."""
+        """Takes the lease of a directory, as a trainer that starts now would."""
         Root.open(root)
 
     def slow_renames(self, secs: float = 0.3) -> None:
-        """Renames, those of a rollback above all, take their time from now on."""
+        """Slows down renames, mainly those of a rollback."""
         real = files.rename
 
         def slowly(*arguments: Any, **options: Any) -> None:
@@ -613,7 +613,7 @@ class Worker:
         mock.patch.object(files, "rename", slowly).start()
 
     def read_alone(self, root: str, step: int) -> None:
-        """Reads a step by a manager of this process alone."""
+        """Reads a step with a manager of this process alone."""
         options = deltackpt.ManagerOptions(access="read", multiprocess=False)
         with deltackpt.CheckpointManager(
             root, handlers={"embeddings": tables()}, options=options
@@ -622,10 +622,10 @@ class Worker:
         assert difference(found, self._model.at(step)) is None
 
     def share(self, first: int) -> dict[str, Any]:
-        """Bytes of what the devices of this process hold of the tables and their slots.
+        """Bytes that a base and its deltas hold for the tables and slots of this process's devices.
 
         Args:
-          first: the step of a base; what the deltas after it must hold of the same comes on top.
+          first: the step of the base; the steps after it are deltas.
         """
         fields = deltackpt.handlers.split(self._state, tables()).fields
         changed = [self._model.changed(step) for step in range(first + 1, self._step + 1)]
@@ -646,13 +646,13 @@ class Worker:
         self._manager.close()
 
     def diverge(self) -> None:
-        """Ends as a program whose main thread raised an exception, the manager open."""
-        threading._shutdown()  # What the interpreter calls then; its exit code is left to us.
+        """Exits like a program whose main thread raised an exception while the manager was open."""
+        threading._shutdown()  # As the interpreter does; we set the exit code.
         lost = isinstance(sys.stdout, exits._LastFlush)
         os._exit(exits.EXIT_CODE if lost else 1)
 
     def leave(self) -> None:
-        """Ends jax, with the other processes."""
+        """Shuts JAX down together with the other processes."""
         jax.distributed.shutdown()
 
     # The parts of an answer.
@@ -666,7 +666,7 @@ class Worker:
     ) -> dict[str, Any]:
         expected = self._model.at(result.step)
         if grown is not None:
-            # Rows that the step does not hold are those of the template.
+            # Rows that the step does not have come from the template.
             for kind in ("tables", "slots"):
                 for name, leaf in self._model.at(grown)[kind].items():
                     old = expected[kind][name]
@@ -693,7 +693,7 @@ def _tiers(given: dict[str, Any]) -> Tiers:
 
 
 def _marked(marks: touched.TouchState, ids: dict[str, np.ndarray]) -> touched.TouchState:
-    """What ``touched.mark`` gives: compiling that costs each process more than a whole save."""
+    """Same as ``touched.mark``, whose compilation costs each process more than a whole save."""
     clock = int(marks.clock) + 1
     stamps = dict(marks.stamps)
     for name, rows in ids.items():
@@ -715,8 +715,8 @@ def _place(given: dict[str, Any]) -> Place:
 
 
 def _told(error: BaseException) -> dict[str, Any]:
-    """An error, with those that it comes from, as JSON."""
-    # An error of TensorStore may be raised from itself.
+    """An error and its causes as JSON."""
+    # A TensorStore error may be its own cause.
     cause = None if error.__cause__ is error else error.__cause__
     return {
         "type": type(error).__name__,
@@ -746,7 +746,7 @@ def _await(path: Path) -> None:
 
 
 def _before(owner: Any, name: str) -> Callable[[Callable[[], None]], None]:
-    """Calls something before each call of a function."""
+    """Calls a hook before each call of a function."""
 
     def arm(reached: Callable[[], None]) -> None:
         real = getattr(owner, name)
@@ -762,7 +762,7 @@ def _before(owner: Any, name: str) -> Callable[[Callable[[], None]], None]:
 
 
 def _after(owner: Any, name: str) -> Callable[[Callable[[], None]], None]:
-    """Calls something after each call of a function."""
+    """Calls a hook after each call of a function."""
 
     def arm(reached: Callable[[], None]) -> None:
         real = getattr(owner, name)
@@ -781,7 +781,7 @@ def _after(owner: Any, name: str) -> Callable[[Callable[[], None]], None]:
 def _each(
     *points: Callable[[Callable[[], None]], None],
 ) -> Callable[[Callable[[], None]], None]:
-    """Calls something at each of some points."""
+    """Calls a hook at each of several points."""
 
     def arm(reached: Callable[[], None]) -> None:
         for point in points:
@@ -791,7 +791,7 @@ def _each(
 
 
 def _around_rename(reached_before: bool) -> Callable[[Callable[[], None]], None]:
-    """Calls something before or after the step is renamed into place."""
+    """Calls a hook before or after the step is renamed into place."""
 
     def arm(reached: Callable[[], None]) -> None:
         real = steps.files.rename
@@ -809,8 +809,7 @@ def _around_rename(reached_before: bool) -> Callable[[Callable[[], None]], None]
     return arm
 
 
-#: Where a process can be stopped in a save, by what it has done; those of the commit are passed by
-#: process 0 alone.
+#: Points of a save at which a process can be stopped. Only process 0 passes those of the commit.
 POINTS: dict[str, Callable[[Callable[[], None]], None]] = {
     "before its part": _before(flight.PendingSave, "write"),
     "during its part": _each(
@@ -843,7 +842,7 @@ POINTS: dict[str, Callable[[Callable[[], None]], None]] = {
 
 
 def _die_with_parent() -> None:
-    """Asks Linux for a SIGKILL when the parent dies, however it does."""
+    """Asks Linux for a SIGKILL when the parent dies."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -866,8 +865,8 @@ def _child(task: dict[str, Any]) -> None:
 
 
 def serve() -> None:
-    """Forks a process per task; an ended one stays until it is asked for, so its id is its own."""
-    # With as many devices as a task says.
+    """Forks a process per task; reaps it only on request, so that its id is not reused."""
+    # Each task sets its number of devices.
     os.environ.pop("XLA_FLAGS", None)
     _die_with_parent()
     for line in sys.stdin:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs of made-up bytes, for tests of what holds packs."""
+"""Bundles of made-up bytes, for tests of bundle stores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deltackpt.tiers.packing import Label
 
 
 class MemoryPack:
-    """A pack whose bytes follow from its key and its length."""
+    """A bundle whose key and length determine its bytes."""
 
     def __init__(self, key: str, nbytes: int):
         self.data = contents(key, nbytes)
@@ -22,5 +22,5 @@ class MemoryPack:
 
 
 def contents(key: str, nbytes: int) -> bytes:
-    """What a pack of that label holds."""
+    """The bytes of a bundle with this key and length."""
     return np.random.default_rng(list(key.encode())).bytes(nbytes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kit's states, where their arrays lie, and what lossy codecs make of them."""
+"""The kit's states, the placements of their arrays, and what lossy codecs make of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = [
 
 
 def placements(tree: object) -> list[object]:
-    """Whether each array is committed, its devices and its memory."""
+    """Whether each array is committed, and its sharding."""
     return [(leaf.committed, leaf.sharding) for leaf in jax.tree.leaves(tree)]
 
 
@@ -64,7 +64,7 @@ def decoded(
     rows: np.ndarray,
     encoder: Callable[[codecs.Codec, np.ndarray], encode.Encoded] = encode.on_host,
 ) -> np.ndarray:
-    """What a codec makes of rows, each encoded by itself; rows it does not hold as they are."""
+    """Rows as a codec decodes them, each encoded by itself; rows it does not hold unchanged."""
     chosen, out = codecs.get(codec), np.empty_like(rows)
     for start in range(0, len(rows), 64):
         part = rows[start : start + 64]
@@ -80,7 +80,7 @@ def decoded(
 
 
 def assert_same_or_decoded(found: dict, expected: dict, codec: str) -> None:
-    """As ``assert_same``, but a row of a table may also be what the codec makes of it."""
+    """Like ``assert_same``, but a row of a table may also be what the codec decodes."""
     tables = dict(expected["tables"])
     for name, table in tables.items():
         rows = np.asarray(table)

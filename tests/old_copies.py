@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies as versions before there were journals made them in object stores: with markers."""
+"""Object-store copies with markers, as versions before the journal wrote them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deltackpt.storage.store import Spot, spot
 
 
 def make(root: Path, at: Spot, *units: str) -> None:
-    """Copies units of a directory: ``2`` or ``compacted/1/embeddings``."""
+    """Copies entries of a directory: ``2`` or ``compacted/1/embeddings``."""
     for unit in units:
         base = unit.startswith(names.COMPACTED)
         found = inventory.every_digest(spot(root / unit), names.EMBEDDINGS_ITEM, base=base)

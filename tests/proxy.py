@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A faulty network in front of a server of ``servers``: HTTP/1.1, with a plan of faults.
 
-Requests go on byte for byte, with the Host that the client gave, over which S3 requests are signed.
-Each is read in full, then its fate is looked up in the plan whose word is in its target; so that
-many tests, each in a folder of its own, speak through one proxy at once.
+The proxy forwards requests byte for byte, with the client's Host header, because S3 signatures
+cover it. It reads each request in full, then looks up its fate in the plan whose word is in the
+target. So many tests, each in its own folder, can share one proxy.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from collections.abc import Callable, Iterator
 
 from servers import Server
 
-#: What can become of a request. Where a connection that was used before ends without an answer,
-#: libcurl asks again on another, whatever retries are set: the client sees no lose, drop or late.
-#: - lose: it is forwarded, and its answer is not: the connection is closed.
-#: - drop: the connection is closed instead of forwarding it.
-#: - stall: nothing is forwarded or said until told, then all is as without a fault.
-#: - late: the connection is closed, and the request forwarded when told.
-#: - cut: the connection is closed after half of the answer's body, or of its head without one.
-#: - behead: the connection is closed in the first header of the answer.
-#: - slow: the answer comes later.
-#: - 503: the server has too much to do.
+#: Faults of a request. If a reused connection ends without a response, libcurl retries on another
+#: one, whatever retries are set: the client then never sees lose, drop or late.
+#: - lose: the request is forwarded, but the connection is closed instead of responding.
+#: - drop: the connection is closed without forwarding the request.
+#: - stall: nothing is forwarded until released, then the request proceeds normally.
+#: - late: the connection is closed, and the request is forwarded when released.
+#: - cut: the connection is closed after half of the response's body, or of its head without one.
+#: - behead: the connection is closed in the first header of the response.
+#: - slow: the response is delayed.
+#: - 503: the server is overloaded.
 KINDS = ("lose", "drop", "stall", "late", "cut", "behead", "slow", "503")
 SLOW_SECS = 0.15
 _XML_BUSY = (
@@ -55,7 +55,7 @@ class Request:
 
     Attributes:
       method: GET, PUT and so on.
-      key: what it is about: a key with its bucket, or the prefix of a listing.
+      key: the key with its bucket, or the prefix of a listing.
     """
 
     method: str
@@ -64,12 +64,12 @@ class Request:
 
 @dataclasses.dataclass
 class Plan:
-    """What becomes of the requests whose target holds a word.
+    """The fates of the requests whose target contains a word.
 
     Attributes:
       word: that word.
-      fate: the kind of fault of a request, by its number from 0 on; None of one that succeeds.
-      after: how many requests later a late or stalled one goes on; None: when told.
+      fate: the kind of fault of a request, by its number from 0; None if it succeeds.
+      after: how many requests later a late or stalled one is released; None: by ``tell``.
       seen: the requests, in order.
       struck: number and kind of each fault.
     """
@@ -86,17 +86,17 @@ class Plan:
 
     @property
     def counts(self) -> Counter[str]:
-        """How many requests there were, by method."""
+        """The number of requests by method."""
         return Counter(one.method for one in self.seen)
 
     def tell(self) -> None:
-        """Late and stalled requests go on; they have arrived on return."""
+        """Releases late and stalled requests, and waits until they have arrived."""
         self._go_on(lambda number: True)
         with self._arrived:
             self._arrived.wait_for(lambda: not self._on_their_way)
 
     def met(self, request: Request) -> tuple[str | None, threading.Event]:
-        """Notes a request; returns its fate, and what is set when it may go on."""
+        """Records a request; returns its fate, and the event that releases it."""
         told = threading.Event()
         with self._lock:
             number = len(self.seen)
@@ -111,7 +111,7 @@ class Plan:
         return kind, told
 
     def arrived(self, told: threading.Event) -> None:
-        """A request that was held has got where it was to go, or never will."""
+        """Records that a delayed request has arrived, or never will."""
         with self._arrived:
             self._on_their_way.discard(told)
             self._arrived.notify_all()
@@ -124,15 +124,15 @@ class Plan:
 
 
 def at(numbers: dict[int, str]) -> Callable[[int], str | None]:
-    """Faults of the requests of some numbers."""
+    """A fate that injects faults by request number."""
     return numbers.get
 
 
 class Proxy:
-    """A server, behind a network with faults."""
+    """A proxy that injects network faults in front of a server."""
 
     def __init__(self, server: Server):
-        """Listens; ``close`` ends it."""
+        """Starts to listen; ``close`` stops it."""
         self.server = server
         found = urllib.parse.urlsplit(server.endpoint)
         assert found.hostname is not None and found.port is not None
@@ -145,21 +145,21 @@ class Proxy:
 
     @property
     def endpoint(self) -> str:
-        """Its address, for clients."""
+        """The address for clients."""
         below = urllib.parse.urlsplit(self.server.endpoint).path
         return f"http://127.0.0.1:{self._listener.getsockname()[1]}{below}"
 
     def plan(
         self, word: str, fate: Callable[[int], str | None], *, after: int | None = None
     ) -> Plan:
-        """Makes a plan for all requests whose target holds a word; another one of it is over."""
+        """Creates a plan for requests whose target contains a word; it replaces an earlier one."""
         plan = Plan(word, fate, after)
         with self._lock:
             self._plans[word] = plan
         return plan
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Closes all connections."""
         with self._lock:
             plans = [*self._plans.values()]
             every = [self._listener, *self._open]
@@ -177,7 +177,7 @@ class Proxy:
                 threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        """The requests of one connection, one after the other."""
+        """Serves the requests of one connection in order."""
         with self._kept(client), contextlib.ExitStack() as stack:
             upstream: _Upstream | None = None
             source = _Source(client)
@@ -247,7 +247,7 @@ class Proxy:
 
     @contextlib.contextmanager
     def _kept(self, connection: socket.socket) -> Iterator[None]:
-        """Closes a connection in the end; that the other side did so ends the work with it."""
+        """Closes a connection at the end; an ``OSError`` from the peer just ends its use."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._lock:
             self._open.add(connection)
@@ -263,7 +263,7 @@ class Proxy:
 
 @contextlib.contextmanager
 def before(server: Server) -> Iterator[Proxy]:
-    """A proxy before a server, while it is needed."""
+    """A proxy in front of a server, closed on exit."""
     proxy = Proxy(server)
     try:
         yield proxy
@@ -272,14 +272,14 @@ def before(server: Server) -> Iterator[Proxy]:
 
 
 def _half(answer: _Message) -> bytes:
-    """The head and half of the body; where that is next to nothing, half of the head."""
+    """The head and half of the body; half of the head if there is almost no body."""
     if len(answer.body) < 2:
         return answer.head[: len(answer.head) // 2]
     return answer.head + answer.body[: len(answer.body) // 2]
 
 
 def _key(target: str) -> str:
-    """What a request is about."""
+    """The key or prefix of a request."""
     path, _, query = target.partition("?")
     asked = dict(urllib.parse.parse_qsl(query))
     return asked.get("name") or asked.get("prefix") or urllib.parse.unquote(path)
@@ -287,7 +287,7 @@ def _key(target: str) -> str:
 
 @dataclasses.dataclass
 class _Message:
-    """A request or an answer, as it came."""
+    """A request or response, unmodified."""
 
     first: str
     head: bytes
@@ -311,30 +311,30 @@ class _Upstream:
         self._source = _Source(connection)
 
     def gone(self) -> bool:
-        """Whether the server closed it; nothing else can be there to be read."""
+        """Whether the server closed it; nothing else can be readable."""
         polled = select.poll()
         polled.register(self._connection, select.POLLIN)
         return bool(polled.poll(0))
 
     def ask(self, message: _Message) -> _Message:
-        """Sends a request; returns its answer."""
+        """Sends a request and returns its response."""
         self._connection.sendall(message.head)
         self._connection.sendall(message.body)
         return self._source.message(of=message.method)
 
 
 class _Source:
-    """Messages, read from a connection."""
+    """Reads messages from a connection."""
 
     def __init__(self, connection: socket.socket):
         self._connection = connection
         self._left = b""
 
     def message(self, of: str | None = None) -> _Message:
-        """The next one; an answer where the method that it is one to is given.
+        """The next message; a response if the method of its request is given.
 
         Raises:
-          OSError: there is none.
+          OSError: the connection failed or was closed.
         """
         while True:
             head = self._until(_LINE * 2)
@@ -360,7 +360,7 @@ class _Source:
         return _Message(first, head, body, closes)
 
     def _chunked(self) -> bytes:
-        """A body in chunks, as it came; its trailers are part of it."""
+        """A chunked body, unmodified, with its trailers."""
         found = []
         while True:
             line = self._until(_LINE)

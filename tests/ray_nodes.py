@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster of several nodes on this machine, and a training run that a service follows."""
+"""A multi-node Ray cluster on this machine, and a training run that a hot standby follows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from deltackpt.service import RestoreService, ServiceOptions, ServiceStatus
 
 #: Guards against hangs only.
 HANG_SECS = 120.0
-#: The least that Ray takes is 75 MB.
+#: The minimum that Ray accepts is 75 MB.
 STORE_BYTES = 80 << 20
 #: Table name to rows: multiples of eight, for meshes of eight devices.
 ROWS = {"a": 8, "b": 88, "c": 400, "d": 1000}
@@ -42,8 +42,8 @@ TABLES = deltackpt.Tables(
 )
 HANDLERS = {"embeddings": TABLES}
 
-#: Ray's own, at its import and where its sockets are left to the garbage collector; it starts its
-#: processes by forks, and tests before have started the threads of jax.
+#: Ray's own warnings: at its import, for sockets that it leaves to the garbage collector, and for
+#: its forks after earlier tests have started jax threads.
 IGNORED = [
     pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.*"),
@@ -56,15 +56,15 @@ IGNORED = [
 def nodes(count: int = 3) -> Iterator[Cluster]:
     """A cluster of nodes with their own object stores; this process is connected to the first.
 
-    Their directory is the working directory of all its processes, and is not this process's.
+    The working directory of all its processes differs from this process's.
     """
-    # The path of a socket may have 107 characters.
+    # A socket path can have at most 107 characters.
     place = Path(tempfile.mkdtemp(prefix="ray-"))
     (place / "cwd").mkdir()
     here = os.getcwd()
     with (
         pytest.MonkeyPatch.context() as patch,
-        # Others on this machine must not take it for theirs.
+        # Other Ray users on this machine must not connect to it.
         mock.patch.object(ray._private.utils, "write_ray_address"),
         mock.patch.object(ray._common.utils, "reset_ray_address"),
     ):
@@ -93,7 +93,7 @@ def nodes(count: int = 3) -> Iterator[Cluster]:
 
 
 def _add_node(cluster: Cluster, place: Path, **options: Any) -> None:
-    """Starts a node, again if it took longer than the 30 s that Ray allows: on a busy machine."""
+    """Starts a node; retries if a busy machine exceeds Ray's limit of 30 s."""
     given = {
         "num_cpus": 2,
         "object_store_memory": STORE_BYTES,
@@ -111,7 +111,7 @@ def _add_node(cluster: Cluster, place: Path, **options: Any) -> None:
 
 
 def add_node(cluster: Cluster) -> None:
-    """A further node in the place of one that was removed."""
+    """Adds a node to replace one that was removed."""
     place = Path(cluster.head_node.get_temp_dir_path())
     here = os.getcwd()
     os.chdir(place / "cwd")
@@ -122,7 +122,7 @@ def add_node(cluster: Cluster) -> None:
 
 
 def wait_until(true: Callable[[], Any], what: str) -> Any:
-    """Waits until something is true, and gives it back."""
+    """Waits until the result is true, and returns it."""
     end = time.monotonic() + HANG_SECS
     while not (found := true()):
         assert time.monotonic() < end, f"expected that {what}, found that it does not"
@@ -144,7 +144,7 @@ def initial(rows: dict[str, int]) -> dict[str, Any]:
 
 
 def trained(state: dict[str, Any], step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Some rows of all tables change with their slots, and the dense leaf: by the step alone."""
+    """Changes rows of all tables with their slots, and the dense leaf; depends only on the step."""
     rng = np.random.default_rng(step)
     state = jax.tree.map(np.array, state)
     changed = {}
@@ -158,7 +158,7 @@ def trained(state: dict[str, Any], step: int) -> tuple[dict[str, Any], dict[str,
 
 
 def train_for_ever(root: str) -> None:
-    """Goes on from the newest step, and saves each: what a trainer's process runs."""
+    """Resumes from the newest step and saves every step; runs in a trainer's process."""
     policy = deltackpt.policies.Consecutive(max_chain=8)
     with Trainer(Path(root), max_to_keep=3, policy=policy) as trainer:
         while True:
@@ -195,7 +195,7 @@ class Trainer:
         self.manager.close()
 
     def train(self) -> None:
-        """The changes of the present step; see ``trained``."""
+        """Makes the changes of the current step; see ``trained``."""
         self.state, changed = trained(self.state, self.step)
         marks = {f"tables/{name}": jnp.asarray(ids) for name, ids in changed.items()}
         self.marks = deltackpt.touched.mark(self.marks, marks)
@@ -217,36 +217,36 @@ def reader(root: Path, service_secs: float = HANG_SECS) -> deltackpt.CheckpointM
 
 
 def restored(root: Path, template: Any = None, *, secs: float = HANG_SECS, **arguments: Any) -> Any:
-    """What a new manager's ``restore_latest`` gives."""
+    """The result of a new manager's ``restore_latest``."""
     with reader(root, secs) as manager:
         return newest(manager, template, **arguments)
 
 
 def newest(manager: deltackpt.CheckpointManager, template: Any, **arguments: Any) -> Any:
-    """What ``restore_latest`` gives; steps that retention removes meanwhile are passed over."""
+    """The result of ``restore_latest``, without warnings about steps that retention removes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return manager.restore_latest(template, **arguments)
 
 
 def remove_arrays(root: Path) -> None:
-    """Takes the rows of all steps away; what else they are stays."""
+    """Removes the rows of all steps, and keeps their other files."""
     for path in root.glob("*/embeddings/**/*"):
         is_array = "c" in path.relative_to(root).parts or path.name.startswith("layer.")
         if path.is_file() and is_array:
             path.unlink()
 
 
-# The service.
+# The hot standby.
 
 
 def started(root: Path, **options: Any) -> RestoreService:
-    """A service that holds the newest step."""
+    """Starts a hot standby and waits until it has the newest step."""
     found = service.start(root, options=ServiceOptions(poll_secs=0.05, **options))
     found.wait_ready(timeout_secs=HANG_SECS)
     return found
 
 
 def pids(status: ServiceStatus) -> list[int]:
-    """Processes of the members that answer."""
+    """Process IDs of the replicas that respond."""
     return [one.found.pid for one in status.replicas if one.found is not None]

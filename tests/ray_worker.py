@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each worker of the tests of ``JaxTrainer`` runs: a table whose every state is known."""
+"""The program of each worker in the ``JaxTrainer`` tests: every state of its table is known."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ids_of(step: int) -> np.ndarray:
 
 
 def expected(steps: int) -> dict[str, np.ndarray]:
-    """The state after so many steps, by numpy."""
+    """The state after this many steps, computed with numpy."""
     table = np.zeros((ROWS, WIDTH), np.float32)
     for step in range(1, steps + 1):
         np.add.at(table, ids_of(step), np.float32(step))
@@ -32,8 +32,8 @@ def expected(steps: int) -> dict[str, np.ndarray]:
 def train(config: dict[str, Any]) -> None:
     """Trains to ``config["steps"]``, and is interrupted once.
 
-    Worker 1 kills itself after step ``config["kill"]``, or all wait after step
-    ``config["preemption"]`` until Ray announces one, save, and go on waiting.
+    Worker 1 kills itself after step ``config["kill"]``. Or all workers wait after step
+    ``config["preemption"]`` until Ray announces a preemption, save, and keep waiting.
     """
     import jax
     import jax.numpy as jnp

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Object stores on loopback: real servers, started by tests and ended by their process ids."""
+"""Real object-store servers on loopback, started and stopped by tests."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ import pytest
 from machine import free_port, required
 
 HERE = Path(__file__).resolve().parent.parent
-#: Where `make servers` puts them.
+#: The output directory of `make servers`.
 _BUILT = HERE / "build" / "servers" / "bin"
 _START_SECS = 30
 
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """An object store that runs.
+    """A running object store.
 
     Attributes:
-      scheme: of its URLs.
+      scheme: the scheme of its URLs.
       endpoint: its address.
-      environment: credentials, as SDKs find them.
-      make: makes a bucket.
-      process: the server's.
+      environment: credentials as environment variables for SDKs.
+      make: creates a bucket.
+      process: the server's process.
     """
 
     scheme: str
@@ -48,19 +48,19 @@ class Server:
     process: subprocess.Popen[bytes]
 
     def bucket(self, name: str) -> str:
-        """URL of a fresh bucket; a name has 3 letters or more."""
+        """URL of a new bucket; the name needs at least 3 letters."""
         self.make(name)
         return f"{self.scheme}://{name}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Certificate:
-    """What a server shows, and of which authority that is.
+    """A server's TLS certificate and its authority.
 
     Attributes:
-      authority: file with the certificate of an authority that no machine knows.
-      shown: file with one for the loopback address.
-      key: file with its private key.
+      authority: file with the certificate of an authority that no machine trusts.
+      shown: file with the server's certificate, for the loopback address.
+      key: file with the server's private key.
     """
 
     authority: Path
@@ -69,7 +69,7 @@ class Certificate:
 
     @classmethod
     def made(cls, folder: Path) -> Certificate:
-        """A fresh one, good for two days."""
+        """Creates a certificate that is valid for two days."""
         required(shutil.which("openssl") is not None, "openssl is needed to make a certificate")
         asked, about, key = folder / "asked.pem", folder / "about", folder / "authority.key"
         found = cls(folder / "authority.pem", folder / "shown.pem", folder / "shown.key")
@@ -86,7 +86,7 @@ class Certificate:
         return found
 
     def trust(self) -> contextlib.AbstractContextManager[object]:
-        """What this process, and those that it starts, trust meanwhile."""
+        """Makes this process and its children trust the authority in the context."""
         return mock.patch.dict(os.environ, {"SSL_CERT_FILE": str(self.authority)})
 
 
@@ -97,9 +97,9 @@ def s3(
     """versitygw; its buckets are folders of a directory.
 
     Args:
-      folder: where it keeps what it is given, and its log.
-      port: where it listens; a free one by default.
-      certificate: what it shows; None: it speaks without TLS.
+      folder: the directory of its data and its log.
+      port: the port to listen on; a free one by default.
+      certificate: its TLS certificate; None: no TLS.
     """
     held = folder / "buckets"
     held.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,7 @@ def s3(
 def gcs(
     folder: Path, port: int | None = None, certificate: Certificate | None = None
 ) -> Iterator[Server]:
-    """fake-gcs-server; it keeps all in its memory."""
+    """fake-gcs-server, with all data in memory."""
     folder.mkdir(parents=True, exist_ok=True)
     port = port or free_port()
     address = f"{_scheme(certificate)}://127.0.0.1:{port}"
@@ -146,7 +146,7 @@ def gcs(
         yield Server("gs", address, {"GOOGLE_AUTH_TOKEN_FOR_TESTING": "x"}, make, process)
 
 
-#: Of the account that every Azurite knows: documented, and no secret.
+#: Azurite's well-known account: documented, not a secret.
 _AZURE_ACCOUNT = "devstoreaccount1"
 _AZURE_KEY = (
     "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
@@ -157,7 +157,7 @@ _AZURE_KEY = (
 def azure(
     folder: Path, port: int | None = None, certificate: Certificate | None = None
 ) -> Iterator[Server]:
-    """Azurite; it keeps all in its memory."""
+    """Azurite, with all data in memory."""
     pytest.importorskip("obstore")
     folder.mkdir(parents=True, exist_ok=True)
     port = port or free_port()
@@ -191,18 +191,18 @@ def azure(
         yield Server("az", address, environment, make, process)
 
 
-#: What starts a server, by the scheme of its URLs.
+#: Functions that start a server, by the scheme of its URLs.
 STARTS = {"s3": s3, "gs": gcs, "az": azure}
 
 
 def environment_of(server: Server) -> contextlib.AbstractContextManager[object]:
-    """What a process that speaks to a server has in its environment."""
+    """Sets the environment variables that a client of the server needs."""
     found = {"TENSORSTORE_GCS_HTTP_URL": server.endpoint} if server.scheme == "gs" else {}
     return mock.patch.dict(os.environ, {**server.environment, **found})
 
 
 def program(name: str) -> str:
-    """Path of a server's program; without it the test is skipped, or fails in CI."""
+    """Path of a server's program; if it is missing, the test is skipped, or fails in CI."""
     built = _BUILT / name
     found = str(built) if built.exists() else shutil.which(name)
     required(found is not None, f"{name} is not built: make servers")
@@ -215,7 +215,7 @@ def _scheme(certificate: Certificate | None) -> str:
 
 
 def _shows(certificate: Certificate | None, shown: str, key: str) -> list[str]:
-    """Options of a server's command that say what it shows."""
+    """Command-line options for a server's certificate."""
     if certificate is None:
         return []
     return [shown, str(certificate.shown), key, str(certificate.key)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What inspection reads of a step, to the bit; without jax."""
+"""The exact bytes that inspection reads of a step; without jax."""
 
 from __future__ import annotations
 

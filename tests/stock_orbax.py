@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every way of stock Orbax restores of a checkpoint: run as a program, without deltackpt."""
+"""Restores a checkpoint with every stock Orbax API; runs as a program, without deltackpt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orbax.checkpoint import v1
 
 
 def digest(state: Any) -> str:
-    """Digest of paths, types, shapes and bits of all leaves, None included."""
+    """Digest of the paths, types, shapes and bits of all leaves, including None."""
     found = hashlib.sha256()
     for path, leaf in jax.tree.leaves_with_path(state, is_leaf=lambda node: node is None):
         shown: Any = leaf
@@ -28,11 +28,11 @@ def digest(state: Any) -> str:
 
 
 def main(root: str, step: int) -> None:
-    """Prints a digest for each way to restore."""
+    """Prints a digest for each API."""
     with ocp.CheckpointManager(root) as manager:
         assert manager.latest_step() == step
         print(digest(manager.restore(step)))
-    # Another one: a manager keeps to the handler of its first restore.
+    # A second manager: each one keeps the handler of its first restore.
     with ocp.CheckpointManager(root) as manager:
         print(digest(manager.restore(step, args=ocp.args.StandardRestore())))
     with ocp.StandardCheckpointer() as checkpointer:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T5X where it is installed, else the stand-in of ``t5x_stand_in``; and small models of either.
+"""T5X if it is installed, otherwise the stand-in of ``t5x_stand_in``; and small models of either.
 
 ``python tests/t5x_setup.py COMMIT`` records the signatures of the installed T5X of that commit.
 """
@@ -28,10 +28,10 @@ def _is_installed() -> bool:
             return False
 
 
-#: Whether T5X itself is there.
+#: Whether T5X itself is installed.
 REAL = _is_installed()
 if not REAL:
-    # ``examples/t5x`` may have been found under that name.
+    # ``examples/t5x`` may have been imported under that name.
     sys.modules.pop("t5x", None)
     sys.path.insert(0, str(Path(__file__).with_name("t5x_stand_in")))
 
@@ -43,7 +43,7 @@ with warnings.catch_warnings():
 
 ROWS = 64
 OPTIMIZERS = ("adafactor", "adafactor with momentum", "adamw")
-#: What the drop-in and its tests call, or are called with.
+#: Names that the drop-in and its tests use.
 _USED = {
     "checkpoints": (
         *("all_steps", "get_local_data", "get_step_from_checkpoint_dir"),
@@ -67,13 +67,13 @@ _USED = {
 
 
 class _Default(str):
-    """A default by its text."""
+    """A default, represented by its text."""
 
     __repr__ = str.__str__
 
 
 def signatures() -> dict[str, str]:
-    """Returns the signature of everything that is used, without annotations."""
+    """Returns the signatures of all used names, without annotations."""
     found: dict[str, str] = {}
     for module, names in _USED.items():
         for name in names:
@@ -85,7 +85,7 @@ def signatures() -> dict[str, str]:
 
 
 def bare(signature: inspect.Signature) -> inspect.Signature:
-    """Returns a signature without annotations, each default by its text."""
+    """Returns a signature without annotations, with each default as its text."""
     parameters = []
     for parameter in signature.parameters.values():
         if (default := parameter.default) is not parameter.empty:
@@ -95,7 +95,7 @@ def bare(signature: inspect.Signature) -> inspect.Signature:
 
 
 def make_partitioner() -> Any:
-    """Returns a partitioner that cuts tables in four."""
+    """Returns a partitioner that splits tables in four."""
     if not REAL:
         return partitioning.BasePartitioner(num_partitions=4)
     return partitioning.PjitPartitioner(
@@ -104,7 +104,7 @@ def make_partitioner() -> Any:
 
 
 def make_initializer(optimizer: str = "adafactor", *, training: bool = True) -> Any:
-    """Returns what T5X makes of a very small T5.1.1; the stand-in's has two of its names."""
+    """Returns T5X's initializer of a very small T5.1.1; the stand-in has two of its names."""
     if not REAL:
         from t5x import train_state
 

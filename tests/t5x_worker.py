@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of a T5X job of several, which a test questions, stops and kills; see ``many.py``.
+"""One process of a multi-process T5X job, controlled by a test; see ``many.py``.
 
-It makes the manager as T5X does, with T5X's partitioner, train state and iterator of the data. The
-state is a function of the step alone, as in ``many_worker.py``.
+It creates the manager like T5X, with T5X's partitioner, train state and data iterator. The state
+depends only on the step, as in ``many_worker.py``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from deltackpt.ledger import directory
 from deltackpt.options import Timeouts
 
 TABLE = "target/token_embedder/embedding"
-#: So many that each process writes some where the table is replicated.
+#: Enough that each process writes some of a replicated table.
 ROWS = 1024
 #: Rows of a batch, over all processes.
 BATCH = 4
@@ -48,7 +48,7 @@ def changed(step: int) -> list[int]:
 
 
 class Worker(many_worker.Worker):
-    """What a process of a T5X job can be asked for; ``join``, ``arm`` and others as there."""
+    """Commands of a T5X process; ``join``, ``arm`` and others are inherited."""
 
     def __init__(self, task: dict[str, Any], link: many_worker.Link):
         self._task, self._link = task, link
@@ -65,15 +65,15 @@ class Worker(many_worker.Worker):
         stock: bool = False,
         dtype: str | None = "float32",
     ) -> None:
-        """Makes the manager, as T5X's launcher does.
+        """Creates the manager like T5X's launcher.
 
         Args:
-          model_dir: T5X's.
+          model_dir: T5X's model directory.
           partitions: ``num_partitions`` of the partitioner.
           reads: whether this is an evaluation job, which has no save configuration.
-          data: whether the position of the data is saved and restored.
-          stock: T5X's own manager instead.
-          dtype: of the save and the restore configuration.
+          data: whether the data position is saved and restored.
+          stock: whether to use T5X's own manager instead.
+          dtype: dtype of the save and restore configurations.
         """
         self._partitioner = partitioning.PjitPartitioner(
             num_partitions=partitions,
@@ -97,27 +97,27 @@ class Worker(many_worker.Worker):
         )
 
     def limit(self, processes_secs: float) -> None:
-        """From the next save on waits so long for other processes."""
+        """Sets how long later saves wait for other processes."""
         options = self._manager._writer.options
         timeouts = dataclasses.replace(options.timeouts, processes_secs=processes_secs)
         self._manager._writer._run.options = dataclasses.replace(options, timeouts=timeouts)
 
     def start(self, step: int = 0) -> None:
-        """The state of a step, without a checkpoint."""
+        """Starts at a step, without a checkpoint."""
         self._step = step
 
     def train(self, to: int) -> None:
-        """Steps up to ``to``, each of which takes a batch."""
+        """Trains up to step ``to``; each step consumes a batch."""
         for _ in range(self._step, to):
             if self._data is not None:
                 next(self._data)
         self._step = to
 
     def save(self, emergency: bool = False) -> dict[str, Any]:
-        """Saves the state, and waits as T5X does.
+        """Saves the state and waits, like T5X.
 
         Args:
-          emergency: whether it is the save of T5X's ``except`` block.
+          emergency: whether this is the save in T5X's ``except`` block.
         """
         state = self._placed(self._step)
         if not emergency:
@@ -139,12 +139,12 @@ class Worker(many_worker.Worker):
     def restore(
         self, path: str | None = None, step: int | None = None, renames: bool = False
     ) -> dict[str, Any]:
-        """Restores as T5X does.
+        """Restores like T5X.
 
         Args:
           path: the checkpoint, or the model directory for the newest that T5X lists.
-          step: instead of a path.
-          renames: whether a transformation puts one leaf in another's place.
+          step: the step, instead of a path.
+          renames: whether a transformation replaces one leaf with another.
         """
         if path is not None and not Path(path).name.startswith("checkpoint_"):
             config = utils.RestoreCheckpointConfig(path=path, mode="latest")
@@ -156,12 +156,12 @@ class Worker(many_worker.Worker):
         return {"step": self._step, "wrong": self._wrong(state, renames)}
 
     def steps(self) -> dict[str, Any]:
-        """What T5X's manager lists."""
+        """The steps that T5X's manager lists."""
         steps = self._manager.all_steps()
         return {"steps": [int(step) for step in steps], "newest": self._manager.latest_step()}
 
     def position(self) -> dict[str, Any]:
-        """How many batches were taken of the data of this process, by the next one."""
+        """How many batches this process has consumed, according to the next one."""
         [shard, *_] = (s.data for s in next(self._data)["number"].addressable_shards)
         found = self._partitioner.get_data_layout(BATCH)
         batches, rest = divmod(int(shard[0]), BATCH)
@@ -169,7 +169,7 @@ class Worker(many_worker.Worker):
         return {"batches": batches}
 
     def hide(self, step: int) -> None:
-        """This process lists no such step yet, as on a network file system."""
+        """Hides a step from this process, as a network file system may do."""
         for owner, name in (
             (checkpoints, "all_steps"),
             (directory.Root, "steps"),
@@ -178,7 +178,7 @@ class Worker(many_worker.Worker):
             mock.patch.object(owner, name, _without(getattr(owner, name), step)).start()
 
     def spoil(self) -> None:
-        """This process finds a step damaged, once."""
+        """Makes this process find a damaged step, once."""
         real = t5x_manager.leaves_of
 
         def damaged(found: Any) -> Any:
@@ -239,7 +239,7 @@ class Worker(many_worker.Worker):
         return self._shape.restore_state(traverse_util.unflatten_dict({**whole, **leaves}, sep="/"))
 
     def _wrong(self, state: Any, renamed: bool) -> str | None:
-        """The first leaf whose shards, or whose placement, are not those of the step."""
+        """The first leaf whose shards or sharding differ from those of the step."""
         found, expected = flat(state), self._expected(self._step)
         if renamed:
             expected[_TO] = expected[_FROM]
@@ -272,7 +272,7 @@ def flat(state: Any) -> dict[str, Any]:
 
 
 def _initializer(partitioner: Any) -> Any:
-    """What T5X makes of a very small T5.1.1."""
+    """T5X's initializer for a very small T5.1.1."""
     config = network.T5Config(
         vocab_size=ROWS,
         emb_dim=32,

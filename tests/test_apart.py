@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of one save that do not see each other's directories meet by a board of their job."""
+"""Processes of one save without a shared file system coordinate through a key-value store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HEAD = f"{names.EMBEDDINGS_ITEM}/{names.manifest_name(0)}"
 
 
 class MemoryBoard:
-    """A board of threads."""
+    """An in-memory key-value store."""
 
     def __init__(self) -> None:
         self.held: dict[str, bytes] = {}
@@ -52,7 +52,7 @@ class MemoryBoard:
 
 
 class Nodes(Job):
-    """The same processes, each with a directory of its own."""
+    """The same processes, each with its own directory."""
 
     def __init__(self, tmp_path: Path, count: int):
         super().__init__(tmp_path / "node0", count)
@@ -82,7 +82,7 @@ def job(tmp_path) -> Nodes:
     return Nodes(tmp_path, 4)
 
 
-def test_process_0_has_what_describes_all_parts(job):
+def test_process_0_receives_the_manifests_and_digests_of_all_parts(job):
     written = {process: job.write(process) for process in (3, 1, 2)}
     index = job.collect()
     assert [part.process for part in index] == [0, 1, 2, 3]
@@ -107,13 +107,13 @@ def test_parts_that_do_not_fit_are_refused(job):
         job.collect()
 
 
-def test_the_first_failure_is_told_at_once_to_process_0_and_by_it_to_all(job):
+def test_the_first_failure_reaches_process_0_at_once_and_through_it_all_others(job):
     job.at(2).fail(OutOfSpace("no room"))
     job.at(2).fail(RuntimeError("what follows from it"))
     with pytest.raises(ProcessFailed, match="process 2 failed: OutOfSpace: no room") as caught:
         job.collect()
     with pytest.raises(ProcessMissing):
-        job.at(1).await_commit(lambda: True)  # It listens to process 0 alone.
+        job.at(1).await_commit(lambda: True)  # It listens only to process 0.
     job.at(0).fail(caught.value)
     with pytest.raises(ProcessFailed, match="process 0 failed: .*no room"):
         job.at(1).await_commit(lambda: True)
@@ -137,7 +137,7 @@ def test_processes_hear_from_process_0_who_is_missing_but_not_that_they_are(job)
         assert caught.value.processes == others
 
 
-def test_the_manifest_of_process_0_is_handed_to_all_once_the_step_is_committed(job):
+def test_all_processes_get_the_manifest_of_process_0_once_the_step_is_committed(job):
     head = manifest.to_bytes(made_up_saves.record(SAVE_ID)) + os.urandom(5 << 20)
     job.at(0).tell({HEAD: head})
     for process in (1, 2, 3):
@@ -146,7 +146,7 @@ def test_the_manifest_of_process_0_is_handed_to_all_once_the_step_is_committed(j
         assert (at.temporary / HEAD).read_bytes() == head
 
 
-def test_a_failure_that_cannot_be_told_is_no_error_of_its_own(job):
+def test_a_failure_that_cannot_be_reported_raises_no_second_error(job):
     def refuse(key, data):
         raise StorageError("no answer")
 
@@ -154,7 +154,7 @@ def test_a_failure_that_cannot_be_told_is_no_error_of_its_own(job):
     job.at(1).fail(OutOfSpace("no room"))
 
 
-def test_what_was_said_of_saves_that_are_over_is_removed(tmp_path):
+def test_entries_of_finished_saves_are_removed(tmp_path):
     board = MemoryBoard()
     meetings = [Meetings(board, process, 2, 1.0) for process in range(2)]
     for process in range(2):
@@ -180,7 +180,7 @@ def test_arrays_that_orbax_wrote_on_several_processes_are_refused(job):
         HandlerItem(object(), []).write(item_dir, batch, at)
 
 
-def test_what_a_handler_wrote_on_another_process_is_its_part(job):
+def test_files_of_a_handler_belong_to_the_process_that_wrote_them(job):
     for process in range(2):
         at = job.at(process)
         item_dir = at.temporary / "position"

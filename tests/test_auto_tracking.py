@@ -180,7 +180,7 @@ def test_two_saves_of_most_rows_and_one_of_few_do_not_stop_hashing(tmp_path):
             assert (one.save(step, state).kind == "delta") == few
 
 
-def test_fingerprints_that_are_asked_for_never_stop(tmp_path):
+def test_requested_fingerprints_never_stop(tmp_path):
     state, named = initial(), deltackpt.DeltaOptions(tracking="fingerprints")
     with manager(tmp_path, deltas=named) as one:
         one.save(0, state)
@@ -244,7 +244,7 @@ def test_a_sharded_table_is_counted_over_all_devices(tmp_path):
 
 
 @pytest.mark.parametrize("options", ["wal", "rolling", "blocks"])
-def test_hashing_does_not_stop_where_it_is_needed_in_any_case(tmp_path, options):
+def test_hashing_does_not_stop_if_it_is_needed_anyway(tmp_path, options):
     given = {
         "wal": {"wal": deltackpt.WalOptions()},
         "rolling": {"deltas": deltackpt.DeltaOptions(policy=Rolling(window=4))},
@@ -280,8 +280,8 @@ def test_tables_may_be_on_different_devices(tmp_path):
         assert rows_of(one) == [3 * ROWS, 2]
 
 
-def test_a_restored_touch_state_does_not_pass_for_the_fingerprints(tmp_path):
-    """An untracked step may go on with either; the marks of one do not hold for the other."""
+def test_a_restored_touch_state_does_not_replace_the_fingerprints(tmp_path):
+    """Either may continue an untracked step, but neither knows the other's changes."""
     state = initial()
     with manager(tmp_path, deltas=deltackpt.DeltaOptions(tracking="touched")) as one:
         one.save(0, state)
@@ -299,7 +299,7 @@ def test_a_restored_touch_state_does_not_pass_for_the_fingerprints(tmp_path):
         model.assert_same(one.restore(4, state).state, state)
 
 
-def test_gathered_gradients_of_an_untracked_step_are_not_lost(tmp_path):
+def test_accumulated_gradients_of_an_untracked_step_are_not_lost(tmp_path):
     optimizer = optax.MultiSteps(optax.sgd(1.0), every_k_schedule=4)
     handlers = {"embeddings": deltackpt.Tables(select="params/emb")}
     params = {"emb": jnp.zeros((ROWS, 4))}
@@ -343,7 +343,7 @@ def test_a_touch_state_after_a_failed_save_with_fingerprints_gives_a_base(tmp_pa
         model.assert_same(one.restore(2, state).state, state)
 
 
-def test_a_prediction_and_a_refused_save_keep_the_fingerprints(tmp_path):
+def test_a_prediction_and_a_rejected_save_keep_the_fingerprints(tmp_path):
     state, marks = initial(), touched.init({"emb": jnp.zeros((ROWS, 4))})
     with manager(tmp_path) as one:
         one.save(0, state)
@@ -355,7 +355,7 @@ def test_a_prediction_and_a_refused_save_keep_the_fingerprints(tmp_path):
         assert rows_of(one) == [ROWS, 1]
 
 
-def test_passing_a_touch_state_by_turns_warns_once(tmp_path):
+def test_passing_a_touch_state_only_sometimes_warns_once(tmp_path):
     state, marks = initial(), touched.init({"emb": jnp.zeros((ROWS, 4))})
     with manager(tmp_path) as one, pytest.warns(UserWarning) as told:
         for step in range(8):
@@ -373,7 +373,7 @@ def test_ids_that_omit_rows_lose_none_with_fingerprints(tmp_path):
         model.assert_same(one.restore_latest(state).state, state)
 
 
-def test_the_wal_goes_on_from_a_save_with_other_tracking(tmp_path):
+def test_the_wal_continues_from_a_save_with_other_tracking(tmp_path):
     """Records never span it: ids name the rows since the last call, not since an older save."""
     state, marks = initial(), touched.init({"emb": jnp.zeros((ROWS, 4))})
     with manager(tmp_path, wal=deltackpt.WalOptions()) as one:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What background work may take, and when each of several promoters has its turn."""
+"""Limits of background work, and the upload schedule of several processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from deltackpt.tiers.stage import Orders, Progress, Stage, key_of
 
 
 class Clock:
-    """A clock that a test turns."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -74,7 +74,7 @@ def cpus_of(task: Path) -> str:
     return line.split()[1]
 
 
-def test_bytes_go_no_sooner_than_the_pace_allows():
+def test_bytes_are_not_sent_faster_than_the_pace():
     clock = Clock()
     pace = Pace(1000.0, clock=clock)
     assert pace.reserve(500) == 0.0
@@ -84,7 +84,7 @@ def test_bytes_go_no_sooner_than_the_pace_allows():
     assert pace.reserve(1) == pytest.approx(0.501)
 
 
-def test_a_pause_is_not_caught_up_with():
+def test_a_pause_gives_no_credit():
     clock = Clock()
     pace = Pace(1000.0, clock=clock)
     pace.reserve(1000)
@@ -93,7 +93,7 @@ def test_a_pause_is_not_caught_up_with():
     assert pace.reserve(1000) == pytest.approx(1.0)
 
 
-def test_whoever_waits_for_the_pace_goes_on_when_it_is_lifted():
+def test_a_waiting_thread_continues_when_the_pace_is_lifted():
     pace = Pace(1e-6)
     pace.take(1)
     waiting = threading.Thread(target=pace.take, args=(1,))
@@ -106,7 +106,7 @@ def test_whoever_waits_for_the_pace_goes_on_when_it_is_lifted():
     assert pace.reserve(1) > 0.0
 
 
-def test_every_byte_of_a_batch_is_taken_from_its_pace(tmp_path):
+def test_every_byte_of_a_batch_counts_towards_its_pace(tmp_path):
     clock = Clock()
     pace = Pace(1e12, clock=clock)
     batch = FileBatch(tmp_path, fsync=False, pace=pace)
@@ -122,13 +122,13 @@ def test_every_byte_of_a_batch_is_taken_from_its_pace(tmp_path):
     first=strategies.binary(max_size=300),
     second=strategies.binary(max_size=300),
 )
-def test_a_joined_checksum_is_that_of_both(first, second):
+def test_a_joined_checksum_equals_that_of_the_concatenation(first, second):
     expected = google_crc32c.value(first + second)
     found = joined(google_crc32c.value(first), google_crc32c.value(second), len(second))
     assert found == expected
 
 
-def test_the_threads_of_saves_run_on_the_cpus_that_are_given(tmp_path, one_cpu):
+def test_save_threads_run_on_the_given_cpus(tmp_path, one_cpu):
     state = {"tables": {"a": jnp.ones((512, 16))}}
     options = ManagerOptions(background=Background(cpus=[one_cpu], threads=1))
     others = threading.enumerate()
@@ -147,7 +147,7 @@ def test_the_threads_of_saves_run_on_the_cpus_that_are_given(tmp_path, one_cpu):
     assert cpus_of(Path(f"/proc/self/task/{threading.get_native_id()}")) != str(one_cpu)
 
 
-def test_as_many_threads_write_as_are_asked_for():
+def test_the_requested_number_of_threads_write():
     barrier, workers = threading.Barrier(5), Workers(threads=5)
     try:
         pending = [workers.write(barrier.wait, 60.0) for _ in range(5)]
@@ -156,7 +156,7 @@ def test_as_many_threads_write_as_are_asked_for():
         workers.close()
 
 
-def test_a_promoter_is_started_on_the_cpus_that_are_given(tmp_path, monkeypatch, one_cpu):
+def test_an_uploader_runs_on_the_given_cpus(tmp_path, monkeypatch, one_cpu):
     stage = Stage(tmp_path / "stage")
     stage.path.mkdir()
     told = tmp_path / "cpus"
@@ -176,7 +176,7 @@ def test_a_promoter_is_started_on_the_cpus_that_are_given(tmp_path, monkeypatch,
     assert told.read_text() == str({one_cpu})
 
 
-def test_a_promoter_is_told_that_somebody_waits_until_there_is_more_to_do():
+def test_an_uploader_hurries_only_until_the_next_wake():
     reading, writing = os.pipe()
     try:
         trainer = PipeTrainer(reading)
@@ -191,18 +191,18 @@ def test_a_promoter_is_told_that_somebody_waits_until_there_is_more_to_do():
     assert trainer.is_gone
 
 
-def test_promoters_begin_at_their_shares_of_the_time_between_saves():
+def test_uploads_are_spread_over_the_save_interval():
     made = [0.0, 10.0, 30.0]
     assert [stagger.delay_secs(made, 30.0, process, 4) for process in range(4)] == [0, 5, 10, 15]
     assert stagger.delay_secs(made, 37.0, 3, 4) == pytest.approx(8.0)
     assert stagger.delay_secs(made, 50.0, 3, 4) == 0.0
 
 
-def test_a_save_waits_no_longer_than_is_bearable_for_its_turn():
+def test_the_upload_delay_of_a_save_is_bounded():
     assert stagger.delay_secs([0.0, 86400.0], 86400.0, 1, 2) == stagger.MOST_SECS
 
 
-def test_a_first_save_and_one_of_the_future_wait_for_no_turn():
+def test_a_first_save_and_one_from_the_future_are_not_delayed():
     assert stagger.delay_secs([], 1.0, 1, 2) == 0.0
     assert stagger.delay_secs([1.0], 1.0, 1, 2) == 0.0
     assert stagger.delay_secs([0.0, 100.0], 50.0, 1, 2) == 0.0
@@ -218,18 +218,18 @@ def test_options_of_background_work_are_checked_when_they_are_made(wrong):
         Background(**wrong)
 
 
-def test_cpus_that_the_process_may_not_use_are_refused():
+def test_cpus_that_the_process_may_not_use_are_rejected():
     with pytest.raises(OptionError, match="Background.cpus: .*may use"):
         Workers(cpus=[1 << 20])
 
 
-def test_background_is_a_group_of_its_own():
+def test_background_must_be_an_options_group():
     with pytest.raises(OptionError, match="ManagerOptions.background"):
         ManagerOptions(background=2)  # pyright: ignore[reportArgumentType]
 
 
 def orders_of(process: int) -> Orders:
-    """Orders of a process of two."""
+    """Orders of one of two processes."""
     return Orders(
         number=1,
         lease=1,
@@ -242,7 +242,7 @@ def orders_of(process: int) -> Orders:
     )
 
 
-def test_only_the_newest_save_waits_for_its_turn_and_none_that_somebody_waits_for(tmp_path):
+def test_only_the_newest_save_is_delayed_and_only_if_the_trainer_does_not_wait(tmp_path):
     stage = Stage(tmp_path / "stage")
     now = time.time()
     for step in (1, 2):
@@ -269,9 +269,7 @@ def test_only_the_newest_save_waits_for_its_turn_and_none_that_somebody_waits_fo
     assert secs(2, process=0) is None
 
 
-def test_a_part_that_arrives_during_a_look_is_not_taken_for_one_that_never_comes(
-    tmp_path, monkeypatch
-):
+def test_a_part_that_arrives_during_a_poll_is_not_reported_as_missing(tmp_path, monkeypatch):
     root = spot(tmp_path / "root")
     journal: Any = types.SimpleNamespace(
         root=root, prefix=lambda unit, token: f"saves/{1:020}/{unit.step}-{token}"
@@ -300,7 +298,7 @@ def test_a_part_that_arrives_during_a_look_is_not_taken_for_one_that_never_comes
 
     def told(self: Meeting) -> dict[int, Told]:
         if self is work._meetings[key_of(2, infos[2].save_id)]:
-            for step in (1, 2):  # Process 1 has caught up after the reports on step 1 were read.
+            for step in (1, 2):  # Process 1 catches up after the reports on step 1 were read.
                 meeting(step).tell(Told(process=1))
         return real(self)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bundles that somebody made by hand, near a stage: no start fails for them, and each is named.
+"""Hand-made bad bundles next to a staging directory: startup skips and reports each one.
 
-Their checksums are right. Each start is that of a whole manager, whose stage was lost, with two
-intact saves and the bad bundles in extents, or at neighbours.
+Their checksums are correct. Each test starts a whole manager whose staging directory was lost, with
+two intact saves and the bad bundles in extents or on peers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _numbers = itertools.count()
 
 
 class Bundle:
-    """Bytes as a pack."""
+    """A bundle with the given bytes."""
 
     def __init__(self, key: str, data: bytes):
         self.data, self.label = data, Label(key, len(data), google_crc32c.value(data))
@@ -55,7 +55,7 @@ class Bundle:
 
 
 class Trained(NamedTuple):
-    """A root, and the bundles of two saves that never came to it."""
+    """A remote directory, and the bundles of two saves that never reached it."""
 
     url: str
     client: nodes.Node
@@ -106,18 +106,18 @@ def manager_of(one: Node, **tiers: Any) -> deltackpt.CheckpointManager:
     return one.manager(endpoint=None, wait_for="staging", **tiers)
 
 
-# ---- what is in a bundle
+# ---- contents of a bundle
 
 
 def parts(bundle: Bundle) -> tuple[dict[str, Any], bytes]:
-    """The record of a bundle, and what follows it."""
+    """Splits a bundle into its record and the payload."""
     nbytes = int.from_bytes(bundle.data[8:_PREFIX], "little")
     record = bundle.data[_PREFIX : _PREFIX + nbytes]
     return msgpack.unpackb(msgpack.unpackb(record)["body"]), bundle.data[_PREFIX + nbytes :]
 
 
 def remade(body: Any, payload: bytes, key: str) -> Bundle:
-    """A bundle whose record says something else; all checksums are right."""
+    """A bundle with another record; all checksums are correct."""
     packed = body if isinstance(body, bytes) else msgpack.packb(body)
     record = msgpack.packb(
         {
@@ -152,7 +152,7 @@ def digest(data: bytes) -> list[int]:
 
 
 BIG = (2**32 - 1, 2**32, 2**33, 2**63 - 1, 2**63, 2**64 - 1)
-#: What is in the place of the files of a save, with what follows the record.
+#: Replacements for a save's files, each with its payload.
 FILES: dict[str, tuple[Any, bytes]] = {
     **{f"a sum of {big}": ({"a": [1, big, 49]}, b"1") for big in BIG},
     **{f"a tail of {big}": ({"a": [1, 0, big]}, b"1") for big in BIG},
@@ -176,7 +176,7 @@ FILES: dict[str, tuple[Any, bytes]] = {
     "files that end early": ({"a": digest(b"1" * 50)}, b"1" * 49),
     "more than the files": ({"a": digest(b"1")}, b"11"),
 }
-#: In the place of any value.
+#: Replacements for any value.
 ODD: tuple[Any, ...] = (
     *(None, True, -1, 0.5, float("nan"), 2**64 - 1, "", "x" * 300, "\0", b"\xff", [], [[]], {}),
     {"": None},
@@ -184,7 +184,7 @@ ODD: tuple[Any, ...] = (
 
 
 def paths(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where values are in a record."""
+    """Paths of all values in a record."""
     yield at
     if isinstance(value, (dict, list)):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
@@ -192,7 +192,7 @@ def paths(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def put(value: Any, at: tuple[Any, ...], to: Any) -> Any:
-    """A record with another value at a place of it."""
+    """A record with the value at a path replaced."""
     if not at:
         return to
     if isinstance(value, dict):
@@ -201,13 +201,13 @@ def put(value: Any, at: tuple[Any, ...], to: Any) -> Any:
 
 
 def odd_records(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Records of which one value is another one, each under a key of its own."""
+    """Records with one value replaced, each with its own key."""
     for at in paths(with_files(body, {"a": digest(b"1")})):
         for to in ODD:
             other = with_files(body, {"a": digest(b"1")})
             key = name_of(other).key
             other = put(other, at, to)
-            with contextlib.suppress(Exception):  # It has no name any more.
+            with contextlib.suppress(Exception):  # The record may no longer have a valid name.
                 key = name_of(other).key if PackName.of(name_of(other).key) else key
             yield key, other
     for depth in (500, 1000, 1020, 5000, 100_000):
@@ -230,7 +230,7 @@ def test_every_fault_of_a_bundle_is_a_typed_error(trained, tmp_path):
             packing.unpack(bundle, bundle.label, tmp_path / str(number), fsync=False)
 
 
-# ---- starts
+# ---- startup
 
 
 @contextlib.contextmanager
@@ -271,7 +271,7 @@ def start(
     bad: list[Bundle],
     also: Callable[[Any], None] = lambda held: None,
 ) -> str:
-    """Starts a trainer whose stage is lost, near which bad bundles are; what it warns of."""
+    """Starts a trainer with bad bundles and a lost staging directory; returns its warnings."""
     trained.client.delete(trained.client.keys(""))
     for key, data in trained.root.items():
         trained.client.put(key, [data])
@@ -295,9 +295,7 @@ def start(
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_whatever_files_a_bundle_names_the_start_passes_it_over_and_names_it(
-    trained, tmp_path, holder
-):
+def test_startup_skips_and_reports_a_bundle_with_bad_files(trained, tmp_path, holder):
     body, _ = parts(trained.good[1])
     bad = []
     for files, payload in FILES.values():
@@ -305,12 +303,12 @@ def test_whatever_files_a_bundle_names_the_start_passes_it_over_and_names_it(
         bad.append(remade(other, payload, name_of(other).key))
     warned = start(trained, tmp_path, holder, bad)
     for what, bundle in zip(FILES, bad):
-        # One without any fault but that it is no save is found where it is restored.
+        # If its only fault is that it is not a save, the restore finds that.
         assert bundle.label.key in warned or "manifest" in what or "file" in what, what
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_whatever_a_record_of_a_bundle_says_the_start_passes_it_over(trained, tmp_path, holder):
+def test_startup_skips_a_bundle_with_a_bad_record(trained, tmp_path, holder):
     body, _ = parts(trained.good[1])
     bad = {}
     for key, other in odd_records(body):
@@ -323,9 +321,7 @@ def test_whatever_a_record_of_a_bundle_says_the_start_passes_it_over(trained, tm
     max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @hypothesis.given(seed=st.integers(0, 2**32))
-def test_whatever_bytes_a_bundle_has_the_start_passes_it_over(
-    trained, tmp_path_factory, holder, seed
-):
+def test_startup_skips_a_bundle_with_random_bytes(trained, tmp_path_factory, holder, seed):
     drawn = random.Random(seed)
     body, payload = parts(trained.good[1])
     bad = []
@@ -345,7 +341,7 @@ def test_whatever_bytes_a_bundle_has_the_start_passes_it_over(
     start(trained, tmp_path_factory.mktemp("start"), holder, bad)
 
 
-def test_headers_of_extents_that_cannot_be_end_no_start(trained, tmp_path):
+def test_impossible_extent_headers_do_not_fail_startup(trained, tmp_path):
     most, room = 2**64 - 1, EXTENT - 4096
     headers = [
         Header(sequence, number, pieces, nbytes, crc32c, key)
@@ -369,7 +365,7 @@ def test_headers_of_extents_that_cannot_be_end_no_start(trained, tmp_path):
     start(trained, tmp_path, "extents", [], also)
 
 
-def test_fragments_that_cannot_be_end_no_start(trained, tmp_path):
+def test_impossible_fragments_do_not_fail_startup(trained, tmp_path):
     key, big = trained.good[1].label.key, 10**15 - 1
     later = PackName.of(key)._replace(step=900, attempt=900).key
     names = [
@@ -395,14 +391,14 @@ def test_fragments_that_cannot_be_end_no_start(trained, tmp_path):
     assert later in warned
 
 
-def test_a_bundle_of_another_root_beside_those_of_this_one_is_passed_over(trained, tmp_path):
+def test_a_bundle_of_another_remote_directory_is_skipped(trained, tmp_path):
     body, payload = parts(trained.good[1])
     other = with_files(body, body["files"]) | {"root": "s3://elsewhere/run"}
     foreign = remade(other, payload, name_of(other).key)
     assert "s3://elsewhere/run" in start(trained, tmp_path, "extents", [foreign])
 
 
-def test_a_bundle_that_is_another_save_than_it_says_is_passed_over(trained, tmp_path):
+def test_a_bundle_of_another_save_than_it_claims_is_skipped(trained, tmp_path):
     body, payload = parts(trained.good[1])
     other = with_files(body, body["files"])
     changed = remade(other, payload, name_of(other).key)

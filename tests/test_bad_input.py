@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad input: a typed error that names what, what was expected and what next; nothing is lost."""
+"""Bad input raises a typed error that names the problem and the remedy, and loses nothing."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def written(tmp_path_factory) -> tuple[Path, dict]:
 
 @pytest.fixture
 def copied(written, tmp_path) -> tuple[Path, dict]:
-    """The same, to be spoilt."""
+    """A copy of the same, to be damaged."""
     root, state = written
     shutil.copytree(root, tmp_path / "root")
     return tmp_path / "root", state
@@ -114,7 +114,7 @@ def with_table(state: dict, name: str, table) -> dict:
     ],
     ids=["rows", "width", "dtype", "missing table", "slot"],
 )
-def test_a_template_that_does_not_fit_is_named_with_both_sides(written, spoil, match):
+def test_a_template_mismatch_names_both_sides(written, spoil, match):
     root, state = written
     template = spoil(state)
     slots = {path: choice for path, choice in model.SLOTS.items()}
@@ -154,7 +154,7 @@ def optax_state(tables=("items", "users"), optimizer=None) -> dict:
     ],
     ids=["new table", "table that is gone", "rename", "new optimizer", "new dense leaf"],
 )
-def test_a_template_of_other_leaves_names_what_each_side_has_and_the_remedy(
+def test_a_template_with_other_leaves_names_the_leaves_of_each_side_and_the_remedy(
     tmp_path, template, first, only_template, only_step
 ):
     handlers = {"embeddings": deltackpt.Tables(select="params/tables/*")}
@@ -172,7 +172,7 @@ def test_a_template_of_other_leaves_names_what_each_side_has_and_the_remedy(
         of_template, _, of_step = found.partition("only the step has")
         assert all(name in of_template for name in only_template), found
         assert all(name in of_step for name in only_step), found
-        # The remedy does what the message says.
+        # The remedy in the message works.
         read = reader.read_state(7, template)
         assert bool(read.missing) == ("only the template has" in found or "extra" in first)
 
@@ -186,7 +186,7 @@ def test_a_template_of_other_leaves_names_what_each_side_has_and_the_remedy(
     ],
     ids=["shape", "dtype", "numpy dtype"],
 )
-def test_a_dense_leaf_that_does_not_fit_is_named_with_both_sides(written, leaf, match):
+def test_a_dense_leaf_mismatch_names_both_sides(written, leaf, match):
     root, state = written
     with manager(root, access="read") as reader:
         with pytest.raises(TemplateMismatch, match=match):
@@ -203,14 +203,14 @@ def test_a_step_that_does_not_exist_is_named(written):
             reader.restore(7, state)
 
 
-# What is saved.
+# Saves.
 
 
 NO_STEPS = [3.0, -1, 1 << 63, True, "3", None, np.float32(3), np.array([3])]
 
 
 @pytest.mark.parametrize("step", NO_STEPS, ids=repr)
-def test_what_is_no_step_is_refused_at_once_and_nothing_is_committed(tmp_path, step):
+def test_an_invalid_step_is_refused_at_once_and_nothing_is_committed(tmp_path, step):
     state = model.initial()
     with manager(tmp_path) as saver:
         for call in (
@@ -223,17 +223,17 @@ def test_what_is_no_step_is_refused_at_once_and_nothing_is_committed(tmp_path, s
                 call()
         saver.save(0, state)
     assert inspect.open(tmp_path).steps == [0]
-    if step is not None:  # the newest one, there
+    if step is not None:  # None means the newest step there.
         with pytest.raises(OptionError, match="step: expected an integer"):
             inspect.open(tmp_path).at(step)
 
 
-def test_a_step_that_is_traced_is_refused(tmp_path):
+def test_a_traced_step_is_refused(tmp_path):
     with manager(tmp_path) as saver, pytest.raises(OptionError, match="outside of jit"):
         jax.jit(lambda step: saver.reached_preemption(step))(3)
 
 
-def test_a_loop_and_a_directory_of_stock_orbax_take_the_same_steps(tmp_path):
+def test_a_loop_and_a_directory_of_stock_orbax_accept_the_same_steps(tmp_path):
     state = {"emb": jnp.ones((4, 2))}
     emb = deltackpt.Tables(select="emb")
     with loop.LoopCheckpoints(tmp_path, tables=emb, every_steps=1) as saves:
@@ -247,7 +247,7 @@ def test_a_loop_and_a_directory_of_stock_orbax_take_the_same_steps(tmp_path):
 
 @pytest.mark.parametrize("kind", [int, np.int64, np.uint8, np.array, jnp.int32, jnp.array])
 def test_an_integer_of_any_kind_is_a_step(tmp_path, kind):
-    """As ``TrainState.step`` of flax, which is a jax array."""
+    """For example, ``TrainState.step`` of Flax is a JAX array."""
     state = model.initial()
     with manager(tmp_path) as saver:
         saved = saver.save(kind(7), state)
@@ -281,7 +281,7 @@ def test_the_command_line_refuses_a_step_beyond_64_bits(written):
     ],
     ids=["matches nothing", "no table", "predicate"],
 )
-def test_a_selection_that_cannot_be_lists_the_paths(tmp_path, select, match):
+def test_an_impossible_selection_lists_the_paths(tmp_path, select, match):
     handlers = {"embeddings": deltackpt.Tables(select=select)}
     with manager(tmp_path, handlers) as saver, pytest.raises(TableSelectionError, match=match):
         saver.save(1, model.initial())
@@ -340,18 +340,18 @@ def test_an_option_out_of_range_is_named(tmp_path, options):
     ],
     ids=["none", "no tables", "two tables", "dense is taken", "no handler", "a class"],
 )
-def test_handlers_that_cannot_work_are_named(tmp_path, handlers):
+def test_invalid_handlers_are_named(tmp_path, handlers):
     if not handlers:
         handlers = {"notes": ocp.JsonCheckpointHandler()}
     with pytest.raises(OptionError, match="handlers.*expected.*found"):
         deltackpt.CheckpointManager(tmp_path, handlers=handlers)
 
 
-def test_a_forked_child_must_make_a_manager_of_its_own(tmp_path):
+def test_a_forked_child_must_create_its_own_manager(tmp_path):
     saver = manager(tmp_path)
     pid = saver._pid
     try:
-        saver._pid = pid + 1  # As a child sees it; forking with threads is no test.
+        saver._pid = pid + 1  # As in a child; a real fork with threads is unsafe.
         with pytest.raises(ClosedError, match="create a manager in the child"):
             saver.save(1, model.initial())
     finally:
@@ -376,7 +376,7 @@ def test_a_directory_of_stock_orbax_is_named_and_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["version", "feature"])
-def test_a_newer_format_is_refused_and_no_older_step_is_taken_instead(copied, how):
+def test_a_newer_format_is_refused_and_no_older_step_is_restored_instead(copied, how):
     root, state = copied
     path = root / "2" / "embeddings" / "manifest.0.msgpack"
     head = msgpack.unpackb(path.read_bytes())
@@ -397,7 +397,7 @@ def test_a_newer_format_is_refused_and_no_older_step_is_taken_instead(copied, ho
 
 
 @pytest.mark.parametrize("name", ["manifest.0.msgpack", "layer.0"])
-def test_a_record_of_another_kind_or_no_record_is_damage(copied, name):
+def test_a_record_of_another_kind_or_an_invalid_one_is_damage(copied, name):
     root, state = copied
     path = root / "2" / "embeddings" / name
     for contents in (b"", b"\x00" * 64, b"not msgpack at all", msgpack.packb({"format": "other"})):
@@ -435,10 +435,10 @@ def test_a_missing_parent_names_itself_and_the_newest_intact_step(copied):
 
 
 def in_a_process_of_its_own(body: str, place: Path) -> None:
-    """Runs a function of this module and leaves at once.
+    """Runs a function of this module in a new process that skips its exit handlers.
 
-    Where a step's directory cannot be made, threads of Orbax 0.12.8 wait five minutes for it,
-    the end of the process included.
+    If a step's directory cannot be created, threads of Orbax 0.12.8 wait five minutes for it,
+    even at the end of the process.
     """
     code = f"import os, test_bad_input as t; t.{body}(t.Path({str(place)!r})); os._exit(0)"
     done = subprocess.run(
@@ -449,7 +449,7 @@ def in_a_process_of_its_own(body: str, place: Path) -> None:
 
 @contextlib.contextmanager
 def tmpfs(place: Path, options: str) -> Iterator[Path]:
-    """A mounted tmpfs; skips where it cannot be."""
+    """Mounts a tmpfs; skips the test if that fails."""
     required(os.geteuid() == 0, "mounting a tmpfs needs root")
     place.mkdir()
     done = subprocess.run(
@@ -463,7 +463,7 @@ def tmpfs(place: Path, options: str) -> Iterator[Path]:
 
 
 @pytest.mark.processes
-def test_a_full_disk_is_out_of_space_and_after_making_room_nothing_is_lost(tmp_path):
+def test_a_full_disk_raises_out_of_space_and_loses_nothing_once_space_is_freed(tmp_path):
     with tmpfs(tmp_path / "small", "size=1m") as place:
         in_a_process_of_its_own("fill_the_disk", place)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a save: TensorStore's bytes, whatever the file system allows or refuses."""
+"""Files of a save have TensorStore's bytes on any file system."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _chunk(values: np.ndarray, padding: int = 0) -> bytes:
     "shape", [(1,), (1023, 1), (4092,), (511, 2), (5000, 64), (7, 2, 3), (0, 5)]
 )
 @pytest.mark.parametrize("place", [np.copy, _aligned])
-def test_arrays_are_tensorstores_byte_for_byte(shape, dtype, place, tmp_path):
+def test_arrays_match_tensorstore_byte_for_byte(shape, dtype, place, tmp_path):
     values = place(np.random.default_rng(1).integers(0, 100, shape).astype(dtype))
     with mock.patch.object(arrays, "CHUNK_BYTES", 100_000):
         entry = arrays.array_entry("a", shape, values.dtype)
@@ -99,7 +99,7 @@ def test_any_length_padding_and_place_in_memory(tmp_path_factory, nbytes, paddin
             assert _ours(path, rows, padding) == _chunk(rows, padding)
 
 
-def test_what_lies_at_a_multiple_by_chance_is_not_taken_for_memory_of_ours():
+def test_memory_aligned_by_chance_is_not_taken_for_an_aligned_buffer():
     assert is_aligned(aligned_buffer(10)[:10])
     assert is_aligned(aligned_buffer(10_000)[ALIGNMENT:].view(np.float32))
     assert not is_aligned(aligned_buffer(10)[1:])
@@ -121,13 +121,13 @@ def _failing(monkeypatch: Any, name: str, fails: Callable[..., int | None]) -> l
     return calls
 
 
-def test_refused_at_open(tmp_path, monkeypatch):
+def test_direct_writes_refused_at_open(tmp_path, monkeypatch):
     values = np.arange(5000)
     _failing(monkeypatch, "open", lambda p, f, *m: errno.EINVAL if f & os.O_DIRECT else None)
     assert _ours(tmp_path / "ours", values) == _chunk(values)
 
 
-def test_refused_at_the_first_write(tmp_path, disk):
+def test_direct_writes_refused_at_the_first_write(tmp_path, disk):
     values = np.arange(5000)
     disk.fail("write", errno=errno.EINVAL)
     assert _ours(tmp_path / "ours", values) == _chunk(values)
@@ -149,14 +149,14 @@ def test_another_alignment_is_written_through_the_page_cache(tmp_path, monkeypat
 
 @pytest.mark.parametrize("most", [4096, 5000, 8192])
 @pytest.mark.parametrize("direct", [True, False])
-def test_writes_cut_short_go_on(most, direct, tmp_path, monkeypatch):
+def test_short_writes_continue(most, direct, tmp_path, monkeypatch):
     values = np.arange(5000)
     real = os.pwrite
     if not direct:
         _failing(monkeypatch, "open", lambda p, f, *m: errno.EINVAL if f & os.O_DIRECT else None)
 
     def short(descriptor: int, data: Any, at: int) -> int:
-        # Of a direct write the kernel takes whole blocks; more of the last one may count as taken.
+        # A direct write stores whole blocks; its count may include part of the next one.
         taken = real(descriptor, data[: most - most % 4096 if direct else most], at)
         return min(len(data), taken + most % 4096) if direct else taken
 
@@ -165,7 +165,7 @@ def test_writes_cut_short_go_on(most, direct, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("data", [np.arange(5000), b"a few bytes"])
-def test_full_is_said_and_nothing_is_left(tmp_path, disk, data):
+def test_a_full_disk_is_reported_and_nothing_is_left(tmp_path, disk, data):
     files = FileBatch(tmp_path, fsync=True)
     disk.fail("write", errno=errno.ENOSPC)
     with pytest.raises(OutOfSpace, match="ours"):
@@ -176,7 +176,7 @@ def test_full_is_said_and_nothing_is_left(tmp_path, disk, data):
 
 
 @pytest.mark.parametrize("call", ["fsync", "fstat"])
-def test_errors_of_forcing_name_the_file(call, tmp_path, monkeypatch):
+def test_fsync_errors_name_the_file(call, tmp_path, monkeypatch):
     files = FileBatch(tmp_path, fsync=True)
     files.write_chunk(tmp_path / "ours", np.arange(3))
     # pytest itself calls fstat when a test ends.
@@ -186,7 +186,7 @@ def test_errors_of_forcing_name_the_file(call, tmp_path, monkeypatch):
             files.force()
 
 
-def test_a_name_that_is_taken_is_refused(tmp_path):
+def test_an_existing_name_is_refused(tmp_path):
     (tmp_path / "ours").write_bytes(b"another's")
     files = FileBatch(tmp_path, fsync=True)
     for write, data in ((files.write, b"x"), (files.write_chunk, np.arange(3))):
@@ -196,14 +196,14 @@ def test_a_name_that_is_taken_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("fsync", [True, False])
-def test_everything_is_forced_once_and_directories_after_files(tmp_path, disk, fsync):
+def test_everything_is_fsynced_once_and_directories_after_files(tmp_path, disk, fsync):
     files = FileBatch(tmp_path, fsync=fsync)
     (tmp_path / "others").mkdir()
     (tmp_path / "others" / "file").write_bytes(b"closed by others")
     files.make(tmp_path / "a" / "b")
     files.write_chunk(tmp_path / "a" / "b" / "chunk", np.arange(9))
     files.write(tmp_path / "a" / "small", b"small", whole=True)
-    # Before it had its name: others may look for it.
+    # Fsynced before it gets its name: others may look for it.
     forced = disk.paths("fsync")
     assert len(forced) == fsync and all(Path(one).match(".small.*.tmp") for one in forced)
     disk.calls.clear()
@@ -219,7 +219,7 @@ def test_everything_is_forced_once_and_directories_after_files(tmp_path, disk, f
     assert found == digests.digest_tree(tmp_path)
 
 
-def test_what_was_given_up_leaves_no_trace(tmp_path):
+def test_removed_files_leave_no_trace(tmp_path):
     files = FileBatch(tmp_path, fsync=True)
     files.make(tmp_path / "a" / "b")
     files.write_chunk(tmp_path / "a" / "b" / "chunk", np.arange(9))
@@ -250,7 +250,7 @@ files.force(); over.set(); thread.join()
 """
 
 
-def test_while_the_process_forks(tmp_path):
+def test_writes_while_the_process_forks(tmp_path):
     subprocess.run([sys.executable, "-c", _FORKING, str(tmp_path)], check=True, timeout=280)
     for n in range(16):
         assert set((tmp_path / str(n)).read_bytes()[: 1 << 20]) == {n}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks: how they judge, and that each one runs at a small scale."""
+"""The benchmarks: reports are correct, and each benchmark runs at a small scale."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from report import Report, Sample, ratio, secs
 BENCHMARKS = Path(reports.__file__).parent
 
 
-def test_ratios_are_taken_round_by_round():
+def test_ratios_are_computed_round_by_round():
     ours, theirs = Sample((1.0, 2.0, 30.0)), Sample((10.0, 20.0, 300.0))
     assert ours.over(theirs).values == (0.1, 0.1, 0.1)
     assert ours.median == 2.0
@@ -31,7 +31,7 @@ def test_ratios_are_shown_as_fractions_below_a_half():
     assert secs(0.0123) == "12.3 ms"
 
 
-def test_json_says_which_bars_hold(tmp_path, capsys):
+def test_json_reports_which_bars_hold(tmp_path, capsys):
     report = Report("title", sizes="sizes")
     report.compare("met", Sample((1.0,)), "them", Sample((4.0,)), secs, bar=0.5)
     report.compare("missed", Sample((3.0,)), "them", Sample((4.0,)), secs, bar=0.5)
@@ -46,7 +46,7 @@ def test_json_says_which_bars_hold(tmp_path, capsys):
     assert "missed" in capsys.readouterr().out
 
 
-def test_a_save_that_was_never_seen_in_the_service_counts_until_the_next_that_was():
+def test_a_save_that_the_service_never_showed_counts_until_the_next_one_shown():
     found, unseen = restore_service.lags({1: 10.0, 2: 11.0, 3: 12.0}, {1: 0.5, 3: 0.25})
     assert found == [0.5, 1.25, 0.25]
     assert unseen == 1
@@ -129,7 +129,7 @@ def test_markdown_has_a_line_for_each_row_and_no_markup():
 def test_benchmark_runs_at_a_small_scale(tmp_path, name, arguments):
     path, table = tmp_path / "out.json", tmp_path / "out.md"
     places = [f"--directory={tmp_path}", f"--json={path}", f"--markdown={table}"]
-    # The tests' virtual devices would share out the two cores.
+    # The tests' virtual devices would share the two cores.
     environment = os.environ | {"XLA_FLAGS": ""}
     subprocess.run(
         [sys.executable, BENCHMARKS / name, *arguments, *places], check=True, env=environment

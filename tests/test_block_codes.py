@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of dense leaves: what is stored decodes to what the next save takes for its reference."""
+"""Blocks of dense leaves: stored blocks decode to the reference of the next save."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pool():
 
 @st.composite
 def leaves(draw):
-    """Three blocks before and after a step, some of their numbers as strange as there are."""
+    """Three blocks before and after a step, with some extreme values."""
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     dtype = codecs.dtype_of(draw(st.sampled_from(of_blocks.FLOATS)))
     magnitude = 2.0 ** draw(st.sampled_from([-130, -60, -20, -10, 0, 0, 10, 14, 100]))
@@ -62,7 +62,7 @@ def bits(array: np.ndarray) -> np.ndarray:
 
 
 def decoded(leaf: CodedLeaf, reference: np.ndarray | None, like: np.ndarray) -> np.ndarray:
-    """What a reader makes of what is stored."""
+    """Decodes the stored blocks as a reader does."""
     out = np.full_like(like, 7) if reference is None else reference.copy()
     seen = np.zeros(len(like), int)
     for piece in leaf.pieces:
@@ -90,22 +90,20 @@ def relative(found: np.ndarray, exact: np.ndarray) -> float:
     return float(np.linalg.norm(error) / np.linalg.norm(exact.astype(np.float64)))
 
 
-# Whatever the codec.
+# All codecs.
 
 
 @pytest.mark.parametrize("name", of_blocks.names())
 @settings(max_examples=60, deadline=None)
 @given(found=leaves(), known=st.booleans(), skip=st.booleans())
-def test_what_is_stored_decodes_to_the_bits_that_the_leaf_is_said_to_have(
-    name, found, known, skip, pool
-):
+def test_stored_blocks_decode_to_the_reported_bits(name, found, known, skip, pool):
     before, now = found
     reference = before if known else None
     leaf = encode(now, reference, name, pool, skip_unchanged=skip)
     assert np.array_equal(bits(decoded(leaf, reference, now)), bits(leaf.decoded))
     if leaf.codec == of_blocks.LOSSLESS:
         assert np.array_equal(bits(leaf.decoded), bits(now))
-    # What is not finite is kept as it is, and nothing else becomes so.
+    # Values that are not finite are kept, and no other value becomes non-finite.
     strange = ~np.isfinite(now.astype(np.float32))
     assert np.array_equal(bits(leaf.decoded)[strange], bits(now)[strange])
     assert np.isfinite(leaf.decoded.astype(np.float32)[~strange]).all()
@@ -144,7 +142,7 @@ def test_blocks_that_did_not_change_are_left_out(name, pool):
 @pytest.mark.parametrize("dtype", of_blocks.FLOATS)
 @pytest.mark.parametrize("name", LOSSY)
 @pytest.mark.parametrize("kept", [3, 30])
-def test_what_did_not_change_keeps_its_bits_beside_few_or_many_that_did(name, dtype, kept, pool):
+def test_unchanged_blocks_keep_their_bits_beside_few_or_many_changed_ones(name, dtype, kept, pool):
     rng = np.random.default_rng(0)
     before = (np.abs(rng.normal(size=(40, BLOCK))) + 0.1).astype(np.float32).astype(dtype)
     before[:3, :4] = [-0.0, np.nan, -np.inf, 1.0]
@@ -164,7 +162,7 @@ def test_what_did_not_change_keeps_its_bits_beside_few_or_many_that_did(name, dt
 
 
 @pytest.mark.parametrize("name", of_blocks.names())
-def test_a_leaf_of_several_spans_is_as_its_blocks_are(name, pool, monkeypatch):
+def test_a_leaf_of_several_spans_equals_one_of_a_single_span(name, pool, monkeypatch):
     rng = np.random.default_rng(0)
     before = np.abs(rng.normal(size=(1200, BLOCK))).astype(np.float32)
     now = (before * (1 + 0.01 * rng.normal(size=before.shape))).astype(np.float32)
@@ -182,7 +180,7 @@ def test_a_leaf_of_several_spans_is_as_its_blocks_are(name, pool, monkeypatch):
 
 @pytest.mark.parametrize("dtype", of_blocks.FLOATS)
 @pytest.mark.parametrize("name", LOSSY)
-def test_the_stated_error_is_that_of_the_decoded_numbers(name, dtype, pool):
+def test_the_reported_error_is_that_of_the_decoded_values(name, dtype, pool):
     rng = np.random.default_rng(0)
     before = np.abs(rng.normal(size=(300, BLOCK))).astype(np.float32).astype(dtype)
     now = (np.abs(before.astype(np.float32) + 0.01 * rng.normal(size=before.shape))).astype(dtype)
@@ -220,14 +218,14 @@ def test_a_leaf_beyond_its_budget_takes_the_next_wider_code(name, steps, pool):
 
 
 @pytest.mark.parametrize("name", ["ef4", "ef8", "log4"])
-def test_without_a_reference_a_leaf_is_exact_and_says_why(name, pool):
+def test_without_a_reference_a_leaf_is_exact_and_reports_why(name, pool):
     now = np.ones((3, BLOCK), np.float32)
     leaf = encode(now, None, name, pool)
     assert (leaf.codec, leaf.error) == ("lossless", 0) and "no reference" in leaf.reason
 
 
 @pytest.mark.parametrize("name", ["int8", "ef4"])
-def test_tiny_numbers_are_measured_though_their_squares_vanish(name, pool):
+def test_tiny_values_are_measured_although_their_squares_underflow(name, pool):
     rng = np.random.default_rng(0)
     before = (2.0**-70 * rng.normal(size=(4, BLOCK))).astype(np.float32)
     now = before + (2.0**-72 * rng.normal(size=before.shape)).astype(np.float32)
@@ -238,7 +236,7 @@ def test_tiny_numbers_are_measured_though_their_squares_vanish(name, pool):
 
 @pytest.mark.parametrize("dtype", of_blocks.FLOATS)
 @pytest.mark.parametrize("name", ["ef4", "ef8", "log4"])
-def test_errors_do_not_grow_along_ten_saves_though_those_of_a_naive_chain_do(name, dtype, pool):
+def test_errors_do_not_grow_over_ten_saves_unlike_those_of_a_naive_chain(name, dtype, pool):
     rng = np.random.default_rng(0)
     exact = np.abs(rng.normal(size=(60, BLOCK))) + 0.1
     kept = naive = exact.astype(np.float32).astype(dtype)
@@ -250,7 +248,7 @@ def test_errors_do_not_grow_along_ten_saves_though_those_of_a_naive_chain_do(nam
         assert leaf.codec == name
         kept = decoded(leaf, kept, now)
         errors.append(relative(kept, now))
-        # The naive one codes the change of the exact numbers, and adds up what each code misses.
+        # The naive chain encodes changes of the exact values and accumulates the coding errors.
         naive = decoded(encode(now, previous, name, pool), naive, now)
         naive_errors.append(relative(naive, now))
         previous = now
@@ -269,14 +267,14 @@ def test_products_of_codes_and_scales_are_exact(name):
     for short in ("float16", "bfloat16"):
         with np.errstate(invalid="ignore"):
             scales = patterns.view(codecs.dtype_of(short)).astype(np.float64)
-        # The greatest that any encoder stores, and far beyond.
+        # Far beyond the largest scale that any encoder stores.
         scales = scales[np.isfinite(scales) & (scales < 2.0**120)]
         exact = codes * scales[:, None]
         assert np.array_equal(codes * scales.astype(np.float32)[:, None], exact)
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
-def test_a_compiler_that_fuses_the_product_and_the_sum_finds_the_same_bits(name, pool):
+def test_a_fused_multiply_add_gives_the_same_bits(name, pool):
     rng = np.random.default_rng(0)
     scales = 2.0 ** rng.uniform(-30, 10, (500, 1))
     before = (rng.normal(size=(500, BLOCK)) * 2.0 ** rng.uniform(-20, 10, (500, 1))).astype("f4")
@@ -301,7 +299,7 @@ def test_a_compiler_that_fuses_the_product_and_the_sum_finds_the_same_bits(name,
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
-def test_subnormal_references_stay_where_nothing_is_added(name, pool):
+def test_subnormal_references_are_kept_if_nothing_is_added(name, pool):
     before = np.full((1, BLOCK), 1e-40, np.float32)
     now = before.copy()
     now[0, 0] = 1.0
@@ -313,11 +311,11 @@ def test_subnormal_references_stay_where_nothing_is_added(name, pool):
 @pytest.mark.parametrize("name", DIFFERENCES)
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 1 << 32), power=st.integers(-126, 0), least=st.integers(-80, 0))
-def test_no_sum_is_subnormal_where_the_reference_is_not(name, seed, power, least, pool):
+def test_no_sum_is_subnormal_if_the_reference_is_not(name, seed, power, least, pool):
     rng = np.random.default_rng(seed)
     before = (rng.normal(size=(2, BLOCK)) * 2.0**power).astype(np.float32)
     before[np.abs(before) < 2.0**-126] = 0
-    # Numbers that vanish, beside one that sets the scale.
+    # Vanishing values, beside one that sets the scale.
     now = (before * np.float32(2.0**-30)).astype(np.float32)
     now[:, 0] = before[:, 0] + np.float32(2.0**least)
     leaf = encode(now, before, name, pool)
@@ -331,7 +329,7 @@ def test_no_sum_is_subnormal_where_the_reference_is_not(name, seed, power, least
     ("dtype", "pattern"), [("float16", 0x7D01), ("bfloat16", 0x7FA1), ("float32", 0x7FA00001)]
 )
 @pytest.mark.parametrize("name", ["ef4", "ef8", "int8", "log4", "log8"])
-def test_signalling_nan_keep_their_bits_and_are_no_warning(name, dtype, pattern, pool):
+def test_signaling_nans_keep_their_bits_without_a_warning(name, dtype, pattern, pool):
     rng = np.random.default_rng(0)
     before = np.abs(rng.normal(size=(8, BLOCK))).astype(codecs.dtype_of(dtype))
     now = (before.astype(np.float32) * np.float32(1.01)).astype(before.dtype)
@@ -344,7 +342,7 @@ def test_signalling_nan_keep_their_bits_and_are_no_warning(name, dtype, pattern,
 # Logarithms.
 
 
-def test_constants_of_the_grid_are_the_nearest_there_are():
+def test_grid_constants_are_correctly_rounded():
     fine, octave = logarithms.FINE, logarithms.octave()
     assert len(octave) == fine
     for place, found in enumerate(octave):
@@ -353,7 +351,7 @@ def test_constants_of_the_grid_are_the_nearest_there_are():
         assert (2 * found - 1) ** fine < power < (2 * found + 1) ** fine
 
 
-def test_places_of_the_grid_are_constants_times_powers_of_two():
+def test_grid_points_are_constants_times_powers_of_two():
     table = logarithms.powers("float32")
     octave = np.array(logarithms.octave(), np.float64) / 2.0**23
     assert len(table) == logarithms.PLACES < 1 << 16
@@ -367,7 +365,7 @@ def test_places_of_the_grid_are_constants_times_powers_of_two():
 
 
 @pytest.mark.parametrize("dtype", of_blocks.FLOATS)
-def test_places_of_the_grid_are_positive_finite_and_ascend(dtype):
+def test_grid_points_are_positive_finite_and_ascending(dtype):
     table = logarithms.powers(dtype)
     values = table.astype(np.float64)
     assert table.dtype.name == dtype
@@ -380,7 +378,7 @@ def test_places_of_the_grid_are_positive_finite_and_ascend(dtype):
 
 
 @pytest.mark.parametrize("dtype", of_blocks.FLOATS)
-def test_any_stored_bytes_of_log8_are_numbers(dtype):
+def test_any_stored_bytes_of_log8_decode_to_finite_values(dtype):
     rng = np.random.default_rng(0)
     arrays = {
         "": rng.integers(0, 256, (512, BLOCK), np.uint8),
@@ -393,7 +391,7 @@ def test_any_stored_bytes_of_log8_are_numbers(dtype):
     assert np.isfinite(values).all() and np.array_equal(values > 0, arrays[""] > 0)
 
 
-def test_a_step_that_log4_does_not_know_is_refused():
+def test_an_invalid_log4_step_is_refused():
     arrays = {
         "": np.zeros((1, BLOCK // 2), np.uint8),
         "step": np.array([logarithms.WIDEST_STEP + 1], np.uint8),
@@ -424,7 +422,7 @@ def test_zero_stays_zero_and_positive_stays_positive(name, dtype, seed, octaves,
     assert (found >= 0).all() and not np.signbit(found).any()
 
 
-def test_log8_comes_within_half_a_step_of_what_a_block_spans(pool):
+def test_log8_is_within_half_a_step_of_the_span_of_a_block(pool):
     rng = np.random.default_rng(0)
     for octaves in (1, 20, 100):
         now = moments(rng, (50, BLOCK), octaves)
@@ -442,7 +440,7 @@ def test_log8_comes_within_half_a_step_of_what_a_block_spans(pool):
         assert (np.abs(found - place) <= (steps[:, None] / 2 + 0.02) / fine).all()
 
 
-def test_log4_comes_within_an_eighth_of_an_octave_and_leaves_the_rest_to_log8(pool):
+def test_log4_is_within_an_eighth_of_an_octave_and_leaves_the_rest_to_log8(pool):
     rng = np.random.default_rng(0)
     before = np.abs(rng.normal(size=(64, BLOCK))).astype(np.float32) + np.float32(1e-6)
     moved = rng.uniform(-1, 1, before.shape) * np.linspace(0.01, 3, 64)[:, None]
@@ -460,7 +458,7 @@ def test_log4_comes_within_an_eighth_of_an_octave_and_leaves_the_rest_to_log8(po
 
 @pytest.mark.parametrize("strange", [-1.0, -0.0, np.nan, np.inf])
 @pytest.mark.parametrize("name", ["log4", "log8"])
-def test_blocks_with_a_number_that_is_no_second_moment_are_kept_bit_for_bit(name, strange, pool):
+def test_blocks_with_an_invalid_second_moment_are_kept_bit_for_bit(name, strange, pool):
     before = np.ones((3, BLOCK), np.float32)
     now = np.full_like(before, 1.25)
     now[1, 17] = strange
@@ -472,7 +470,7 @@ def test_blocks_with_a_number_that_is_no_second_moment_are_kept_bit_for_bit(name
     assert np.array_equal(bits(leaf.decoded)[1], bits(now)[1])
 
 
-def test_numbers_that_did_not_move_keep_their_bits_in_log4(pool):
+def test_unchanged_values_keep_their_bits_in_log4(pool):
     rng = np.random.default_rng(0)
     before = np.square(rng.normal(size=(8, BLOCK))).astype(np.float32)
     now = before.copy()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real servers behind a faulty network: what is told is true, and a journal loses nothing."""
+"""Real servers behind a faulty network: results are correct, and a journal loses nothing."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.view import JournalView
 from deltackpt.storage.store import Exists, Missing, Spot, Store, Unanswered
 
-#: Of calls that are to be given up, by scheme, and of those that are not. Azurite, which is one
-#: thread of node, takes as long for some of many requests where the machine is busy.
+#: Deadlines of calls that should time out, by scheme, and of those that should not. Azurite, a
+#: single Node.js thread, takes several seconds for some requests on a busy machine.
 SHORT_SECS = {"s3": 2.0, "gs": 2.0, "az": 10.0}
 LONG_SECS = 60.0
 
@@ -40,7 +40,7 @@ def network(request, tmp_path_factory) -> Iterator[Proxy]:
 
 
 def together(works: Iterable[Callable[[], object]], most: int = 16) -> None:
-    """Does all of them, some at a time: most of what they do is to wait."""
+    """Runs all of them in threads, since they mostly wait."""
     with concurrent.futures.ThreadPoolExecutor(most) as pool:
         for done in [pool.submit(work) for work in works]:
             done.result()
@@ -48,7 +48,7 @@ def together(works: Iterable[Callable[[], object]], most: int = 16) -> None:
 
 @contextlib.contextmanager
 def named(what: object) -> Iterator[None]:
-    """Says of what fails in which case it did."""
+    """Adds the case to an exception."""
     try:
         yield
     except BaseException as error:
@@ -59,7 +59,7 @@ def named(what: object) -> Iterator[None]:
 # The proxy itself.
 
 
-def test_a_network_without_faults_carries_what_is_large_and_counts(network):
+def test_a_network_without_faults_carries_large_objects_and_counts(network):
     plan = network.plan(name := fresh(network), proxy.at({}))
     store = opened(network, name, LONG_SECS).store
     data = os.urandom(60_000_000)
@@ -68,7 +68,7 @@ def test_a_network_without_faults_carries_what_is_large_and_counts(network):
     assert len(plan.seen) == 2 and all("large" in one.key for one in plan.seen)
 
 
-def test_chunks_are_carried_as_they_came(network):
+def test_chunked_bodies_are_carried_unchanged(network):
     if network.server.scheme != "gs":
         pytest.skip("S3 requests of such a body are signed in a way of their own")
     name = fresh(network)
@@ -94,7 +94,7 @@ def _read_into(store: Store) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """What is asked of a store that holds a/x and a/y, what it gives, and what it changes."""
+    """A call to a store that holds a/x and a/y, with its result and its changes."""
 
     ask: Callable[[Store], object]
     gives: object = None
@@ -120,7 +120,7 @@ OPERATIONS = {
 
 
 def _operation(network: Proxy, name: str, fate, deadline_secs: float, *, retries: bool) -> Plan:
-    """Does an operation beside faults, and checks what it was told and what it did."""
+    """Runs an operation under faults, and checks its result and its effect."""
     operation = OPERATIONS[name]
     where = fresh(network)
     sure = opened(network, where, LONG_SECS).store
@@ -141,7 +141,7 @@ def _operation(network: Proxy, name: str, fate, deadline_secs: float, *, retries
         after |= {} if data is None else {key: data}
     found = {key: sure.get(key) for key in sure.keys("")}
     if told is Exists and operation.gives is not Exists:
-        # Its own: the answer was lost, and what was tried again found it.
+        # Its own object: the response was lost, and the retry found it.
         assert name == "put absent" and plan.struck and found == after
     elif told is Unanswered:
         assert plan.struck and found in (before, after)
@@ -152,7 +152,7 @@ def _operation(network: Proxy, name: str, fate, deadline_secs: float, *, retries
 
 @pytest.mark.parametrize("retries", [True, False], ids=["retried", "once"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_store_tells_is_true_whatever_one_fault_does(network, kind, retries):
+def test_a_store_returns_correct_results_whatever_one_fault_does(network, kind, retries):
     deadline_secs = SHORT_SECS[network.server.scheme] if kind == "stall" else LONG_SECS
 
     def work(name: str) -> None:
@@ -177,7 +177,7 @@ def test_a_network_that_never_works_is_unanswered(network, kind):
             told = OPERATIONS[name].ask(store)
         except StorageError as error:
             told = type(error)
-        # Of an answer without a body the status is all that matters, and that one was whole.
+        # A response without a body is cut after its status, which is all that matters.
         true = kind == "cut" and told == OPERATIONS[name].gives
         assert true or told is Unanswered, (name, told)
         plan.tell()
@@ -186,7 +186,7 @@ def test_a_network_that_never_works_is_unanswered(network, kind):
 
 
 @pytest.mark.parametrize("data", [_OLD, b""], ids=["full", "empty"])
-def test_an_answer_that_breaks_off_in_its_head_is_no_empty_object(network, data):
+def test_a_response_cut_off_in_its_header_is_not_an_empty_object(network, data):
     where = fresh(network)
     store = opened(network, where, LONG_SECS, retries=False).store
     store.put("a/x", data)
@@ -203,10 +203,10 @@ def test_an_answer_that_breaks_off_in_its_head_is_no_empty_object(network, data)
 
 
 class Trainer:
-    """What a trainer asks of a journal, step by step, and what it was told.
+    """A trainer's calls to a journal, step by step, and their results.
 
-    A step that raised is done again; a trainer that died is followed by one with a journal of its
-    own, which claims the root and goes on with that step.
+    A step that raised is retried. A trainer that died is followed by one with its own journal,
+    which claims the root and continues with that step.
     """
 
     def __init__(self, root: Spot):
@@ -269,13 +269,13 @@ class Trainer:
             self.ledger.give_up(prefix)
 
     def die(self) -> None:
-        """Another one takes its place."""
+        """Another trainer takes its place."""
         self.ledger = Journal(self.root)
         self.claim()
         self.begin()
 
     def run(self, *, dies: bool = False, tries: int = 6) -> None:
-        """All steps, each tried so often where the store raises."""
+        """Runs all steps; tries each up to ``tries`` times if the store raises."""
         for step in self.steps():
             for left in reversed(range(tries)):
                 try:
@@ -293,7 +293,7 @@ def _save_id(step: int) -> SaveId:
 
 
 def check(root: Spot, trainer: Trainer) -> None:
-    """The root is what all steps of a trainer make of it, by one chain of entries."""
+    """Checks that the root has the result of all steps, in one chain of entries."""
     state = JournalView(root).state()
     assert state.claim == trainer.ledger.claimed and state.claim.began
     assert {*state.standings} == {Unit(2)} and state.steps[2] == trainer.told[2]
@@ -314,7 +314,7 @@ def _files(at: Spot) -> dict[str, bytes]:
 
 
 def _check_files(root: Spot, trainer: Trainer) -> None:
-    """There are no files but those of what stands, or was rolled back."""
+    """Checks that only current and rolled-back saves have files."""
     prefixes = {key.rpartition("/")[0] for key in (root / entries.SAVES).keys()}
     told = (trainer.told[2], trainer.told[3])
     assert prefixes == {one.prefix.partition("/")[2] for one in told}
@@ -323,7 +323,7 @@ def _check_files(root: Spot, trainer: Trainer) -> None:
 def journal_beside(
     network: Proxy, faults: dict[int, str], *, after: int | None, retries: bool, dies: bool
 ) -> Plan:
-    """A trainer's steps beside faults, checked."""
+    """Runs a trainer's steps under faults, and checks the result."""
     where = fresh(network)
     deadline_secs = SHORT_SECS[network.server.scheme] if "stall" in faults.values() else LONG_SECS
     trainer = Trainer(opened(network, where, deadline_secs, retries=retries))
@@ -349,11 +349,11 @@ _HOW = {
 }
 
 
-#: The journal asks all stores for the same; the others' servers take far longer.
+#: The journal sends all stores the same requests; the other servers are far slower.
 _DRAWN = (pytest.mark.long, pytest.mark.drawn("journals behind a faulty network", 6))
-#: How, kinds, and after how many requests what is held goes on. A client that does not try again
-#: sees of lose, drop and late nothing, of cut and behead a change that was made, of 503 one that
-#: was not, and of stall one that is made much later.
+#: How, the fault, and the number of requests after which a held one continues. A client without
+#: retries does not see lose, drop and late. Its change is made after cut and behead, not made after
+#: 503, and made much later after stall.
 _FAULTS = [
     *(("retried", kind, None) for kind in KINDS),
     ("retried", "late", 2),
@@ -367,7 +367,7 @@ _FAULTS = [
 @pytest.mark.parametrize(
     "network", ["s3", *(pytest.param(one, marks=_DRAWN) for one in ("gcs", "azure"))], indirect=True
 )
-def test_a_journal_is_as_without_faults_whatever_one_does(network, how, kind, after):
+def test_a_journal_ends_as_without_faults_whatever_one_fault_does(network, how, kind, after):
     whole = journal_beside(network, {}, after=None, **_HOW[how])
 
     def work(number: int) -> None:

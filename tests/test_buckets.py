@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets of real servers keep what every store promises, and say what is wrong with them."""
+"""Buckets on real servers meet the contract of a store and report what is wrong with them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def azure(tmp_path_factory) -> Iterator[servers.Server]:
 
 
 def opened(server: servers.Server, **how) -> Spot:
-    """A fresh folder of a fresh bucket."""
+    """Opens a fresh folder in a fresh bucket."""
     url = f"{server.bucket(f'bucket{next(_numbers)}')}/some/run"
     return buckets.place(url, endpoint=server.endpoint).open(**how)
 
@@ -73,13 +73,13 @@ def server(request) -> servers.Server:
     return request.getfixturevalue(request.param)
 
 
-def test_a_server_keeps_conditional_writes(server):
+def test_a_server_supports_conditional_writes(server):
     root = opened(server)
     buckets.probe(root)
     assert root.keys() == []
 
 
-def test_of_racing_writers_one_wins_each_of_many_keys(server):
+def test_one_of_several_racing_writers_wins_each_key(server):
     root = opened(server)
     start = threading.Barrier(8)
 
@@ -101,7 +101,7 @@ def test_of_racing_writers_one_wins_each_of_many_keys(server):
         assert root.store.get(f"journal/{number}") == b"%d" % won.index(True)
 
 
-def test_a_bucket_that_is_not_there_is_named(server):
+def test_a_missing_bucket_is_named(server):
     at = buckets.place(f"{server.scheme}://nobody-made-it/run", endpoint=server.endpoint).open()
     with pytest.raises(Refused, match=r"nobody-made-it/run: .* to write x, found: .*NotF|NOT_F"):
         at.store.put("x", b"")
@@ -109,8 +109,8 @@ def test_a_bucket_that_is_not_there_is_named(server):
         at.store.get("x")
 
 
-def test_a_server_that_says_nothing_is_given_up(server):
-    secs = 3.0 if server.scheme == "az" else 0.5  # Azurite takes as long where all is busy.
+def test_a_silent_server_times_out(server):
+    secs = 3.0 if server.scheme == "az" else 0.5  # Azurite is slower on a busy machine.
     at = opened(server, deadline_secs=secs)
     opened(server).store.put("x", b"abc")  # The server has answered before.
     os.kill(server.process.pid, signal.SIGSTOP)
@@ -128,7 +128,7 @@ def test_a_server_that_says_nothing_is_given_up(server):
         os.kill(server.process.pid, signal.SIGCONT)
 
 
-def test_a_server_that_is_away_is_unanswered_and_one_that_comes_back_answers(tmp_path):
+def test_a_stopped_server_is_unanswered_and_a_restarted_one_answers(tmp_path):
     with servers.s3(tmp_path) as server, environment_of(server):
         at = opened(server, deadline_secs=10)
         at.store.put("x", b"abc")
@@ -139,7 +139,7 @@ def test_a_server_that_is_away_is_unanswered_and_one_that_comes_back_answers(tmp
         assert at.store.get("x") == b"abc"
 
 
-def test_wrong_credentials_are_refused_and_in_no_error(s3):
+def test_wrong_credentials_are_refused_and_not_in_the_error(s3):
     url = s3.bucket("secrets") + "/run"
     with mock.patch.dict(os.environ, {"AWS_ACCESS_KEY_ID": "who", "AWS_SECRET_ACCESS_KEY": "hush"}):
         at = buckets.place(url, endpoint=s3.endpoint).open()
@@ -150,7 +150,7 @@ def test_wrong_credentials_are_refused_and_in_no_error(s3):
     assert not any(secret in f"{told}{cause}" for secret in ("hush", "who", "Signature="))
 
 
-def test_a_wrong_key_of_azure_is_refused_and_in_no_error(azure):
+def test_a_wrong_azure_key_is_refused_and_not_in_the_error(azure):
     url = azure.bucket("secrets") + "/run"
     hush = base64.b64encode(b"hush" * 16).decode()
     with mock.patch.dict(os.environ, {"AZURE_STORAGE_ACCOUNT_KEY": hush}):
@@ -165,20 +165,20 @@ def test_a_wrong_key_of_azure_is_refused_and_in_no_error(azure):
         assert hush not in f"{caught.value}{caught.value.__cause__}{caught.value.__cause__.args}"
 
 
-def test_azure_without_an_account_says_what_to_set(monkeypatch):
+def test_azure_without_an_account_names_what_to_set(monkeypatch):
     for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(Refused, match=r"az://con/run: expected .*AZURE_STORAGE_ACCOUNT_NAME"):
         buckets.place("az://con/run").open()
 
 
-def test_azure_without_obstore_says_what_to_install(monkeypatch):
+def test_azure_without_obstore_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(MissingExtra, match=r"pip install 'deltackpt\[azure\]'"):
         buckets.place("az://con/run").open()
 
 
-def test_an_endpoint_of_azure_is_found_in_the_environment(azure, monkeypatch):
+def test_the_azure_endpoint_is_read_from_the_environment(azure, monkeypatch):
     url = azure.bucket("endpoints") + "/run"
     monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", azure.endpoint)
     at = buckets.place(url).open()
@@ -186,7 +186,7 @@ def test_an_endpoint_of_azure_is_found_in_the_environment(azure, monkeypatch):
     assert at.store.get("x") == b"abc"
 
 
-# What URLs mean.
+# URLs.
 
 
 @pytest.mark.parametrize(
@@ -215,13 +215,13 @@ def test_a_url_is_a_bucket_and_a_folder(url, driver, bucket, path):
         ('{"a": 1}', OptionError, "a driver"),
     ],
 )
-def test_what_is_no_bucket_says_so(url, expected, message):
+def test_an_invalid_bucket_url_is_an_error(url, expected, message):
     with pytest.raises(expected, match=message) as caught:
         buckets.place(url)
     assert "hush" not in str(caught.value)
 
 
-def test_paths_are_paths_and_urls_are_not(tmp_path):
+def test_paths_and_urls_are_distinguished(tmp_path):
     assert [buckets.is_url(one) for one in ("s3://b", "gs:/b", '{"driver": "memory"}')] == [
         True
     ] * 3

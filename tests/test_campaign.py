@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the long loops are told, and what they leave."""
+"""Settings and summaries of the long test loops."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a manager says of committed steps, which it takes, and what it removes."""
+"""A manager's catalog of committed steps: metrics, save decisions, retention, deletion."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_best_step_is_known_after_a_restart(tmp_path):
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_the_policy_of_retention_ranks_and_sees_what_was_saved_before_a_restart(tmp_path, wrapped):
+def test_the_preservation_policy_ranks_saves_from_before_a_restart(tmp_path, wrapped):
     policy = policies.BestN(get_metric_fn=lambda found: found["loss"], reverse=True, n=1)
     kept = policies.AnyPreservationPolicy([policy, policies.LatestN(1)]) if wrapped else policy
     bases = deltackpt.policies.Consecutive(max_chain=1)
@@ -74,7 +74,7 @@ def test_the_policy_of_retention_ranks_and_sees_what_was_saved_before_a_restart(
         manager.save(4, state, touched=restored.touched, metrics={"loss": 8.0})
         manager.wait_until_finished()
         assert manager.best_step() == 1
-        # The best, its base, and the newest, which the next save builds on.
+        # The best, its base, and the newest, which is the parent of the next save.
         assert set(manager.all_steps()) >= {0, 1, 4} and 2 not in manager.all_steps()
 
 
@@ -88,7 +88,7 @@ def test_the_policy_of_retention_ranks_and_sees_what_was_saved_before_a_restart(
         (True, (math.nan,) * 4, {3}),
     ],
 )
-def test_a_nan_ranks_below_every_metric_and_never_takes_the_place_of_the_best(
+def test_a_nan_ranks_below_every_metric_and_never_replaces_the_best(
     tmp_path, reverse, losses, kept, wrapped
 ):
     policy = policies.BestN(get_metric_fn=lambda found: found["loss"], reverse=reverse, n=1)
@@ -99,7 +99,7 @@ def test_a_nan_ranks_below_every_metric_and_never_takes_the_place_of_the_best(
         for step, loss in enumerate(losses):
             manager.save(step, state, metrics={"loss": loss}, force_base=True)
             manager.wait_until_finished()
-        # The newest stays, whatever its metric: training goes on from it.
+        # The newest stays regardless of its metric: training continues from it.
         assert {*manager.all_steps()} == kept
 
 
@@ -116,7 +116,7 @@ def test_stock_orbax_knows_the_metrics_and_the_best_step(tmp_path):
 
 
 @pytest.mark.parametrize("given", [{"loss": jnp.ones(2)}, {"x": object()}, 3])
-def test_metrics_that_are_none_are_refused_before_anything_is_saved(tmp_path, given):
+def test_invalid_metrics_are_rejected_before_anything_is_saved(tmp_path, given):
     with manager_of(tmp_path) as manager:
         state = model.initial()
         with pytest.raises(OptionError, match="metrics: expected"):
@@ -127,7 +127,7 @@ def test_metrics_that_are_none_are_refused_before_anything_is_saved(tmp_path, gi
         assert manager.metrics(0) == {"loss": 0.5, "nested": {"a": [1]}}
 
 
-def test_damaged_metadata_is_said(tmp_path):
+def test_damaged_metadata_is_reported(tmp_path):
     with manager_of(tmp_path) as manager:
         save_all(manager, range(1))
         (tmp_path / "0" / names.STEP_METADATA).write_text("{")
@@ -136,7 +136,7 @@ def test_damaged_metadata_is_said(tmp_path):
         assert manager.best_step("loss") is None
 
 
-def test_item_metadata_is_a_template(tmp_path):
+def test_item_metadata_can_be_used_as_a_template(tmp_path):
     state = {name: leaf for name, leaf in model.initial().items() if name != "key"}
     with manager_of(tmp_path) as manager:
         manager.save(1, state)
@@ -155,7 +155,7 @@ def test_item_metadata_is_a_template(tmp_path):
             manager.item_metadata(7)
 
 
-def test_a_step_that_others_need_is_not_deleted(tmp_path):
+def test_a_step_that_others_depend_on_is_not_deleted(tmp_path):
     with manager_of(tmp_path) as manager:
         state = save_all(manager, range(4))
         with pytest.raises(OptionError, match=r"steps \[2, 3\] are deltas on top"):
@@ -164,7 +164,7 @@ def test_a_step_that_others_need_is_not_deleted(tmp_path):
         assert manager.all_steps() == [0, 1, 2]
         with pytest.raises(StepNotFound, match="step 3"):
             manager.delete(3)
-        # The number is free again, and the save that lost its parent builds on an older one.
+        # The number can be reused; a save whose parent was deleted is a base.
         saved = manager.save(3, state, touched=model.new_touched(state))
         manager.wait_until_finished()
         assert saved.kind == "base"
@@ -178,7 +178,7 @@ def test_a_step_that_others_need_is_not_deleted(tmp_path):
         assert manager.restore_latest(state).step == 3
 
 
-def test_training_goes_on_after_its_newest_step_was_deleted(tmp_path):
+def test_training_continues_after_its_newest_step_is_deleted(tmp_path):
     state = model.initial()
     touched = model.new_touched(state)
     kinds = {}
@@ -196,7 +196,7 @@ def test_training_goes_on_after_its_newest_step_was_deleted(tmp_path):
     model.assert_same(restored.state, state)
 
 
-def test_a_reader_deletes_nothing(tmp_path):
+def test_a_reader_cannot_delete(tmp_path):
     with manager_of(tmp_path) as manager:
         save_all(manager, range(1))
     with manager_of(tmp_path, access="read") as manager, pytest.raises(OptionError, match="access"):
@@ -217,7 +217,7 @@ def test_a_reader_deletes_nothing(tmp_path):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_the_decision_is_that_of_the_policy(tmp_path, policy, taken):
+def test_the_policy_decides_which_steps_are_saved(tmp_path, policy, taken):
     state = model.initial()
     touched = model.new_touched(state)
     interval = 3 if policy is None else None
@@ -234,7 +234,7 @@ def test_the_decision_is_that_of_the_policy(tmp_path, policy, taken):
 
 
 @pytest.mark.parametrize("bad", [0, -2])
-def test_no_interval_is_below_one(bad):
+def test_an_interval_below_one_is_rejected(bad):
     with pytest.raises(OptionError, match="save_interval_steps"):
         deltackpt.ManagerOptions(save_interval_steps=bad)
 
@@ -248,7 +248,7 @@ def test_a_number_and_a_policy_exclude_each_other():
         deltackpt.ManagerOptions(save_interval_steps=2, save_decision_policy=every)
 
 
-def test_what_failed_in_the_background_is_raised_once_without_a_wait(tmp_path, monkeypatch):
+def test_a_background_error_is_raised_once_without_a_wait(tmp_path, monkeypatch):
     from deltackpt.save import step as steps
 
     state = model.initial()

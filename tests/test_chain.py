@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chains: what a step needs, what retention must keep, and what is wrong with broken ones."""
+"""Chains: what a step needs, what retention must keep, and how broken chains are reported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def save(step: int, parent: int | None = None, run: str = "run") -> SaveInfo:
     )
 
 
-#: For each step its parent among the earlier ones, or None.
+#: For each step, its parent among the earlier ones or None.
 forests = st.integers(1, 12).flatmap(
     lambda count: st.tuples(
         *(
@@ -50,7 +50,7 @@ def test_a_chain_descends_to_a_base_and_is_given_base_first(parents):
 
 
 @given(forests, st.data())
-def test_what_is_live_can_be_restored_and_nothing_else_stays(parents, data):
+def test_the_live_set_is_exactly_what_kept_saves_need(parents, data):
     saves = {str(step): save(step, parent) for step, parent in enumerate(parents)}
     keep = data.draw(st.sets(st.sampled_from([info.save_id for info in saves.values()])))
     flying = data.draw(st.sets(st.sampled_from([info.save_id for info in saves.values()])))
@@ -65,7 +65,7 @@ def test_what_is_live_can_be_restored_and_nothing_else_stays(parents, data):
 
 
 @given(forests, st.data())
-def test_a_missing_save_breaks_just_the_chains_through_it(parents, data):
+def test_a_missing_save_breaks_only_the_chains_through_it(parents, data):
     saves = {str(step): save(step, parent) for step, parent in enumerate(parents)}
     gone = data.draw(st.sampled_from(sorted(saves)))
     left = {name: info for name, info in saves.items() if name != gone}
@@ -106,7 +106,7 @@ def test_a_missing_save_breaks_just_the_chains_through_it(parents, data):
     ],
     ids=["another run", "another step", "no parent", "base with parent", "a circle"],
 )
-def test_what_is_wrong_and_what_is_intact_is_named(spoil, match):
+def test_the_error_names_the_fault_and_the_newest_intact_step(spoil, match):
     saves = {"0": save(0), "1": save(1), "2": save(2, 1), "3": save(3, 2)}
     spoilt = spoil(saves)
     with pytest.raises(BrokenChain, match=match) as caught:
@@ -123,18 +123,18 @@ def test_a_walk_goes_from_a_save_to_its_base() -> None:
     assert [s.save_id.step for s in found] == [3, 2, 1]
 
 
-def test_a_walk_of_a_base_asks_for_nothing() -> None:
+def test_a_walk_of_a_base_looks_up_nothing() -> None:
     def find(parent: ParentRef) -> SaveInfo:
         raise AssertionError(parent)
 
     assert list(chain.walk(save(1), find)) == [save(1)]
 
 
-def test_a_walk_ends_where_a_parent_is_missing() -> None:
+def test_a_walk_ends_at_a_missing_parent() -> None:
     assert list(chain.walk(save(3, 2), lambda parent: None)) == [save(3, 2)]
 
 
-def test_a_walk_asks_for_a_parent_once_its_child_was_taken_up() -> None:
+def test_a_walk_looks_up_a_parent_after_its_child_is_consumed() -> None:
     events: list[object] = []
 
     def find(parent: ParentRef) -> SaveInfo:
@@ -146,18 +146,18 @@ def test_a_walk_asks_for_a_parent_once_its_child_was_taken_up() -> None:
     assert events == [2, "1", 1]
 
 
-def test_a_walk_ends_though_parents_form_a_circle() -> None:
+def test_a_walk_ends_if_parents_form_a_cycle() -> None:
     by_dir = {"2": save(2, 3), "3": save(3, 2)}
     found = chain.walk(by_dir["3"], lambda parent: by_dir.get(parent.step_dir))
     assert [s.save_id.step for s in found] == [3, 2]
 
 
-def test_a_walk_tells_what_stands_there_even_if_it_is_another_save() -> None:
+def test_a_walk_yields_the_found_save_even_if_it_is_not_the_parent() -> None:
     other = save(1, run="other")
     assert list(chain.walk(save(2, 1), lambda parent: other)) == [save(2, 1), other]
 
 
-def test_a_walk_passes_on_what_finding_raises() -> None:
+def test_a_walk_propagates_lookup_errors() -> None:
     def find(parent: ParentRef) -> SaveInfo:
         raise BrokenChain(parent.step_dir)
 

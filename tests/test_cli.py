@@ -17,7 +17,7 @@ from deltackpt.cli import arguments
 from deltackpt.upkeep import compact
 
 
-def test_compact_folds_the_newest_step_and_says_so(tmp_path):
+def test_compact_merges_the_newest_step_and_reports_it(tmp_path):
     write_chain(tmp_path)
     found = run("compact", tmp_path, "--workers", 2, "--memory", "64MiB")
     assert found.returncode == 0, found.stderr
@@ -30,7 +30,7 @@ def test_compact_folds_the_newest_step_and_says_so(tmp_path):
     )
 
 
-def test_compact_prints_json_where_asked(tmp_path):
+def test_compact_prints_json_on_request(tmp_path):
     write_chain(tmp_path)
     found = run("compact", tmp_path, "--step", 2, "--json")
     assert found.returncode == 0 and found.stderr == ""

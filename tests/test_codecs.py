@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs: lossless to the bit, or within the bound that they state, for every row."""
+"""Every codec is bit-exact, or within its stated error bound for every row."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DTYPES = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_
 DTYPES += ["int4", "uint4"]
 DTYPES += ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 
-# Shapes are few, since each is compiled once for every codec.
+# Few shapes, since each is compiled once per codec.
 SHAPES = [(8, 24), (8, 33)]
 any_bits = st.sampled_from(SHAPES).flatmap(lambda shape: arrays.arrays(np.uint32, shape))
 sensible = st.sampled_from(SHAPES).flatmap(
@@ -37,7 +37,7 @@ sensible = st.sampled_from(SHAPES).flatmap(
 
 
 def through(name: str, rows: np.ndarray) -> tuple[np.ndarray, encode.Encoded]:
-    """Rows after a lossy codec, and what it made of them."""
+    """Rows after a lossy round trip, and their encoding."""
     codec = codecs.get(name)
     encoded = encode.on_host(codec, rows)
     stored = codec.stored(rows.shape[1:], rows.dtype)
@@ -52,7 +52,7 @@ def through(name: str, rows: np.ndarray) -> tuple[np.ndarray, encode.Encoded]:
 
 
 def assert_within_bound(name: str, rows: np.ndarray) -> None:
-    """Every row that is held is within the bound; the figures are those of the rows."""
+    """Checks that encoded rows are within the bound, and the reported figures."""
     found, encoded = through(name, rows)
     held = np.asarray(encoded.held)
     kept = rows[held]
@@ -131,7 +131,7 @@ def test_tables_of_shorter_floats_are_quantized_too(name, dtype):
 
 
 @pytest.mark.parametrize("name", UNIFORM)
-def test_float16_rows_near_the_greatest_number_do_not_become_infinite(name):
+def test_float16_rows_near_the_largest_value_do_not_become_infinite(name):
     rows = np.random.default_rng(0).uniform(-65504, 65504, (500, 24)).astype(np.float16)
     rows[::2] *= np.float16(2**-1.5)
     assert_within_bound(name, rows)
@@ -146,14 +146,14 @@ def test_subnormal_float16_rows_are_within_the_bound(name):
 
 
 @pytest.mark.parametrize("name", UNIFORM)
-def test_the_error_of_tiny_nearly_constant_rows_is_seen(name):
+def test_the_error_of_tiny_nearly_constant_rows_is_detected(name):
     steps = np.random.default_rng(0).integers(0, 200, (500, 24)) * 2.0**-23
     for magnitude in (2.0**-36, 2.0**-44, 1.0):
         assert_within_bound(name, (1.7 * magnitude * (1 + steps)).astype(np.float32))
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_what_a_row_becomes_depends_on_that_row_alone(name):
+def test_the_encoding_of_a_row_depends_only_on_that_row(name):
     rows = np.random.default_rng(1).normal(size=(300, 24)).astype(np.float32)
     rows[5, 3], rows[77] = np.nan, 0
     together = encode.on_host(codecs.get(name), rows)
@@ -200,7 +200,7 @@ def test_a_bfloat16_of_the_first_format_version_decodes_to_its_upper_half():
 @pytest.mark.parametrize("bits", packing.PARTS)
 @given(data=st.data())
 @settings(max_examples=30, deadline=None)
-def test_codes_come_back_from_their_bytes(bits, data):
+def test_packed_codes_round_trip(bits, data):
     width = data.draw(st.sampled_from([1, 2, 3, 5, 8, 11, 24, 64]))
     codes = data.draw(arrays.arrays(np.uint8, (4, width), elements=st.integers(0, 2**bits - 1)))
     packed = np.asarray(encode._packed(jnp.asarray(codes), bits))
@@ -208,13 +208,13 @@ def test_codes_come_back_from_their_bytes(bits, data):
     assert np.array_equal(packing.unpack(packed, bits, width), codes)
 
 
-def test_packed_bytes_are_as_few_as_their_planes_allow():
+def test_packed_bytes_have_the_minimum_size():
     assert [packing.packed_bytes(64, bits) for bits in (2, 3, 4, 8)] == [16, 24, 32, 64]
 
 
 @pytest.mark.parametrize("name", UNIFORM)
-def test_decoding_is_the_arithmetic_of_the_format_page(name):
-    """A second decoder, written from docs/reference/format.md one number at a time."""
+def test_decoding_matches_the_format_page(name):
+    """A second decoder, written from docs/reference/format.md, one value at a time."""
     codec = codecs.get(name)
     rng = np.random.default_rng(2)
     rows = (rng.normal(size=(40, 13)) * 10.0 ** rng.integers(-12, 12, (40, 1))).astype(np.float32)
@@ -292,7 +292,7 @@ def test_ever_wider_codecs_end_in_raw(name):
         ("lossless", (4,), "int8", "lossless: expected elements of at least two bytes, found int8"),
     ],
 )
-def test_a_codec_that_cannot_hold_the_rows_says_so(name, trailing, dtype, message):
+def test_a_codec_that_cannot_represent_the_rows_raises(name, trailing, dtype, message):
     with pytest.raises(OptionError, match=message):
         codecs.get(name).check(trailing, codecs.dtype_of(dtype))
 
@@ -303,7 +303,7 @@ def test_an_unknown_codec_lists_the_known_ones(name):
         codecs.get(name)
 
 
-def test_rows_of_tensors_are_quantized_as_one_row():
+def test_multidimensional_rows_are_quantized_like_flat_ones():
     rows = np.random.default_rng(0).normal(size=(10, 4, 6)).astype(np.float32)
     flat, _ = through("int4", rows.reshape(10, 24))
     found, _ = through("int4", rows)

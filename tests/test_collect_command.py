@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``deltackpt gc``: what nothing needs goes, what anything needs stays, whoever is at work."""
+"""``deltackpt gc`` removes only unneeded objects, also if other processes are active."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def written(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def root(written, tmp_path) -> Path:
-    """A copy of it, whose trainer has ended."""
+    """A copy of ``written``, whose trainer has ended."""
     shutil.copytree(written, tmp_path / "root")
     ended(tmp_path / "root")
     return tmp_path / "root"
@@ -74,7 +74,7 @@ def ended_pid() -> int:
 
 
 def ended(root: Path, **changes) -> None:
-    """Signs the lease as a process of this host that has ended, long ago."""
+    """Signs the lease as a process of this host that ended long ago."""
     (path,) = root.glob("lease.*")
     lease = Lease(
         epoch=layout.lease_epoch(path.name) or 0,
@@ -90,7 +90,7 @@ def ended(root: Path, **changes) -> None:
 
 
 def leave(root: Path, *, age_secs: float = 1e6) -> list[str]:
-    """What a cut save, a cut deletion and a cut compaction leave."""
+    """Leaves the remains of an interrupted save, deletion and compaction."""
     names = [
         "9.orbax-checkpoint-tmp",
         f"{layout.TRASH}/abc/7",
@@ -113,10 +113,10 @@ def snapshot(root: Path) -> set[str]:
     return {path.relative_to(root).as_posix() for path in root.rglob("*")}
 
 
-# What goes.
+# Removals.
 
 
-def test_leftovers_go_and_every_step_stays(root):
+def test_leftovers_are_removed_and_every_step_stays(root):
     left = leave(root)
     before = {step: contents(root, step) for step in range(5)}
     listed = collectable(root)
@@ -131,7 +131,7 @@ def test_leftovers_go_and_every_step_stays(root):
     assert names(collect(root, offline=True)) == []
 
 
-def test_steps_go_newest_first_and_chains_stay(root):
+def test_steps_are_removed_newest_first_and_chains_stay(root):
     done = collect(root, retention=Retention(keep_last=1))
     assert names(done) == ["2", "1", "0", "compacted/1/embeddings"]
     assert done.kept == (3, 4)
@@ -140,7 +140,7 @@ def test_steps_go_newest_first_and_chains_stay(root):
     assert not list((root / layout.TRASH).iterdir())
 
 
-def test_what_a_compacted_base_replaces_goes_and_the_base_stays(root):
+def test_steps_that_a_compacted_base_replaces_are_removed_and_the_base_stays(root):
     before = contents(root, 2)
     done = collect(root, retention=Retention(keep_last=1, keep_every=2))
     assert done.kept == (0, 2, 3, 4) and names(done) == ["1"]
@@ -148,7 +148,7 @@ def test_what_a_compacted_base_replaces_goes_and_the_base_stays(root):
     assert verify_root(root).intact
 
 
-def test_rolled_back_runs_go_only_where_asked(root):
+def test_rolled_back_runs_are_removed_only_on_request(root):
     aside = root / layout.ROLLED_BACK / "run" / "8"
     aside.mkdir(parents=True)
     (aside / "file").write_text("123")
@@ -159,13 +159,13 @@ def test_rolled_back_runs_go_only_where_asked(root):
     assert not aside.exists()
 
 
-def test_a_step_that_cannot_be_read_keeps_everything(root):
+def test_an_unreadable_step_prevents_all_removals(root):
     (root / "1" / "embeddings" / layout.manifest_name(0)).write_bytes(b"damaged")
     found = collectable(root, retention=Retention(keep_last=1))
     assert names(found) == [] and "[1] are unreadable" in found.notes[0]
 
 
-def test_a_damaged_compacted_base_stands_for_nothing_and_stays(root):
+def test_a_damaged_compacted_base_replaces_nothing_and_stays(root):
     path = root / "compacted" / "1" / "embeddings" / layout.manifest_name(0)
     path.write_bytes(b"damaged")
     found = collectable(root, retention=Retention(keep_last=1, keep_every=2))
@@ -188,7 +188,7 @@ def test_retention_keeps_what_it_says_and_the_newest(steps, keep_last, keep_ever
         assert {step for step in steps if step % keep_every == 0} <= kept
 
 
-# What is in the way.
+# Conflicts.
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_retention_keeps_what_it_says_and_the_newest(steps, keep_last, keep_ever
         ({"host": "another-host"}, "which may be running"),
     ],
 )
-def test_a_trainer_that_may_live_is_never_disturbed(changes, expected, root):
+def test_a_trainer_that_may_be_running_is_never_disturbed(changes, expected, root):
     leave(root)
     ended(root, **changes)
     before = snapshot(root)
@@ -210,7 +210,7 @@ def test_a_trainer_that_may_live_is_never_disturbed(changes, expected, root):
     assert listed.in_use is not None and expected in listed.in_use
 
 
-def test_an_unfinished_save_that_just_changed_may_be_that_of_a_trainer(root):
+def test_a_recently_changed_unfinished_save_may_belong_to_a_trainer(root):
     leave(root, age_secs=5.0)
     with pytest.raises(InUse, match="something unfinished that changed"):
         collect(root)
@@ -218,14 +218,14 @@ def test_an_unfinished_save_that_just_changed_may_be_that_of_a_trainer(root):
 
 
 @pytest.mark.parametrize("unsigned", [True, False])
-def test_without_a_lease_that_tells_nothing_is_removed(unsigned, root):
+def test_without_a_readable_lease_nothing_is_removed(unsigned, root):
     (path,) = root.glob("lease.*")
     path.write_bytes(b"") if unsigned else path.unlink()
     with pytest.raises(InUse, match="lease"):
         collect(root)
 
 
-def test_a_live_trainer_is_refused_and_its_save_in_flight_stays(tmp_path):
+def test_gc_is_refused_beside_a_live_trainer_and_its_save_in_flight_stays(tmp_path):
     state = model.initial()
     touched = model.new_touched(state)
     with manager(tmp_path) as trainer:
@@ -236,7 +236,7 @@ def test_a_live_trainer_is_refused_and_its_save_in_flight_stays(tmp_path):
         assert trainer.all_steps() == [1]
 
 
-def test_offline_fences_a_trainer_that_lives_nevertheless(tmp_path):
+def test_offline_fences_a_trainer_that_is_still_running(tmp_path):
     state = model.initial()
     touched = model.new_touched(state)
     trainer = manager(tmp_path)
@@ -253,12 +253,12 @@ def test_offline_fences_a_trainer_that_lives_nevertheless(tmp_path):
 def test_a_compaction_under_way_is_left_alone(root):
     leave(root)
     with compact.exclusive(root):
-        pass  # It removes what a cut one left.
+        pass  # It removes the remains of an interrupted one.
     with compact.exclusive(root), pytest.raises(AlreadyCompacting):
         collect(root)
 
 
-def test_a_trainer_that_starts_meanwhile_keeps_what_is_left(root):
+def test_a_trainer_that_starts_during_gc_keeps_the_remaining_steps(root):
     with Disk(root) as disk, pytest.raises(FencedError):
         disk.on("fsync", lambda _: Root.open(root), f"^{layout.TRASH}/", times=1)
         collect(root, retention=Retention(keep_last=1))
@@ -267,8 +267,8 @@ def test_a_trainer_that_starts_meanwhile_keeps_what_is_left(root):
 
 
 @pytest.mark.parametrize("cut_after", range(9))
-def test_a_collection_that_is_cut_leaves_each_step_whole_or_gone(cut_after, root):
-    """At each rename and each removal."""
+def test_an_interrupted_collection_leaves_each_step_whole_or_removed(cut_after, root):
+    """Interrupted at each rename and removal."""
     leave(root)
     before = {step: contents(root, step) for step in (3, 4)}
     with Disk(root) as disk, contextlib.suppress(StorageError):
@@ -281,7 +281,7 @@ def test_a_collection_that_is_cut_leaves_each_step_whole_or_gone(cut_after, root
     assert saves.compacted_bases(root) == {}
 
 
-def test_directories_of_others_are_refused(tmp_path):
+def test_foreign_directories_are_refused(tmp_path):
     with pytest.raises(StorageError):
         collect(tmp_path / "none")
     assert not (tmp_path / "none").exists()
@@ -291,8 +291,8 @@ def test_directories_of_others_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["lease.*", "4"])
-def test_a_trainer_of_another_container_that_saved_lately_is_not_disturbed(what, root):
-    """Its process id says nothing here."""
+def test_a_trainer_in_another_container_that_saved_recently_is_not_disturbed(what, root):
+    """Its process ID is meaningless here."""
     (path,) = root.glob(what)
     os.utime(path)
     with pytest.raises(InUse, match="which has ended, and a .* that changed"):
@@ -327,8 +327,8 @@ def values(folder: Path) -> Path:
     return sorted(folder.rglob("values/c/0/0"))[0]
 
 
-def test_a_damaged_base_never_replaces_the_chain_that_it_stands_for(root):
-    """Its manifest is intact, its rows are not."""
+def test_a_damaged_compacted_base_never_replaces_its_chain(root):
+    """Its manifest is intact, but its rows are not."""
     fold(root, 4)
     ended(root)
     before = contents(root, 4, compacted=False)
@@ -338,7 +338,7 @@ def test_a_damaged_base_never_replaces_the_chain_that_it_stands_for(root):
     assert contents(root, 4, compacted=False) == before
 
 
-def test_nothing_is_removed_where_nothing_that_is_kept_is_intact(root):
+def test_nothing_is_removed_if_no_kept_step_is_intact(root):
     flip(values(root / "3"), 0)
     before = snapshot(root)
     found = collectable(root, retention=Retention(keep_last=1))
@@ -349,13 +349,13 @@ def test_nothing_is_removed_where_nothing_that_is_kept_is_intact(root):
     assert names(older) == ["1"] and "step 4 cannot" in older.notes[0]
 
 
-def test_steps_that_only_chains_need_are_told(root):
+def test_steps_that_only_chains_need_are_reported(root):
     (note,) = collectable(root, retention=Retention(keep_last=1)).notes
     assert "[3] stay only because kept chains" in note and "deltackpt compact" in note
 
 
-def test_chains_of_another_item_of_ours_stay(root):
-    """Another manager of the same directory, whose step 4 needs all steps."""
+def test_chains_of_another_deltackpt_item_stay(root):
+    """Another manager uses the same directory; its step 4 needs all steps."""
     ids = {}
     for step in range(5):
         shutil.copytree(root / str(step) / "embeddings", root / str(step) / "others")
@@ -402,7 +402,7 @@ def test_a_dry_run_lists_all_with_sizes_and_reasons_and_changes_nothing(root):
     assert told["dry_run"] and len(told["removable"]) == 3
 
 
-def test_exit_codes_say_whether_to_try_again(root, tmp_path):
+def test_exit_codes_show_whether_to_retry(root, tmp_path):
     ended(root, pid=os.getpid())
     found = run("gc", root)
     assert found.returncode == 75 and found.stderr.endswith("[in-use]\n")
@@ -411,7 +411,7 @@ def test_exit_codes_say_whether_to_try_again(root, tmp_path):
     assert run("gc", root, "--keep-last", 0).returncode == 2
 
 
-def test_steps_of_a_chain_that_was_written_anew_stay(tmp_path):
+def test_steps_of_a_new_chain_stay(tmp_path):
     write_chain(tmp_path, 3)
     ended(tmp_path)
     assert collect(tmp_path, retention=Retention(keep_last=1)).kept == (0, 1, 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a journal names is read as a directory is, from any store."""
+"""Steps in a journal are read like a local directory, from any store."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from deltackpt.testing import MemoryStore
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """A base, two deltas, and a compacted base of the first of these."""
+    """A base, two deltas, and a compacted base of the first delta."""
     root = tmp_path_factory.mktemp("run")
     write_chain(root, 3, codec="lossless")
     fold(root, 1)
@@ -62,7 +62,7 @@ def bucket(request, tmp_path_factory) -> Iterator[tuple[Spot, str | None]]:
 
 
 def commit(ledger: Journal, root: Path, unit: Unit) -> Standing:
-    """Brings a step, or a compacted base, of a directory to a store."""
+    """Uploads a step or compacted base of a directory to a store and commits it."""
     source = spot(root / unit.name)
     files = inventory.every_digest(source, names.EMBEDDINGS_ITEM, base=unit.item is not None)
     prefix = ledger.prefix(unit)
@@ -94,7 +94,7 @@ def as_directory(root: Spot) -> Spot:
     return Spot(Committed(Journaled(journal)), "")
 
 
-def test_it_is_laid_out_as_the_directory_was(run, bucket, filled):
+def test_a_journal_has_the_layout_of_the_directory(run, bucket, filled):
     found, expected = as_directory(bucket[0]), spot(run)
     wanted = [key for key in expected.keys() if key[0].isdecimal() or key.startswith("compacted/")]
     wanted = [key for key in wanted if not key.endswith("/lock")]
@@ -112,11 +112,11 @@ def test_it_is_laid_out_as_the_directory_was(run, bucket, filled):
     assert stamp is not None and not stamp.same((found / "3").stamp())
 
 
-def test_what_is_inspected_is_what_the_directory_shows(run, bucket, filled):
+def test_inspection_shows_the_same_as_the_directory(run, bucket, filled):
     same_as_the_directory(bucket[0], run)
 
 
-def test_what_stands_in_segments_is_inspected_too(run, tmp_path, monkeypatch):
+def test_steps_in_segments_are_inspected_too(run, tmp_path, monkeypatch):
     monkeypatch.setattr(committed, "SEGMENT_BYTES", 500)
     monkeypatch.setattr("deltackpt.ledger.upload.SEGMENT_BYTES", 500)
     ledger = Journal(Spot(FileStore(tmp_path), "run"))
@@ -157,7 +157,7 @@ def test_commands_take_a_url(run, bucket, filled):
     assert missing.returncode != 0 and "expected a journal" in missing.stderr
 
 
-def test_what_is_altered_or_lost_is_named(run, tmp_path):
+def test_altered_and_lost_files_are_named(run, tmp_path):
     root = Spot(FileStore(tmp_path), "run")
     ledger = Journal(root)
     ledger.claim()
@@ -180,7 +180,7 @@ def test_what_is_altered_or_lost_is_named(run, tmp_path):
         found.store.put("1/x", b"")
 
 
-def test_a_reader_sees_that_a_step_went_where_it_misses_a_file(run, tmp_path):
+def test_a_reader_that_misses_a_file_sees_that_the_step_was_removed(run, tmp_path):
     root = Spot(FileStore(tmp_path), "run")
     ledger = Journal(root)
     ledger.claim()
@@ -189,7 +189,7 @@ def test_a_reader_sees_that_a_step_went_where_it_misses_a_file(run, tmp_path):
     names_there = (found / "0").keys()
     stamp = (found / "0").stamp()
     ledger.retire([Unit(0)])
-    assert (found / "0").stamp() == stamp  # Nobody asked since.
+    assert (found / "0").stamp() == stamp  # No call has refreshed it since.
     with pytest.raises(Damaged):
         (found / "0" / names_there[0]).read()
     assert (found / "0").stamp() is None and not (found / "0").is_dir()
@@ -241,14 +241,14 @@ def test_large_files_are_put_in_segments(run, tmp_path):
                     continue
                 at.store.read_into(at.key, start, [memoryview(out)])
                 assert out == data[first : first + size]
-            # What is altered on the way is put nowhere.
+            # A file that changes during the upload is not uploaded.
             (source / "large").write_bytes(data[:5_000] + b"x" + data[5_001:])
             with pytest.raises(Damaged, match="large"):
                 upload(spot(source), files, root / ledger.prefix(Unit(7)))
             (source / "large").write_bytes(data)
 
 
-def test_copies_of_before_there_were_journals_are_read(run, tmp_path):
+def test_copies_from_before_journals_are_read(run, tmp_path):
     copies = tmp_path / "copies"
     copies.mkdir()
     old_copies.make(run, Spot(FileStore(copies), ""), "2", "compacted/1/embeddings")

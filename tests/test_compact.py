@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compaction: the state stays bit for bit, whatever is cut, damaged, removed or run beside it."""
+"""Compaction preserves the state bit for bit despite kills, damage, removals and concurrency."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def manager(root: Path, *, codec="raw", slot_codec="raw", always=(), **options):
 
 
 def write_chain(root: Path, steps: int = 5, *, rows: int = 40, **options) -> dict[int, dict]:
-    """Saves a base and deltas, the third of which touches no row; what each step was given."""
+    """Saves a base and deltas, the third without touched rows; returns the state of each step."""
     state = model.initial()
     touched = model.new_touched(state)
     states = {}
@@ -134,7 +134,7 @@ def test_every_step_restores_bit_for_bit_after_compaction(tmp_path, options):
         ) else None
 
 
-def test_a_step_that_is_a_base_alone_needs_no_compaction(tmp_path):
+def test_a_base_without_deltas_needs_no_compaction(tmp_path):
     write_chain(tmp_path)
     assert fold(tmp_path, 0) is None
     assert fold(tmp_path, 4) is not None
@@ -142,7 +142,7 @@ def test_a_step_that_is_a_base_alone_needs_no_compaction(tmp_path):
     assert fold(tmp_path, 3) is not None, "an older step of the same chain"
 
 
-def test_a_compacted_base_is_folded_again_with_later_deltas(tmp_path):
+def test_a_compacted_base_is_merged_again_with_later_deltas(tmp_path):
     states = write_chain(tmp_path, 6, codec="adaptive4")
     before = contents(tmp_path, 5)
     fold(tmp_path, 2)
@@ -155,7 +155,7 @@ def test_a_compacted_base_is_folded_again_with_later_deltas(tmp_path):
     assert len(states) == 6
 
 
-def test_a_part_is_folded_in_many_windows_and_stretches_with_any_memory(tmp_path):
+def test_a_part_is_merged_in_many_windows_with_any_memory_budget(tmp_path):
     write_chain(tmp_path, codec="adaptive4", slot_codec="lossless", rows=400)
     before = contents(tmp_path, 4)
     planned = compact.plan(tmp_path, parts=5)
@@ -196,7 +196,7 @@ def test_a_part_is_folded_in_many_windows_and_stretches_with_any_memory(tmp_path
 
 @pytest.mark.parametrize("savers", [1, 4])
 @pytest.mark.parametrize("spec", [P("x"), P("y", "x")], ids=["rows", "columns too"])
-def test_what_several_processes_saved_compacts(tmp_path, savers, spec):
+def test_saves_of_several_processes_compact(tmp_path, savers, spec):
     topology = Topology(
         (4, 2),
         0,
@@ -252,7 +252,7 @@ def test_a_second_compactor_is_refused_and_a_reader_is_not(tmp_path):
     assert fold(tmp_path) is not None
 
 
-def test_what_cannot_be_compacted_is_a_typed_error(tmp_path):
+def test_failed_compactions_raise_typed_errors(tmp_path):
     with pytest.raises(StepNotFound):
         fold(tmp_path / "nowhere")
     with pytest.raises(StepNotFound, match="committed steps"):
@@ -275,7 +275,7 @@ def test_what_cannot_be_compacted_is_a_typed_error(tmp_path):
         fold(tmp_path / "root", 4)
 
 
-def test_a_full_disk_leaves_everything_as_it_was(tmp_path):
+def test_a_full_disk_changes_nothing(tmp_path):
     write_chain(tmp_path)
     before = contents(tmp_path, 4)
     with Disk(tmp_path) as disk, pytest.raises(OutOfSpace):
@@ -291,7 +291,7 @@ def test_a_full_disk_leaves_everything_as_it_was(tmp_path):
     assert fold(tmp_path, 4) is not None
 
 
-def test_a_part_that_is_missing_is_not_published(tmp_path):
+def test_a_base_with_a_missing_part_is_not_published(tmp_path):
     write_chain(tmp_path)
     planned = compact.plan(tmp_path, parts=3)
     assert planned is not None
@@ -302,7 +302,7 @@ def test_a_part_that_is_missing_is_not_published(tmp_path):
     assert len(chain(tmp_path, 4)) == 5
 
 
-def test_a_step_that_goes_while_it_is_compacted_is_gone(tmp_path):
+def test_a_step_that_is_removed_during_compaction_raises_step_gone(tmp_path):
     write_chain(tmp_path)
     planned = compact.plan(tmp_path)
     assert planned is not None
@@ -341,7 +341,7 @@ def _damaged(root: Path, how: str):
 
 @pytest.mark.parametrize("how", HOWS)
 @mock.patch.object(removal, "_GONE_INTERVAL_SECS", 0.0)
-def test_a_damaged_compacted_base_is_passed_over_or_an_error(tmp_path, how):
+def test_a_damaged_compacted_base_is_skipped_or_an_error(tmp_path, how):
     write_chain(tmp_path)
     before = {step: contents(tmp_path, step) for step in (3, 4)}
     fold(tmp_path, 3, workers=2)
@@ -350,8 +350,8 @@ def test_a_damaged_compacted_base_is_passed_over_or_an_error(tmp_path, how):
     for step in (0, 1, 2):
         shutil.rmtree(bare / str(step))
     for path, other in zip(_damaged(tmp_path, how), _damaged(bare, how), strict=True):
-        # What stands beside the arrays for other readers has no checksum and is not read.
-        # Both steps contain all of their dense leaves.
+        # Metadata for other readers has no checksum and is not read.
+        # Both steps contain all their dense leaves.
         matters = path.name != "zarr.json" and names.DENSE_ITEM not in path.parts
         for step in (3, 4):
             with warnings.catch_warnings(record=True) as caught:
@@ -401,10 +401,10 @@ def test_a_chain_that_is_replaced_while_it_is_read_is_read_through_its_new_base(
         assert of(reader.restore_tables(saves)) == before
 
 
-# Beside a trainer.
+# With a concurrent trainer.
 
 
-def test_retention_drops_what_a_base_replaces_and_deltas_go_on_from_it(tmp_path):
+def test_retention_drops_what_a_base_replaces_and_deltas_build_on_it(tmp_path):
     state = model.initial()
     touched = model.new_touched(state)
     options = {
@@ -423,7 +423,7 @@ def test_retention_drops_what_a_base_replaces_and_deltas_go_on_from_it(tmp_path)
                 assert contents(tmp_path, step) == before
             expected, (state, touched) = state, model.train(state, touched, step)
         one._root._collected.result()
-        # Step 8 itself may have gone; the one before the newest was kept when that was begun.
+        # Step 8 may be gone; the step before the newest was kept when the newest save began.
         assert set(one.all_steps()) <= {8, 9, 10, 11} and 11 in one.all_steps()
         assert os.listdir(tmp_path / "compacted") and not (tmp_path / "compacted/4").exists()
         found = one.restore(11, expected)
@@ -431,7 +431,7 @@ def test_retention_drops_what_a_base_replaces_and_deltas_go_on_from_it(tmp_path)
         model.assert_same(found.state, expected)
 
 
-def test_without_compaction_the_trainer_takes_a_base_in_the_end(tmp_path):
+def test_without_compaction_the_trainer_eventually_saves_a_base(tmp_path):
     state = model.initial()
     touched = model.new_touched(state)
     policy = deltackpt.policies.Consecutive(max_chain=2, max_restore_ratio=100.0)
@@ -445,7 +445,7 @@ def test_without_compaction_the_trainer_takes_a_base_in_the_end(tmp_path):
     assert "nothing has been compacted for 8 saves" in saved[9].reason
 
 
-def test_one_shot_deltas_are_taken_since_the_compacted_base(tmp_path):
+def test_one_shot_deltas_build_on_the_compacted_base(tmp_path):
     state = model.initial()
     touched = model.new_touched(state)
     with manager(tmp_path, bases="compacted", policy=deltackpt.policies.OneShot()) as one:
@@ -455,12 +455,12 @@ def test_one_shot_deltas_are_taken_since_the_compacted_base(tmp_path):
             if step == 3:
                 assert fold(tmp_path, 3) is not None
             expected, (state, touched) = state, model.train(state, touched, step)
-        # Step 4 noted the base, so that step 5 is the first to be taken since it.
+        # Step 4 noted the base, so step 5 is the first delta on it.
         assert one.restore(4).chain == (0, 4)
         assert one.restore(6, expected).chain == (3, 6)
 
 
-def test_a_rollback_takes_the_bases_of_later_steps_aside(tmp_path):
+def test_a_rollback_moves_the_bases_of_later_steps_aside(tmp_path):
     states = write_chain(tmp_path, 6)
     fold(tmp_path, 2)
     fold(tmp_path, 5)
@@ -475,7 +475,7 @@ def test_a_rollback_takes_the_bases_of_later_steps_aside(tmp_path):
     assert sorted(os.listdir(aside)) == ["4", "5", "compacted"]
 
 
-def test_a_reader_beside_trainer_compaction_and_retention_sees_whole_steps(tmp_path):
+def test_a_reader_during_training_compaction_and_retention_sees_whole_steps(tmp_path):
     state = model.initial()
     touched = model.new_touched(state)
     sums: dict[int, bytes] = {}
@@ -517,7 +517,7 @@ def test_a_reader_beside_trainer_compaction_and_retention_sees_whole_steps(tmp_p
         sums[0] = contents_of(state)
         one.save(0, state, touched=touched)
         one.wait_until_finished()
-        # Warnings are turned off for all threads at a time: two readers would turn them on again.
+        # Warning filters apply to all threads: two readers would re-enable the warnings.
         reading, compacting = pool.submit(read), pool.submit(compact_on)
         try:
             for step in range(1, 40):
@@ -550,7 +550,7 @@ print(done.bytes_written)
 
 
 @pytest.mark.processes
-def test_compaction_folds_four_times_its_memory_budget_under_a_hard_limit(tmp_path):
+def test_compaction_merges_four_times_its_memory_budget_under_a_hard_limit(tmp_path):
     memory_bytes = 128 << 20
     rows = 4 * memory_bytes // 260 + 1000
 
@@ -576,11 +576,11 @@ def test_compaction_folds_four_times_its_memory_budget_under_a_hard_limit(tmp_pa
     write(tmp_path / "small", 1000)
     write(tmp_path / "large", rows)
     before = contents(tmp_path / "large", 2)
-    # Freed memory goes back to the system at once, where the C library would keep it.
+    # Returns freed memory to the system at once; by default the C library keeps it.
     settings = {"MALLOC_MMAP_THRESHOLD_": str(256 << 10), "MALLOC_ARENA_MAX": "1"}
     run = subprocess.run(
         [
-            # Stacks of threads count whether they are used or not.
+            # Thread stacks count even if unused.
             *("sh", "-c", 'ulimit -s 1024; exec "$@"', "sh"),
             sys.executable,
             "-c",

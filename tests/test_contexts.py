@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No context that a program sets for its own computations changes, or breaks, what a call does."""
+"""Contexts that a program sets for its own computations neither change nor break our calls."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from deltackpt import fingerprint, inspect, serving, touched
 from deltackpt.errors import TemplateMismatch, TrackingError
 from deltackpt.state import contexts
 
-# The codec holds the numbers of these tables as they are.
+# The codec represents the values of these tables exactly.
 TABLES = deltackpt.Tables(
     select="tables/*", slots={"tables/*": {"sum": "sums/{name}"}}, codec="bf16"
 )
-#: The same for all threads, those of a manager too.
+#: Settings for all threads, including those of a manager.
 EVERYWHERE = {
     "jax_numpy_rank_promotion": "raise",
     "jax_numpy_dtype_promotion": "strict",
@@ -64,7 +64,7 @@ def first_state(mesh: jax.sharding.Mesh) -> dict[str, Any]:
 
 
 def moved(state: dict[str, Any]) -> dict[str, Any]:
-    """Rows 3 and 5 of each table change, and some dense leaves."""
+    """Changes rows 3 and 5 of each table, and some dense leaves."""
 
     def changed(table: jax.Array) -> jax.Array:
         rows = np.array(table)
@@ -104,7 +104,7 @@ def placements(state: dict[str, Any]) -> list[object]:
 
 
 def every_call(root: Path, states: list[dict[str, Any]], how: str, context: Context) -> None:
-    """A run, a resumed one and its readers; each call is made in a context."""
+    """A run, a resumed run and its readers, with each call in the context."""
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         with context():
@@ -159,14 +159,14 @@ def every_call(root: Path, states: list[dict[str, Any]], how: str, context: Cont
 
 @pytest.mark.parametrize("how", OPTIONS)
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_no_context_of_a_program_reaches_a_call(tmp_path, context, how):
+def test_no_context_of_a_program_affects_a_call(tmp_path, context, how):
     mesh = MESHES["Explicit" if "Explicit" in context else "Auto"]
     every_call(tmp_path, states_of(mesh), how, CONTEXTS[context])
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_an_optimizer_is_tracked_in_any_context(context):
-    """The optimizer itself, and the jit around it, are the program's."""
+    """The optimizer and its jit belong to the program."""
     rows = None
     if context.startswith("set_mesh"):
         rows = NamedSharding(MESHES[context.removeprefix("set_mesh ")], P("x"))
@@ -182,7 +182,7 @@ def test_an_optimizer_is_tracked_in_any_context(context):
         assert fingerprint.changed_rows(hashed, hashed).size == 0
 
 
-def test_a_restore_makes_arrays_as_the_thread_that_asks_for_it(tmp_path):
+def test_a_restore_creates_arrays_with_the_settings_of_the_calling_thread(tmp_path):
     """Dense leaves are read in another thread."""
     handlers = {"embeddings": deltackpt.Tables(select="tables/*")}
     with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as manager:
@@ -199,7 +199,7 @@ def test_a_restore_makes_arrays_as_the_thread_that_asks_for_it(tmp_path):
 
 
 @pytest.mark.parametrize("how", OPTIONS)
-def test_what_a_program_sets_for_all_threads_reaches_no_call(tmp_path, how):
+def test_settings_for_all_threads_affect_no_call(tmp_path, how):
     states = states_of(MESHES["Auto"])
     before = {name: getattr(jax.config, name) for name in EVERYWHERE}
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A script of stock Orbax, and the same with deltackpt: few lines differ, and no result."""
+"""A stock Orbax script and its deltackpt version: few lines differ, and results are the same."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def written(path: Path) -> list[str]:
     return [line for line in path.read_text().splitlines() if line.strip()]
 
 
-def test_five_lines_are_written_anew():
+def test_five_lines_change():
     lines = list(difflib.unified_diff(written(STOCK), written(CONVERTED), n=0, lineterm=""))
     assert len([line for line in lines[2:] if line.startswith("+")]) == 5
 
 
 @pytest.mark.processes
-def test_both_end_alike_after_an_interruption(tmp_path):
+def test_both_give_the_same_result_after_an_interruption(tmp_path):
     told = {}
     for script in (STOCK, CONVERTED):
         for steps in ("5", "9"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of chains: bit for bit, whole or not at all, there and back, whatever is cut."""
+"""Copies of chains: bit-exact and atomic, in both directions, even if interrupted."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ GOLDEN = Path(make_golden.__file__).parent
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> tuple[Path, dict[int, dict]]:
-    """A base, two deltas, and a compacted base of the first of these."""
+    """A base, two deltas, and a compacted base of the first delta."""
     root = tmp_path_factory.mktemp("run")
     states = write_chain(root, 3, codec="lossless")
     fold(root, 1)
@@ -85,13 +85,13 @@ _numbers = itertools.count()
 
 @pytest.fixture
 def bucket(server) -> str:
-    """URL in a fresh bucket."""
+    """A URL in a new bucket."""
     return server.bucket(f"bucket{next(_numbers)}") + "/some/run"
 
 
 @pytest.fixture(params=["directory", "server", "gcs"])
 def target(request, tmp_path) -> dict:
-    """Where to copy to, and what else ``copy`` needs to be told for it."""
+    """A target, and the other arguments that ``copy`` needs for it."""
     if request.param == "directory":
         return {"target": tmp_path / "target"}
     found = request.getfixturevalue(request.param)
@@ -100,7 +100,7 @@ def target(request, tmp_path) -> dict:
 
 
 def back(target: dict, place: Path, **kwargs) -> copies.Copied:
-    """Copies from where it was copied to."""
+    """Copies back from a target."""
     return copy(target["target"], place, endpoint=target.get("endpoint"), **kwargs)
 
 
@@ -110,10 +110,10 @@ def restored(root: Path, step: int, states: dict[int, dict]) -> None:
         model.assert_same(reader.restore(step, states[step]).state, states[step])
 
 
-# There and back.
+# Round trips.
 
 
-def test_a_step_restores_bit_for_bit_there_and_back(run, target, tmp_path):
+def test_a_step_restores_bit_for_bit_after_a_round_trip(run, target, tmp_path):
     root, states = run
     done = copy(root, **target)
     assert (done.steps, done.copied) == ((2,), ("compacted/1/embeddings", "2"))
@@ -123,7 +123,7 @@ def test_a_step_restores_bit_for_bit_there_and_back(run, target, tmp_path):
     restored(tmp_path / "again", 2, states)
 
 
-def test_all_steps_are_copied_with_what_stands_for_them(run, target, tmp_path):
+def test_all_steps_are_copied_with_their_compacted_bases(run, target, tmp_path):
     root, states = run
     done = copy(root, **target, all_steps=True)
     assert done.copied == ("0", "compacted/1/embeddings", "1", "2")
@@ -145,7 +145,7 @@ def test_golden_checkpoints_are_copied_as_they_are(name, tmp_path):
     assert contents(tmp_path / "target", 20) == contents(GOLDEN / name, 20)
 
 
-def test_a_trainer_goes_on_in_a_copy(run, tmp_path):
+def test_a_trainer_continues_in_a_copy(run, tmp_path):
     root, states = run
     copy(root, tmp_path / "target")
     with manager(tmp_path / "target", codec="lossless") as trainer:
@@ -157,8 +157,8 @@ def test_a_trainer_goes_on_in_a_copy(run, tmp_path):
         assert trainer.all_steps() == [2, 3]
 
 
-def test_what_another_manager_committed_is_copied_too(tmp_path):
-    """No digests of Orbax's files were promised: they are copied as they are."""
+def test_a_step_without_digests_of_orbax_files_is_copied_too(tmp_path):
+    """The manifest declares no digests of Orbax's files: they are copied as they are."""
     write_chain(tmp_path / "run", 1)
     step = tmp_path / "run" / "0"
     plain = dataclasses.replace(saves.read_save(step).head, digests=("item",))
@@ -173,10 +173,10 @@ def test_what_another_manager_committed_is_copied_too(tmp_path):
     assert report.intact and "not checked" in report.saves[0].notes[0]
 
 
-# What is there already.
+# Existing entries at the target.
 
 
-def test_what_is_there_already_is_not_copied_again(run, target):
+def test_existing_saves_are_not_copied_again(run, target):
     root, _ = run
     first = copy(root, **target)
     again = copy(root, **target)
@@ -188,7 +188,7 @@ def test_what_is_there_already_is_not_copied_again(run, target):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("store", ["Directory", "Bucket"])
-def test_a_copy_that_is_killed_shows_nothing_half_and_goes_on(store, run, server, bucket, tmp_path):
+def test_a_killed_copy_shows_nothing_partial_and_resumes(store, run, server, bucket, tmp_path):
     root, states = run
     where = bucket if store == "Bucket" else str(tmp_path / "target")
     program = (
@@ -222,7 +222,7 @@ def test_a_copy_that_is_killed_shows_nothing_half_and_goes_on(store, run, server
         assert cut.returncode == -signal.SIGKILL, cut.stderr
         place = copies._place(where, server.endpoint)
         if store == "Bucket" or Path(where, "0").exists():
-            # Only whole units are there, and each step with what it needs.
+            # Only complete units exist, and each step has what it needs.
             for step in place.steps():
                 shutil.rmtree(tmp_path / "seen", ignore_errors=True)
                 back(given, tmp_path / "seen", steps=[step])
@@ -269,7 +269,7 @@ def test_a_missing_parent_is_named(run, tmp_path):
         copy(root, tmp_path / "target")
 
 
-def test_a_damaged_manifest_of_a_base_is_passed_over_where_the_chain_stands(run, tmp_path):
+def test_a_damaged_compacted_manifest_is_skipped_if_the_chain_is_valid(run, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(run[0], root)
     flip(root / "compacted" / "1" / "embeddings" / names.manifest_name(0), root)
@@ -277,7 +277,7 @@ def test_a_damaged_manifest_of_a_base_is_passed_over_where_the_chain_stands(run,
     assert verify_root(tmp_path / "target").intact
 
 
-def test_damage_at_the_target_is_mended_where_it_is_read_again(run, tmp_path):
+def test_damage_at_the_target_is_repaired_if_it_is_rechecked(run, tmp_path):
     root, states = run
     target = tmp_path / "target"
     copy(root, target, all_steps=True)
@@ -290,7 +290,7 @@ def test_damage_at_the_target_is_mended_where_it_is_read_again(run, tmp_path):
     restored(target, 2, states)
 
 
-def test_damage_in_a_bucket_is_found_on_the_way_back_and_mended(run, target, tmp_path):
+def test_damage_in_a_bucket_is_found_when_copied_back_and_repaired(run, target, tmp_path):
     root, _ = run
     if "endpoint" not in target:
         pytest.skip("that of a directory is another test")
@@ -306,7 +306,7 @@ def test_damage_in_a_bucket_is_found_on_the_way_back_and_mended(run, target, tmp
     assert copy(root, **target, recheck=True).copied == ("2",)
     back(target, tmp_path / "again")
     assert verify_root(tmp_path / "again").intact
-    # What was damaged is not there any more.
+    # The damaged save is gone.
     assert len({key.split("/")[1] for key in at.keys() if key.startswith("saves/")}) == 1
     at.store.delete(key for key in at.keys() if key.endswith("/commit.msgpack"))
     assert copy(root, **target).copied == ("compacted/1/embeddings", "2")
@@ -314,7 +314,7 @@ def test_damage_in_a_bucket_is_found_on_the_way_back_and_mended(run, target, tmp
 
 
 def test_copies_with_markers_are_read_and_not_written(run, server, bucket, tmp_path):
-    """As versions before there were journals made them."""
+    """Versions without journals made such copies."""
     root, states = run
     at = buckets.place(bucket, endpoint=server.endpoint).open()
     old_copies.make(root, at, "0", "1", "2")
@@ -330,7 +330,7 @@ def test_copies_with_markers_are_read_and_not_written(run, server, bucket, tmp_p
         copy(root, **given, steps=[0])
 
 
-def test_a_copy_takes_no_root_from_a_trainer(run, server, bucket, tmp_path):
+def test_a_copy_takes_no_lease_from_a_trainer(run, server, bucket, tmp_path):
     root, _ = run
     tiers = Tiers(staging_dir=str(tmp_path / "stage"), endpoint=server.endpoint)
     given = {"target": bucket, "endpoint": server.endpoint}
@@ -346,8 +346,8 @@ def test_a_copy_takes_no_root_from_a_trainer(run, server, bucket, tmp_path):
     assert verify_root(tmp_path / "again").intact
 
 
-def test_what_was_not_written_as_it_should_be_is_noticed(run, tmp_path):
-    """A disk that keeps other bytes than it was given."""
+def test_wrongly_stored_bytes_are_detected(run, tmp_path):
+    """Simulates a disk that stores wrong bytes."""
     real = directory.Directory.write
 
     def garbled(self, unit, name, pieces):
@@ -364,7 +364,7 @@ def test_what_was_not_written_as_it_should_be_is_noticed(run, tmp_path):
     assert not (tmp_path / "target" / "2").exists()
 
 
-def test_another_save_under_the_name_is_never_replaced(run, target, tmp_path):
+def test_another_save_with_the_same_name_is_never_replaced(run, target, tmp_path):
     write_chain(tmp_path / "other", 3)
     copy(tmp_path / "other", **target, all_steps=True)
     with pytest.raises(TargetDiffers, match="another save"):
@@ -386,7 +386,7 @@ def altered(place: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [another_item, foreign, altered], ids=lambda one: one.__name__)
-def test_what_cannot_be_told_to_be_the_save_is_never_touched(make, run, tmp_path):
+def test_an_entry_that_may_be_another_save_is_never_touched(make, run, tmp_path):
     target = tmp_path / "target"
     copy(run[0], target)
     make(target / "2")
@@ -399,7 +399,7 @@ def test_what_cannot_be_told_to_be_the_save_is_never_touched(make, run, tmp_path
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_damaged_step_is_put_back_where_its_replacement_fails(killed, run, tmp_path):
+def test_a_damaged_step_is_put_back_if_its_replacement_fails(killed, run, tmp_path):
     target = tmp_path / "target"
     copy(run[0], target)
     chunk(target / "2").unlink()
@@ -412,7 +412,7 @@ def test_a_damaged_step_is_put_back_where_its_replacement_fails(killed, run, tmp
 
 
 def rolled_back(root: Path, step: int, new: int) -> None:
-    """Goes on from a step with another one, which is committed."""
+    """Restores a step, and commits another one after it."""
     with pytest.warns(UserWarning, match="moved"), manager(root, codec="lossless") as trainer:
         result = trainer.restore(step, model.initial())
         assert result.touched is not None
@@ -421,7 +421,7 @@ def rolled_back(root: Path, step: int, new: int) -> None:
         trainer.wait_until_finished()
 
 
-def test_steps_that_were_rolled_back_are_never_left_newest_at_the_target(run, target, tmp_path):
+def test_rolled_back_steps_are_never_left_newest_at_the_target(run, target, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(run[0], root)
     copy(root, **target, all_steps=True)
@@ -432,7 +432,7 @@ def test_steps_that_were_rolled_back_are_never_left_newest_at_the_target(run, ta
 
 
 @pytest.mark.parametrize("at", ["_units", "_copy_files"])
-def test_a_step_that_is_replaced_meanwhile_is_gone_and_not_damaged(at, run, tmp_path):
+def test_a_step_replaced_during_a_copy_is_gone_and_not_damaged(at, run, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(run[0], root)
     where = copies if at == "_units" else copies._Run
@@ -449,7 +449,7 @@ def test_a_step_that_is_replaced_meanwhile_is_gone_and_not_damaged(at, run, tmp_
     assert not (tmp_path / "target" / "2").exists()
 
 
-def test_a_damaged_base_is_not_copied_where_what_it_stands_for_is(run, tmp_path):
+def test_a_damaged_compacted_base_is_not_copied_if_its_chain_is(run, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(run[0], root)
     flip(chunk(root / "compacted" / "1"), root)
@@ -463,7 +463,7 @@ def test_a_damaged_base_is_not_copied_where_what_it_stands_for_is(run, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../../escaped", "/escaped", "a//b", "./a", ".."])
-def test_names_that_lead_out_of_a_save_are_damage(name, run, tmp_path):
+def test_names_that_escape_a_save_are_damage(name, run, tmp_path):
     spec = json.dumps({"driver": "file", "path": str(tmp_path / "kv")})
     copy(run[0], spec, steps=[0])
     [record] = (tmp_path / "kv" / "saves").glob("0.*/commit.msgpack")
@@ -485,7 +485,7 @@ def test_names_that_lead_out_of_a_save_are_damage(name, run, tmp_path):
 @pytest.mark.parametrize(
     ("name", "expected"), [("../1", "the name of a directory"), ("one", "a step as its parent")]
 )
-def test_a_parent_that_is_no_step_is_damage(name, expected, run, tmp_path):
+def test_a_parent_that_is_not_a_step_is_damage(name, expected, run, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(run[0], root)
     path = root / "2" / "embeddings" / names.manifest_name(0)
@@ -497,11 +497,11 @@ def test_a_parent_that_is_no_step_is_damage(name, expected, run, tmp_path):
         copy(root, tmp_path / "target")
 
 
-# Beside others.
+# Concurrency.
 
 
 @pytest.mark.parametrize("store", ["file", "s3"])
-def test_of_two_copies_to_one_bucket_the_later_goes_on(store, run, tmp_path, request):
+def test_the_later_of_two_copies_to_one_bucket_continues(store, run, tmp_path, request):
     given: dict = {"target": json.dumps({"driver": "file", "path": str(tmp_path / "kv")})}
     if store == "s3":
         given["target"] = request.getfixturevalue("bucket")
@@ -523,7 +523,7 @@ def test_of_two_copies_to_one_bucket_the_later_goes_on(store, run, tmp_path, req
         copy(run[0], **given, steps=[0])
 
 
-def test_a_target_whose_trainer_may_live_is_refused_without_the_callers_word(run, tmp_path):
+def test_a_target_whose_trainer_may_be_alive_is_refused_unless_offline(run, tmp_path):
     with manager(tmp_path / "target", codec="lossless") as trainer:
         with pytest.raises(InUse, match="which is running"):
             copy(run[0], tmp_path / "target")
@@ -531,14 +531,14 @@ def test_a_target_whose_trainer_may_live_is_refused_without_the_callers_word(run
     assert copy(run[0], tmp_path / "target", offline=True).copied[-1] == "2"
 
 
-def test_a_directory_of_others_is_refused_before_anything_is_made_there(run, tmp_path):
+def test_a_foreign_directory_is_refused_before_anything_is_created_there(run, tmp_path):
     (tmp_path / "notes.txt").write_text("somebody's")
     with pytest.raises(ForeignDirectory):
         copy(run[0], tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_what_is_removed_at_the_target_meanwhile_is_told(run, tmp_path):
+def test_a_removal_at_the_target_during_a_copy_is_reported(run, tmp_path):
     real = directory.Directory.publish
 
     def publish(self, unit, expected):
@@ -553,8 +553,8 @@ def test_what_is_removed_at_the_target_meanwhile_is_told(run, tmp_path):
         copy(run[0], tmp_path / "target")
 
 
-def test_whoever_leaves_never_lets_two_hold_the_lock(tmp_path):
-    """The first one ends after the second has opened the file, and before it locks it."""
+def test_a_release_never_lets_two_hold_the_lock(tmp_path):
+    """The first holder releases after the second opens the file and before it locks it."""
     first = copies._place(tmp_path, None)
     first.__enter__()
     real, once = locks.fcntl.flock, iter([True])
@@ -573,7 +573,7 @@ def test_whoever_leaves_never_lets_two_hold_the_lock(tmp_path):
         pass
 
 
-def test_a_unit_that_lost_files_before_it_is_published_stays_hidden(run, tmp_path):
+def test_a_unit_that_lost_files_before_publication_stays_hidden(run, tmp_path):
     real = directory.Directory.publish
 
     def publish(self, unit, expected):
@@ -589,7 +589,7 @@ def test_a_unit_that_lost_files_before_it_is_published_stays_hidden(run, tmp_pat
 
 
 @pytest.mark.parametrize("removed", ["2", "compacted/1/embeddings"])
-def test_a_step_that_is_removed_meanwhile_is_gone_and_not_half_there(run, removed, tmp_path):
+def test_a_step_removed_during_a_copy_is_gone_and_not_partial(run, removed, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(run[0], root)
     real, first = copies.pieces_of, iter([True])
@@ -607,7 +607,7 @@ def test_a_step_that_is_removed_meanwhile_is_gone_and_not_half_there(run, remove
     assert not (tmp_path / "target" / "2").exists()
 
 
-def test_copying_beside_a_trainer_with_retention_gives_whole_steps(tmp_path):
+def test_copying_beside_a_trainer_with_retention_gives_complete_steps(tmp_path):
     state = model.initial()
     touched = model.new_touched(state)
     options = {"max_to_keep": 1, "policy": deltackpt.policies.Consecutive(max_chain=1)}
@@ -627,10 +627,10 @@ def test_two_copies_to_one_directory_exclude_each_other(run, tmp_path):
         copy(run[0], tmp_path / "target")
 
 
-# What is refused.
+# Refusals.
 
 
-def test_wrong_places_are_refused_by_name(run, server, bucket, tmp_path):
+def test_wrong_sources_and_targets_are_named(run, server, bucket, tmp_path):
     root, _ = run
     with pytest.raises(UnsupportedRoot, match="'ftp'"):
         copy(root, "ftp://host/run")
@@ -651,7 +651,7 @@ def test_wrong_places_are_refused_by_name(run, server, bucket, tmp_path):
         copy(root, tmp_path / "full")
 
 
-def test_a_kvstore_spec_and_a_file_url_are_places_too(run, tmp_path):
+def test_a_kvstore_spec_and_a_file_url_are_accepted(run, tmp_path):
     root, states = run
     spec = json.dumps({"driver": "file", "path": str(tmp_path / "kv")})
     copy(root, spec)
@@ -659,7 +659,7 @@ def test_a_kvstore_spec_and_a_file_url_are_places_too(run, tmp_path):
     restored(tmp_path / "a target#1", 2, states)
 
 
-def test_memory_is_bounded_and_a_larger_file_goes_alone():
+def test_memory_is_bounded_and_a_larger_file_is_copied_alone():
     memory = InFlight(10)
     with memory.taken(4), memory.taken(6):
         assert memory._taken == 10
@@ -668,7 +668,7 @@ def test_memory_is_bounded_and_a_larger_file_goes_alone():
     assert memory._taken == 0
 
 
-def test_a_compacted_step_restores_from_what_stands_for_it(run, tmp_path):
+def test_a_compacted_step_restores_from_its_compacted_base(run, tmp_path):
     copy(run[0], tmp_path / "target", steps=[1])
     assert [save.name for save in chains.read_chain(tmp_path / "target" / "1")] == [
         "compacted/1/embeddings"
@@ -679,7 +679,7 @@ def test_a_compacted_step_restores_from_what_stands_for_it(run, tmp_path):
 # The command.
 
 
-def test_the_command_copies_there_and_back(run, server, bucket, tmp_path):
+def test_the_command_copies_in_both_directions(run, server, bucket, tmp_path):
     found = command("copy", run[0], bucket, "--endpoint", server.endpoint)
     assert found.returncode == 0, found.stderr
     assert found.stdout.startswith("1 step (2) at the target: copied ")

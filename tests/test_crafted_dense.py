@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense leaves of a log that somebody made by hand, checksums right: leaves, or a typed error."""
+"""Crafted dense leaves of a WAL with valid checksums: a restore, or a typed error."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from deltackpt.storage.parts import Place
 from deltackpt.upkeep.verify import verify_root
 from deltackpt.wal.segments import Fill, FilledRecord, row_groups_of
 
-#: Whether a value is a file, and its key.
+#: (is_file, key) of a value.
 Key = tuple[bool, str]
-#: What takes the place of a part of a description.
+#: Replacements for a part of a description.
 JUNK = [None, 0, -1, 1 << 60, 1.5, "x", "", [], {}, True, [1 << 40], "é", [[]], "|O", "<f8", [0]]
 
 
 def write(root: Path) -> None:
-    """Step 0, and points 1 and 2."""
+    """Writes step 0, and recovery points 1 and 2."""
     state = model.initial()
     touched = model.new_touched(state)
     with manager(root, dense="whole") as trainer:
@@ -60,14 +60,14 @@ def write(root: Path) -> None:
 
 
 class Root(NamedTuple):
-    """A root, and the newest point of its WAL."""
+    """A checkpoint directory, and the newest record of its WAL."""
 
     path: Path
     record: StoredRecord
 
     @property
     def values(self) -> dict[Key, bytes]:
-        """What the record holds, by whether it is a file, and its key."""
+        """Values of the record."""
         way = newest_way(history_of(self.path / "log"), {0: read_info(self.path / "0").save_id})
         assert way is not None
         found = logged_dense.dense_of(way)
@@ -75,7 +75,7 @@ class Root(NamedTuple):
         return held | {(True, key): bytes(data) for key, data in found.files.items()}
 
     def rewrite(self, values: dict[Key, bytes]) -> None:
-        """Writes the record with other values, and right checksums."""
+        """Replaces the values of the record, with valid checksums."""
         head, at = self.record.head, 0
         blocked: list[BlockedValue] = []
         for (file, key), data in values.items():
@@ -115,7 +115,7 @@ def copy_segment(layer: Layer, segment: Segment, place: Place) -> None:
 
 
 def rewrite(record: StoredRecord, fill: Fill) -> None:
-    """Writes another record in the place of the last one of a segment."""
+    """Replaces the last record of a segment."""
     manifest = dataclasses.replace(record.layer.manifest, row_groups=(), arrays=())
     path, buffers = record.path.with_suffix(".new"), WriteBuffers()
     file = LayerFile(path, buffers, sequence=record.seq, predecessor=manifest.predecessor)
@@ -142,14 +142,14 @@ def root_at(path: Path) -> Root:
 
 @pytest.fixture
 def intact(root) -> Iterator[None]:
-    """Undoes what is written to the segment."""
+    """Restores the segment after the test."""
     data = root.record.path.read_bytes()
     yield
     root.record.path.write_bytes(data)
 
 
 def altered(data: bytes, rng: random.Random) -> bytes:
-    """Bytes that are of another length, flipped, or another description."""
+    """Replaces, truncates, flips or extends bytes, or alters the description in them."""
     how = rng.randrange(6)
     if how == 0:
         return rng.randbytes(rng.choice([0, 1, 7, len(data)]))
@@ -167,7 +167,7 @@ def altered(data: bytes, rng: random.Random) -> bytes:
 
 
 def _replaced(described: Any, rng: random.Random) -> Any:
-    """One part of a description is missing, or something else."""
+    """Removes or replaces one part of a description."""
     if not isinstance(described, (dict, list)) or not described or rng.random() < 0.2:
         return rng.choice(JUNK)
     parts = described if isinstance(described, dict) else range(len(described))
@@ -186,8 +186,8 @@ def _replaced(described: Any, rng: random.Random) -> Any:
 )
 @given(seed=st.integers(0, 1 << 32), template=st.booleans(), count=st.integers(1, 2))
 @example(seed=0, template=True, count=1)
-@example(seed=354, template=True, count=2)  # A typed key lacks a chunk.
-def test_altered_dense_leaves_are_leaves_or_a_typed_error(root, seed, template, count):
+@example(seed=354, template=True, count=2)  # A chunk of a typed key is missing.
+def test_altered_dense_leaves_restore_or_raise_a_typed_error(root, seed, template, count):
     rng, values = random.Random(seed), root.values
     for key in rng.sample(sorted(values), count):
         if rng.random() < 0.1:
@@ -217,14 +217,14 @@ def test_an_array_that_claims_to_be_huge_takes_no_memory(root, intact, name, des
         root.restore()
 
 
-def test_dense_leaves_without_a_chunk_are_found(root, intact):
+def test_verify_finds_dense_leaves_without_a_chunk(root, intact):
     root.rewrite({key: data for key, data in root.values.items() if not key[1].endswith("/0.0")})
     report = verify_root(root.path)
     assert not report.intact and "arrays imply" in report.problems[0].expected
     assert [verdict.restorable for verdict in report.points] == [True, False]
 
 
-def test_a_point_with_dense_leaves_made_by_hand_is_skipped(root, intact):
+def test_a_point_with_crafted_dense_leaves_is_skipped(root, intact):
     values, key = root.values, (True, PYTREE_METADATA)
     data = values[key]
     root.rewrite({**values, key: data[:1] + b"\xff" + data[2:]})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damage of every file: never a wrong state, always the damaged object and a step that stands."""
+"""Damage to any file: an intact step restores, and errors name the damaged object."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOT
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> tuple[Path, dict[int, dict]]:
-    """A base and two deltas, and what each of them holds."""
+    """A base and two deltas, and the state of each."""
     root = tmp_path_factory.mktemp("written")
     state = model.initial()
     touched = model.new_touched(state)
@@ -102,7 +102,7 @@ def test_damage_of_any_file_is_named_and_an_older_step_restores(
             assert found, f"{case}: verify found nothing"
             assert any(path.name in problem.object_name for problem in found), (case, found)
             if step == STEPS:
-                # What a restore does not read may be damaged without harm to it.
+                # Damage to files that a restore does not read is harmless.
                 continue
             assert step is None or step < damaged_step or damaged_step == 1, (case, step)
             assert messages, case
@@ -135,7 +135,7 @@ def test_a_removed_base_breaks_the_chain_by_name(written, tmp_path):
         manager.restore(3, states[3])
 
 
-def test_a_swapped_step_is_noticed(written, tmp_path):
+def test_a_swapped_step_is_detected(written, tmp_path):
     """A base of another run under the parent's name is not the parent."""
     root, states = written
     copy, other = tmp_path / "copy", tmp_path / "other"
@@ -149,8 +149,8 @@ def test_a_swapped_step_is_noticed(written, tmp_path):
     assert any("expected save id" in message for message in messages)
 
 
-def test_the_layer_of_another_save_is_noticed(written, tmp_path):
-    """A whole file, its own checksums right, in the place of another one."""
+def test_the_layer_of_another_save_is_detected(written, tmp_path):
+    """A complete file with correct checksums replaces another one."""
     root, states = written
     copy = tmp_path / "copy"
     shutil.copytree(root, copy)
@@ -161,8 +161,8 @@ def test_the_layer_of_another_save_is_noticed(written, tmp_path):
     assert "3/embeddings/layer.0: footer" in messages[0]
 
 
-def test_a_chunk_of_another_save_is_noticed(written, tmp_path):
-    """A whole chunk, its own checksum right, in the place of another one."""
+def test_a_chunk_of_another_save_is_detected(written, tmp_path):
+    """A complete chunk with a correct checksum replaces another one."""
     root, states = written
     copy = tmp_path / "copy"
     shutil.copytree(root, copy)
@@ -175,10 +175,10 @@ def test_a_chunk_of_another_save_is_noticed(written, tmp_path):
     assert "values/c/0/0" in messages[0]
 
 
-def test_no_flipped_bit_of_the_newest_record_keeps_an_older_step_from_being_restored(
+def test_a_flipped_bit_in_the_newest_record_never_blocks_an_older_step(
     written, tmp_path, nobody_removes_steps
 ):
-    """Its version stands before the body: one bit of it, and it asks for a newer deltackpt."""
+    """The version precedes the body: one flipped bit, and it asks for a newer deltackpt."""
     root, states = written
     copy = tmp_path / "copy"
     shutil.copytree(root, copy)
@@ -230,7 +230,7 @@ def test_the_version_that_the_checksum_covers_decides(written, inner, outer, rep
     else:
         with pytest.raises(Damaged):
             manifest.from_bytes(data, name="it")
-    # Of a newer record whose body does not check nothing can be believed, its version neither.
+    # If the body's checksum is wrong, not even the version of a newer record is trusted.
     with pytest.raises(Damaged):
         manifest.from_bytes(data[:-1] + bytes([data[-1] ^ 1]), name="it")
 
@@ -238,7 +238,7 @@ def test_the_version_that_the_checksum_covers_decides(written, inner, outer, rep
 def test_a_compacted_base_copied_over_a_step_is_damage_and_an_older_step_restores(
     written, tmp_path
 ):
-    """It holds the tables of the step, bit for bit, under its save id, and no other item."""
+    """It holds the tables of the step, bit for bit, with the same save id, and no other item."""
     root, states = written
     copy = tmp_path / "copy"
     shutil.copytree(root, copy)
@@ -269,7 +269,7 @@ def test_a_compacted_base_copied_over_a_step_is_damage_and_an_older_step_restore
 
 
 @pytest.mark.parametrize("over", [2, 3])
-def test_a_step_copied_over_another_one_or_a_base_is_no_other_save(written, tmp_path, over):
+def test_a_step_copied_over_another_step_or_a_base_is_not_restored(written, tmp_path, over):
     root, states = written
     copy = tmp_path / "copy"
     shutil.copytree(root, copy)

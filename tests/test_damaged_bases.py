@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A damaged save that several steps need is read once, and all that needs it is named."""
+"""A damaged save that several steps need is read once, and all these steps are named."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from deltackpt.upkeep.compact import compact
 
 _numbers = itertools.count()
 HANDLERS = {"embeddings": deltackpt.Tables(select="table", slots={})}
-#: A base with deltas up to the next.
+#: Steps saved as bases, each followed by deltas.
 BASES = (1, 3)
 LAST = 8
 
 
 def written(root: Path, dense: deltackpt.Dense | None = None) -> list[dict]:
-    """States of steps 0 to ``LAST``, of which all but the first are saved."""
+    """Returns the states of steps 0 to ``LAST``; saves all but the first."""
     state = {"table": np.zeros((64, 4), np.float32), "w": np.zeros((40, 300), np.float32)}
     states, marks = [state], touched.init({"table": state["table"]})
     options = deltackpt.ManagerOptions() if dense is None else deltackpt.ManagerOptions(dense=dense)
@@ -63,7 +63,7 @@ def root(run, tmp_path) -> Path:
 
 
 def chunk(folder: Path) -> Path:
-    """The file with rows of a step or of a compacted base."""
+    """A file with rows of a step or of a compacted base."""
     return stored_chunks(folder)[0].path
 
 
@@ -72,7 +72,7 @@ def damage(path: Path, how: str) -> None:
     if how == "gone":
         path.unlink()
     elif how == "flip":
-        # Restores read no headers of layers.
+        # Restores do not read the headers of layers.
         data[stored_chunks(path.parents[1])[0].offset if path.name == "layer.0" else 0] ^= 4
         path.write_bytes(data)
     else:
@@ -80,7 +80,7 @@ def damage(path: Path, how: str) -> None:
 
 
 class Restore:
-    """What ``restore_latest()`` did.
+    """Runs ``restore_latest()`` and records what it did.
 
     Attributes:
       read: the steps that it tried, in order.
@@ -122,7 +122,7 @@ class Restore:
             self.skipped = dict(found.skipped)
 
     def names(self, steps: list[int], name: str) -> None:
-        """Checks that all that lost the steps is one object, which is named with them."""
+        """Checks that one object lost all the steps, and that it is named with them."""
         assert [*self.skipped] == steps == [*self.told]
         [warning] = self.warned
         assert warning.startswith(f"step {steps[0]} is skipped")
@@ -156,7 +156,7 @@ def test_steps_on_a_missing_delta_are_skipped_unread(root, run):
     assert all(isinstance(error, BrokenChain) for error in found.skipped.values())
 
 
-def test_steps_that_are_lost_for_another_reason_are_told_apart(root, run):
+def test_steps_that_are_lost_for_another_reason_are_reported_separately(root, run):
     shutil.rmtree(root / "1")
     damage(chunk(root / "3"), "flip")
     found = Restore(root, run[1], None)
@@ -165,7 +165,7 @@ def test_steps_that_are_lost_for_another_reason_are_told_apart(root, run):
     assert all(("3/embeddings" in text) == (step > 2) for step, text in found.told.items())
 
 
-def test_no_base_that_is_damaged_is_read_twice(root, run):
+def test_a_damaged_base_is_not_read_twice(root, run):
     for base in BASES:
         damage(chunk(root / str(base)), "flip")
     found = Restore(root, run[1], None)
@@ -174,7 +174,7 @@ def test_no_base_that_is_damaged_is_read_twice(root, run):
 
 
 @pytest.mark.parametrize("stays", [True, False], ids=["with its steps", "alone"])
-def test_a_damaged_compacted_base_loses_only_what_has_no_other_chain(root, run, stays):
+def test_a_damaged_compacted_base_loses_only_steps_without_another_chain(root, run, stays):
     compact(root, step=5)
     damage(chunk(root / "compacted" / "5"), "flip")
     if stays:
@@ -198,7 +198,7 @@ def test_a_compacted_base_above_a_damaged_base_keeps_its_steps(root, run):
 
 
 @pytest.mark.parametrize("name", ["3/dense/d/*", "5/embeddings/layer.0"])
-def test_blocks_of_dense_leaves_lose_the_steps_of_one_chain(tmp_path, name):
+def test_damaged_blocks_of_dense_leaves_lose_the_steps_of_one_chain(tmp_path, name):
     root = tmp_path / "root"
     states = written(root, deltackpt.Dense(deltas="blocks"))
     path = next(path for path in sorted(root.glob(name)) if path.is_file())
@@ -212,7 +212,7 @@ def test_blocks_of_dense_leaves_lose_the_steps_of_one_chain(tmp_path, name):
     found.names([*range(8, base - 1, -1)], f"{path.relative_to(root)}")
 
 
-def test_an_error_that_the_files_do_not_prove_loses_one_step_only(root, run):
+def test_an_error_that_the_files_do_not_confirm_loses_only_one_step(root, run):
     at = chunk(root / "3")
     real = arrays.read_array
     failed = []
@@ -286,7 +286,7 @@ def test_steps_on_a_damaged_save_in_a_bucket_are_skipped_unread(root, run, bucke
 
 
 def test_digests_of_another_step_are_damage(tmp_path):
-    """As in a backup that mixes steps: those of a delta have no file of the dense item."""
+    """As in a backup that mixes steps: a delta's digests have no file of the dense item."""
     states = written(tmp_path, deltackpt.Dense(deltas="blocks"))
     shutil.copy(tmp_path / "5" / "digests.step.msgpack", tmp_path / "3" / "digests.step.msgpack")
     options = deltackpt.ManagerOptions(access="read")

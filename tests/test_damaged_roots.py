@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One lost or damaged object never blocks a root, and never brings back what training left.
+"""One lost or damaged object never blocks a root, and never revives abandoned steps.
 
-What each object of each kind of bucket does to each entry point is among the long loops.
+The long loops damage each object of each kind of bucket for each entry point.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_an_intact_root_is_read_by_all(bucket):
         reads(Readers(bucket.url, bucket.states, CHAINS))
 
 
-def test_every_entry_point_passes_over_one_damaged_object_of_a_bucket(bucket):
+def test_every_entry_point_tolerates_one_damaged_object_of_a_bucket(bucket):
     turns = itertools.cycle(READS)
     for number, key in enumerate(bucket.needed):
         for how in ("removed", ("truncated", "flipped")[number % 2]):
@@ -53,7 +53,7 @@ def test_every_entry_point_passes_over_one_damaged_object_of_a_bucket(bucket):
                     reads(readers)
 
 
-def test_every_entry_point_passes_over_a_lost_folder_of_a_bucket(bucket):
+def test_every_entry_point_tolerates_a_lost_folder_of_a_bucket(bucket):
     for prefix, step in bucket.prefixes.items():
         bucket.put({key: one for key, one in bucket.whole.items() if not key.startswith(prefix)})
         intact = [one for one in CHAINS if step not in CHAINS[one]]
@@ -63,7 +63,7 @@ def test_every_entry_point_passes_over_a_lost_folder_of_a_bucket(bucket):
 
 
 @pytest.mark.parametrize("moment", ["whole", "between"])
-def test_what_training_left_never_comes_back_whichever_entry_is_damaged(bucket, moment):
+def test_abandoned_steps_are_never_revived_whichever_entry_is_damaged(bucket, moment):
     before = getattr(bucket, moment)
     steps = [step for step in CHAINS if moment == "whole" or step < 3]
     states = {step: bucket.states[step] for step in steps}
@@ -83,7 +83,7 @@ def test_what_training_left_never_comes_back_whichever_entry_is_damaged(bucket, 
             assert bucket.steps() == [*steps, 10]
 
 
-def test_a_lost_entry_is_reported_though_its_copy_is_read(bucket):
+def test_a_lost_entry_is_reported_although_its_copy_is_read(bucket):
     newest = max(key for key in bucket.whole if key.startswith(JOURNAL) and ".copy." not in key)
     bucket.damage(bucket.whole, newest, "removed")
     told = damaged_roots.EventHandler()
@@ -110,7 +110,7 @@ def test_a_step_that_only_a_lost_entry_named_is_reported(bucket):
         assert bucket.steps() == [1, 2, 10]
 
 
-def test_a_trainer_goes_on_whichever_record_of_the_newest_step_is_damaged(bucket):
+def test_a_trainer_continues_whichever_record_of_the_newest_step_is_damaged(bucket):
     records = [key for key in bucket.needed if bucket.step_of(key) == max(CHAINS)]
     records = [key for key in records if key.endswith(".msgpack")]
     for key, how in zip(records, itertools.cycle(DAMAGES), strict=False):
@@ -120,7 +120,7 @@ def test_a_trainer_goes_on_whichever_record_of_the_newest_step_is_damaged(bucket
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_every_entry_point_passes_over_one_damaged_file_or_folder_of_a_directory(tmp_path):
+def test_every_entry_point_tolerates_one_damaged_file_or_folder_of_a_directory(tmp_path):
     root, work, turns = tmp_path / "root", tmp_path / "work", itertools.cycle(READS)
     with damaged_roots.quick():
         states = damaged_roots.train(Where(str(root)))
@@ -128,10 +128,10 @@ def test_every_entry_point_passes_over_one_damaged_file_or_folder_of_a_directory
         for number, path in enumerate(sorted(root.rglob("*"))):
             below = path.relative_to(root)
             step = names.step_number(below.parts[0])
-            # What each file of a step does to a restore ``test_damage`` finds.
+            # ``test_damage`` covers the files of a step.
             if below.parts[0] == names.ROLLED_BACK or (path.is_file() and step in (1, 2)):
                 continue
-            # Whether a step was removed by a hand or by retention nobody can tell.
+            # A step removed by hand looks like one removed by retention.
             some = {one: states[one] for one in states if below.parts != (str(one),)}
             intact = [one for one in some if step not in CHAINS[one]]
             shutil.copytree(root, work)

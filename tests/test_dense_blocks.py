@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense leaves as blocks of deltas: whatever a run does, a step restores to what it was."""
+"""Dense leaves as blocks in deltas: every step restores to what was saved."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_step_restores_bit_for_bit(tmp_path, policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_lossy_steps_are_close_and_the_next_one_goes_on_from_what_is_stored(tmp_path, policy):
+def test_lossy_steps_are_close_and_the_next_one_continues_from_the_stored_values(tmp_path, policy):
     loop = Loop()
     with opened(tmp_path, CODED, policy=POLICIES[policy]) as saver:
         kinds = loop.steps(saver, *STEPS)
@@ -63,7 +63,7 @@ def test_lossy_steps_are_close_and_the_next_one_goes_on_from_what_is_stored(tmp_
 
 
 def assert_close(found: dict[str, Any], state: dict[str, Any], *, exact: bool = False) -> None:
-    """Only the leaves that a glob names may differ, by little."""
+    """Only leaves that match a glob may differ, and only slightly."""
     lossy = {"nu": found["nu"], "half": found["half"]}
     kept = {**found, **({} if exact else {name: state[name] for name in lossy})}
     if not exact:
@@ -78,7 +78,7 @@ def assert_close(found: dict[str, Any], state: dict[str, Any], *, exact: bool = 
     model.assert_same(kept, state)
 
 
-def test_a_delta_holds_what_changed_and_little_else(tmp_path):
+def test_a_delta_holds_little_more_than_the_changes(tmp_path):
     loop = Loop()
     with opened(tmp_path) as saver:
         loop.steps(saver, 1, 2)
@@ -98,7 +98,7 @@ def test_a_delta_holds_what_changed_and_little_else(tmp_path):
         assert_exact(saver, again.states)
 
 
-def test_a_run_that_was_restored_goes_on_from_what_was_read(tmp_path):
+def test_a_restored_run_continues_from_the_stored_values(tmp_path):
     loop = Loop()
     with opened(tmp_path, CODED) as saver:
         loop.steps(saver, 1, 2, 3)
@@ -106,12 +106,12 @@ def test_a_run_that_was_restored_goes_on_from_what_was_read(tmp_path):
         found = saver.restore_latest(loop.state)
         again = Loop(found.state, found.touched)
         assert again.steps(saver, 4, 5) == ["delta", "delta"]
-        # What was restored is its reference; descriptions alone are written once more.
+        # The restored state is its reference; only descriptions are written again.
         assert changed_bytes(tmp_path, 4) < 1.2 * changed_bytes(tmp_path, 5)
     assert_kept_as_stored(tmp_path, again, 5, dense=CODED)
 
 
-def test_a_rollback_goes_on_from_the_older_step(tmp_path):
+def test_a_rollback_continues_from_the_older_step(tmp_path):
     loop = Loop()
     with opened(tmp_path, CODED) as saver:
         loop.steps(saver, 1, 2, 3)
@@ -124,7 +124,7 @@ def test_a_rollback_goes_on_from_the_older_step(tmp_path):
     assert_kept_as_stored(tmp_path, again, 4, dense=CODED)
 
 
-def test_a_restore_that_was_only_looked_at_changes_nothing(tmp_path):
+def test_a_restore_for_inspection_has_no_side_effects(tmp_path):
     loop = Loop()
     with opened(tmp_path, CODED) as saver:
         loop.steps(saver, 1, 2, 3)
@@ -148,7 +148,7 @@ def test_a_restore_without_a_template_finds_the_same(tmp_path):
     assert found["none"] is None
 
 
-def test_parts_of_a_step_are_read_as_of_any_other(tmp_path):
+def test_parts_of_a_step_can_be_read(tmp_path):
     loop = Loop()
     with opened(tmp_path) as saver:
         loop.steps(saver, 1, 2, 3)
@@ -162,10 +162,10 @@ def test_parts_of_a_step_are_read_as_of_any_other(tmp_path):
 
 
 def reshaped(state: dict[str, Any], step: int) -> dict[str, Any]:
-    """Another structure at each step."""
+    """Returns a different structure at each step."""
     leaves = {
         2: {"extra": jnp.ones((3000,))},
-        # As many blocks as before, and more numbers; then fewer.
+        # The same number of blocks, with more elements; then fewer.
         3: {"extra": jnp.ones((3010,))},
         4: {"extra": jnp.ones((2990,))},
         5: {"extra": jnp.ones((2990,), jnp.bfloat16)},
@@ -194,8 +194,8 @@ def test_leaves_come_go_and_change(tmp_path, policy):
             model.assert_same(found, state)
 
 
-def test_a_grown_leaf_all_of_whose_blocks_but_the_last_are_as_they_were(tmp_path):
-    """Its base has fewer bytes than the delta's value, and cannot fill it."""
+def test_a_grown_leaf_with_only_its_last_block_changed(tmp_path):
+    """Its base has fewer bytes than the delta's value and cannot fill it."""
     grown = jnp.arange(3010, dtype=jnp.float32)
     loop = Loop({**dense_states.initial(), "grows": grown[:3000]})
     with opened(tmp_path) as saver:
@@ -209,8 +209,8 @@ def test_a_grown_leaf_all_of_whose_blocks_but_the_last_are_as_they_were(tmp_path
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_orbax_takes_over_what_we_do_not_write(tmp_path, policy):
-    """A leaf of a kind that this writer does not cover, in one delta; then blocks again."""
+def test_orbax_writes_leaves_that_we_do_not_support(tmp_path, policy):
+    """One delta has a leaf that this writer does not support; then blocks again."""
     loop = Loop()
     pinned = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     with opened(tmp_path, policy=POLICIES[policy]) as saver:
@@ -262,7 +262,7 @@ def test_leaves_of_every_kind(tmp_path):
 
 
 def assert_equal(found: Any, expected: Any) -> None:
-    """Bit for bit, numbers of Python too."""
+    """Bit for bit, Python scalars included."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         if isinstance(right, jax.Array) and jnp.issubdtype(right.dtype, jax.dtypes.prng_key):
@@ -271,7 +271,7 @@ def assert_equal(found: Any, expected: Any) -> None:
             assert left == right
         else:
             assert type(left) is type(right)
-            # In one order of bytes.
+            # In the same byte order.
             left, right = np.asarray(left), np.asarray(right)
             right = right.astype(right.dtype.newbyteorder("="))
             left = left.astype(left.dtype.newbyteorder("="))
@@ -306,7 +306,7 @@ def test_donated_buffers_may_change_while_a_delta_is_written(tmp_path):
             found = saver.restore(step, template).state["params"]
             for name, leaf in expected.items():
                 assert np.asarray(found[name]).tobytes() == leaf.tobytes()
-            # Training goes on with what it has.
+            # Training continues with the donated result.
             loop.state = template
 
 
@@ -325,7 +325,7 @@ PLACES = [((8, 1), P("x")), ((4, 2), P("x", "y")), ((2, 2), P(None, "x")), ((1, 
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_restored_on_another_topology_and_goes_on_there(tmp_path, place):
+def test_a_run_continues_on_another_topology(tmp_path, place):
     loop = Loop(placed(dense_states.initial(), (2, 4), P("x", "y")))
     with opened(tmp_path, CODED) as saver:
         loop.steps(saver, 1, 2, 3)
@@ -342,7 +342,7 @@ def test_restored_on_another_topology_and_goes_on_there(tmp_path, place):
 
 def test_shardings_that_change_within_a_run(tmp_path):
     loop = Loop()
-    # Leaves that lie in other chunks are whole, and such deltas do not pay.
+    # A leaf with other chunks is stored whole; by default such a delta would become a base.
     policy = deltackpt.policies.Consecutive(max_delta_ratio=10, max_restore_ratio=100)
     with opened(tmp_path, policy=policy) as saver:
         loop.save(saver, 1)
@@ -357,7 +357,7 @@ def test_shardings_that_change_within_a_run(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["big", "bits", "key", "count"])
-def test_a_lossy_glob_that_names_no_floats_is_refused_at_the_first_save(tmp_path, name):
+def test_a_lossy_glob_that_matches_no_floats_is_rejected_at_the_first_save(tmp_path, name):
     loop = Loop()
     with opened(tmp_path, deltackpt.Dense(deltas="blocks", codec={name: "ef4"})) as saver:
         with pytest.raises(OptionError, match=rf"dense leaf {name}: expected float32, .* for ef4"):
@@ -368,7 +368,7 @@ def test_a_lossy_glob_that_names_no_floats_is_refused_at_the_first_save(tmp_path
         assert_exact(saver, {step: loop.states[step] for step in (2, 3)})
 
 
-def test_a_budget_takes_the_next_wider_code_and_at_last_the_exact_leaf(tmp_path):
+def test_a_budget_selects_the_next_wider_codec_and_finally_an_exact_one(tmp_path):
     loop = Loop()
     strict = deltackpt.Dense(
         deltas="blocks", codec={"params/*": "ef4", "nu": "int8"}, max_error=0.0
@@ -392,7 +392,7 @@ def saves_of(root, step):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("codec", [{}, LOSSY], ids=["exact", "lossy"])
 @pytest.mark.parametrize("most", [1, 100_000])
-def test_without_room_for_references_what_did_not_change_is_left_out(tmp_path, policy, codec, most):
+def test_without_room_for_references_unchanged_blocks_are_left_out(tmp_path, policy, codec, most):
     loop = Loop()
     dense = deltackpt.Dense(deltas="blocks", codec=codec, max_reference_bytes=most)
     with opened(tmp_path, dense, policy=POLICIES[policy]) as saver:
@@ -418,7 +418,7 @@ def test_without_room_for_references_difference_codecs_become_lossless(tmp_path)
     assert codecs(1) & {*LOSSY.values()} == {"int8"}
 
 
-def test_without_room_a_frozen_leaf_is_told_by_its_hashes(tmp_path):
+def test_without_room_a_frozen_leaf_is_detected_by_its_hashes(tmp_path):
     loop = Loop({**dense_states.initial(), "backbone": jnp.arange(1 << 20, dtype=jnp.float32)})
     dense = deltackpt.Dense(deltas="blocks", max_reference_bytes=1)
     with opened(tmp_path, dense) as saver:
@@ -433,7 +433,7 @@ def test_without_room_a_frozen_leaf_is_told_by_its_hashes(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.float16, np.float32, np.float64])
-def test_hashes_tell_which_64_kib_changed(dtype):
+def test_hashes_detect_which_64_kib_changed(dtype):
     blocks = np.zeros((700, 256), dtype)
     hashes, per_span = Hashes.of(blocks), HASHED_BYTES // (256 * blocks.itemsize)
     assert len(hashes.changed(blocks)) == 0
@@ -443,8 +443,8 @@ def test_hashes_tell_which_64_kib_changed(dtype):
     assert len(hashes.changed(blocks[:600])) == 600
 
 
-def test_what_is_kept_is_what_the_next_delta_is_taken_against(tmp_path):
-    """One copy, whatever the policy; with two a limit would drop the one that is needed."""
+def test_only_the_reference_of_the_next_delta_is_kept(tmp_path):
+    """One copy for every policy; with two, a limit could drop the one that is needed."""
     for policy in ("consecutive", "one-shot"):
         loop = Loop()
         with opened(tmp_path / policy, policy=POLICIES[policy]) as saver:
@@ -458,7 +458,7 @@ def kept_bytes(saver: deltackpt.CheckpointManager) -> int:
     return saver._run.dense.references.nbytes
 
 
-def test_several_managers_in_one_process_know_nothing_of_each_other(tmp_path):
+def test_several_managers_in_one_process_are_independent(tmp_path):
     loops = [Loop(dense_states.initial(seed)) for seed in range(3)]
     with (
         opened(tmp_path / "0") as first,
@@ -476,7 +476,7 @@ def test_several_managers_in_one_process_know_nothing_of_each_other(tmp_path):
             assert_exact(saver, loop.states)
 
 
-def test_rows_that_are_found_by_fingerprints(tmp_path):
+def test_blocks_with_fingerprinted_tables(tmp_path):
     loop = Loop()
     with opened(tmp_path, deltas={"tracking": "fingerprints"}) as saver:
         for step in (1, 2, 3):
@@ -488,7 +488,7 @@ def test_rows_that_are_found_by_fingerprints(tmp_path):
         assert_exact(saver, loop.states)
 
 
-def test_a_failed_save_is_no_reference(tmp_path):
+def test_a_failed_save_is_not_a_reference(tmp_path):
     loop = Loop()
     with opened(tmp_path, CODED) as saver:
         loop.steps(saver, 1, 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense leaves as blocks, while writes fail, processes die, bits flip and records lie."""
+"""Dense leaves as blocks: failed writes, kills, flipped bits and forged records."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def disk(tmp_path) -> Iterator[Disk]:
         yield found
 
 
-def test_a_delta_fails_at_any_write_and_nothing_is_lost(tmp_path, disk):
-    """What was staged of it is no reference: the next goes on from the one before."""
+def test_nothing_is_lost_if_a_delta_fails_at_any_write(tmp_path, disk):
+    """A failed save's staged copy is not a reference: the next builds on the one before."""
     loop = Loop()
     committed: list[int] = []
     with opened(tmp_path / "root", CODED) as saver:
@@ -77,7 +77,7 @@ def test_a_delta_fails_at_any_write_and_nothing_is_lost(tmp_path, disk):
 @pytest.mark.parametrize(
     "policy", [None, deltackpt.policies.Rolling(window=2)], ids=["chain", "rolling"]
 )
-def test_killed_before_any_call_what_is_committed_is_whole(tmp_path, disk, policy):
+def test_committed_steps_are_intact_after_a_kill_before_any_call(tmp_path, disk, policy):
     loop, known = Loop(), {}
     root = tmp_path / "root"
     with opened(root, policy=policy) as saver:
@@ -106,7 +106,7 @@ def test_killed_before_any_call_what_is_committed_is_whole(tmp_path, disk, polic
             pytest.fail("no save was whole")
 
 
-def test_what_was_taken_of_a_save_that_is_refused_is_given_back(tmp_path, monkeypatch):
+def test_a_refused_save_returns_what_it_borrowed(tmp_path, monkeypatch):
     loop = Loop({**dense_states.initial(), "large": jax.numpy.ones(1 << 20)})
     with opened(tmp_path) as saver:
         loop.steps(saver, 1, 2)
@@ -126,12 +126,12 @@ def _refuse(*arguments: Any, **options: Any) -> Any:
     raise OSError(5, "injected")
 
 
-# Damage, by chance.
+# Accidental damage.
 
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory) -> Path:
-    """A base and three deltas with blocks of every codec that they may have."""
+    """A base and three deltas with blocks of every codec."""
     root = tmp_path_factory.mktemp("chain") / "root"
     loop = Loop()
     with opened(root, CODED) as saver:
@@ -156,7 +156,7 @@ def test_a_flipped_bit_in_any_file_of_a_delta_is_found(chain, tmp_path, nobody_r
         damaged.write_bytes(data)
         assert not verify.verify_root(root).intact, path
         try:
-            # What is not needed of it is not read; wrong data is never given.
+            # Unneeded bytes are not read; wrong data is never returned.
             assert dense_leaves(root, 4) == sound, path
         except DeltackptError:
             read += 1
@@ -175,11 +175,11 @@ def test_the_newest_intact_step_is_restored_instead(chain, tmp_path, nobody_remo
         assert found.step == 3 and [step for step, _ in found.skipped] == [4]
 
 
-# Damage, by hand: the checksums are right.
+# Forged damage with correct checksums.
 
 
 def of_segment(wanted: str, *path: Any, to: Any) -> Callable[[Any], None]:
-    """Sets a value of the first segment of dense blocks whose name begins so."""
+    """Sets a value of the first segment of dense blocks whose name starts with ``wanted``."""
 
     def replace(body: Any) -> None:
         segments = body["dense_blocks"]["segments"]
@@ -215,14 +215,14 @@ def segment_twice(body: Any) -> None:
 
 
 def shared_blocks(body: Any) -> None:
-    """Two segments hold blocks of the other's, by codecs that change what is there."""
+    """Makes two segments hold the same blocks."""
     by_name = {one["name"]: one for one in body["dense_blocks"]["segments"]}
     ranges = by_name[EF4]["ranges"]
     by_name[INT8]["ranges"] = [[ranges[0][0], ranges[0][0] + by_name[INT8]["count"]]]
 
 
 def file_above(body: Any) -> None:
-    """A file of the item that is to be written elsewhere."""
+    """Makes a file of the item point outside of its directory."""
     values = body["dense_blocks"]["values"]
     found = next(one for one in values if one["at"] is not None and one["group"] == "plain")
     found |= {"file": True, "key": "../../x"}
@@ -282,7 +282,7 @@ CASES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_hand_made_record_of_dense_blocks_is_damage(case, chain, tmp_path, nobody_removes_steps):
+def test_a_forged_record_of_dense_blocks_is_damage(case, chain, tmp_path, nobody_removes_steps):
     root = tmp_path / "root"
     shutil.copytree(chain, root)
     sound = dense_leaves(chain, 4)
@@ -293,7 +293,7 @@ def test_a_hand_made_record_of_dense_blocks_is_damage(case, chain, tmp_path, nob
         read_all(root, "list", "verify")
         with pytest.raises(DeltackptError):
             found = dense_leaves(root, 4)
-            # A count that is smaller is what the record says, and never another leaf's data.
+            # A smaller count shortens the leaf and never returns another leaf's data.
             assert found != sound
             with opened(root, CODED) as saver:
                 saver.restore(4, dense_states.initial())
@@ -316,7 +316,7 @@ def server() -> Iterator[Server]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4), (4, 2)])
-def test_processes_go_on_with_as_many_as_there_are(server, tmp_path, before, after):
+def test_a_job_resumes_with_another_number_of_processes(server, tmp_path, before, after):
     root, known = tmp_path / "root", many_worker.Model(kernel=[256, 64])
     for count, first in ((before, 0), (after, 3)):
         with Job(server, tmp_path / f"jobs{count}", processes=count, devices=1, model=known) as job:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compaction of chains whose dense leaves are blocks: one item of Orbax's, with the same bits."""
+"""Compaction of chains with dense blocks: one Orbax item, with the same bits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = ["written", "written_once"]
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_compacted_base_has_orbax_s_item_with_the_bits_of_the_chain(written, workers):
+def test_a_compacted_base_has_an_orbax_item_with_the_bits_of_the_chain(written, workers):
     root, states = written
     before = {step: dense_leaves(root, step) for step in STEPS}
     state = {step: restored(root, step, states[step]) for step in STEPS}
@@ -56,14 +56,14 @@ def test_a_compacted_base_has_orbax_s_item_with_the_bits_of_the_chain(written, w
     for step in (4, 5):
         assert dense_leaves(root, step) == before[step]
         assert restored(root, step, states[step]) == state[step]
-    # Stock Orbax reads the item as that of any other step.
+    # Stock Orbax reads the item like that of any other step.
     tree = by_orbax(root / "compacted/4/embeddings/dense")
     for name, leaf in tree["params"].items():
         assert leaf.dtype == states[4]["params"][name].dtype
         assert leaf.tobytes() in state[4], name
 
 
-def test_a_base_is_compacted_in_pieces_that_fit_into_the_memory(tmp_path):
+def test_a_base_is_compacted_in_pieces_that_fit_into_memory(tmp_path):
     root = tmp_path / "run"
     large = {f"large {n}": jnp.full((800, 500), n, jnp.float32) for n in range(3)}
     states = write(root, steps=(1, 2, 3), state={**initial(), **large})
@@ -79,7 +79,7 @@ def test_a_base_is_compacted_in_pieces_that_fit_into_the_memory(tmp_path):
     assert compact.compact(root, step=3) is None
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_read(written):
+def test_a_full_disk_is_refused_before_anything_is_read(written):
     root, _ = written
     with (
         mock.patch.object(compact.files, "free_bytes", lambda path: 4000),
@@ -88,7 +88,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_read(written):
         fold(root, 5)
 
 
-def test_a_compacted_base_is_folded_again_and_deltas_go_on_from_it(written):
+def test_a_compacted_base_is_compacted_again_and_deltas_continue_from_it(written):
     root, states = written
     fold(root, 3)
     for step in (1, 2, 3):
@@ -140,7 +140,7 @@ def test_retention_keeps_a_compacted_base_and_its_item(tmp_path):
 
 
 def write_items(root: Path) -> dict:
-    """Saves a state twice, with an item of Orbax's each time, because of one leaf."""
+    """Saves a state twice; one leaf requires an Orbax item each time."""
     pinned = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     state = {**initial(), "odd": jax.device_put(jnp.ones(4), pinned)}
     touched = deltackpt.touched.init({"emb": state["emb"]})
@@ -151,7 +151,7 @@ def write_items(root: Path) -> dict:
     return state
 
 
-def test_where_deltas_have_orbax_s_item_a_compacted_base_has_none(tmp_path):
+def test_a_compacted_base_has_no_orbax_item_if_its_deltas_have_one(tmp_path):
     root = tmp_path / "run"
     state = write_items(root)
     assert fold(root, 2) is not None
@@ -159,7 +159,7 @@ def test_where_deltas_have_orbax_s_item_a_compacted_base_has_none(tmp_path):
     assert restored(root, 2, state) == bits(state)
 
 
-def test_no_delta_goes_on_from_an_item_that_compaction_takes_away(tmp_path):
+def test_no_delta_continues_from_an_item_that_compaction_removes(tmp_path):
     root = tmp_path / "run"
     state = write_items(root)
     with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options()) as one:
@@ -187,7 +187,7 @@ def test_two_attempts_at_a_part_leave_one_item(written):
         compact.fold(planned, 0, memory_bytes=64 << 20)
 
     with Disk(root) as disk, compact.exclusive(root):
-        # Another worker folds the part from its beginning to its end.
+        # Another worker merges the whole part.
         disk.on("rename", fold_part, "/embeddings/dense$", times=1)
         fold_part()
         assert sum(path.endswith("/embeddings/dense") for path in disk.paths("rename")) == 2
@@ -198,7 +198,7 @@ def test_two_attempts_at_a_part_leave_one_item(written):
 
 
 @pytest.mark.processes
-def test_killed_at_any_call_everything_restores(written):
+def test_everything_restores_after_a_kill_at_any_call(written):
     root, _ = written
     assert killed_anywhere(root, "dense", every=3).kills > 20
     assert chain(root, 3) == ["compacted/3"]
@@ -206,7 +206,7 @@ def test_killed_at_any_call_everything_restores(written):
 
 @pytest.mark.parametrize("how", HOWS)
 @mock.patch.object(removal, "_GONE_INTERVAL_SECS", 0.0)
-def test_a_damaged_item_of_a_compacted_base_is_passed_over_or_an_error(written, how):
+def test_a_damaged_item_of_a_compacted_base_is_skipped_or_an_error(written, how):
     root, _ = written
     before = dense_leaves(root, 4)
     fold(root, 3)
@@ -229,7 +229,7 @@ def test_a_damaged_item_of_a_compacted_base_is_passed_over_or_an_error(written, 
     assert dense_leaves(bare, 4) == before
 
 
-def test_a_step_that_lacks_a_value_of_its_arrays_is_not_folded(written):
+def test_a_step_that_lacks_a_value_of_its_arrays_is_not_compacted(written):
     root, _ = written
     with (
         mock.patch.object(ocdbt, "implied", lambda described: {"other/0"}),

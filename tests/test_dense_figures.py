@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is told of dense leaves that are blocks of deltas, and what policies decide from it."""
+"""Reported figures of dense leaves stored as blocks, and policy decisions based on them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CODED = deltackpt.Dense(deltas="blocks", codec=LOSSY)
 
 
 class Told(list):
-    """A sink that keeps the events of saves."""
+    """An event handler that keeps save events."""
 
     def receive(self, event: events.Event) -> None:
         """See ``EventHandler``."""
@@ -46,7 +46,7 @@ def run(root: Path, dense: deltackpt.Dense, count: int, **options: Any) -> tuple
     return loop, told
 
 
-def test_an_event_tells_of_each_leaf_how_it_was_kept(tmp_path):
+def test_an_event_reports_how_each_leaf_was_stored(tmp_path):
     loop, (base, delta) = run(tmp_path, CODED, 2)
     assert base.dense == () and base.dense_bytes == 0
     found = {figures.leaf: figures for figures in delta.dense}
@@ -61,11 +61,11 @@ def test_an_event_tells_of_each_leaf_how_it_was_kept(tmp_path):
     on_disk = sum(encoding.nbytes for one in record.segments for encoding in one.encodings)
     assert delta.dense_bytes == on_disk
     assert sum(figures.nbytes for figures in delta.dense) <= on_disk + len(delta.dense)
-    # Rows are counted as they are without such leaves.
+    # Rows are counted the same as without such leaves.
     assert 0 < delta.bytes_written < delta.dense_bytes
     _, (base, whole) = run(tmp_path / "whole", deltackpt.Dense(), 2)
     assert (whole.dense, whole.rows, base.dense_bytes) == ((), delta.rows, 0)
-    # But for the records of the layer's chunks, in whole pages.
+    # Except for the records of the layer's chunks, in whole pages.
     assert abs(whole.bytes_written - delta.bytes_written) <= 2 * footer.PAGE_BYTES
     assert delta.bytes_written < delta.dense_bytes < whole.dense_bytes
 
@@ -111,8 +111,8 @@ def test_sizes_of_saves_count_dense_leaves(tmp_path):
     assert saves.read_info(tmp_path / "orbax" / "1").nbytes == rows
 
 
-def test_deltas_that_do_not_pay_become_bases_and_those_that_do_go_on(tmp_path):
-    """Most of the state is dense: rows alone say nothing of what a chain costs."""
+def test_deltas_that_do_not_pay_become_bases_and_others_stay_deltas(tmp_path):
+    """Most of the state is dense, so rows alone do not determine the cost of a chain."""
 
     def kinds(root: Path, dense: deltackpt.Dense) -> list[str]:
         rng = np.random.default_rng(0)
@@ -131,7 +131,7 @@ def test_deltas_that_do_not_pay_become_bases_and_those_that_do_go_on(tmp_path):
     assert kinds(tmp_path / "exact", deltackpt.Dense(deltas="blocks")).count("base") > 2
 
 
-def test_rows_all_of_which_moved_are_no_reason_to_write_all_dense_leaves(tmp_path):
+def test_a_change_of_all_rows_does_not_force_all_dense_leaves_to_be_written(tmp_path):
     loop = Loop({**dense_states.initial(), "large": jnp.ones(1 << 20)})
     everything = jnp.arange(dense_states.ROWS)
     with opened(tmp_path) as saver:
@@ -144,7 +144,7 @@ def test_rows_all_of_which_moved_are_no_reason_to_write_all_dense_leaves(tmp_pat
 
 
 @pytest.mark.parametrize("most", [1, 1 << 30])
-def test_what_is_kept_between_saves_is_bounded(tmp_path, most):
+def test_memory_kept_between_saves_is_bounded(tmp_path, most):
     dense = deltackpt.Dense(deltas="blocks", codec=LOSSY, max_reference_bytes=most)
     loop = Loop()
     with opened(tmp_path, dense) as saver:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense leaves of every kind against a model that keeps every state in memory.
 
-Random leaves appear, change a bit, some numbers or all of them, take another dtype, shape, sharding
-or kind, and go, between saves and marks by random codes. Whoever reads then, anew or all the time,
-finds the bits that were given, and of leaves with a lossy code numbers within the budget.
+Random leaves appear, change slightly, partly or fully, change their dtype, shape, sharding or kind,
+and disappear, between saves and WAL records with random codecs. Fresh and long-lived readers find
+the bits that were given; leaves with a lossy codec are within the error budget.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ DTYPES = (
     *(np.float64, np.int8, np.uint16, np.int32, np.uint64, bool, ml_dtypes.int4),
     *(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2),
 )
-#: About a block of 256 numbers, and less than what blocks are made of.
+#: Around a block of 256 elements, and below the least size for blocks.
 SHAPES = ((), (1,), (0, 3), (255,), (16, 16), (257,), (513,), (8, 64), (8, 65), (64, 72))
 NAMES = ("w", "a.b", "%", "0", "é", "..", "[x]", "a b")
 OTHERS = (None, 3, -(2**40), 0.5, float("nan"), True, "a text", {}, [])
-#: Numbers that arithmetic does not treat as others.
+#: Values that arithmetic treats specially.
 ODD = (np.nan, np.inf, -np.inf, -0.0, 1e-45, 3e38)
 MAX_ERROR = 0.05
 
 
 def numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Any bits, or numbers of a distribution with some odd ones among them."""
+    """Any bits, or values of a distribution with some odd ones among them."""
     dtype = np.dtype(dtype)
     if dtype.name == "bool" or dtype.name.startswith(("int4", "int8")):
         return rng.integers(0, 2, shape).astype(dtype)
@@ -62,7 +62,7 @@ def numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.
 
 
 def placed(rng: np.random.Generator, data: np.ndarray) -> Any:
-    """On the host in some order, or on one or several devices in some way."""
+    """On the host in some memory order, or on one or several devices."""
     where = rng.integers(5)
     if data.dtype.itemsize == 8 or where == 0:
         return data
@@ -86,7 +86,7 @@ def leaf_of(rng: np.random.Generator, lossy: bool) -> Any:
 
 
 def changed(rng: np.random.Generator, leaf: Any, lossy: bool) -> Any:
-    """As it is, another one, or one with some of its numbers moved."""
+    """The same leaf, another one, or one with some of its elements changed."""
     how = rng.random()
     if how < 0.3:
         return leaf
@@ -155,7 +155,7 @@ def assert_is(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def assert_shown(version: serving.Version, state: dict[str, Any]) -> None:
-    """A version has all arrays with elements, and no others."""
+    """Asserts that a version has all arrays with elements, and no others."""
     wanted = {
         f"{kind}/{name}": host(leaf)
         for kind in ("lossless", *LOSSY)
@@ -181,7 +181,7 @@ def assert_shown(version: serving.Version, state: dict[str, Any]) -> None:
     room=st.sampled_from([16 << 30, 30_000, 1]),
     skip=st.booleans(),
 )
-def test_whoever_reads_finds_what_was_given(seed, policy, logged, room, skip, tmp_path_factory):
+def test_every_reader_finds_what_was_given(seed, policy, logged, room, skip, tmp_path_factory):
     rng = np.random.default_rng(seed)
     root = tmp_path_factory.mktemp("root")
     options = deltackpt.ManagerOptions(
@@ -220,7 +220,7 @@ def test_whoever_reads_finds_what_was_given(seed, policy, logged, room, skip, tm
                 with live.version() as version:
                     assert version.step == step
                     assert_shown(version, found.state)
-                if rng.random() < 0.5:  # Else training goes on as if nobody had looked.
+                if rng.random() < 0.5:  # Otherwise, training ignores the restore.
                     state, marks = found.state, found.touched
             state = moved(rng, copied(state))
         manager.wait_until_finished()

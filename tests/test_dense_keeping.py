@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps whose dense leaves are blocks: looked at, verified, collected, exported and copied."""
+"""Steps whose dense leaves are blocks: inspected, verified, collected, exported and copied."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ from deltackpt.upkeep.unneeded import Retention
 __all__ = ["written", "written_once"]
 
 
-def test_deltas_have_no_item_of_orbax(written):
+def test_deltas_have_no_orbax_item(written):
     root, states = written
     assert (root / "1/dense").is_dir() and not (root / "2/dense").exists()
     found = restored(root, 5, states[5])
     assert len(found) == len(bits(states[5])) and found != bits(states[5]), "some codes are lossy"
 
 
-# Looked at.
+# Inspection.
 
 
 def assert_shown(root: Path, step: int, states: dict[int, dict]) -> None:
-    """What inspection shows of a step is what it restores to, bit for bit."""
+    """Checks that inspection shows the values that a restore returns, bit for bit."""
     found = inspect.open(root).at(step)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -101,7 +101,7 @@ def test_a_leaf_is_checked_before_it_is_shown(written):
         np.asarray(found["frozen"])
 
 
-def test_how_a_save_holds_dense_leaves_is_told(written):
+def test_the_stored_form_of_dense_leaves_is_reported(written):
     root, _ = written
     ck = inspect.open(root)
     assert ck.at(1).dense_saved == () and ck.save_of(1).dense_nbytes is None
@@ -117,7 +117,7 @@ def test_how_a_save_holds_dense_leaves_is_told(written):
     assert ck.save_of(3).dense_nbytes > saved["nu"].nbytes
 
 
-def test_commands_tell_how_dense_leaves_are_held(written):
+def test_commands_report_how_dense_leaves_are_stored(written):
     root, _ = written
     listed = command.run("ls", root)
     assert listed.returncode == 0 and listed.stdout.count("dense blocks") == 4
@@ -131,16 +131,16 @@ def test_commands_tell_how_dense_leaves_are_held(written):
     assert "dense leaves in this save" in inspect.open(root).at(3)._repr_html_()
 
 
-# Verified.
+# Verification.
 
 
 def verdicts(root: Path) -> dict[int, tuple[str, ...]]:
-    """Steps to what keeps them from being restored."""
+    """Maps steps to the saves that break them."""
     return {one.step: one.broken_by for one in verify.verify_root(root).steps}
 
 
 @pytest.mark.parametrize("compacted", [False, True])
-def test_a_sound_directory_verifies(written, compacted):
+def test_an_intact_directory_verifies(written, compacted):
     root, _ = written
     if compacted:
         fold(root, 4)
@@ -173,12 +173,12 @@ def test_every_damaged_file_of_blocks_and_items_is_found(written):
         damage(path, "flipped")
         named, broken = problems()
         assert str(path.relative_to(root)) in named, path
-        # A compacted base is passed over while what it replaced stands.
+        # A compacted base is skipped while the steps that it replaced exist.
         assert broken == set(), path
         damage(path, "flipped")
 
 
-def test_a_damaged_item_of_a_base_breaks_the_deltas_that_go_on_from_it(written):
+def test_a_damaged_item_of_a_base_breaks_the_deltas_that_build_on_it(written):
     root, _ = written
     item = next((root / "1/dense/d").iterdir())
     damage(item, "flipped")
@@ -188,7 +188,7 @@ def test_a_damaged_item_of_a_base_breaks_the_deltas_that_go_on_from_it(written):
     assert verdicts(root) == dict.fromkeys(STEPS, ("1",))
 
 
-def test_a_chain_that_does_not_complete_a_value_is_told(written):
+def test_a_chain_with_an_incomplete_value_is_reported(written):
     root, _ = written
     with _without("frozen/0.0"):
         report = verify.verify_root(root)
@@ -200,7 +200,7 @@ def test_a_chain_that_does_not_complete_a_value_is_told(written):
 
 
 def _without(key: str):
-    """Items of bases lack a value meanwhile."""
+    """Makes the items of bases lack a value."""
     real = orbax_values.OrbaxValues.nbytes
 
     def nbytes(self, one):
@@ -209,7 +209,7 @@ def _without(key: str):
     return mock.patch.object(orbax_values.OrbaxValues, "nbytes", nbytes)
 
 
-def test_blocks_of_an_unknown_code_are_told(written):
+def test_blocks_with_an_unknown_codec_are_reported(written):
     root, _ = written
     change(root, 3, MANIFEST, of_segment(EF4, "encodings", 0, "codec", to="new"))
     report = verify.verify_root(root, steps=[3])
@@ -217,7 +217,7 @@ def test_blocks_of_an_unknown_code_are_told(written):
     assert any("dense.float32.ef4" in str(problem) for problem in report.problems)
 
 
-def test_doctor_looks_at_what_dense_leaves_go_on_from(written):
+def test_doctor_checks_what_dense_leaves_build_on(written):
     root, _ = written
 
     def told() -> tuple[str, str]:
@@ -239,7 +239,7 @@ def test_doctor_looks_at_what_dense_leaves_go_on_from(written):
     assert [one for one in doctor.examine(root, read_only=True) if "dense" in one.subject]
 
 
-def test_an_estimate_counts_blocks_and_the_item_that_they_go_on_from(written):
+def test_an_estimate_counts_blocks_and_the_item_that_they_build_on(written):
     root, _ = written
     files = [path for path in (root / "1/dense").rglob("*") if path.is_file()]
     beside = [path for path in (root / "3").iterdir() if path.is_file()]
@@ -262,7 +262,7 @@ def test_an_estimate_counts_blocks_and_the_item_that_they_go_on_from(written):
     assert "dense leaves:" in command.run("plan", root, 3).stdout
 
 
-def test_collection_removes_what_a_compacted_base_replaces_and_no_more(written):
+def test_collection_removes_only_what_a_compacted_base_replaces(written):
     root, states = written
     fold(root, 4)
     before = {step: restored(root, step, states[step]) for step in (4, 5)}
@@ -273,14 +273,14 @@ def test_collection_removes_what_a_compacted_base_replaces_and_no_more(written):
     assert not verify.verify_root(root).problems
 
 
-def test_collection_keeps_all_where_the_chain_that_stays_lacks_its_item(written):
+def test_collection_keeps_all_steps_if_the_item_of_the_kept_chain_is_damaged(written):
     root, _ = written
     damage(next((root / "1/dense/d").iterdir()), "flipped")
     found = collect.collectable(root, retention=Retention(keep_last=1))
     assert not [one for one in found.removable if one.kind == "step"]
 
 
-# Elsewhere.
+# Exports and copies.
 
 
 @pytest.mark.parametrize("compacted", [False, True])
@@ -326,7 +326,7 @@ def test_a_copy_of_a_chain_restores_from_its_new_place(written, compacted, tmp_p
 
 
 @pytest.mark.processes
-def test_a_chain_in_a_bucket_is_folded_shown_and_verified(written, tmp_path):
+def test_a_chain_in_a_bucket_is_compacted_inspected_and_verified(written, tmp_path):
     root, states = written
     before = restored(root, 5, states[5])
     with servers.s3(tmp_path / "server") as server, servers.environment_of(server):

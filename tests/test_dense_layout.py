@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our writer of dense leaves against stock Orbax: the same keys, bytes, metadata and restores."""
+"""Our dense writer against stock Orbax: equal keys, bytes, metadata and restores."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Pair = collections.namedtuple("Pair", "a b")
 
 @struct.dataclass
 class State:
-    """A state as flax makes them."""
+    """A state in the style of flax."""
 
     step: jax.Array
     params: Any
@@ -150,7 +150,7 @@ def test_stock_restores_the_same(name: str, tmp_path: Path) -> None:
         with ocp.CheckpointManager(item.parent.parent) as manager:
             by_manager = manager.restore(0)["dense"]
         handler = ocp.PyTreeCheckpointHandler()
-        # Stock restores no numpy scalars by a template that holds some.
+        # Stock Orbax cannot restore numpy scalars with a template that has some.
         like = jax.tree.map(lambda x: x.item() if isinstance(x, np.generic) else x, tree)
         template = ocp.args.PyTreeRestore(
             item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like)
@@ -175,7 +175,7 @@ def _write_part(item: Path, process: int, values: list[ocdbt.Value]) -> None:
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_a_missing_child_is_not_merged(missing: int, tmp_path: Path) -> None:
+def test_a_merge_with_a_missing_child_raises(missing: int, tmp_path: Path) -> None:
     plan = dense_layout.plan(_sharded())
     half = len(plan.chunks) // 2
     values = list(plan.values())
@@ -203,18 +203,18 @@ def test_a_merge_of_many_leaves_reads_files_as_often_as_one_of_few(tmp_path: Pat
         ocdbt.merge(item, [0, 1], plan.described)
         return _file_reads() - before
 
-    # TensorStore reads and decodes a whole node for each value that is read.
+    # TensorStore reads and decodes a whole node for each value.
     assert reads(200) == reads(2) > 0
 
 
 def _file_reads() -> int:
-    """Counts TensorStore's reads of files in this process."""
+    """Returns the count of TensorStore's file reads in this process."""
     name = "/tensorstore/kvstore/file/read"
-    found = ts.experimental_collect_matching_metrics(name)  # Empty before the first.
+    found = ts.experimental_collect_matching_metrics(name)  # Empty before the first read.
     return sum(one["values"][0]["value"] for one in found if one["name"] == name)
 
 
-def test_two_writers_of_one_value_are_refused(tmp_path: Path) -> None:
+def test_two_writers_of_one_value_are_rejected(tmp_path: Path) -> None:
     plan = dense_layout.plan({"a": jnp.ones(2)})
     for process in (0, 1):
         _write_part(tmp_path, process, list(plan.values()))
@@ -222,7 +222,7 @@ def test_two_writers_of_one_value_are_refused(tmp_path: Path) -> None:
         ocdbt.merge(tmp_path, [0, 1], plan.described)
 
 
-def test_equal_names_are_refused() -> None:
+def test_equal_names_are_rejected() -> None:
     with pytest.raises(UnsupportedLeaf, match=r"\['a'\]\['b'\].*\['a.b'\]"):
         dense_layout.plan({"a.b": 1, "a": {"b": 2}})
 
@@ -244,13 +244,13 @@ def test_equal_names_are_refused() -> None:
     ],
     ids=lambda leaf: type(leaf).__name__,
 )
-def test_what_is_not_covered_is_said(leaf: Any) -> None:
+def test_unsupported_leaves_are_reported(leaf: Any) -> None:
     assert dense_layout.covered(leaf)
     with pytest.raises(UnsupportedLeaf, match=r"\['a'\]"):
         dense_layout.plan({"a": leaf})
 
 
-def test_another_process_writes_its_chunks_only() -> None:
+def test_another_process_writes_only_its_chunks() -> None:
     plan = dense_layout.plan(_kinds() | {"rows": _put(jnp.arange(8.0), "x")}, process=1)
     assert not plan.described
     assert set(plan.files) == {"array_metadatas/process_1"}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Restores of deltas that have dense leaves as blocks: bits, kinds of leaves, what is read, damage.
+"""Restores of deltas with dense leaves as blocks: bits, kinds of leaves, reads, damage.
 
-What goes straight into its shardings is compared with Orbax's handler on a folder with all of it.
+Direct restores into shardings are compared with Orbax's handler on a full item.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def changed(state: dict, step: int) -> dict:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> tuple[Path, list[dict]]:
-    """A base and three deltas, and the states."""
+    """A base and three deltas, and their states."""
     root = tmp_path_factory.mktemp("run")
     return root, write(root)
 
@@ -131,14 +131,14 @@ def write(root: Path | str) -> list[dict]:
 
 
 def dense_of(state: dict) -> dict:
-    """The dense leaves of the nested dicts that a split makes of a state."""
+    """The dense leaves of a state, as nested dicts."""
     choice = HANDLERS["embeddings"]
     return tables.split(state, choice).dense
 
 
 @pytest.fixture(scope="module")
 def managers(run, tmp_path_factory) -> Iterator[tuple[Any, Any]]:
-    """Readers of the deltas, and of a copy in which the last step is compacted to Orbax's item."""
+    """Readers of the deltas, and of a copy whose last step is compacted to an Orbax item."""
     compacted = tmp_path_factory.mktemp("compacted") / "run"
     shutil.copytree(run[0], compacted)
     assert compact.compact(compacted, step=LAST) is not None
@@ -153,7 +153,7 @@ def managers(run, tmp_path_factory) -> Iterator[tuple[Any, Any]]:
 
 
 def assert_both_ways_alike(managers, template: dict | None) -> Any:
-    """The same leaves, or the same error, of the chain and by Orbax's handler; returns them."""
+    """Checks that the chain and Orbax's handler give equal leaves or errors; returns them."""
     of_chain, of_item = managers
     found = told(lambda: of_chain.restore(LAST, template).state)
     with not_straight():
@@ -162,7 +162,7 @@ def assert_both_ways_alike(managers, template: dict | None) -> Any:
 
 
 def told(read: Callable[[], Any]):
-    """Leaves with all that tells them apart, or the error."""
+    """Leaves with everything that distinguishes them, or the error."""
     try:
         found = read()
     except Exception as error:
@@ -195,13 +195,13 @@ def described(leaf):
 
 
 def bits(state) -> list:
-    """Leaves but for what a template has no say in: whether jax may move them, or widen them."""
+    """Leaves without what a template does not determine: weak types and commitment."""
     found = [described(leaf) for leaf in jax.tree.leaves(state)]
     return [(*one[:4], *one[6:]) if one[0] == "jax" else one for one in found]
 
 
 def templates(leaf) -> list:
-    """What a template may have in the place of a leaf, some of it wrong."""
+    """Template values for a leaf, some of them wrong."""
     found = [leaf]
     if isinstance(leaf, jax.Array):
         kinds = [None, jax.sharding.SingleDeviceSharding(jax.devices()[3])]
@@ -221,7 +221,7 @@ def templates(leaf) -> list:
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_both_ways_give_the_same_leaves_or_the_same_error(run, managers, data):
+def test_both_readers_give_the_same_leaves_or_the_same_error(run, managers, data):
     template = dict(run[1][-1])
     table = template.pop("table")
     flat, structure = jax.tree.flatten(template, is_leaf=lambda leaf: leaf is None)
@@ -232,7 +232,7 @@ def test_both_ways_give_the_same_leaves_or_the_same_error(run, managers, data):
     assert_both_ways_alike(managers, {**jax.tree.unflatten(structure, flat), "table": table})
 
 
-def test_without_a_template_both_ways_give_the_same(managers):
+def test_without_a_template_both_readers_give_the_same(managers):
     structure, _ = assert_both_ways_alike(managers, None)
     assert structure.num_leaves > 20
 
@@ -258,7 +258,7 @@ def test_a_restored_state_is_bit_for_bit_the_saved_one_and_may_be_donated(run):
         assert bits(manager.restore(LAST, state).state["w"]) == bits(state["w"])
 
 
-def test_only_the_leaves_that_are_asked_for_are_read(run):
+def test_only_the_requested_leaves_are_read(run):
     root, states = run
     options = deltackpt.ManagerOptions(access="read")
     with (
@@ -274,7 +274,7 @@ def test_only_the_leaves_that_are_asked_for_are_read(run):
 
 @contextlib.contextmanager
 def read_groups() -> Iterator[list[tuple[int, str]]]:
-    """The step and the row group of each array of a layer that is read."""
+    """Collects the step and row group of each layer array that is read."""
     found: list[tuple[int, str]] = []
     real = Layer.read_into
 
@@ -292,7 +292,7 @@ def dtypes_of(read: list[tuple[int, str]]) -> set[str]:
     return {name[1] for name in names} - {"plain"}
 
 
-def test_of_arrays_on_few_devices_no_other_chunk_is_read(run):
+def test_only_the_chunks_of_the_devices_of_an_array_are_read(run):
     root, states = run
     chain = chains.read_chain(root / str(LAST))
     item = DenseItem(chain)
@@ -305,8 +305,8 @@ def test_of_arrays_on_few_devices_no_other_chunk_is_read(run):
     assert keys == {"cut/0.0"} and set(item.read(keys.__contains__).values) == keys
 
 
-def test_a_leaf_that_is_read_in_several_pieces_is_whole(tmp_path, monkeypatch):
-    """Blocks are decoded in spans of 4 MiB, each once all that it changes was read."""
+def test_a_leaf_that_is_read_in_several_pieces_is_complete(tmp_path, monkeypatch):
+    """Blocks are decoded in spans of 4 MiB, each after all the values it changes were read."""
     monkeypatch.setattr(orbax_values, "_PIECE_BYTES", (4 << 20) + 100)
     state = {"table": jnp.zeros((16, 4)), "large": jnp.arange((9 << 20) // 2, dtype=jnp.float32)}
     marks = touched.init({"table": state["table"]})
@@ -326,12 +326,12 @@ def items_of(root: Path) -> OrbaxItems:
 
 
 def not_straight():
-    """Orbax's handler reads what else is read without it."""
+    """Makes Orbax's handler read what is otherwise read directly."""
     return mock.patch.object(reading, "_straight", return_value=None)
 
 
 @pytest.mark.parametrize("with_template", [True, False])
-def test_orbaxs_item_is_read_straight_and_gives_what_orbax_gives(run, with_template):
+def test_an_orbax_item_that_is_read_directly_equals_what_orbax_reads(run, with_template):
     root, states = run
     abstract = dense_of(states[0]) if with_template else None
     items = items_of(root)
@@ -341,12 +341,12 @@ def test_orbaxs_item_is_read_straight_and_gives_what_orbax_gives(run, with_templ
     with not_straight():
         by_orbax = items.dense(0, abstract)
     assert told(lambda: found.leaves) == told(lambda: by_orbax.leaves)
-    # Deltas are read by their chains.
+    # Deltas are read through their chains.
     assert items.straight(LAST, abstract) is None and not by_orbax.chunks
 
 
-def test_8000_small_leaves_cost_no_call_of_orbax(tmp_path, monkeypatch):
-    """Orbax takes over a millisecond for each; their descriptions alone are more than a MiB."""
+def test_8000_small_leaves_need_no_call_of_orbax(tmp_path, monkeypatch):
+    """Orbax takes over a millisecond per leaf; their metadata alone exceeds a MiB."""
     _check_reads_need_no_orbax(tmp_path, monkeypatch, 8000, lambda _, manager: [manager.restore(0)])
 
 
@@ -364,7 +364,7 @@ def test_no_way_to_read_small_leaves_calls_orbax(tmp_path, monkeypatch):
 
 
 def test_no_way_to_read_python_numbers_calls_orbax(tmp_path, monkeypatch):
-    """It takes over a millisecond for each. Their types and values stay."""
+    """Orbax takes over a millisecond per number. Types and values stay the same."""
     monkeypatch.setattr(dense_leaves, "_LEFT_BYTES", 0)
     numbers = {"int": 3, "-": -(1 << 40), "unsigned": (1 << 63) + 5, "float": 0.1, "true": True}
     state = {"table": np.ones((4, 2)), "of": numbers, "array": np.arange(3)}
@@ -409,7 +409,7 @@ def _check_reads_need_no_orbax(root, monkeypatch, count, reads):
             assert all(found.state["leaves"][name][1] == i for i, name in enumerate(leaves))
 
 
-def test_what_does_not_go_straight_is_left_to_orbax(run):
+def test_items_that_cannot_be_read_directly_are_left_to_orbax(run):
     root, states = run
     items, abstract = items_of(root), dense_of(states[0])
     for template in (
@@ -425,7 +425,7 @@ def test_what_does_not_go_straight_is_left_to_orbax(run):
         assert found[0] is TemplateMismatch
         with not_straight():
             assert found == told(lambda wanted=template: items.dense(0, wanted))
-    # A chunk that is not there stands for zeros.
+    # A missing chunk means zeros.
     with mock.patch.object(orbax_values.OrbaxValues, "nbytes", return_value=None):
         assert items.straight(0, abstract) is None
     with mock.patch.object(dense_leaves, "_LEFT_BYTES", 0):
@@ -524,7 +524,7 @@ def test_damage_is_found_and_named_and_an_older_step_is_restored(run, tmp_path, 
         assert bits(found.state["w"]) == bits(states[step - 1]["w"])
 
 
-def test_an_intact_file_of_another_save_is_none_of_ours(run, tmp_path):
+def test_an_intact_file_of_another_save_is_damage(run, tmp_path):
     root, other = tmp_path / "run", tmp_path / "other"
     shutil.copytree(run[0], root)
     write(other)
@@ -560,7 +560,7 @@ def test_codes_that_need_no_reference_are_read_once(tmp_path):
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_the_index_says_where_values_are(data):
+def test_the_index_locates_values(data):
     names = data.draw(st.sets(st.text("ab/.:%é", min_size=1, max_size=9), min_size=1, max_size=30))
     values = {
         name: bytes([n]) * data.draw(st.sampled_from([0, 7, 1024, 1025, 5000]))
@@ -587,7 +587,7 @@ def test_the_index_says_where_values_are(data):
     assert found.values.keys() == values.keys()
 
 
-def test_values_of_any_length_are_verified_whole(tmp_path):
+def test_values_of_any_length_are_fully_verified(tmp_path):
     step = tmp_path / "3"
     item = step / DENSE_ITEM
     draws = np.random.default_rng(0)
@@ -641,7 +641,7 @@ def test_a_chain_in_a_bucket_is_restored(run, tmp_path):
     assert bits(found) == bits(states[-1])
 
 
-def test_a_base_in_a_bucket_is_downloaded_once_and_read_straight(run, tmp_path):
+def test_a_base_in_a_bucket_is_downloaded_once_and_read_directly(run, tmp_path):
     root, states = run
     read: list[str] = []
 

@@ -64,7 +64,7 @@ def test_the_values_are_those_of_orbaxs_item(tmp_path):
 
 
 def kinds() -> dict[str, Any]:
-    """Leaves of every kind, of all sizes."""
+    """Returns leaves of every kind and size."""
     rng = np.random.default_rng(0)
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
     spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", "y"))
@@ -196,7 +196,7 @@ def test_a_leaf_that_the_shard_cannot_hold_goes_to_orbaxs_item(tmp_path):
 
 
 def test_dense_leaves_do_not_count_towards_the_length_of_a_chain(tmp_path):
-    """Every save has all of them, and a restore reads only the newest ones."""
+    """Every save has all of them; a restore reads only the newest."""
     loop = Loop()
     with opened(tmp_path, WHOLE) as saver:
         kinds_of = loop.steps(saver, *range(1, 8))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves that are encoded on their devices decode to what the devices keep, bit for bit."""
+"""Leaves encoded on devices decode to the values that the devices keep, bit for bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def blocks(seed: int, dtype: str, scale: float = 1.0, count: int = 37) -> np.ndarray:
-    """Numbers of many magnitudes, with zeros of both signs."""
+    """Values of many magnitudes, with zeros of both signs."""
     random = np.random.default_rng(seed)
     found = random.standard_normal((count, BLOCK)) * scale
     found *= np.exp2(random.integers(-12, 3, (count, 1)))
@@ -35,7 +35,7 @@ def blocks(seed: int, dtype: str, scale: float = 1.0, count: int = 37) -> np.nda
 
 
 def decoded(coded: object, reference: np.ndarray) -> np.ndarray:
-    """What a reader makes of the pieces."""
+    """Decodes the pieces, as a reader does."""
     out = reference.copy()
     for piece in coded.pieces:
         found = np.empty((len(piece.blocks), BLOCK), out.dtype)
@@ -53,7 +53,7 @@ def same_bits(one: object, other: object) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("codec", ["ef4", "ef8"])
 @given(seed=st.integers(0, 1 << 32), size=st.sampled_from([1e-30, 1e-9, 1e-4, 0.1, 30.0]))
-def test_a_reader_finds_what_the_device_keeps(
+def test_a_reader_decodes_what_the_device_keeps(
     codec: str, dtype: str, seed: int, size: float
 ) -> None:
     before = blocks(seed, dtype)
@@ -70,7 +70,7 @@ def test_a_reader_finds_what_the_device_keeps(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_a_device_may_take_for_zero_is_kept_as_it_is(dtype: str) -> None:
+def test_values_that_a_device_may_flush_to_zero_are_exact(dtype: str) -> None:
     before, now = blocks(1, dtype), blocks(2, dtype)
     tiny = {"float32": 1e-42, "bfloat16": 1e-39, "float16": 3e-7}[dtype]
     before[0, 7] = now[1, 8] = tiny
@@ -99,7 +99,7 @@ def test_errors_do_not_add_up() -> None:
     assert max(errors) < 3 * errors[0]
 
 
-def test_a_leaf_beyond_its_budget_is_wider_and_at_last_exact() -> None:
+def test_a_leaf_over_its_error_budget_gets_a_wider_codec_then_lossless() -> None:
     before, now = blocks(1, "float32"), blocks(2, "float32")
     wide = device_blocks.encode_leaf_there(jnp.asarray(now), jnp.asarray(before), "ef4", 0.02, POOL)
     assert wide.codec == "ef8" and "ef4 would change it" in wide.reason
@@ -110,11 +110,11 @@ def test_a_leaf_beyond_its_budget_is_wider_and_at_last_exact() -> None:
     assert alone.codec == "lossless" and same_bits(decoded(alone, np.zeros_like(now)), now)
 
 
-def test_numbers_that_are_all_positive_stay_so_whatever_code_was_asked_for() -> None:
+def test_all_positive_values_stay_positive_with_any_codec() -> None:
     random = np.random.default_rng(5)
     before = (1e-2 * random.uniform(0.5, 2, (40, BLOCK))).astype(np.float32)
     now = (before * random.uniform(1e-6, 1e-4, before.shape)).astype(np.float32)
-    # So large that the l2 error of the others is within the budget.
+    # Large enough that the l2 error of the other values is within the budget.
     before[:, 0] = now[:, 0] = 10.0
     for codec in ("ef4", "int8"):
         found = encode_leaf(now, before, codec, 0.05, POOL)
@@ -130,7 +130,7 @@ def test_numbers_that_are_all_positive_stay_so_whatever_code_was_asked_for() -> 
     assert same_bits(decoded(there, before), there.decoded)
 
 
-def test_a_number_that_is_none_does_not_hide_that_others_are_lost() -> None:
+def test_a_nan_does_not_hide_the_loss_of_other_values() -> None:
     now = np.full((40, BLOCK), 1e-6, np.float32)
     now[:, 0], now[3, 7] = 10.0, np.nan
     before = np.zeros_like(now)
@@ -144,7 +144,7 @@ def test_a_number_that_is_none_does_not_hide_that_others_are_lost() -> None:
         assert np.isnan(np.asarray(leaf.decoded)[3, 7])
 
 
-def test_what_is_taken_outlives_its_array() -> None:
+def test_a_captured_copy_outlives_its_array() -> None:
     source = jnp.arange(3 * 700, dtype=jnp.float32).reshape(3, 700)
     taken, shape = device_blocks.take(source, (slice(1, 3), slice(None)))
     source.delete()
@@ -156,7 +156,7 @@ def test_what_is_taken_outlives_its_array() -> None:
 
 @pytest.mark.parametrize("codec", ["ef4", "ef8"])
 def test_a_state_on_devices_restores_to_what_they_keep(tmp_path: Path, codec: str) -> None:
-    """As on an accelerator: only codes come to the host, and a chain restores bit for bit."""
+    """Simulates an accelerator: only codes reach the host; a chain restores bit for bit."""
     random = np.random.default_rng(7)
     state = {
         "emb": jnp.zeros((8, 4)),

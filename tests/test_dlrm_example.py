@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The DLRM example: its readers, its sparse optimizer, and that a resumed run is the same run."""
+"""The DLRM example: readers, sparse optimizer, and resumed runs that equal uninterrupted ones."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_zipf_rows_stay_in_the_table_and_follow_the_exponent(exponent):
     assert ids.min() >= 0 and ids.max() < rows
     share = np.sort(np.bincount(ids, minlength=rows))[::-1][:10].sum() / len(ids)
     ranks = np.arange(1, rows + 1.0) ** -exponent
-    # The law drawn from is the continuous one, which is somewhat flatter at its head.
+    # The samples follow the continuous law, which is slightly flatter at its head.
     assert share == pytest.approx(ranks[:10].sum() / ranks.sum(), rel=0.25)
 
 
@@ -202,7 +202,7 @@ def test_a_used_directory_is_not_trained_into_without_resume(tmp_path):
         main.main(arguments)
 
 
-def test_demo_tells_a_save_in_progress_from_others(tmp_path):
+def test_demo_recognizes_a_save_in_progress(tmp_path):
     assert demonstration.save_in_progress(tmp_path) is None
     (tmp_path / "20" / "embeddings").mkdir(parents=True)
     assert demonstration.save_in_progress(tmp_path) is None
@@ -220,7 +220,7 @@ def test_demo_tells_a_save_in_progress_from_others(tmp_path):
     assert demonstration.save_in_progress(tmp_path) == begun
 
 
-def test_a_kill_costs_what_was_logged_above_where_the_next_trainer_went_on(tmp_path):
+def test_a_kill_costs_the_steps_appended_past_the_resume_step(tmp_path):
     path = tmp_path / "killed.jsonl"
     told = [
         {"event": "start", "step": 0},
@@ -267,7 +267,7 @@ def test_demo_proves_that_nothing_is_lost(tmp_path, request, criteo):
 
 @pytest.mark.long
 @pytest.mark.drawn("demos", 2)
-def test_demo_of_the_log_loses_no_acknowledged_step(tmp_path):
+def test_wal_demo_loses_no_acknowledged_step(tmp_path):
     arguments = ["--scale", "0.1", "--steps=24", "--kills=3", f"--directory={tmp_path}"]
     done = subprocess.run(
         [sys.executable, demo_log.__file__, *arguments],
@@ -280,7 +280,7 @@ def test_demo_of_the_log_loses_no_acknowledged_step(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.drawn("demos", 2)
-def test_a_node_that_is_lost_in_an_upload_loses_nothing_at_the_root(tmp_path):
+def test_a_node_lost_during_an_upload_loses_nothing_in_the_bucket(tmp_path):
     servers.program("versitygw")
     done = subprocess.run(
         [sys.executable, demo_s3.__file__, "--scale", "0.1", f"--directory={tmp_path}"],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The DLRM example on many devices: the same training, and a state that goes from any to any."""
+"""The DLRM example on many devices: the same training, and states that move between them."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def placement() -> Placement:
 
 @pytest.fixture(scope="module")
 def made(placement) -> trainer.TrainState:
-    """A state that eight devices made, on the host."""
+    """A state initialized on eight devices, copied to the host."""
     return jax.tree.map(np.array, trainer.init_state(SIZES, 0, placement))
 
 
 class Trained(NamedTuple):
-    """Two states after the same steps, and what each step gave."""
+    """Two states after the same steps, and the outputs of each step."""
 
     alone: trainer.TrainState
     spread: trainer.TrainState
@@ -49,7 +49,7 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def trained(made, placement) -> Trained:
-    """Three steps, whose ids name every row, from the same state on one device and on eight."""
+    """Three steps, with ids of every row, from the same state on one device and on eight."""
     traffic = data.ZipfTraffic(SIZES.rows, 2048, exponent=0.0, seed=3)
     spread = jax.device_put(made, shardings(placement))
     alone = jax.device_put(made, jax.devices()[0])
@@ -101,7 +101,7 @@ def test_padding_changes_no_row():
         assert np.array_equal(padded[name][:rows], plain[name])
 
 
-def test_a_state_made_on_many_devices_is_that_of_one_up_to_rounding(made):
+def test_a_state_made_on_many_devices_equals_that_of_one_up_to_rounding(made):
     alone = jax.jit(lambda: trainer.init_state(SIZES, 0))()
     for mine, theirs in zip(jax.tree.leaves(made), jax.tree.leaves(alone), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6)
@@ -121,13 +121,13 @@ def test_no_device_ever_holds_a_whole_table(placement):
 
 
 @pytest.mark.parametrize("option", ["--batch=63", "--row-multiple=1"])
-def test_shares_that_are_not_equal_are_refused(tmp_path, option):
+def test_unequal_shares_are_refused(tmp_path, option):
     with pytest.raises(SystemExit, match=f"{option.split('=')[0]}: expected a multiple of 8"):
         main.main([*SMALL, option, "--processes", "1", "--directory", str(tmp_path)])
 
 
 @pytest.mark.parametrize("option", ["--processes=2", "--coordinator=127.0.0.1:1", "--process=1"])
-def test_half_a_description_of_the_processes_is_refused(option, capsys):
+def test_incomplete_process_options_are_refused(option, capsys):
     with pytest.raises(SystemExit):
         main.parsed([option])
     assert "--process and --coordinator" in capsys.readouterr().err
@@ -176,7 +176,7 @@ def test_losses_are_compared_relatively():
 @pytest.mark.long
 @pytest.mark.drawn("demos", 2)
 @pytest.mark.timeout(900)
-def test_demo_goes_on_with_other_numbers_of_processes(tmp_path):
+def test_demo_resumes_with_other_numbers_of_processes(tmp_path):
     done = subprocess.run(
         [sys.executable, demo_multi.__file__, "--scale=0.05003", f"--directory={tmp_path}"],
         stdout=subprocess.PIPE,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages: their Python runs, their links lead somewhere, every error has its row."""
+"""Documentation pages: their Python runs, their links are valid, every error has its row."""
 
 from __future__ import annotations
 
@@ -35,19 +35,17 @@ def run_blocks(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=name)
-def test_python_on_a_page_runs_from_top_to_bottom_and_again_where_it_ended(
-    page, tmp_path, monkeypatch
-):
+def test_python_on_a_page_runs_from_top_to_bottom_and_can_be_rerun(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_blocks(page)
     if "CheckpointManager(" in page.read_text() or any(tmp_path.iterdir()):
-        run_blocks(page)  # As a run that was stopped goes on.
+        run_blocks(page)  # Like a resumed run.
 
 
-def test_the_readme_s_loop_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
+def test_the_readme_s_loop_resumes_after_a_stop(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_blocks(REPOSITORY / "README.md")
-    shutil.rmtree(tmp_path / "checkpoints" / "30")  # As if it had been stopped before that.
+    shutil.rmtree(tmp_path / "checkpoints" / "30")  # Simulates a stop before step 30.
     run_blocks(REPOSITORY / "README.md")
     found = inspect_checkpoints.open(tmp_path / "checkpoints")
     assert [(save.step, save.chain_length) for save in found.saves] == [(10, 0), (20, 1), (30, 2)]

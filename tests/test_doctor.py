@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``deltackpt doctor``: what it finds on real file systems, and what it makes of what it finds."""
+"""``deltackpt doctor``: findings on real file systems, and their severity."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def by_subject(findings) -> dict[str, Finding]:
 
 
 def of(directory, **options) -> dict[str, Finding]:
-    """What is found of a directory, by subject."""
+    """Findings about a directory, by subject."""
     findings = doctor.examine(directory, **options)
     return by_subject([finding for finding in findings if finding.area == "directory"])
 
@@ -56,7 +56,7 @@ def names(directory: Path) -> set[str]:
 # A real directory.
 
 
-def test_a_good_directory_is_measured_and_left_as_it_was(tmp_path):
+def test_a_good_directory_is_measured_and_left_unchanged(tmp_path):
     (tmp_path / "5").mkdir()
     found = of(tmp_path)
     assert {"file system", "free space", "exclusive creation", "rename", "fsync", "bandwidth"} <= {
@@ -75,7 +75,7 @@ def test_read_only_writes_nothing(tmp_path):
     assert found["directory"].severity == "ok" and "fsync" not in found
 
 
-def test_a_directory_that_is_not_there_is_not_made(tmp_path):
+def test_a_missing_directory_is_not_created(tmp_path):
     missing = tmp_path / "run" / "17"
     found = of(missing)
     assert found["directory"].severity == "warning"
@@ -84,13 +84,13 @@ def test_a_directory_that_is_not_there_is_not_made(tmp_path):
     assert names(tmp_path) == set()
 
 
-def test_a_directory_of_others_is_a_problem(tmp_path):
+def test_a_directory_with_foreign_contents_is_a_problem(tmp_path):
     (tmp_path / "photos").mkdir()
     found = of(tmp_path)
     assert found["directory"].severity == "problem" and "photos" in found["directory"].found
 
 
-def test_a_scheme_that_nothing_is_committed_on_is_a_problem():
+def test_an_unsupported_url_scheme_is_a_problem():
     found = of("hdfs://name/run")
     assert [finding.severity for finding in found.values()] == ["problem"]
     assert "does not support" in found["bucket"].found
@@ -98,7 +98,7 @@ def test_a_scheme_that_nothing_is_committed_on_is_a_problem():
 
 @pytest.mark.parametrize("call", ["os.fsync", "os.rename", "os.replace", "os.urandom"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_a_refusal_of_the_file_system_is_a_problem_and_leaves_nothing(tmp_path, call, code):
+def test_a_file_system_error_is_a_problem_and_leaves_no_files(tmp_path, call, code):
     with mock.patch(call, side_effect=OSError(code, os.strerror(code))):
         found = of(tmp_path)
     assert found["writing"].severity == "problem"
@@ -122,7 +122,7 @@ def test_a_file_system_without_posix_semantics_is_a_problem(tmp_path, call, brok
 
 
 @pytest.mark.processes
-def test_a_signal_to_end_it_leaves_nothing(tmp_path):
+def test_sigterm_leaves_no_files(tmp_path):
     program = (
         "import os, sys, time\n"
         "from deltackpt import cli\n"
@@ -184,7 +184,7 @@ def test_ext4_without_flushes_is_a_problem(tmp_path):
 
 
 @pytest.mark.processes
-def test_a_file_system_that_is_mounted_read_only_cannot_be_saved_to(tmp_path):
+def test_a_read_only_mount_is_a_problem_unless_only_reading(tmp_path):
     with ext4(tmp_path, "ro") as point:
         found, reading = of(point), of(point, read_only=True)
         done = CliRunner().invoke(cli.cli, ["doctor", str(point)])
@@ -203,11 +203,11 @@ def test_memory_does_not_survive_a_power_cut_and_a_small_disk_is_not_filled(tmp_
     assert found["free space"].severity == found["measurement"].severity == "warning"
 
 
-# What a directory holds.
+# Contents of a directory.
 
 
 def save(directory: Path, *more: str) -> str:
-    """A program that saves step 1 there."""
+    """A program that saves step 1 in a directory."""
     return "\n".join(
         [
             "import jax.numpy as jnp, os, deltackpt",
@@ -220,7 +220,7 @@ def save(directory: Path, *more: str) -> str:
     )
 
 
-def test_the_holder_of_the_lease_is_named(tmp_path):
+def test_the_lease_holder_is_reported(tmp_path):
     tables = deltackpt.Tables(select="t")
     with deltackpt.CheckpointManager(tmp_path, handlers={"e": tables}) as saver:
         saver.save(1, {"t": jnp.ones((10, 2))})
@@ -233,19 +233,19 @@ def test_the_holder_of_the_lease_is_named(tmp_path):
 
 
 @pytest.mark.processes
-def test_a_holder_that_was_killed_is_no_reason_to_wait(tmp_path):
+def test_a_killed_lease_holder_is_ok(tmp_path):
     subprocess.run([sys.executable, "-c", save(tmp_path, "os._exit(9)")], check=False)
     lease = of(tmp_path, read_only=True)["lease"]
     assert lease.severity == "ok" and "which has ended" in lease.found
 
 
-def test_a_lease_that_was_not_signed_is_told(tmp_path):
+def test_an_unsigned_lease_is_reported(tmp_path):
     (tmp_path / layout.lease_name(7)).touch()
     lease = of(tmp_path, read_only=True)["lease"]
     assert lease.severity == "note" and lease.found == "epoch 7, not signed"
 
 
-def test_leftovers_are_named_and_not_touched(tmp_path):
+def test_leftovers_are_reported_and_not_removed(tmp_path):
     left = {
         "unfinished steps": "8.orbax-checkpoint-tmp",
         "moved-aside steps": f"{layout.ROLLED_BACK}/run/7",
@@ -289,13 +289,13 @@ def test_the_mount_of_a_path_is_the_innermost_and_newest(path, kind, point):
     assert mount is not None and (mount.kind, mount.point) == (kind, point)
 
 
-def test_options_of_the_mount_and_of_the_file_system_count():
+def test_mount_and_file_system_options_are_combined():
     mount = disk.mount_of("/data/over", TABLE)
     assert mount is not None and mount.options == ("ro", "rw", "nobarrier")
 
 
 @given(st.text(), st.text())
-def test_any_text_is_a_table_of_mounts(path, text):
+def test_any_text_is_accepted_as_a_mount_table(path, text):
     disk.mount_of(path, text)
 
 
@@ -330,7 +330,7 @@ def mounted(kind: str, *options: str, source: str = "/dev/vda") -> Mount:
         (None, "note", "cannot be determined"),
     ],
 )
-def test_a_file_system_is_judged_by_what_it_promises(mount, severity, match):
+def test_a_file_system_is_classified_by_its_guarantees(mount, severity, match):
     found = disk.file_system_finding(mount)
     assert found.severity == severity and match in found.meaning
     assert severity in ("ok", "note") or found.action
@@ -363,11 +363,11 @@ def times(**changes: float) -> DiskTimes:
         (times(small_fsync_secs=0.3), mounted("ext4"), "warning"),
     ],
 )
-def test_an_fsync_that_returns_at_once_is_not_believed(measured, mount, severity):
+def test_an_fsync_that_returns_immediately_is_not_trusted(measured, mount, severity):
     assert disk.fsync_finding(measured, mount).severity == severity
 
 
-def test_a_slow_disk_says_how_long_a_base_takes():
+def test_a_slow_disk_reports_how_long_a_base_takes():
     found = disk.bandwidth_finding(times(large_write_secs=3.0, large_fsync_secs=1.0))
     assert found.severity == "note" and "64 s" in found.meaning
     assert disk.bandwidth_finding(times()).severity == "ok"
@@ -400,7 +400,7 @@ def test_the_tightest_memory_limit_counts(tmp_path, groups, limit):
     assert machine.memory_limit_bytes(groups, tmp_path) == limit
 
 
-def test_huge_pages_are_those_of_the_buffer():
+def test_huge_pages_are_counted_for_the_buffer_only():
     smaps = (
         "7f00-7f10 rw-p 00000000 00:00 0\nAnonHugePages:      4096 kB\n"
         "7f10-7f20 rw-p 00000000 00:00 0\nRss: 8 kB\nAnonHugePages:      2048 kB\n"
@@ -421,7 +421,7 @@ def test_huge_pages_are_those_of_the_buffer():
         (None, False, "note"),
     ],
 )
-def test_a_version_is_held_against_the_range(found, required, severity):
+def test_a_version_is_checked_against_the_range(found, required, severity):
     finding = versions.version_finding(
         "orbax-checkpoint", found, "<0.13,>=0.12.8", required=required
     )
@@ -429,7 +429,7 @@ def test_a_version_is_held_against_the_range(found, required, severity):
     assert severity == "ok" or 'pip install "orbax-checkpoint>=0.12.8,<0.13"' in finding.action
 
 
-def test_the_versions_that_are_installed_here_are_supported():
+def test_the_installed_versions_are_supported():
     found = by_subject(doctor.examine())
     for name in ("python", "jax", "orbax-checkpoint", "tensorstore", "numpy", "flax"):
         assert found[name].severity == "ok", found[name]
@@ -447,7 +447,7 @@ def test_slow_checksums_are_a_problem(monkeypatch):
 
 
 def run(*arguments: object, absent: tuple[str, ...] = ()):
-    """The command in a process in which some packages cannot be imported."""
+    """Runs the command in a process that cannot import the ``absent`` packages."""
     program = (
         f"import sys; sys.modules.update(dict.fromkeys({absent!r}));"
         f"sys.argv[1:] = {['doctor', *map(str, arguments)]!r};"
@@ -470,7 +470,7 @@ def test_the_command_needs_neither_jax_nor_orbax(tmp_path):
 
 
 @pytest.mark.processes
-def test_a_package_that_is_missing_is_a_finding_and_no_traceback(tmp_path):
+def test_a_missing_package_is_a_finding_and_not_a_traceback(tmp_path):
     found = run(tmp_path, absent=("tensorstore", "google_crc32c", "numpy"))
     assert found.returncode == 1 and found.stderr == ""
     for subject in ("contents", "huge pages", "checksums"):
@@ -488,12 +488,12 @@ def test_each_finding_is_one_line_for_pipes_with_a_summary_below(tmp_path):
     assert lines[-1].startswith("0 problems") and "\x1b" not in found.output
 
 
-def test_wrong_usage_is_told_apart_from_problems(tmp_path):
+def test_usage_errors_and_problems_have_different_exit_codes(tmp_path):
     (tmp_path / "file").touch()
     assert command.run("doctor", tmp_path / "file").returncode == 1
     assert command.run("doctor", tmp_path, "--fast").returncode == 2
 
 
-def test_help_says_what_is_written_and_has_examples():
+def test_help_states_what_is_written_and_has_examples():
     found = CliRunner().invoke(cli.cli, ["doctor", "--help"])
     assert "64 MiB" in found.output and "deltackpt doctor /data/run-17 --read-only" in found.output

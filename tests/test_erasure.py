@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fragments: any k of k + m give the bytes back."""
+"""Fragments: any k of k + m restore the bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def padded(k: int, nbytes: int, seed: int = 0) -> memoryview:
 
 
 def restored(code: erasure.Code, coded: list[bytes], gone: set[int], nbytes: int) -> bytes:
-    """What the fragments that are not gone give."""
+    """The bytes restored from the remaining fragments."""
     out = memoryview(bytearray(nbytes))
     for number in set(range(code.k)) - gone:
         start = 0
@@ -55,7 +55,7 @@ def coded(code: erasure.Code, data: memoryview) -> list[bytes]:
 
 @pytest.mark.parametrize(("k", "m"), CODES)
 @pytest.mark.parametrize("nbytes", LENGTHS)
-def test_any_k_fragments_give_the_bytes_back(k, m, nbytes):
+def test_any_k_fragments_restore_the_bytes(k, m, nbytes):
     needs_library(k, m)
     code, data = erasure.code_of(k, m), padded(k, nbytes)
     every = coded(code, data)
@@ -66,7 +66,7 @@ def test_any_k_fragments_give_the_bytes_back(k, m, nbytes):
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_fewer_losses_than_m_are_as_good(data):
+def test_up_to_m_losses_are_restored(data):
     k, m = data.draw(st.sampled_from(CODES))
     needs_library(k, m)
     code = erasure.code_of(k, m)
@@ -86,7 +86,7 @@ def test_the_first_fragments_are_the_bytes_themselves_and_no_copy(k, m):
             assert one == erasure.piece(k, stripe, number)
 
 
-def test_reed_solomon_fragments_hold_nothing_of_the_library():
+def test_reed_solomon_fragments_have_no_headers_of_the_library():
     needs_library(4, 2)
     data = padded(4, 100_000)
     for number, parts in enumerate(erasure.fragments(erasure.code_of(4, 2), data)):
@@ -94,7 +94,7 @@ def test_reed_solomon_fragments_hold_nothing_of_the_library():
 
 
 def test_fragments_of_the_same_bytes_are_the_same():
-    """So that a fragment which was sent before need not be sent again."""
+    """So a fragment that was sent before need not be sent again."""
     needs_library(4, 2)
     assert coded(erasure.code_of(4, 2), padded(4, 99)) == coded(
         erasure.code_of(4, 2), padded(4, 99)
@@ -102,12 +102,12 @@ def test_fragments_of_the_same_bytes_are_the_same():
 
 
 @pytest.mark.parametrize(("k", "m"), [(0, 1), (1, -1), (20, 13)])
-def test_codes_that_do_not_exist_are_refused(k, m):
+def test_invalid_codes_are_refused(k, m):
     with pytest.raises(OptionError, match=f"k={k} and m={m}"):
         erasure.code_of(k, m)
 
 
-def test_without_the_library_it_says_what_to_install(monkeypatch):
+def test_without_the_library_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyeclib", None)
     with pytest.raises(MissingExtra, match=r"deltackpt\[erasure\]"):
         erasure.code_of(4, 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``deltackpt plan``: what a restore reads is counted right, and its time is measured."""
+"""``deltackpt plan``: counts the bytes that a restore reads, and measures its time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def written(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["v1", "parts-v1", "encodings-v1"])
-def test_the_plan_counts_what_lies_on_disk(name):
+def test_the_plan_counts_the_bytes_on_disk(name):
     plan = restore_plan(GOLDEN / name, 20)
     assert [save.name for save in plan.chain] == ["10", "20"]
     assert [save.kind for save in plan.chain] == ["base", "delta"]
@@ -55,7 +55,7 @@ def test_the_plan_counts_what_lies_on_disk(name):
     assert read["tables/users"] == 50 + 5 and read["tables/ids"] == 24
 
 
-def test_memory_is_what_a_restore_fills(written):
+def test_planned_memory_equals_what_a_restore_fills(written):
     plan = restore_plan(written)
     found = reader.restore_tables(chains.read_chain(written / "3"))
     filled = {
@@ -69,7 +69,7 @@ def test_memory_is_what_a_restore_fills(written):
     assert (plan.dense_file_count, plan.dense_bytes) != (0, 0)
 
 
-def test_a_compacted_base_is_planned_where_it_stands(written, tmp_path):
+def test_a_compacted_base_is_planned_at_its_path(written, tmp_path):
     write_chain(tmp_path, 4)
     fold(tmp_path, 1)
     plan = restore_plan(tmp_path, 2)
@@ -83,8 +83,8 @@ def test_small_steps_are_measured_as_a_whole(written):
     assert 0 < found.records_secs < found.seconds and found.tables_secs > 0
 
 
-def test_the_sample_is_bounded_and_of_every_kind_of_rows(written, monkeypatch):
-    """A second saves nothing of a step that would take an hour."""
+def test_the_sample_is_bounded_and_covers_every_kind_of_rows(written, monkeypatch):
+    """The measurement must stay short even for a step that takes an hour to restore."""
     monkeypatch.setattr(estimate, "_SAMPLE_BYTES", 1)
     found = restore_plan(written).estimate
     assert 0 < found.sampled_share < 1
@@ -111,7 +111,7 @@ def test_columns_of_several_processes_count_rows_once():
     assert plan.chain[0].rows == 50 + 30 + 20 + 40 + 12
 
 
-def test_a_step_with_no_touched_row_reads_nothing_more(tmp_path):
+def test_a_step_without_touched_rows_adds_no_reads(tmp_path):
     state = model.initial()
     touched = model.new_touched(state)
     with manager(tmp_path, policy=deltackpt.policies.Consecutive()) as trainer:
@@ -121,7 +121,7 @@ def test_a_step_with_no_touched_row_reads_nothing_more(tmp_path):
     assert (plan.chain[1].rows, plan.chain[1].nbytes) == (0, 0)
 
 
-def test_damage_that_is_come_across_and_missing_steps_are_named(tmp_path):
+def test_damage_and_missing_steps_raise(tmp_path):
     write_chain(tmp_path, 1)
     with pytest.raises(StepNotFound):
         restore_plan(tmp_path, 9)

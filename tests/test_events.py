@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events: one log record each, every sink told, and figures that Prometheus can scrape."""
+"""Events: one log record each, delivery to every handler, and Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def upload_event() -> events.UploadEvent:
     )
 
 
-def test_an_upload_is_logged_counted_and_handed_on(caplog):
+def test_an_upload_is_logged_counted_and_forwarded(caplog):
     registry = prometheus_client.CollectorRegistry()
     given: list[dict] = []
     logger = mock.Mock(log_entry=given.append)
@@ -128,7 +128,7 @@ def append_event(**changes) -> events.AppendEvent:
     return dataclasses.replace(event, **changes)
 
 
-def test_a_wal_record_is_a_line_at_debug_and_is_counted_by_kind(caplog):
+def test_a_wal_record_is_logged_at_debug_and_counted_by_kind(caplog):
     registry = prometheus_client.CollectorRegistry()
     event_handlers = [events.PrometheusHandler(registry)]
     with caplog.at_level("DEBUG", "deltackpt.events"):
@@ -158,7 +158,7 @@ def failure_event(**changes) -> events.FailureEvent:
 
 
 class Kept:
-    """A sink that keeps what it is told, and on which threads."""
+    """A handler that records its events and the threads that deliver them."""
 
     def __init__(self):
         self.received = []
@@ -170,7 +170,7 @@ class Kept:
 
 
 class Refusing:
-    """A sink that fails."""
+    """A handler that fails."""
 
     def receive(self, event):
         raise ConnectionError("gateway is down")
@@ -207,7 +207,7 @@ def test_an_event_is_one_record_with_every_figure_and_the_process(event, caplog)
         (failure_event(), logging.ERROR),
     ],
 )
-def test_failures_are_logged_at_a_level_that_is_seen(event, level, caplog):
+def test_failures_are_logged_at_warning_or_error(event, level, caplog):
     with caplog.at_level(logging.INFO, logger="deltackpt"):
         events.emit(event)
     assert [record.levelno for record in caplog.records] == [level]
@@ -216,7 +216,7 @@ def test_failures_are_logged_at_a_level_that_is_seen(event, level, caplog):
 @pytest.mark.parametrize(
     "event", [save_event(reason="one\ntwo"), failure_event(message="one\ntwo")]
 )
-def test_a_text_with_a_line_break_stays_one_line(event, caplog):
+def test_a_text_with_a_line_break_is_logged_on_one_line(event, caplog):
     with caplog.at_level(logging.INFO, logger="deltackpt"):
         events.emit(event)
     assert "\n" not in caplog.records[0].getMessage()
@@ -231,10 +231,10 @@ def test_a_message_that_is_raised_or_warned_is_not_logged_again(caplog):
     assert record.event is event
 
 
-# Sinks.
+# Event handlers.
 
 
-def test_every_sink_is_told_once_in_order():
+def test_every_handler_receives_each_event_once_in_order():
     event_handlers = [Kept(), Kept()]
     told = [save_event(step=1), save_event(step=2), restore_event(), failure_event()]
     for event in told:
@@ -242,7 +242,7 @@ def test_every_sink_is_told_once_in_order():
     assert [sink.received for sink in event_handlers] == [told, told]
 
 
-def test_a_failing_sink_is_reported_and_does_not_silence_the_others():
+def test_a_failing_handler_is_reported_and_does_not_stop_the_others():
     kept = Kept()
     with pytest.warns(RuntimeWarning, match="ConnectionError at the save of step 1200: gateway"):
         events.emit(save_event(), [Refusing(), kept])
@@ -250,19 +250,19 @@ def test_a_failing_sink_is_reported_and_does_not_silence_the_others():
 
 
 @pytest.mark.parametrize("event", EVENTS.values(), ids=EVENTS)
-def test_events_cannot_be_changed_by_a_sink(event):
+def test_handlers_cannot_modify_events(event):
     with pytest.raises(dataclasses.FrozenInstanceError):
         event.step = 3
 
 
-def test_an_error_of_deltackpt_is_told_by_its_code_and_another_by_its_class():
+def test_a_deltackpt_error_is_reported_by_its_code_others_by_class():
     of = events.FailureEvent.of
     told = of(errors.OutOfSpace("full"), "save", 7, process=1, seconds=2.0)
     assert (told.code, told.message) == ("out-of-space", "full")
     assert of(KeyError("k"), "restore", None, process=1, seconds=2.0).code == "KeyError"
 
 
-def test_orbax_own_logger_takes_each_event_as_one_entry(caplog):
+def test_orbax_standard_logger_logs_each_event_as_one_entry(caplog):
     sink = events.OrbaxLoggerHandler(ocp.logging.StandardLogger())
     with caplog.at_level(logging.INFO, logger="absl"):
         for event in EVENTS.values():
@@ -272,11 +272,11 @@ def test_orbax_own_logger_takes_each_event_as_one_entry(caplog):
         assert entry.startswith(f"{{'event': '{kind}', 'step': ")
 
 
-def test_an_orbax_logger_is_given_every_figure_in_the_types_of_json():
+def test_an_orbax_logger_receives_every_figure_in_json_types():
     told = []
 
     class Cloud(ocp.logging.AbstractLogger):
-        """Writes into what it is given, as Orbax's CloudLogger does."""
+        """Modifies the dict that it receives, as Orbax's CloudLogger does."""
 
         def log_entry(self, msg, *args, **kwargs):
             msg["job_name"] = "run-17"
@@ -335,7 +335,7 @@ def test_prometheus_counts_saves_and_restores_by_process(registry):
         assert registry.get_sample_value("deltackpt_restore_seconds_sum", labels) == secs
 
 
-def test_prometheus_counts_failures_by_what_failed_and_why(registry):
+def test_prometheus_counts_failures_by_operation_and_code(registry):
     sink = events.PrometheusHandler(registry)
     before = time.time()
     events.emit(failure_event(), [sink])
@@ -347,7 +347,7 @@ def test_prometheus_counts_failures_by_what_failed_and_why(registry):
         assert told is not None and before <= told <= time.time()
 
 
-def test_prometheus_sink_without_its_library_says_what_to_install(monkeypatch):
+def test_prometheus_handler_without_its_library_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(errors.MissingExtra, match=r"deltackpt\[metrics\]"):
         events.PrometheusHandler()
@@ -369,7 +369,7 @@ def test_prometheus_can_scrape_the_figures_over_http(registry):
     assert 'stage="encode"' in text
 
 
-# What the manager tells.
+# Events of the manager.
 
 
 def new_state(seed: int = 0) -> dict:
@@ -388,7 +388,7 @@ def manager(root: Path, *event_handlers, codec="raw", **options) -> deltackpt.Ch
 
 
 def train(root: Path, *event_handlers, codec="raw", **options) -> dict:
-    """A base and a delta, committed; returns the state."""
+    """Commits a base and a delta; returns the state."""
     state = new_state()
     touched = deltackpt.touched.init(state["tables"])
     with manager(root, *event_handlers, codec=codec, **options) as saver:
@@ -399,7 +399,7 @@ def train(root: Path, *event_handlers, codec="raw", **options) -> dict:
 
 
 def levels(caplog) -> list[int]:
-    """Levels of the records of events; Orbax logs the error too."""
+    """Levels of the log records of events; Orbax logs the error too."""
     return [record.levelno for record in caplog.records if record.name == "deltackpt.events"]
 
 
@@ -409,7 +409,7 @@ def no_room(*_: object, **__: object) -> None:
 
 @pytest.mark.parametrize("durability", ["power", "process"])
 @pytest.mark.parametrize("codec", ["raw", "lossless", "adaptive4"])
-def test_the_stages_of_a_save_add_up_to_no_more_than_its_whole(tmp_path, codec, durability):
+def test_the_stages_of_a_save_add_up_to_at_most_its_total(tmp_path, codec, durability):
     kept = Kept()
     choice = deltackpt.policies.CodecChoice(base="bf16", delta=codec)
     before = time.time()
@@ -429,7 +429,7 @@ def test_the_stages_of_a_save_add_up_to_no_more_than_its_whole(tmp_path, codec, 
 @pytest.mark.parametrize(
     ("stage", "owner", "name"), [("encode", encode, "on_host"), ("write", writer, "ArrayWriter")]
 )
-def test_a_slow_stage_is_told_by_its_name(tmp_path, stage, owner, name):
+def test_a_slow_stage_is_reported_by_its_name(tmp_path, stage, owner, name):
     never = threading.Event()
     real = getattr(owner, name)
 
@@ -447,7 +447,7 @@ def test_a_slow_stage_is_told_by_its_name(tmp_path, stage, owner, name):
 
 
 @pytest.mark.parametrize("stage", ["before the write", "in the background", "at the commit"])
-def test_a_save_that_fails_is_one_event_and_one_line_at_error(tmp_path, stage, caplog):
+def test_a_failed_save_is_one_event_and_one_error_line(tmp_path, stage, caplog):
     kept = Kept()
     state = new_state()
     where = {
@@ -473,10 +473,10 @@ def test_a_save_that_fails_is_one_event_and_one_line_at_error(tmp_path, stage, c
     assert (saved.step, saved.kind) == (2, "base")
     assert kept.threads == {threading.current_thread()}
     assert levels(caplog) == [logging.ERROR, logging.INFO]
-    assert "found the file system full" not in caplog.text  # the exception has the message
+    assert "found the file system full" not in caplog.text  # the exception has it
 
 
-def test_the_next_save_tells_the_failure_before_it_first(tmp_path):
+def test_the_next_save_reports_the_previous_failure_first(tmp_path):
     kept = Kept()
     state = new_state()
     with manager(tmp_path, kept) as saver:
@@ -493,7 +493,7 @@ def test_the_next_save_tells_the_failure_before_it_first(tmp_path):
     ]
 
 
-def test_a_step_that_cannot_be_saved_is_told(tmp_path):
+def test_a_refused_save_is_reported(tmp_path):
     kept = Kept()
     with manager(tmp_path, kept) as saver:
         saver.save(5, new_state())
@@ -502,7 +502,7 @@ def test_a_step_that_cannot_be_saved_is_told(tmp_path):
     assert [getattr(event, "code", None) for event in kept.received] == [None, "option"]
 
 
-def test_a_wait_that_runs_out_is_no_failure_and_the_save_is_told(tmp_path):
+def test_a_wait_timeout_is_not_a_failure_and_the_save_is_reported(tmp_path):
     kept = Kept()
     timeouts = deltackpt.Timeouts(save_secs=0.05)
     choice = deltackpt.policies.CodecChoice(base="bf16")
@@ -516,7 +516,7 @@ def test_a_wait_that_runs_out_is_no_failure_and_the_save_is_told(tmp_path):
     assert [type(event) for event in kept.received] == [events.SaveEvent]
 
 
-def test_a_failed_step_is_no_checkpoint_for_ray():
+def test_a_failed_step_is_not_a_checkpoint_for_ray():
     pytest.importorskip("ray")
     from deltackpt.service import jax_trainer
 
@@ -541,7 +541,7 @@ def test_a_failed_step_is_no_checkpoint_for_ray():
     assert told == [{"loss": 0.5}, {"loss": 0.25, "checkpoint_step": 1200}]
 
 
-def test_a_restore_tells_its_stages(tmp_path):
+def test_a_restore_reports_its_stages(tmp_path):
     state = train(tmp_path)
     kept = Kept()
     with manager(tmp_path, kept, access="read") as reader:
@@ -557,7 +557,7 @@ def damage(root: Path, step: int) -> None:
     (root / str(step) / "embeddings" / "manifest.0.msgpack").write_bytes(b"")
 
 
-def test_a_skipped_step_is_told_before_the_one_that_is_restored(tmp_path, caplog):
+def test_a_skipped_step_is_reported_before_the_restored_one(tmp_path, caplog):
     state = train(tmp_path)
     damage(tmp_path, 2)
     kept = Kept()
@@ -572,7 +572,7 @@ def test_a_skipped_step_is_told_before_the_one_that_is_restored(tmp_path, caplog
     assert levels(caplog) == [logging.WARNING, logging.INFO]
 
 
-def test_a_directory_without_an_intact_step_is_told(tmp_path):
+def test_a_directory_without_an_intact_step_is_reported(tmp_path):
     state = train(tmp_path)
     kept = Kept()
     for step in (1, 2):
@@ -590,7 +590,7 @@ def test_a_directory_without_an_intact_step_is_told(tmp_path):
     ]
 
 
-def test_a_template_that_does_not_fit_is_a_failed_restore_and_no_skipped_step(tmp_path):
+def test_a_mismatched_abstract_state_fails_the_restore_and_skips_no_step(tmp_path):
     state = train(tmp_path)
     kept = Kept()
     state["tables"]["words"] = jnp.zeros((4000, 8))
@@ -604,7 +604,7 @@ def test_a_template_that_does_not_fit_is_a_failed_restore_and_no_skipped_step(tm
 
 
 @given(spans=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=12))
-def test_a_stage_lasts_while_at_least_one_thread_is_at_it(spans):
+def test_a_stage_is_timed_while_at_least_one_thread_is_in_it(spans):
     edges = sorted(
         [(start, 1) for start, _ in spans] + [(start + length, -1) for start, length in spans],
         key=lambda edge: (edge[0], -edge[1]),
@@ -620,7 +620,7 @@ def test_a_stage_lasts_while_at_least_one_thread_is_at_it(spans):
     assert clock.seconds == len(busy)
 
 
-def test_pieces_go_through_the_clock_unchanged():
+def test_pieces_pass_through_the_clock_unchanged():
     clock = BusyClock()
     rows = [np.full((4, 2), number, np.float32) for number in range(3)]
 
@@ -635,14 +635,14 @@ def test_pieces_go_through_the_clock_unchanged():
 # The dashboard and the page.
 
 METRIC = re.compile(r"(deltackpt_\w+)(?:\{([^}]*)\})?")
-#: Labels that Prometheus itself adds to what it scrapes, or makes of a histogram.
+#: Labels that Prometheus adds to scraped samples or to histograms.
 OF_PROMETHEUS = {"job", "le"}
 BY = re.compile(r"\b(?:by|on|without|ignoring)\s*\(([^)]*)\)")
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> dict[str, set[str]]:
-    """Sample names to labels after saves, a restore, failures, an append and an upload."""
+    """Maps sample names to labels after saves, a restore, failures, an append and an upload."""
     root = tmp_path_factory.mktemp("run")
     registry = prometheus_client.CollectorRegistry()
     sink = events.PrometheusHandler(registry)
@@ -656,7 +656,7 @@ def exported(tmp_path_factory) -> dict[str, set[str]]:
             saver.restore_latest(state)
         with pytest.raises(errors.Damaged):
             saver.restore(2, state)
-    # Runs with a WAL and with a bucket have tests of their own.
+    # Other tests cover runs with a WAL or a bucket.
     sink.receive(append_event())
     sink.receive(upload_event())
     return {
@@ -667,7 +667,7 @@ def exported(tmp_path_factory) -> dict[str, set[str]]:
 
 
 def wrong_names(expressions: list[str], exported: dict[str, set[str]]) -> list[str]:
-    """Metrics and labels that no expression may use."""
+    """Metrics and labels in the expressions that are not exported."""
     found = []
     for expression in expressions:
         names = METRIC.findall(expression)
@@ -681,7 +681,7 @@ def wrong_names(expressions: list[str], exported: dict[str, set[str]]) -> list[s
     return found
 
 
-def test_the_dashboard_shows_only_what_is_exported(exported):
+def test_the_dashboard_uses_only_exported_metrics(exported):
     board = json.loads(DASHBOARD.read_text())
     expressions = []
     for panel in board["panels"]:
@@ -708,7 +708,7 @@ def test_every_metric_is_on_the_dashboard_or_explained_on_the_page(exported):
         assert f"deltackpt_{name}" in board
 
 
-def test_the_alerts_of_the_page_use_only_what_is_exported(exported):
+def test_the_alerts_on_the_page_use_only_exported_metrics(exported):
     page = (REPOSITORY / "docs" / "how-to" / "monitoring.md").read_text()
     until = r"\n +(?:for|labels|annotations):"
     expressions = re.findall(rf"^ +expr: (?:>-\s+)?(.+?){until}", page, re.MULTILINE | re.DOTALL)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that end without ``close()``: no step is lost, nothing hangs, no failure is silent."""
+"""Programs that exit without ``close()``: no step is lost, nothing hangs, no failure is silent."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from deltackpt.errors import DeltackptError, FencedError, SaveFailed
 from deltackpt.save import exits
 from deltackpt.testing import Pause, paused_saves
 
-#: How a program ends, and the exit code of that.
+#: How a program ends, and its exit code.
 ENDINGS = {"end": 0, "raise": 1, "exit": 3}
-#: Of a program that does not end by itself; far above what a save takes.
+#: Timeout of a program, far above the time of a save.
 LIMIT_SECS = 120
 
 
@@ -48,7 +48,7 @@ def leave(
 
 
 def assert_restores(root: Path, step: int) -> None:
-    """The newest step is that one, bit for bit."""
+    """Checks that the newest step is ``step``, bit for bit."""
     state = leaver.states(step)[step][0]
     with deltackpt.CheckpointManager(root, handlers=leaver.HANDLERS) as manager:
         found = manager.restore_latest(state)
@@ -85,7 +85,7 @@ def test_a_program_that_ends_without_close_loses_no_step(tmp_path, ending, kind,
     [["-m", "leaver"], ["-c", "import runpy; runpy.run_module('leaver', run_name='__main__')"]],
     ids=["module", "string"],
 )
-def test_however_the_program_was_started(tmp_path, how):
+def test_no_step_is_lost_however_the_program_was_started(tmp_path, how):
     found = leave(tmp_path, stage="all", how=how)
     assert found.returncode == 0, found.stderr
     assert_restores(tmp_path, 2)
@@ -94,7 +94,7 @@ def test_however_the_program_was_started(tmp_path, how):
 @pytest.mark.parametrize(
     ("ending", "where"), [*((ending, "main") for ending in ENDINGS), ("end", "dropped")]
 )
-def test_a_save_that_fails_while_the_program_ends_is_told_and_ends_in_120(tmp_path, ending, where):
+def test_a_save_that_fails_at_exit_is_reported_and_the_exit_code_is_120(tmp_path, ending, where):
     found = leave(tmp_path, ending=ending, stage="write", fault="fail", where=where)
     assert found.returncode == exits.EXIT_CODE
     assert "the save of step 2 failed: OSError: the disk is on fire" in found.stderr
@@ -105,21 +105,21 @@ def test_a_save_that_fails_while_the_program_ends_is_told_and_ends_in_120(tmp_pa
 
 
 @pytest.mark.parametrize("ending", ["end", "raise"])
-def test_a_save_that_hangs_holds_the_end_up_no_longer_than_close_secs(tmp_path, ending):
+def test_a_save_that_hangs_delays_the_exit_no_longer_than_close_secs(tmp_path, ending):
     found = leave(tmp_path, ending=ending, stage="write", fault="hang", close_secs=3)
     assert found.returncode == exits.EXIT_CODE
     assert "expected it to end within 3 s" in found.stderr
     assert_restores(tmp_path, 1)
 
 
-def test_a_save_that_cannot_make_its_directory_does_not_hold_up_the_end(tmp_path):
+def test_a_save_that_cannot_create_its_directory_does_not_delay_the_exit(tmp_path):
     found = leave(tmp_path, stage="all", fault="fail")
     assert found.returncode == exits.EXIT_CODE
     assert "the save of step 2 failed: OSError: the disk is on fire" in found.stderr
     assert_restores(tmp_path, 1)
 
 
-def test_ctrl_c_gives_up_a_save_that_is_waited_for(tmp_path):
+def test_ctrl_c_abandons_a_save_that_the_exit_waits_for(tmp_path):
     task = {"root": str(tmp_path), "stage": "write", "fault": "hang", "close_secs": LIMIT_SECS}
     with subprocess.Popen(
         [sys.executable, leaver.__file__, json.dumps(task)],
@@ -140,37 +140,37 @@ def test_ctrl_c_gives_up_a_save_that_is_waited_for(tmp_path):
     assert_restores(tmp_path, 1)
 
 
-def test_ctrl_c_before_the_save_is_waited_for_loses_nothing(tmp_path):
-    """It breaks off what Python does at its end before the manager hears of it."""
+def test_ctrl_c_before_the_exit_waits_for_the_save_loses_nothing(tmp_path):
+    """It interrupts Python's shutdown before the manager's exit hook runs."""
     found = leave(tmp_path, ending="interrupted", stage="all")
     assert found.returncode == 0, found.stderr
     assert "KeyboardInterrupt" in found.stderr
     assert_restores(tmp_path, 2)
 
 
-def test_a_manager_that_nobody_holds_any_more_finishes_its_save(tmp_path):
+def test_an_unreferenced_manager_finishes_its_save(tmp_path):
     found = leave(tmp_path, stage="all", where="dropped")
     assert found.returncode == 0, found.stderr
     assert_restores(tmp_path, 2)
 
 
 @pytest.mark.parametrize("where", ["daemon", "worker"])
-def test_the_save_of_a_thread_that_never_ends_by_itself_is_finished(tmp_path, where):
-    """A daemon, and a worker of an executor, which ends when Python tells it to."""
+def test_the_save_of_a_thread_that_never_ends_on_its_own_is_finished(tmp_path, where):
+    """A daemon thread, and an executor's worker, which Python stops at exit."""
     found = leave(tmp_path, stage="all", where=where)
     assert found.returncode == 0, found.stderr
     assert_restores(tmp_path, 2)
 
 
 @pytest.mark.parametrize("where", ["thread", "thread of another's", "logging thread"])
-def test_a_thread_that_trains_on_when_the_main_thread_has_ended_saves(tmp_path, where):
-    """Also if the main thread has opened its manager, and if it only logs."""
+def test_a_thread_that_continues_training_after_the_main_thread_ends_saves(tmp_path, where):
+    """Also if the main thread has opened its manager, and if it only appends."""
     found = leave(tmp_path, where=where)
     assert found.returncode == 0, found.stderr
     assert_restores(tmp_path, 2)
 
 
-def test_a_manager_that_is_opened_after_the_end_is_refused(tmp_path):
+def test_a_manager_that_is_opened_after_exit_is_refused(tmp_path):
     found = leave(tmp_path, where="late thread")
     assert "deltackpt.errors.ClosedError" in found.stderr
     assert "let the main thread join the one that trains" in found.stderr
@@ -189,7 +189,7 @@ def test_a_child_of_multiprocessing_loses_no_step(tmp_path, ending):
     assert_restores(tmp_path, 2)
 
 
-def test_a_save_that_fails_while_a_child_ends_is_told(tmp_path):
+def test_a_save_that_fails_while_a_child_exits_is_reported(tmp_path):
     found = leave(tmp_path, stage="write", fault="fail", where="child")
     assert child_code(found) in (1, exits.EXIT_CODE)
     assert "the save of step 2 failed: OSError: the disk is on fire" in found.stderr
@@ -205,7 +205,7 @@ def opened(root: Path, **timeouts: float) -> deltackpt.CheckpointManager:
 
 @contextlib.contextmanager
 def set_by_another(held: Pause) -> Iterator[None]:
-    """Releases the saves as soon as the managers of a directory are asked to end."""
+    """Releases the saves as soon as another manager takes over the directory."""
     real = exits.take_over
 
     def take_over(directory: Any) -> Any:
@@ -235,7 +235,7 @@ def named(root: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("how", ["same", "relative", "dots", "link", "link above"])
 def test_another_manager_on_the_directory_ends_the_saves_of_the_first(tmp_path, monkeypatch, how):
-    """A cell of a notebook that is run twice: nothing was closed."""
+    """For example, a notebook cell that runs twice without closing the manager."""
     root, (state, marks) = tmp_path / "root", leaver.states(0)[0]
     first = opened(root)
     with paused_saves(root) as held, set_by_another(held):
@@ -263,7 +263,7 @@ def assert_same_steps(root: Path, steps: list[int]) -> None:
         assert reader.all_steps() == steps
 
 
-def test_a_failed_save_of_the_first_is_told_to_both(tmp_path):
+def test_a_failed_save_of_the_first_manager_is_reported_to_both(tmp_path):
     state, marks = leaver.states(0)[0]
     first = opened(tmp_path)
     first.save(1, state, touched=marks)
@@ -279,7 +279,7 @@ def test_a_failed_save_of_the_first_is_told_to_both(tmp_path):
     first.close()
 
 
-def test_a_save_that_hangs_does_not_keep_another_manager_from_the_directory(tmp_path):
+def test_a_save_that_hangs_does_not_block_another_manager_of_the_directory(tmp_path):
     state, marks = leaver.states(0)[0]
     first = opened(tmp_path, close_secs=1.0)
     with paused_saves(tmp_path) as held:
@@ -318,7 +318,7 @@ def test_readers_and_managers_of_other_directories_stay_open(tmp_path):
             assert other.all_steps() == [1]
 
 
-def test_a_manager_that_is_not_closed_warns_when_it_goes(tmp_path):
+def test_a_manager_that_is_not_closed_warns_when_it_is_collected(tmp_path):
     manager = opened(tmp_path)
     gone = weakref.ref(manager)
     with pytest.warns(ResourceWarning, match="was not closed: use it in a with statement"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Extents: what was held is there, whatever is torn, damaged, full, dropped or opened twice."""
+"""Extents: stored bundles survive torn writes, damage, a full file, drops and a second opener."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from deltackpt.tiers import extents as extents_module
 from deltackpt.tiers.extents import ExtentFile
 from deltackpt.tiers.packing import Label
 
-#: Three blocks of payload in each.
+#: Each holds three blocks of payload.
 EXTENT_BYTES = 4 * BLOCK_BYTES
 PAYLOAD_BYTES = EXTENT_BYTES - BLOCK_BYTES
 COUNT = 6
@@ -57,21 +57,21 @@ def read(held: ExtentFile, label: Label) -> bytes:
 
 
 def holds(held: ExtentFile, *packs: MemoryPack) -> None:
-    """Just these, in this order, bit for bit."""
+    """Asserts that the file has exactly these bundles, in this order, bit for bit."""
     assert held.labels() == [pack.label for pack in packs]
     for pack in packs:
         assert read(held, pack.label) == pack.data
 
 
 class Disk:
-    """What a disk keeps of a file where the power goes: what was forced, and of the rest anything.
+    """A disk at a power cut: it keeps what was fsynced and any subset of later writes.
 
-    Blocks of 4 KiB are written whole or not at all, in any order.
+    It writes 4 KiB blocks whole or not at all, in any order.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.forced: bytes = b""
-        #: Position and contents of each block that was written since.
+        #: Position and contents of each block written since the last fsync.
         self.later: list[tuple[int, bytes]] = []
         self.forcings = 0
         self._pwrite, self._fdatasync = os.pwrite, os.fdatasync
@@ -89,7 +89,7 @@ class Disk:
         self.forced, self.later = self.image(range(len(self.later))), []
 
     def image(self, kept: range | list[int]) -> bytes:
-        """The file with some of the blocks that were written last."""
+        """The file with only some of the blocks written since the last fsync."""
         image = bytearray(self.forced)
         for number in kept:
             at, block = self.later[number]
@@ -113,7 +113,7 @@ def held(tmp_path):
 def torn_hold(
     held: ExtentFile, pack: MemoryPack, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[int, bytes]]:
-    """The blocks that a hold writes before it forces them, where it gets no further."""
+    """Interrupts a store at its fsync; returns the blocks that it wrote before."""
 
     class Cut(BaseException):
         pass
@@ -130,7 +130,7 @@ def torn_hold(
     return written
 
 
-def test_what_is_held_is_there_when_the_file_is_opened_again(tmp_path):
+def test_stored_bundles_are_there_after_the_file_is_reopened(tmp_path):
     packs = [MemoryPack(f"run.{n}", size) for n, size in enumerate((0, 1, 5000, 2 * PAYLOAD_BYTES))]
     held = opened(tmp_path)
     for pack in packs:
@@ -142,7 +142,7 @@ def test_what_is_held_is_there_when_the_file_is_opened_again(tmp_path):
     held.close()
 
 
-def test_any_range_is_read(held):
+def test_any_range_can_be_read(held):
     pack = MemoryPack("run", 2 * PAYLOAD_BYTES + 100)
     held.hold(pack)
     random_ = random.Random(0)
@@ -157,7 +157,7 @@ def test_any_range_is_read(held):
                 reader.read_into(start, memoryview(bytearray(nbytes)))
 
 
-def test_a_save_is_forced_once_and_writes_no_more_than_it_has(held, disk):
+def test_a_store_fsyncs_once_and_allocates_no_blocks(held, disk):
     written = held.path.stat().st_blocks
     small = MemoryPack("small", 100)
     held.hold(small)
@@ -171,7 +171,7 @@ def test_a_save_is_forced_once_and_writes_no_more_than_it_has(held, disk):
     assert disk.forcings == 3
 
 
-def test_of_a_small_save_header_and_payload_are_one_write(held, monkeypatch):
+def test_header_and_payload_of_a_small_bundle_are_one_write(held, monkeypatch):
     real, lengths = os.pwrite, []
 
     def write(descriptor: int, data: memoryview, at: int) -> int:
@@ -183,14 +183,14 @@ def test_of_a_small_save_header_and_payload_are_one_write(held, monkeypatch):
     assert lengths == [2 * BLOCK_BYTES]
 
 
-def test_nothing_of_another_save_is_written_behind_one(held):
+def test_no_bytes_of_another_bundle_are_written_after_one(held):
     held.hold(MemoryPack("large", PAYLOAD_BYTES))
     held.hold(MemoryPack("small", 100))
     start = Division(EXTENT_BYTES, COUNT).start(1) + BLOCK_BYTES
     assert held.path.read_bytes()[start + 100 : start + PAYLOAD_BYTES].strip(b"\0") == b""
 
 
-def test_payloads_of_several_pieces_are_held(tmp_path, monkeypatch):
+def test_payloads_of_several_pieces_are_stored(tmp_path, monkeypatch):
     monkeypatch.setattr(extents_module, "_PIECE_BYTES", BLOCK_BYTES)
     held, pack = opened(tmp_path), MemoryPack("run", 2 * PAYLOAD_BYTES - 5)
     held.hold(pack)
@@ -202,7 +202,7 @@ def test_payloads_of_several_pieces_are_held(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("pieces", ["in one piece", "in pieces"])
-def test_a_hold_that_is_torn_anywhere_leaves_what_was_held(tmp_path, disk, monkeypatch, pieces):
+def test_a_store_torn_anywhere_leaves_stored_bundles_intact(tmp_path, disk, monkeypatch, pieces):
     if pieces == "in pieces":
         monkeypatch.setattr(extents_module, "_PIECE_BYTES", BLOCK_BYTES)
     held, before = opened(tmp_path / "disk"), MemoryPack("before", PAYLOAD_BYTES + 1)
@@ -237,7 +237,7 @@ def test_a_hold_that_is_torn_anywhere_leaves_what_was_held(tmp_path, disk, monke
         shutil.rmtree(folder)
 
 
-def test_extents_of_what_is_held_are_never_written(held, disk):
+def test_extents_of_stored_bundles_are_never_overwritten(held, disk):
     pack = MemoryPack("run.0", PAYLOAD_BYTES + 1)
     held.hold(pack)
     start = Division(EXTENT_BYTES, COUNT).start
@@ -250,7 +250,7 @@ def test_extents_of_what_is_held_are_never_written(held, disk):
 
 
 @pytest.mark.parametrize("at", [0, 9, 21, 30, 100, BLOCK_BYTES - 1], ids=lambda at: f"byte{at}")
-def test_a_pack_with_a_flipped_bit_in_a_header_is_not_offered(tmp_path, at):
+def test_a_bundle_with_a_flipped_bit_in_a_header_is_not_listed(tmp_path, at):
     held, packs = opened(tmp_path), [MemoryPack(key, 5000) for key in ("one", "two")]
     for pack in packs:
         held.hold(pack)
@@ -277,13 +277,13 @@ def test_a_flipped_bit_in_a_payload_is_found_when_it_is_read(tmp_path):
             with pytest.raises(Damaged, match="extents, extent 1: expected piece 1 of run, crc32c"):
                 reader.read_into(start, memoryview(bytearray(1)))
     held.close()
-    # It may have been torn: nothing tells that from what was damaged later.
+    # A torn write and later damage cannot be distinguished here.
     held = opened(tmp_path)
     holds(held)
     held.close()
 
 
-def test_of_damaged_packs_those_that_were_held_for_long_stay_offered(tmp_path):
+def test_a_damaged_bundle_that_is_not_the_newest_stays_listed(tmp_path):
     held, packs = opened(tmp_path), [MemoryPack(key, 5000) for key in ("one", "two")]
     for pack in packs:
         held.hold(pack)
@@ -312,7 +312,7 @@ def test_another_process_cannot_use_the_same_file(held, tmp_path):
     opened(tmp_path).close()
 
 
-def test_who_dies_leaves_a_file_that_can_be_opened(tmp_path):
+def test_a_killed_process_leaves_a_file_that_can_be_opened(tmp_path):
     program = (
         "import os, signal; from pathlib import Path\n"
         "from deltackpt.tiers.extents import ExtentFile\n"
@@ -324,7 +324,7 @@ def test_who_dies_leaves_a_file_that_can_be_opened(tmp_path):
     opened(tmp_path).close()
 
 
-def test_a_full_file_says_what_is_held_and_loses_nothing(held):
+def test_a_full_file_reports_its_contents_and_loses_nothing(held):
     packs = [MemoryPack(f"run.{number}", 2 * PAYLOAD_BYTES) for number in range(3)]
     for pack in packs[:2]:
         held.hold(pack)
@@ -343,7 +343,7 @@ def test_a_full_file_says_what_is_held_and_loses_nothing(held):
     holds(held, packs[2], large)
 
 
-def test_what_is_dropped_does_not_come_back(tmp_path):
+def test_dropped_bundles_do_not_reappear(tmp_path):
     held, packs = opened(tmp_path), [MemoryPack(key, 2 * PAYLOAD_BYTES) for key in "abc"]
     for pack in packs:
         held.hold(pack)
@@ -361,7 +361,7 @@ def test_what_is_dropped_does_not_come_back(tmp_path):
     held.close()
 
 
-def test_a_drop_is_on_disk_before_its_extents_are_used_again(tmp_path, disk):
+def test_a_drop_is_on_disk_before_its_extents_are_reused(tmp_path, disk):
     held, pack = opened(tmp_path / "disk"), MemoryPack("dropped", 2 * PAYLOAD_BYTES)
     held.hold(pack)
     held.drop([pack.label])
@@ -375,7 +375,7 @@ def test_a_drop_is_on_disk_before_its_extents_are_used_again(tmp_path, disk):
     found.close()
 
 
-def test_a_drop_that_failed_can_be_done_again(held, monkeypatch):
+def test_a_failed_drop_can_be_retried(held, monkeypatch):
     pack = MemoryPack("run", 100)
     held.hold(pack)
     with monkeypatch.context() as patched:
@@ -387,7 +387,7 @@ def test_a_drop_that_failed_can_be_done_again(held, monkeypatch):
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fdatasync"])
-def test_a_hold_that_failed_holds_nothing_and_can_be_done_again(tmp_path, monkeypatch, call):
+def test_a_failed_store_stores_nothing_and_can_be_retried(tmp_path, monkeypatch, call):
     held, before = opened(tmp_path), MemoryPack("before", 100)
     held.hold(before)
     pack = MemoryPack("run", 2 * PAYLOAD_BYTES)
@@ -411,8 +411,8 @@ def test_a_hold_that_failed_holds_nothing_and_can_be_done_again(tmp_path, monkey
 
 
 @pytest.mark.parametrize("again", [True, False])
-def test_what_a_failed_hold_left_on_disk_can_be_dropped(tmp_path, monkeypatch, again):
-    """All of it is there: the disk took it, answered with an error, and then took nothing more."""
+def test_leftovers_of_a_failed_store_can_be_dropped(tmp_path, monkeypatch, again):
+    """The whole bundle is on disk: the fsync fails, and all later writes fail, too."""
     held, pack = opened(tmp_path), MemoryPack("run", 100)
     with monkeypatch.context() as patched:
 
@@ -433,7 +433,7 @@ def test_what_a_failed_hold_left_on_disk_can_be_dropped(tmp_path, monkeypatch, a
     held.close()
 
 
-def test_a_pack_that_is_not_as_its_label_says_is_not_held(tmp_path):
+def test_a_bundle_with_a_wrong_checksum_is_not_stored(tmp_path):
     held, pack = opened(tmp_path), MemoryPack("run", 2 * PAYLOAD_BYTES)
     pack.label = pack.label._replace(crc32c=pack.label.crc32c ^ 1)
     with pytest.raises(Damaged, match="run: expected a bundle with crc32c"):
@@ -445,7 +445,7 @@ def test_a_pack_that_is_not_as_its_label_says_is_not_held(tmp_path):
     held.close()
 
 
-def test_a_pack_that_cannot_be_read_is_not_held(held):
+def test_an_unreadable_bundle_is_not_stored(held):
     class Gone(MemoryPack):
         def read_into(self, start: int, out: memoryview) -> None:
             if start >= PAYLOAD_BYTES:
@@ -459,7 +459,7 @@ def test_a_pack_that_cannot_be_read_is_not_held(held):
     holds(held, pack)
 
 
-def test_another_pack_of_the_same_key_is_refused(held):
+def test_another_bundle_with_the_same_key_is_refused(held):
     held.hold(pack := MemoryPack("run", 100))
     with pytest.raises(TargetDiffers, match="drop that one first"):
         held.hold(MemoryPack("run", 101))
@@ -467,7 +467,7 @@ def test_another_pack_of_the_same_key_is_refused(held):
 
 
 @pytest.mark.parametrize("key", ["a", "0.-", "k" * 200])
-def test_every_key_that_a_label_may_have_is_held(tmp_path, key):
+def test_every_valid_key_is_stored(tmp_path, key):
     held, pack = opened(tmp_path), MemoryPack(key, 10)
     held.hold(pack)
     held.close()
@@ -477,7 +477,7 @@ def test_every_key_that_a_label_may_have_is_held(tmp_path, key):
 
 
 @pytest.mark.parametrize("key", ["", "k" * 201, "A", "a/b", "ä", "a\n"])
-def test_other_keys_are_refused(held, key):
+def test_invalid_keys_are_refused(held, key):
     pack = MemoryPack("run", 10)
     pack.label = pack.label._replace(key=key)
     with pytest.raises(ValueError, match="expected a key of 1 to 200"):
@@ -488,7 +488,7 @@ def test_other_keys_are_refused(held, key):
 @pytest.mark.parametrize(
     ("count", "extent_bytes"), [(COUNT + 1, EXTENT_BYTES), (COUNT, 2 * EXTENT_BYTES), (12, 8192)]
 )
-def test_a_file_that_is_divided_otherwise_is_left_as_it_is(tmp_path, count, extent_bytes):
+def test_a_file_with_another_layout_is_left_unchanged(tmp_path, count, extent_bytes):
     held, pack = opened(tmp_path), MemoryPack("run", 5000)
     held.hold(pack)
     held.close()
@@ -501,7 +501,7 @@ def test_a_file_that_is_divided_otherwise_is_left_as_it_is(tmp_path, count, exte
     held.close()
 
 
-def test_something_else_of_that_name_is_left_as_it_is(tmp_path):
+def test_a_foreign_file_of_that_name_is_left_unchanged(tmp_path):
     for contents in (b"x" * 10_000, b"", b"x"):
         (tmp_path / "extents").write_bytes(contents)
         with pytest.raises(Damaged, match="move the file away|the end of the file"):
@@ -509,7 +509,7 @@ def test_something_else_of_that_name_is_left_as_it_is(tmp_path):
         assert (tmp_path / "extents").read_bytes() == contents
 
 
-def test_a_file_that_was_cut_short_is_damaged(tmp_path):
+def test_a_truncated_file_is_damaged(tmp_path):
     opened(tmp_path).close()
     os.truncate(tmp_path / "extents", 3 * EXTENT_BYTES)
     with pytest.raises(Damaged, match="expected 4096 more bytes, found the end of the file"):
@@ -524,7 +524,7 @@ def test_a_later_version_is_refused(tmp_path, monkeypatch):
         opened(tmp_path)
 
 
-def test_no_room_for_the_file_is_said_at_the_start(tmp_path, monkeypatch):
+def test_lack_of_space_for_the_file_is_reported_at_startup(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
         with pytest.raises(OutOfSpace, match=r"allocate 102,400 bytes.*a smaller Extents\.nbytes"):
@@ -533,7 +533,7 @@ def test_no_room_for_the_file_is_said_at_the_start(tmp_path, monkeypatch):
     opened(tmp_path).close()
 
 
-def test_a_start_that_was_cut_short_is_begun_again(tmp_path):
+def test_an_interrupted_creation_is_restarted(tmp_path):
     (tmp_path / "extents.making").write_bytes(b"half")
     held = opened(tmp_path)
     holds(held)
@@ -543,7 +543,7 @@ def test_a_start_that_was_cut_short_is_begun_again(tmp_path):
     held.close()
 
 
-def test_where_direct_writes_are_refused_it_goes_through_the_page_cache(tmp_path, monkeypatch):
+def test_writes_use_the_page_cache_if_direct_io_is_refused(tmp_path, monkeypatch):
     real = os.open
 
     def refusing(path: str, flags: int, *mode: int) -> int:
@@ -564,7 +564,7 @@ def test_where_direct_writes_are_refused_it_goes_through_the_page_cache(tmp_path
     held.close()
 
 
-def test_room_for_two_bases_and_four_deltas_is_asked_for(tmp_path):
+def test_room_for_two_bases_and_four_deltas_is_required(tmp_path):
     held = opened(tmp_path, count=8)
     held.require_room(2 * PAYLOAD_BYTES, PAYLOAD_BYTES)
     with pytest.raises(OptionError, match=r"Extents\.nbytes: expected at least 163,840 for two ba"):
@@ -572,7 +572,7 @@ def test_room_for_two_bases_and_four_deltas_is_asked_for(tmp_path):
     held.close()
 
 
-def test_a_closed_one_says_so(tmp_path):
+def test_a_closed_file_raises(tmp_path):
     held, pack = opened(tmp_path), MemoryPack("run", 10)
     held.hold(pack)
     held.close()
@@ -582,7 +582,7 @@ def test_a_closed_one_says_so(tmp_path):
             call()
 
 
-def test_what_is_dropped_while_it_is_read_is_never_read_as_another(held):
+def test_a_bundle_dropped_during_a_read_is_never_read_as_another(held):
     pack = MemoryPack("run", 2 * PAYLOAD_BYTES)
     held.hold(pack)
     with held.reading(pack.label) as reader:
@@ -607,7 +607,7 @@ def test_golden_extents_are_read(tmp_path):
     held.close()
 
 
-def test_headers_come_back_as_they_were():
+def test_headers_round_trip():
     header = Header(2**63, 3, 7, 2**40, 2**32 - 1, "a.b-c")
     block = format_extents.header_block(header)
     assert len(block) == BLOCK_BYTES
@@ -616,7 +616,7 @@ def test_headers_come_back_as_they_were():
 
 
 class Held(RuleBasedStateMachine):
-    """Holds, drops, power cuts and starts in any order, against what was acknowledged."""
+    """Stores, drops, power cuts and restarts in any order, checked against the acknowledgments."""
 
     @initialize(piece_blocks=st.integers(1, 3))
     def begin(self, piece_blocks: int) -> None:
@@ -683,7 +683,7 @@ class Held(RuleBasedStateMachine):
         self.acknowledged = {key: pack for key, pack in self.acknowledged.items() if key in left}
 
     def cut(self, data: st.DataObject) -> bool:
-        """Whether all that was written is there when the power is back."""
+        """Cuts the power and reopens the file; returns whether all writes survived."""
         kept = [n for n in range(len(self.disk.later)) if data.draw(st.booleans())]
         image, whole = self.disk.image(kept), len(kept) == len(self.disk.later)
         self.held.close()

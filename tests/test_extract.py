@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Extraction: the accelerator's path gives the rows that numpy gives."""
+"""Extraction: the accelerator's path returns the same rows as numpy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from deltackpt.save import extract, taken, touched_rows
 P = jax.sharding.PartitionSpec
 
 
-# Each shape on each device is compiled, in about a second: there are few of both.
+# Each shape on each device costs a compilation of about a second, so there are few of both.
 @settings(max_examples=50)
 @given(
     rows=st.sampled_from([3, 3 * 50, 3 * 200]),

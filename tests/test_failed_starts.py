@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A manager that cannot be made takes nothing from the one that trains, and leaves nothing."""
+"""A manager that fails to start takes nothing from the running one and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ __all__ = ["node", "s3"]
 
 PACKAGE = str(Path(deltackpt.__file__).parent)
 ANYTHING: Any = object()
-#: Further arguments that the classes of options cannot be made without.
+#: Required arguments of option classes.
 NEEDED: dict[str, dict[str, Any]] = {
     "Extents": {"directory": "x", "nbytes": 1 << 30},
     "Erasure": {"k": 2, "m": 1},
@@ -63,7 +63,7 @@ KINDS = [
 
 
 class Broken(Exception):
-    """What no code expects."""
+    """An error that no code expects."""
 
 
 def opened(root: Path, **more: Any) -> deltackpt.CheckpointManager:
@@ -94,7 +94,7 @@ def test_every_option_of_another_type_is_refused_by_name(kind):
     ],
     ids=["retention", "decision", "cpus", "tiers", "event_handlers"],
 )
-def test_options_that_cannot_work_fence_nobody(tmp_path, arguments):
+def test_invalid_options_do_not_fence_the_running_trainer(tmp_path, arguments):
     state, marks = leaver.states(0)[0]
     with opened(tmp_path) as live:
         live.save(1, state, touched=marks)
@@ -125,7 +125,7 @@ def functions_called(call: Callable[[], Any]) -> list[types.CodeType]:
 def call_failing(
     call: Callable[[], Any], code: types.CodeType, error: type[BaseException] = Broken
 ) -> None:
-    """Calls with a function that raises when it is entered first."""
+    """Calls ``call`` with a function that raises when it is first entered."""
 
     def fail(frame: types.FrameType, event: str, _: object) -> None:
         if frame.f_code is code:
@@ -141,20 +141,20 @@ def call_failing(
 
 
 def held(root: Path) -> collections.Counter[str]:
-    """Names in a root, files that are open in this process, and its threads."""
+    """Names in a directory, open files of this process, and its threads."""
     found = collections.Counter(os.listdir(root))
     for one in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # That of the listing.
+        with contextlib.suppress(FileNotFoundError):  # The listing's own.
             found[os.readlink(f"/proc/self/fd/{one}")] += 1
     return found + collections.Counter(thread.name for thread in threading.enumerate())
 
 
-def test_a_manager_that_fails_at_whatever_stage_of_its_making_takes_and_leaves_nothing(tmp_path):
+def test_a_manager_whose_start_fails_at_any_point_takes_and_leaves_nothing(tmp_path):
     state, marks = leaver.states(0)[0]
     with opened(tmp_path / "other") as old:
         old.wait_until_finished()
         stages = functions_called(lambda: opened(tmp_path / "other").close())
-    # What is after this cannot fail: the new manager stands.
+    # Nothing after this can fail: the new manager has started.
     names = [code.co_qualname for code in stages]
     stages = stages[: names.index("Root.confirm")]
     assert len(stages) > 50 and "Root.open" in names and "claim" in names
@@ -164,7 +164,7 @@ def test_a_manager_that_fails_at_whatever_stage_of_its_making_takes_and_leaves_n
         before = held(root)
         with pytest.raises(Broken):
             call_failing(lambda: opened(root), code)
-        # The collection of the live manager may have a descriptor for a moment.
+        # The trash collection of the live manager may have a descriptor for a moment.
         deadline = time.monotonic() + 60
         while (left := held(root) - before) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -179,8 +179,8 @@ def test_a_manager_that_fails_at_whatever_stage_of_its_making_takes_and_leaves_n
         assert found is not None and found.step == step
 
 
-def test_a_start_that_is_interrupted_at_its_end_gives_the_lease_back_or_keeps_it(tmp_path):
-    """The trainer before goes on, or is fenced; it does not wait for one that will never start."""
+def test_a_start_that_is_interrupted_at_its_end_returns_the_lease_or_keeps_it(tmp_path):
+    """The former trainer continues or is fenced; it does not wait for one that never starts."""
     state, marks = leaver.states(0)[0]
     with opened(tmp_path / "other"):
         stages = functions_called(lambda: opened(tmp_path / "other").close())
@@ -206,7 +206,7 @@ def test_a_start_that_is_interrupted_at_its_end_gives_the_lease_back_or_keeps_it
 
 
 def started(call: Callable[[], Any]) -> concurrent.futures.Future[Any]:
-    """A call in another thread, by now in its wait for a starting trainer, or ended."""
+    """Starts a call in a thread; returns once it waits for a starting trainer, or has ended."""
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def run() -> None:
@@ -221,7 +221,7 @@ def started(call: Callable[[], Any]) -> concurrent.futures.Future[Any]:
 
 
 def failing_after(during: Callable[[], Any], patch: pytest.MonkeyPatch) -> list[Any]:
-    """Makes managers fail once they have claimed the directory and something was done."""
+    """Makes managers fail after they claimed the directory and ``during`` was called."""
     found: list[Any] = []
 
     def fail(*_: Any) -> None:
@@ -252,7 +252,7 @@ def test_a_save_committed_while_another_manager_fails_to_start_is_not_fenced(tmp
 
 def test_a_lease_holder_waits_until_a_newer_trainer_has_started_or_failed(tmp_path):
     live = Root.open(tmp_path)
-    for _ in range(2):  # A failure before does not shorten the wait.
+    for _ in range(2):  # An earlier failure does not shorten the wait.
         second = Root.open(tmp_path, confirmed=False)
         checked = started(live.check_lease)
         assert not checked.done()
@@ -270,7 +270,7 @@ def test_a_lease_holder_waits_until_a_newer_trainer_has_started_or_failed(tmp_pa
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first", "last"])
-def test_trainers_that_fail_beside_each_other_give_the_lease_back_at_once(tmp_path, order):
+def test_trainers_that_fail_concurrently_return_the_lease_at_once(tmp_path, order):
     live = Root.open(tmp_path)
     others = [Root.open(tmp_path, confirmed=False) for _ in range(2)]
     checked = started(live.check_lease)
@@ -309,7 +309,7 @@ def test_a_start_that_takes_too_long_fences(tmp_path, monkeypatch):
 
 
 def test_a_save_in_flight_is_not_removed_by_a_trainer_that_cannot_start(tmp_path, monkeypatch):
-    """Its directory is a leftover only once the other trainer stands."""
+    """Its directory becomes a leftover only when the other trainer has started."""
     flight = tmp_path / "3.orbax-checkpoint-tmp-run-1"
     live = Root.open(tmp_path)
     flight.mkdir()
@@ -323,12 +323,12 @@ def test_a_save_in_flight_is_not_removed_by_a_trainer_that_cannot_start(tmp_path
 
 @pytest.mark.parametrize("is_same", [True, False], ids=["same stage", "another stage"])
 def test_a_manager_of_a_bucket_that_fails_late_takes_nothing(node, tmp_path, is_same):
-    """Whatever fails after the claim: the claim, the orders and the lease of the stage go back."""
+    """A failure after the claim returns the claim and the staging directory's orders and lease."""
     first = node()
     with first.manager(wait_for="remote") as live:
         other = first if is_same else Node(first.url, first.endpoint, tmp_path / "other")
         spare = Node(f"{first.url}-spare", first.endpoint, tmp_path / "spare")
-        # As the other one starts, and what its own start calls.
+        # Starts like the other one, to record which functions its start calls.
         twin = spare if is_same else Node(spare.url, spare.endpoint, tmp_path / "twin")
         with contextlib.suppress(FencedError), spare.manager():
             stages = functions_called(lambda: twin.manager().close())
@@ -374,7 +374,7 @@ def test_a_save_uploaded_while_another_manager_fails_to_start_is_not_fenced(
 
 
 @pytest.mark.parametrize("is_same", [True, False], ids=["same stage", "another stage"])
-def test_a_start_of_a_bucket_that_is_interrupted_at_its_end_gives_the_claim_back_or_keeps_it(
+def test_a_bucket_start_that_is_interrupted_at_its_end_returns_the_claim_or_keeps_it(
     node, tmp_path, is_same
 ):
     one = node()
@@ -397,7 +397,7 @@ def test_a_start_of_a_bucket_that_is_interrupted_at_its_end_gives_the_claim_back
             call_failing(
                 lambda other=other, made=made: made.append(other.manager()), code, KeyboardInterrupt
             )
-        for each in made:  # Only a start on the same stage enters that function.
+        for each in made:  # Only a start in the same staging directory does that.
             each.close()
         with contextlib.suppress(FencedError):
             started(lambda live=live, step=step: one.save(live, step + 1)).result(40)
@@ -411,10 +411,10 @@ def test_a_start_of_a_bucket_that_is_interrupted_at_its_end_gives_the_claim_back
     assert not [*one.stage.aside("").iterdir()]
 
 
-def test_a_start_whose_record_is_not_answered_is_recorded_by_the_uploader(
+def test_a_start_that_the_bucket_does_not_confirm_is_recorded_by_the_uploader(
     node, tmp_path, monkeypatch
 ):
-    """Otherwise the trainer before would wait for it until its grace period ends."""
+    """Otherwise the former trainer would wait for it until its grace period ends."""
     one = node()
     live = one.manager()
     one.save(live, 0)
@@ -450,8 +450,10 @@ def test_the_first_manager_of_a_stage_outlives_one_that_cannot_use_its_extents(n
         second.close()
 
 
-def test_a_full_disk_removes_no_save_in_flight_before_the_trainer_stands(tmp_path, monkeypatch):
-    """Leftovers make room for the lease, and may be the save of the trainer before."""
+def test_a_full_disk_removes_no_save_in_flight_before_the_trainer_has_started(
+    tmp_path, monkeypatch
+):
+    """Leftovers are removed to make room for the lease; one may be the former trainer's save."""
     flight = tmp_path / "3.orbax-checkpoint-tmp-run-1"
     live = Root.open(tmp_path)
     flight.mkdir()
@@ -476,7 +478,7 @@ def test_a_full_disk_removes_no_save_in_flight_before_the_trainer_stands(tmp_pat
 
 
 class Starts:
-    """Starts of managers in threads, each of which ends when a test says so."""
+    """Starts managers in threads; a test decides when each start ends."""
 
     def __init__(self, patch: pytest.MonkeyPatch):
         self._saver = manager.Saver
@@ -496,7 +498,7 @@ class Starts:
         return self._saver(*arguments)
 
     def begin(self, name: str, start: Callable[[], deltackpt.CheckpointManager]) -> None:
-        """Starts a manager that claims everything, and waits then."""
+        """Starts a manager that claims everything and then waits."""
         self._events[name] = threading.Event(), threading.Event()
         future = self._found[name] = concurrent.futures.Future()
 
@@ -550,7 +552,7 @@ def test_starts_that_fail_in_any_order_leave_the_running_trainer_its_orders(
 def begin_two(
     one: Node, monkeypatch: pytest.MonkeyPatch, *, wait_for: str
 ) -> tuple[deltackpt.CheckpointManager, Starts]:
-    """Saves step 0, and begins two starts beside its trainer, which is to be kept."""
+    """Saves step 0 and begins two starts; the caller must keep the trainer referenced."""
     live = one.manager(wait_for=wait_for)
     one.save(live, 0)
     live.wait_until_finished()
@@ -562,14 +564,14 @@ def begin_two(
 
 @pytest.fixture
 def two_starts(node, monkeypatch) -> Iterator[tuple[Node, Starts]]:
-    """A run with step 0, and two starts beside its trainer that have claimed everything."""
+    """A run with step 0 and a live trainer, and two starts that have claimed everything."""
     one = node()
     _live, starts = begin_two(one, monkeypatch, wait_for="staging")
     yield one, starts
 
 
 @pytest.mark.parametrize("order", ["AB", "BA"], ids=["the first starts", "the last starts"])
-def test_a_start_beside_one_that_fails_takes_over_with_the_orders_of_its_own(two_starts, order):
+def test_a_start_during_one_that_fails_takes_over_with_its_own_orders(two_starts, order):
     one, starts = two_starts
     starts.end(order[1], fails=True)
     newer = starts.end(order[0], fails=False)
@@ -581,7 +583,7 @@ def test_a_start_beside_one_that_fails_takes_over_with_the_orders_of_its_own(two
         assert one.root() == [0, 1]
 
 
-def test_a_start_that_a_newer_one_overtakes_is_fenced_and_leaves_it_its_orders(two_starts):
+def test_a_start_that_a_newer_one_overtakes_is_fenced_and_keeps_the_newer_orders(two_starts):
     one, starts = two_starts
     newer = starts.end("B", fails=False)
     assert newer is not None
@@ -600,7 +602,7 @@ def test_a_start_that_a_newer_one_overtakes_is_fenced_and_leaves_it_its_orders(t
 
 @contextlib.contextmanager
 def profiled(note: Callable[[types.CodeType], None]) -> Iterator[None]:
-    """Calls back for each of the package's functions that this thread or the closing one enters."""
+    """Calls ``note`` for each of the package's functions that this or the closing thread enters."""
     this = threading.current_thread()
 
     def profile(frame: types.FrameType, event: str, _: object) -> None:
@@ -637,7 +639,7 @@ def sigterms() -> Iterator[list[int]]:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, also where a shell started the suite in the background."""
+    """SIGINT raises KeyboardInterrupt even if a shell started the suite in the background."""
     former = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, former)
@@ -655,7 +657,7 @@ def test_a_manager_whose_close_is_interrupted_is_usable_or_closed(tmp_path, sigt
         close_by(who, old, tmp_path / "other")
     names = [code.co_qualname for code in stages]
     first, last = names.index("CheckpointManager._close"), names.index("Root.close")
-    # Those of the close itself, and a few after it.
+    # The functions of the close itself, and a few after it.
     chosen = [*stages][first : last + 8]
     interrupted = []
     for number, code in enumerate(chosen):
@@ -676,7 +678,7 @@ def test_a_manager_whose_close_is_interrupted_is_usable_or_closed(tmp_path, sigt
         try:
             with profiled(interrupt):
                 close_by(who, old, root)
-                # Some functions are called once: by caches, or as garbage is collected.
+                # Some functions run only once: for a cache, or at a garbage collection.
                 if not interrupts:
                     eventually(lambda: False, "the interrupt")
         except KeyboardInterrupt:
@@ -912,7 +914,7 @@ def test_orders_that_a_stalled_trainer_writes_late_do_not_replace_those_of_a_new
 
 
 def test_overlapping_starts_of_one_process_do_not_wait_for_each_other(node, monkeypatch):
-    """Also if the manager before waits for the bucket, which accepts no save beside a start."""
+    """Even if the former manager waits for the bucket, which accepts no save during a start."""
     one = node()
     monkeypatch.setattr(lease.Grace, "wait", lambda *_: pytest.fail("a start waits"))
     _live, starts = begin_two(one, monkeypatch, wait_for="remote")
@@ -947,7 +949,7 @@ def test_overlapping_starts_in_a_directory_do_not_wait_for_each_other(tmp_path, 
         assert newer.all_steps() == [1, 2]
 
 
-def test_a_start_records_that_it_started_without_a_wait_for_a_newer_one(node, monkeypatch):
+def test_a_start_records_that_it_started_without_waiting_for_a_newer_one(node, monkeypatch):
     one = node()
     first = one.manager()
     claims = [Journal(first._run.held._journal.root) for _ in range(2)]
@@ -982,7 +984,7 @@ Node(sys.argv[1], sys.argv[2], Path(sys.argv[3])).manager()
 def test_a_trainer_killed_while_it_starts_leaves_the_staged_saves_to_the_next_one(
     node, monkeypatch, others
 ):
-    """The trainer before is fenced, and what it staged is uploaded by whoever comes next."""
+    """The former trainer is fenced, and the next one uploads what it staged."""
     one = node()
     with monkeypatch.context() as patch:
         patch.setattr(running.Running, "start", lambda _: None)  # Nothing is uploaded.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kit's ``Disk`` injects what its rules ask for, and nothing once it is closed."""
+"""``testing.Disk`` injects the faults of its rules, and none after it is closed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_calls_are_recorded_in_order_with_their_paths(disk, tmp_path):
     ]
 
 
-def test_a_rule_applies_after_some_calls_and_so_many_times(disk, tmp_path):
+def test_a_rule_honors_after_and_times(disk, tmp_path):
     disk.fail("write", r"^a\d$", errno=errno.ENOSPC, after=1, times=2)
     results = []
     for number in range(5):
@@ -64,7 +64,7 @@ def test_a_rule_applies_after_some_calls_and_so_many_times(disk, tmp_path):
         disk.fail("writev")
 
 
-def test_reads_are_seen_by_rules_that_name_them(disk, tmp_path):
+def test_only_rules_that_name_reads_match_them(disk, tmp_path):
     written(tmp_path / "a")
     disk.fail(after=1)
     assert (tmp_path / "a").read_bytes() == b"12345678" and not disk.paths("read")
@@ -75,7 +75,7 @@ def test_reads_are_seen_by_rules_that_name_them(disk, tmp_path):
     assert disk.paths("read") == [f"{tmp_path}/a"]
 
 
-def test_a_short_write_transfers_that_much_whether_it_fails_or_not(disk, tmp_path):
+def test_a_short_write_transfers_its_bytes_even_if_it_fails(disk, tmp_path):
     disk.shorten(3, times=2)
     assert written(tmp_path / "a") == 3
     disk.fail("write")
@@ -85,14 +85,14 @@ def test_a_short_write_transfers_that_much_whether_it_fails_or_not(disk, tmp_pat
 
 
 @pytest.mark.parametrize("limits", [(2, 5), (5, 2)])
-def test_of_several_disks_the_shortest_write_counts(disk, tmp_path, limits):
+def test_the_shortest_write_of_several_disks_applies(disk, tmp_path, limits):
     disk.shorten(limits[0])
     with Disk(tmp_path) as other:
         other.shorten(limits[1])
         assert written(tmp_path / "a") == 2
 
 
-def test_a_held_call_waits_for_the_release_and_may_fail_then(disk, tmp_path):
+def test_a_paused_call_waits_for_its_release_and_may_then_fail(disk, tmp_path):
     failed = []
 
     def write():
@@ -109,7 +109,7 @@ def test_a_held_call_waits_for_the_release_and_may_fail_then(disk, tmp_path):
     assert failed == [errno.EIO]
 
 
-def test_a_copy_is_what_a_kill_before_the_call_leaves(disk, tmp_path, tmp_path_factory):
+def test_a_copy_is_the_state_that_a_kill_before_the_call_leaves(disk, tmp_path, tmp_path_factory):
     target = tmp_path_factory.mktemp("copies") / "copy"
     disk.copy(target, "rename")
     written(tmp_path / "a")
@@ -117,7 +117,7 @@ def test_a_copy_is_what_a_kill_before_the_call_leaves(disk, tmp_path, tmp_path_f
     assert disk.image == target and os.listdir(target) == ["a"]
 
 
-def test_nothing_is_replaced_or_refused_once_it_is_closed(tmp_path):
+def test_a_closed_disk_patches_and_refuses_nothing(tmp_path):
     real = os.write
     with Disk(tmp_path) as disk:
         disk.fail(times=None)

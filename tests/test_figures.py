@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of tables, from records made up here: sizes of rows, shares of bytes, errors."""
+"""Figures of tables from synthetic records: row sizes, byte shares, errors."""
 
 import math
 
@@ -62,7 +62,7 @@ def test_a_layout_finds_its_groups_by_name() -> None:
     assert Layout((GROUP, other), TABLES, (), ()).group_by_name == {"g0": GROUP, "g1": other}
 
 
-def test_the_bytes_of_a_field_are_shared_out_by_rows() -> None:
+def test_the_bytes_of_a_field_are_divided_by_rows() -> None:
     found = table_figures((GROUP,), TABLES, [segment(encoding())])
     assert [(f.table, f.field, f.rows, f.nbytes) for f in found] == [
         ("b", "values", 3, 30),
@@ -77,13 +77,13 @@ def test_a_table_without_rows_is_left_out() -> None:
     assert [f.table for f in found] == ["a"]
 
 
-def test_rows_of_several_column_ranges_count_once_and_their_bytes_all() -> None:
+def test_rows_of_several_column_ranges_count_once_but_all_bytes_count() -> None:
     halves = [segment(encoding(), columns=(0, 2)), segment(encoding(), columns=(2, 4))]
     found = table_figures((GROUP,), TABLES, halves)
     assert (found[0].rows, found[0].nbytes) == (3, 60)
 
 
-def test_codecs_and_errors_of_all_segments_are_told_together() -> None:
+def test_codecs_and_errors_of_all_segments_are_combined() -> None:
     parts = [
         segment(encoding(codec="uniform8", error=(1.0, 0.0), norm=(16.0, 4.0))),
         segment(encoding(codec="raw", error=(3.0, 0.0), norm=(0.0, 0.0))),

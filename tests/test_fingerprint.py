@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row fingerprints and the proof of tracking."""
+"""Row fingerprints and the tracking audit."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_bits_are_compared_not_values():
     assert changed_rows(fingerprint(table), fingerprint(other)).tolist() == [1]
 
 
-def test_swapped_columns_and_slots_and_rows_are_seen():
+def test_swapped_columns_and_slots_and_rows_are_detected():
     table = np.arange(12, dtype=np.float32).reshape(4, 3)
     slot = table + 1
     assert len(changed_rows(fingerprint(table), fingerprint(table[:, ::-1]))) == 4
@@ -126,7 +126,7 @@ def test_the_sharding_does_not_matter(axis_type, spec, width):
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P("rows", None, "columns"), P("rows", "columns"), P("rows")])
-def test_rows_of_several_axes_may_be_cut_along_any(axis_type, spec):
+def test_rows_of_several_axes_may_be_sharded_along_any(axis_type, spec):
     if jax.device_count() < 8:
         pytest.skip("needs 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8")
     devices = jax.make_mesh((4, 2), ("rows", "columns"), axis_types=(axis_type,) * 2)
@@ -136,13 +136,13 @@ def test_rows_of_several_axes_may_be_cut_along_any(axis_type, spec):
     np.testing.assert_array_equal(sharded, fingerprint(table.reshape(8, 12)))
 
 
-def test_fingerprints_take_no_memory_beside_the_table():
+def test_fingerprints_take_hardly_any_extra_memory():
     def temporary_of(*row):
         table = jax.ShapeDtypeStruct((1 << 12, *row), jnp.float32)
         compiled = jax.jit(fingerprint).lower(table, [table]).compile()
         return compiled.memory_analysis().temp_size_in_bytes / (table.size * 4)
 
-    # XLA would put the mixed words of both lanes into memory, were long rows not folded.
+    # If long rows were not folded, XLA would store the mixed words of both lanes in memory.
     assert max(temporary_of(*row) for row in [(32,), (64,), (100,), (768,), (3, 64)]) < 0.2
 
 
@@ -181,7 +181,7 @@ def test_marked_changes_pass_and_unmarked_ones_are_named_by_table_and_row():
     assert "table params/tower/emb: rows 4\n" in message
 
 
-def test_a_changed_slot_alone_is_seen():
+def test_a_changed_slot_alone_is_detected():
     state = train_state()
     parts = split(state, TABLES)
     before = fingerprints(parts.fields, parts.layout)
@@ -193,7 +193,7 @@ def test_a_changed_slot_alone_is_seen():
         verify_tracking(before, fields, marks, 0, parts.layout)
 
 
-def test_always_slots_are_no_part_of_a_fingerprint():
+def test_always_slots_are_not_part_of_a_fingerprint():
     params = {"emb": jnp.ones((16, 4))}
     tx = optax.adafactor(1e-2, min_dim_size_to_factor=2)
     state = TrainState.create(apply_fn=None, params=params, tx=tx)
@@ -210,19 +210,19 @@ def test_always_slots_are_no_part_of_a_fingerprint():
     )
 
 
-def test_a_look_leaves_always_slots_where_they_are():
+def test_a_look_does_not_read_always_slots():
     state = {"tables": {"a": jnp.ones((3, 2))}, "slots": {"a": np.ones((3, 2))}}
     slots = {"tables/*": {"s": "slots/{name}"}}
     parts = split(state, Tables(select="tables/*", slots=slots, always="s"))
     [leaves] = parts.fields.values()
     [always] = [name for name in leaves if name != blocks.VALUES]
-    leaves[always] = None  # Nothing can be done with it.
+    leaves[always] = None  # Any use of it would fail.
     [stamps] = RowTracker().look(parts.fields, parts.layout).stamps.values()
     assert stamps.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("optimizer", [optax.adam(1e-2), optax.adagrad(0.1), optax.sgd(1.0)])
-def test_track_stands_the_proof(optimizer):
+def test_track_passes_the_audit(optimizer):
     tx = touched.track(optimizer, "**/emb")
     state = train_state()
     state = TrainState.create(apply_fn=None, params=state.params, tx=tx)
@@ -242,7 +242,7 @@ def test_track_stands_the_proof(optimizer):
         verify_tracking(before, after.fields, after.touched, clock, after.layout)
 
 
-# What the manager does with tracking="fingerprints".
+# The manager with tracking="fingerprints".
 
 PLACES = [P("rows", "columns"), P("rows"), P(None, "columns"), P(), "device", "host"]
 
@@ -258,7 +258,7 @@ def placed(array: np.ndarray, place, axis_type=AxisType.Auto):
 
 
 def look(tracker: RowTracker, tables: dict, slots: dict) -> tuple[int, dict[str, list[int]]]:
-    """The clock of a look, and the rows stamped with it."""
+    """Runs the tracker; returns its clock and the rows stamped with it."""
     state = {"tables": tables, "slots": slots}
     parts = split(state, Tables(select="tables/*", slots={"tables/*": {"s": "slots/{name}"}}))
     found = tracker.look(parts.fields, parts.layout)
@@ -280,7 +280,7 @@ def test_a_look_stamps_the_rows_that_changed_wherever_the_tables_are(axis_type, 
     assert (clock, rows["a"]) == (1, list(range(64)))
     table[[3, 60], 1] = -0.0
     slot[7] = 1
-    # Then they are moved as they are.
+    # Then they move unchanged.
     for clock, where, expected in [(2, place, [3, 7, 60]), (3, "device", []), (4, P("rows"), [])]:
         tables = {"a": placed(table, where, axis_type)}
         assert look(tracker, tables, {"a": slot}) == (clock, {"a": expected})
@@ -288,12 +288,12 @@ def test_a_look_stamps_the_rows_that_changed_wherever_the_tables_are(axis_type, 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.float64, np.complex128])
 @pytest.mark.parametrize("part", ["tables", "slots"])
-def test_64_bit_numbers_of_the_host_count_with_all_their_bits(dtype, part):
+def test_all_bits_of_64_bit_host_values_count(dtype, part):
     tracker = RowTracker()
     state = {"tables": {"a": jnp.ones((3, 2))}, "slots": {"a": np.ones((3, 2))}}
     state[part]["a"] = np.ones((3, 2), dtype)
     look(tracker, **state)
-    # What 32 bits would not show.
+    # A change that 32 bits would not show.
     more = 1e-12 if np.issubdtype(dtype, np.inexact) else 1 << 32
     before = fingerprint(state[part]["a"])
     state[part]["a"][1, 1] += dtype(more)
@@ -301,7 +301,7 @@ def test_64_bit_numbers_of_the_host_count_with_all_their_bits(dtype, part):
     assert changed_rows(before, fingerprint(state[part]["a"])).tolist() == [1]
 
 
-def test_a_slot_may_be_cut_along_other_rows_than_its_table():
+def test_a_slot_may_be_sharded_differently_from_its_table():
     if jax.device_count() < 8:
         pytest.skip("needs 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8")
     tracker = RowTracker()
@@ -313,12 +313,12 @@ def test_a_slot_may_be_cut_along_other_rows_than_its_table():
         slot = slot + np.eye(64, dtype=np.float32)[9]
 
 
-def test_rows_of_new_and_of_grown_tables_all_count_as_touched():
+def test_all_rows_of_new_and_grown_tables_count_as_touched():
     tracker = RowTracker()
     one, two = np.zeros((3, 2), np.float32), np.zeros((2, 2), np.float32)
     look(tracker, {"a": one}, {"a": one})
     assert look(tracker, {"a": one, "b": two}, {"a": one, "b": two})[1] == {"a": [], "b": [0, 1]}
-    # And of one that went away for a while: nobody knows what it was meanwhile.
+    # Also rows of a table that was missing for a while: changes in between are unknown.
     assert look(tracker, {"b": two}, {"b": two})[1] == {"b": []}
     assert look(tracker, {"a": one, "b": two}, {"a": one, "b": two})[1]["a"] == [0, 1, 2]
     grown = np.zeros((4, 2), np.float32)
@@ -354,9 +354,7 @@ def initial() -> dict:
 
 
 @pytest.mark.parametrize("with_template", [True, False])
-def test_saves_hold_what_changed_without_any_mark_before_and_after_a_restore(
-    tmp_path, with_template
-):
+def test_saves_hold_changed_rows_without_marks_before_and_after_a_restore(tmp_path, with_template):
     state = initial()
     with tracked(tmp_path) as manager:
         manager.save(0, state)
@@ -371,7 +369,7 @@ def test_saves_hold_what_changed_without_any_mark_before_and_after_a_restore(
         state = trained(result.state, [7])
         assert manager.save(2, state).kind == "delta"
         assert [report.rows for report in manager.wait_until_finished()] == [1]
-        # A rollback goes on from what was stored then.
+        # A rollback continues from what that step stored.
         result = manager.restore(1, initial())
         state = trained(result.state, [8, 9])
         with pytest.warns(UserWarning, match="later steps"):
@@ -400,12 +398,12 @@ def test_rows_of_a_failed_save_are_in_the_next_one(tmp_path):
     assert jax.tree.all(jax.tree.map(np.array_equal, found.state, state))
 
 
-def test_a_touch_state_is_refused_where_the_manager_looks_for_itself(tmp_path):
+def test_a_touch_state_is_refused_with_tracking_by_fingerprints(tmp_path):
     with tracked(tmp_path) as manager, pytest.raises(OptionError, match="leave it out"):
         manager.save(0, initial(), touched=touched.init({"tables/a": jnp.zeros((1000, 4))}))
 
 
-def test_a_touch_state_within_the_state_plays_no_part(tmp_path):
+def test_a_touch_state_within_the_state_is_ignored(tmp_path):
     state = {**initial(), "touched": touched.init({"tables/a": jnp.zeros((1000, 4))})}
     with tracked(tmp_path) as manager:
         manager.save(0, state)
@@ -413,8 +411,8 @@ def test_a_touch_state_within_the_state_plays_no_part(tmp_path):
         assert [report.rows for report in manager.wait_until_finished()] == [1000, 1]
 
 
-def test_a_look_that_fails_is_taken_back(tmp_path):
-    """Else the rows that it has found would be in no save."""
+def test_a_failed_look_is_undone(tmp_path):
+    """Otherwise no save would include the rows that it found."""
     state = initial()
     with tracked(tmp_path) as manager:
         manager.save(0, state)
@@ -434,8 +432,8 @@ def test_a_look_that_fails_is_taken_back(tmp_path):
 
 
 @pytest.mark.parametrize("tracking", ["touched", "fingerprints"])
-def test_tables_of_the_host_may_change_in_place_as_soon_as_save_returns(tmp_path, tracking):
-    """Also after a restore, which gives numpy arrays where it has no template."""
+def test_host_tables_may_change_in_place_as_soon_as_save_returns(tmp_path, tracking):
+    """Also after a restore, which returns numpy arrays if it has no template."""
     table = np.zeros((400_000, 32), np.float32)
     options = deltackpt.ManagerOptions(deltas=deltackpt.DeltaOptions(tracking=tracking))
     with deltackpt.CheckpointManager(tmp_path, handlers=TRACKED, options=options) as manager:

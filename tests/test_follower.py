@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The warm standby without ray: it holds exactly the newest intact step, or says why not."""
+"""The hot standby without Ray: it holds the newest intact step, or reports why not."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ P = jax.sharding.PartitionSpec
 #: Guards against hangs only.
 HANG_SECS = 60.0
 SELECT = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)
-#: Of one member, of some, of more than the rows of the smallest table, of more than of any.
+#: (shard, shards): one, a few, more than the rows of the smallest table.
 SHARDS = [(0, 1), (0, 2), (1, 2), (2, 3), (0, 7), (5, 7)]
 
 Tables = dict[str, dict[str, np.ndarray]]
@@ -74,7 +74,7 @@ def advanced(one: Follower) -> bool:
 
 
 def in_storage(root: Path, step: int) -> Tables:
-    """What a restore from storage gives: the other tests compare it with the model."""
+    """Restores from storage; other tests compare that with the model."""
     return reader.restore_tables(chains.read_chain(root / str(step))).fields
 
 
@@ -89,7 +89,7 @@ def in_state(state: dict) -> Tables:
 
 
 def held_regions(one: Follower) -> Iterator[tuple[str, str, int, np.ndarray]]:
-    """Table, field, first row and rows, copied as a process of the same machine does."""
+    """Yields table, field, first row and rows, copied like a process on the same machine does."""
     holding, place = one.holding, one.place
     assert holding is not None and place is not None
     view = MemoryReader(place)
@@ -112,7 +112,7 @@ def table_of(layout: Layout, region: Region):
 
 
 def assert_holds(one: Follower, step: int, expected: Tables) -> None:
-    """The bytes of all rows that it should hold, and of no others, are those of a step."""
+    """Asserts that exactly its rows are held, with the bytes of a step."""
     assert one.holding is not None and one.holding.save.save_id.step == step
     found = set()
     for table, field, first, rows in held_regions(one):
@@ -133,7 +133,7 @@ def assert_holds(one: Follower, step: int, expected: Tables) -> None:
 
 
 class Trainer:
-    """A manager and the states that it saved."""
+    """A manager and its saved states."""
 
     def __init__(self, root: Path, codec="raw", policy=None, slots: bool = True, **options):
         self.root = root
@@ -157,7 +157,7 @@ class Trainer:
         self.manager.close()
 
     def train(self, rows: int = 20) -> None:
-        """Some rows of some tables change with their slots, and dense leaves do."""
+        """Changes rows and slots of some tables, and dense leaves."""
         self.seed += 1
         rng = np.random.default_rng(self.seed)
         ids = {
@@ -168,7 +168,7 @@ class Trainer:
         self.change(ids, {name: rng.normal(size=(rows, model.WIDTH[name])) for name in ids})
 
     def change(self, ids: dict[str, np.ndarray], values: dict[str, np.ndarray]) -> None:
-        # By numpy, which compiles nothing for each number of rows.
+        # numpy, so that nothing is compiled per number of rows.
         tables, slots = dict(self.state["tables"]), dict(self.state["slots"])
         for name, rows in ids.items():
             table, slot = np.array(tables[name]), np.array(slots[name])
@@ -182,7 +182,7 @@ class Trainer:
         self.marks = deltackpt.touched.mark(self.marks, marks)
 
     def spoil(self) -> None:
-        """Rows that no lossy codec holds."""
+        """Sets rows that no lossy codec can encode."""
         self.seed += 1
         rows = np.random.default_rng(self.seed).integers(0, model.ROWS["users"], 3)
         values = np.array([[np.inf], [np.nan], [3e38]])
@@ -196,7 +196,7 @@ class Trainer:
         return self.step
 
     def fail(self) -> None:
-        """A save whose storage fails part way."""
+        """Attempts a save whose storage fails partway."""
         self.step += 1
         with failing_saves(self.root):
             try:
@@ -207,7 +207,7 @@ class Trainer:
                 pass
 
     def roll_back(self, step: int) -> None:
-        """Training goes on from an older step, and its next save replaces the later ones."""
+        """Resumes from an older step; the next save replaces the later ones."""
         found = self.manager.restore(step, self.states[step])
         self.state, self.marks = found.state, found.touched
         self.step = step
@@ -217,7 +217,7 @@ class Trainer:
             self.save()
 
     def grow(self) -> None:
-        """More rows of a table, and more dense leaves: another layout."""
+        """Adds rows to a table, which changes the layout."""
         count = len(self.state["slots"]["items"]) + 37
         grown = {}
         for kind in ("tables", "slots"):
@@ -233,11 +233,11 @@ class Trainer:
         return max(self.manager.all_steps())
 
 
-# The rows of a member.
+# The rows of a replica.
 
 
 @given(rows=st.lists(st.integers(1, 40), min_size=1, max_size=4), count=st.integers(1, 12))
-def test_members_together_hold_each_row_once(rows, count):
+def test_replicas_together_hold_each_row_once(rows, count):
     state = {"tables": {str(i): np.zeros((n, 3), np.float32) for i, n in enumerate(rows)}}
     layout = tables.split(state, deltackpt.Tables(select="tables/*")).layout
     seen: dict[str, list[int]] = {}
@@ -253,10 +253,10 @@ def test_members_together_hold_each_row_once(rows, count):
     assert all(len(found) == len(set(found)) for found in seen.values())
 
 
-# What it holds.
+# Contents.
 
 
-#: Of deltas and of bases alike.
+#: The same codec for deltas and bases.
 LOSSY = [
     deltackpt.policies.CodecChoice(delta=name, base=name)
     for name in ("adaptive4", "int8", "bf16", "greedy2")
@@ -269,7 +269,7 @@ ACTIONS = st.sampled_from(
 @settings(
     max_examples=8,
     deadline=None,
-    # An example takes seconds: shrinking one would take minutes.
+    # An example takes seconds; shrinking one would take minutes.
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -291,11 +291,11 @@ ACTIONS = st.sampled_from(
 @example(
     ["save", "base", "save", "look"], LOSSY[0], deltackpt.policies.Consecutive(), None, True, 1
 )
-def test_after_each_look_the_held_bytes_are_those_of_the_newest_step(
+def test_after_each_poll_the_held_bytes_are_those_of_the_newest_step(
     tmp_path_factory, actions, codec, policy, retention, slots, seed
 ):
     if isinstance(policy, deltackpt.policies.Rolling):
-        retention = None  # Of the steps that it leaves not all restore by themselves.
+        retention = None  # With Rolling and retention, not all kept steps restore on their own.
     root = tmp_path_factory.mktemp("root")
     draw = np.random.default_rng(seed)
     late = draw.choice(len(SHARDS), 2, replace=False)
@@ -320,7 +320,7 @@ def test_after_each_look_the_held_bytes_are_those_of_the_newest_step(
                 trainer.roll_back(int(draw.choice(trainer.manager.all_steps())))
             elif action == "grow":
                 trainer.grow()
-            # Some of them look rarely, and find several steps at once.
+            # Some followers poll rarely and find several steps at once.
             for number, one in enumerate(followers):
                 if action == "look" or number not in late:
                     advanced(one)
@@ -344,7 +344,7 @@ def test_a_new_base_of_the_same_rows_is_compared_and_not_reloaded(tmp_path):
         in_place = []
 
         def note(_: DiskCall) -> None:
-            # What was held is there while the base is read.
+            # The old step stays available while the base is read.
             in_place.append(one.holding is not None and one.holding.save.save_id.step == 1)
 
         with Disk(tmp_path) as disk:
@@ -356,7 +356,7 @@ def test_a_new_base_of_the_same_rows_is_compared_and_not_reloaded(tmp_path):
 
 
 @pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.base)
-def test_rows_that_a_lossy_codec_does_not_hold_survive_a_new_base(tmp_path, codec):
+def test_rows_that_a_lossy_codec_cannot_encode_survive_a_new_base(tmp_path, codec):
     with Trainer(tmp_path, codec) as trainer:
         for _ in range(4):
             trainer.spoil()
@@ -371,8 +371,8 @@ def test_rows_that_a_lossy_codec_does_not_hold_survive_a_new_base(tmp_path, code
 
 
 @pytest.mark.parametrize("policy", [deltackpt.policies.OneShot(), deltackpt.policies.Consecutive()])
-def test_several_saves_are_taken_as_one(tmp_path, policy):
-    """Nobody sees a state that is older than the one before, nor one in between."""
+def test_several_saves_are_applied_as_one(tmp_path, policy):
+    """Readers see neither an older state nor an intermediate one."""
     with Trainer(tmp_path, policy=policy) as trainer:
         trainer.save()
         trainer.train()
@@ -391,7 +391,7 @@ def test_several_saves_are_taken_as_one(tmp_path, policy):
         ]
 
 
-def test_training_that_goes_back_in_memory_leaves_nothing_of_what_it_gave_up(tmp_path):
+def test_an_in_memory_rollback_leaves_nothing_of_the_abandoned_steps(tmp_path):
     with Trainer(tmp_path, policy=deltackpt.policies.OneShot()) as trainer:
         trainer.save()
         one = opened(tmp_path)
@@ -400,7 +400,7 @@ def test_training_that_goes_back_in_memory_leaves_nothing_of_what_it_gave_up(tmp
         trainer.train()
         trainer.save()
         advanced(one)
-        # A spike of the loss, say: the state that was kept goes on, and soon has as many marks.
+        # As after a loss spike: training resumes from the kept state; its clock soon catches up.
         trainer.state, trainer.marks = kept
         trainer.train()
         trainer.train()
@@ -410,9 +410,7 @@ def test_training_that_goes_back_in_memory_leaves_nothing_of_what_it_gave_up(tmp
 
 
 @pytest.mark.parametrize("kind", ["delta", "base"])
-def test_a_save_larger_than_the_memory_beside_the_rows_is_taken_in_pieces(
-    tmp_path, monkeypatch, kind
-):
+def test_a_save_larger_than_the_staging_memory_is_applied_in_pieces(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(follower_module, "_LEAST_STAGING_BYTES", 1)
     monkeypatch.setattr(follower_module, "_STAGING_SHARE", 1e-6)
     monkeypatch.setattr(difference, "_COMPARED_BYTES", 64)
@@ -452,9 +450,9 @@ def test_steps_of_many_parts_and_columns_are_held_whole(tmp_path, spec):
                 assert_holds(one, step, expected)
 
 
-def test_only_its_own_rows_are_read(tmp_path):
+def test_a_replica_reads_only_its_own_rows(tmp_path):
     with Trainer(tmp_path, staging_bytes=1 << 24) as trainer:
-        # Chunks of some rows each, as large tables have them.
+        # Chunks of a few rows each, as in large tables.
         with mock.patch.object(arrays, "CHUNK_BYTES", 256):
             trainer.save()
             trainer.train(400)
@@ -487,12 +485,12 @@ def test_a_first_step_is_waited_for(tmp_path):
         assert_holds(one, 1, in_state(trainer.state))
 
 
-# What is wrong with the directory.
+# Faults of the directory.
 
 
 @pytest.fixture(scope="module", params=["consecutive", "one-shot"])
 def written(request, tmp_path_factory) -> tuple[Path, dict[int, dict]]:
-    """A base, a delta, one that is to be damaged, and a base after it."""
+    """A base, a delta, a delta to damage, and a base after it."""
     policy = {
         "consecutive": deltackpt.policies.Consecutive(),
         "one-shot": deltackpt.policies.OneShot(),
@@ -509,7 +507,7 @@ def write(root: Path, policy=None) -> tuple[Path, dict[int, dict]]:
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_a_damaged_delta_changes_nothing_and_the_next_intact_step_is_taken(written, tmp_path, how):
+def test_a_damaged_delta_changes_nothing_and_the_next_step_is_applied(written, tmp_path, how):
     (whole, states), root = written, tmp_path / "root"
     shutil.copytree(whole, root)
     os.rename(root / "4", tmp_path / "4")
@@ -525,11 +523,11 @@ def test_a_damaged_delta_changes_nothing_and_the_next_intact_step_is_taken(writt
         data = path.read_bytes()
         damage(path, how)
         if one.advance():
-            # Files that have nothing of these rows may be missing.
+            # Files without data of these rows may be missing.
             assert_holds(one, 3, in_state(states[3]))
         else:
             refused += 1
-            # It is not read over and over again.
+            # It is not read again.
             with Disk(root) as disk:
                 disk.fail("read", "^3/", times=None)
                 assert not one.advance()
@@ -568,12 +566,12 @@ def test_a_damaged_base_changes_nothing(tmp_path, relaid):
         trainer.save(force_base=True)
         assert one.advance()
         assert_holds(one, 3, in_state(trainer.state))
-        # The collection of the trainer may have a descriptor for a moment.
+        # The trainer's garbage collection may briefly hold a descriptor.
         wait_until(lambda: len(machine.open_files(tmp_path)) <= open_files)
 
 
-def test_a_step_that_is_mended_is_taken(tmp_path, monkeypatch):
-    """Such as one that was copied into the directory before its parent."""
+def test_a_repaired_step_is_applied(tmp_path, monkeypatch):
+    """For example, one that was copied into the directory before its parent."""
     monkeypatch.setattr(candidates, "_REFUSED_SECS", 0.0)
     root, states = write(tmp_path / "root")
     shutil.rmtree(root / "4")
@@ -587,7 +585,7 @@ def test_a_step_that_is_mended_is_taken(tmp_path, monkeypatch):
     assert_holds(one, 3, in_state(states[3]))
 
 
-def test_where_no_step_is_intact_it_says_so_and_holds_what_it_held(tmp_path):
+def test_if_no_step_is_intact_it_reports_that_and_keeps_its_state(tmp_path):
     with Trainer(tmp_path / "root") as trainer:
         trainer.save()
     root = tmp_path / "root"
@@ -611,7 +609,7 @@ def assert_holds_still(one: Follower, state: dict) -> None:
     assert_holds(one, one.holding.save.save_id.step, in_state(state))
 
 
-def test_a_directory_that_goes_and_comes_back_is_followed_again(tmp_path):
+def test_a_directory_that_vanishes_and_returns_is_followed_again(tmp_path):
     root, aside = tmp_path / "root", tmp_path / "aside"
     with Trainer(root) as trainer:
         trainer.save()
@@ -627,7 +625,7 @@ def test_a_directory_that_goes_and_comes_back_is_followed_again(tmp_path):
     os.rename(aside, root)
     assert not one.advance()
     assert_holds_still(one, trainer.states[1])
-    # And where it comes back as another run's, which has the same step.
+    # The directory returns with another run that has the same step.
     shutil.rmtree(root)
     with Trainer(root) as trainer:
         trainer.train(400)
@@ -636,7 +634,7 @@ def test_a_directory_that_goes_and_comes_back_is_followed_again(tmp_path):
         assert_holds_still(one, trainer.state)
 
 
-def test_a_file_that_cannot_be_read_for_a_while_is_read_later(tmp_path):
+def test_a_temporarily_unreadable_file_is_read_later(tmp_path):
     root, states = write(tmp_path / "root")
     shutil.rmtree(root / "4")
     os.rename(root / "3", tmp_path / "3")
@@ -668,7 +666,7 @@ def test_a_step_that_vanishes_while_it_is_read_changes_nothing(tmp_path):
 # Memory.
 
 
-def test_too_little_memory_is_said_before_any_is_taken(tmp_path):
+def test_too_little_memory_is_reported_before_any_is_allocated(tmp_path):
     with Trainer(tmp_path) as trainer:
         trainer.save()
         one = opened(tmp_path, memory_bytes=1000)
@@ -676,7 +674,7 @@ def test_too_little_memory_is_said_before_any_is_taken(tmp_path):
             with pytest.raises(TooLittleMemory, match=r"found 1,000; start the service with more"):
                 one.advance()
         assert one.holding is None and one.nbytes == 0 and one.place is None
-        # A part of it fits.
+        # A shard of it fits.
         beside = follower_module._LEAST_STAGING_BYTES
         part = opened(tmp_path, 0, 7, memory_bytes=beside + 10_000)
         assert part.advance()
@@ -685,7 +683,7 @@ def test_too_little_memory_is_said_before_any_is_taken(tmp_path):
             opened(tmp_path, memory_bytes=beside + 10_000).advance()
 
 
-def test_tables_that_have_grown_take_the_place_of_the_old_ones_where_both_do_not_fit(tmp_path):
+def test_grown_tables_replace_the_old_ones_if_both_do_not_fit(tmp_path):
     with Trainer(tmp_path) as trainer:
         trainer.save()
         size = sum(
@@ -698,7 +696,7 @@ def test_tables_that_have_grown_take_the_place_of_the_old_ones_where_both_do_not
         trainer.save()
         assert one.advance()
         assert_holds_still(one, trainer.state)
-        # What does not fit at all leaves what is held as it is.
+        # If it does not fit at all, the held state is unchanged.
         for _ in range(60):
             trainer.grow()
         trainer.save()
@@ -707,7 +705,7 @@ def test_tables_that_have_grown_take_the_place_of_the_old_ones_where_both_do_not
         assert_holds(one, 2, in_state(trainer.states[2]))
 
 
-def test_memory_of_another_owner_is_not_taken_for_it():
+def test_memory_of_another_owner_is_rejected():
     one = SharedMemory(100)
     MemoryReader(one.place)
     one_place = one.place
@@ -725,7 +723,7 @@ def test_memory_of_another_owner_is_not_taken_for_it():
 
 @pytest.mark.processes
 def test_a_reader_in_another_process_keeps_the_memory_when_its_owner_is_killed(tmp_path):
-    """What was pinned can be copied to the end, and a write that was cut is seen."""
+    """Pinned bytes can still be copied, and an interrupted write is detected."""
     code = (
         "import sys, time, numpy as np\n"
         "from deltackpt.standby.memory import SharedMemory\n"
@@ -754,12 +752,12 @@ def test_a_reader_in_another_process_keeps_the_memory_when_its_owner_is_killed(t
             MemoryReader(memory.MemoryAddress(machine, int(pid), int(descriptor), token))
 
 
-# Readers beside the writer.
+# Concurrent readers.
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-def test_readers_beside_the_writer_see_whole_steps_only(tmp_path, pinned):
-    """With a pin each copy is one step; where nobody had one, the sequence tells of a change."""
+def test_concurrent_readers_see_only_whole_steps(tmp_path, pinned):
+    """With a pin each copy is one step; without a pin the sequence number reveals a change."""
     with Trainer(tmp_path) as trainer:
         trainer.save()
         one = opened(tmp_path)
@@ -801,7 +799,7 @@ def test_readers_beside_the_writer_see_whole_steps_only(tmp_path, pinned):
         real = follower_module._merge
 
         def slowly(staged, targets):
-            # A copy by a reader without a pin falls into the change.
+            # A reader without a pin must copy during the change.
             count = found["changed"]
             for block in staged:
                 real([block], targets)
@@ -828,7 +826,7 @@ def test_readers_beside_the_writer_see_whole_steps_only(tmp_path, pinned):
 
 
 def flat(expected: Tables, one: Follower) -> bytes:
-    """A member's memory as it should be."""
+    """Returns the expected memory of a replica."""
     layout = one.holding.layout
     held = shards.regions(layout, 0, 1)
     out = np.zeros(shards.nbytes(held), np.uint8)
@@ -846,7 +844,7 @@ def wait_until(true) -> None:
         time.sleep(0.001)
 
 
-def test_a_reader_that_dies_with_a_pin_holds_the_writer_up_for_a_limited_time(tmp_path):
+def test_a_reader_that_dies_with_a_pin_blocks_the_writer_for_a_limited_time(tmp_path):
     with Trainer(tmp_path) as trainer:
         trainer.save()
         one = opened(tmp_path)
@@ -863,7 +861,7 @@ def test_a_reader_that_dies_with_a_pin_holds_the_writer_up_for_a_limited_time(tm
         one.unpin(pin)
 
 
-def test_the_writer_waits_for_a_pin_and_readers_get_one_state_meanwhile(tmp_path):
+def test_the_writer_waits_for_a_pin_while_readers_see_one_state(tmp_path):
     with Trainer(tmp_path) as trainer:
         trainer.save()
         one = opened(tmp_path)
@@ -876,7 +874,7 @@ def test_the_writer_waits_for_a_pin_and_readers_get_one_state_meanwhile(tmp_path
         writer.start()
         wait_until(lambda: one._gate._waiting_since is not None)
         assert one.holding is first
-        # Others come in while it waits for a moment, and not when it has waited for long.
+        # Other readers may pin while the writer waits briefly, but not after a long wait.
         other, _ = one.pin(first.save.save_id, 0)
         one.unpin(other)
         with mock.patch.object(gate, "_PATIENCE_SECS", 0.0):
@@ -888,8 +886,8 @@ def test_the_writer_waits_for_a_pin_and_readers_get_one_state_meanwhile(tmp_path
         assert_holds_still(one, trainer.state)
 
 
-def test_a_pin_of_one_gate_means_nothing_to_another():
-    """A member that was restarted knows nothing of the pins before."""
+def test_a_pin_of_one_gate_is_invalid_for_another():
+    """A restarted replica does not know earlier pins."""
     one, other = Gate(), Gate()
     pins = {one.pin(0) for _ in range(20)}
     others = {other.pin(0) for _ in range(20)}
@@ -900,7 +898,7 @@ def test_a_pin_of_one_gate_means_nothing_to_another():
     assert all(other.renew(pin) for pin in others)
 
 
-def test_rows_are_read_from_a_pinned_state_alone(tmp_path):
+def test_rows_are_read_only_from_a_pinned_state(tmp_path):
     with Trainer(tmp_path) as trainer:
         trainer.save()
         one = opened(tmp_path, 1, 2)
@@ -921,11 +919,11 @@ def test_rows_are_read_from_a_pinned_state_alone(tmp_path):
             one.pin(SaveId(holding.save.save_id.run, 2, 0), 0)
 
 
-# Readers that keep what they have mapped, and the files beside the tables.
+# Readers that keep mappings, and files other than tables.
 
 
 def kept(one: Follower) -> tuple[MemoryReader, np.ndarray]:
-    """The memory of a follower as a reader keeps it, and its bytes."""
+    """Maps the memory of a follower, and returns the mapping and its bytes."""
     pin, holding = one.pin(one.holding.save.save_id, 0)
     view = MemoryReader(one.place)
     assert view.sequence == holding.sequence
@@ -935,7 +933,7 @@ def kept(one: Follower) -> tuple[MemoryReader, np.ndarray]:
 
 @pytest.mark.parametrize("in_pieces", [False, True])
 @pytest.mark.parametrize("force_base", [False, True])
-def test_what_a_reader_keeps_stays_and_the_next_state_is_made_in_a_copy(
+def test_a_kept_mapping_is_unchanged_and_the_next_state_is_built_in_a_copy(
     tmp_path, monkeypatch, force_base, in_pieces
 ):
     with Trainer(tmp_path) as trainer:
@@ -953,7 +951,7 @@ def test_what_a_reader_keeps_stays_and_the_next_state_is_made_in_a_copy(
         assert one.place != place and view.sequence % 2 == 0
         assert bytes(rows) == first
         assert_holds(one, 2, in_state(trainer.state))
-        # What it writes is its own; nobody keeps the copy, which changes where it is.
+        # The reader's writes are private. No reader maps the copy, so it is updated in place.
         rows[:] = 0
         place = one.place
         trainer.train(200)
@@ -963,7 +961,7 @@ def test_what_a_reader_keeps_stays_and_the_next_state_is_made_in_a_copy(
         assert_holds(one, 3, in_state(trainer.state))
 
 
-def test_a_reader_that_is_gone_leaves_the_memory_to_its_owner(tmp_path):
+def test_without_its_reader_the_memory_is_updated_in_place(tmp_path):
     with Trainer(tmp_path) as trainer:
         trainer.save()
         one = opened(tmp_path)
@@ -976,7 +974,7 @@ def test_a_reader_that_is_gone_leaves_the_memory_to_its_owner(tmp_path):
         assert_holds(one, 2, in_state(trainer.state))
 
 
-def test_without_memory_for_a_copy_the_state_stays_until_its_reader_goes(tmp_path):
+def test_without_memory_for_a_copy_the_state_stays_until_its_reader_is_gone(tmp_path):
     with Trainer(tmp_path) as trainer:
         trainer.save()
         one = opened(tmp_path)
@@ -994,7 +992,7 @@ def test_without_memory_for_a_copy_the_state_stays_until_its_reader_goes(tmp_pat
         assert_holds(one, 2, in_state(trainer.state))
 
 
-def test_the_files_beside_the_tables_are_held_as_storage_has_them(tmp_path):
+def test_files_other_than_tables_are_held_as_stored(tmp_path):
     with Trainer(tmp_path) as trainer:
         for step in (1, 2):
             trainer.train()
@@ -1019,7 +1017,7 @@ def test_the_files_beside_the_tables_are_held_as_storage_has_them(tmp_path):
             one.read_file(pin, name, 3, 9)
 
 
-def test_a_step_whose_dense_files_are_damaged_is_not_taken(tmp_path):
+def test_a_step_with_damaged_dense_files_is_not_applied(tmp_path):
     with Trainer(tmp_path) as trainer:
         trainer.save()
         one = opened(tmp_path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A follower of steps whose deltas hold dense leaves as blocks: the bits that a restore gives."""
+"""A follower of deltas with dense blocks holds the same bits as a restore."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("nobody_removes_steps")
 
 
 class DenseTrainer(Trainer):
-    """Trains dense leaves of several dtypes, one of which stays as it is."""
+    """Trains dense leaves of several dtypes; one leaf does not change."""
 
     def __init__(self, root: Path, codec="lossless", **options):
         dense = deltackpt.Dense(deltas="blocks", codec=codec)
@@ -88,12 +88,12 @@ def test_dense_leaves_follow_base_deltas_and_base(tmp_path, codec):
             assert_holds(one, step, in_storage(tmp_path, step))
             if number != 4:
                 assert_holds_dense(one, tmp_path, step)
-            if number in (3, 6):  # It finds several at once.
+            if number in (3, 6):  # It finds several steps at once.
                 advanced(late)
                 assert_holds_dense(late, tmp_path, step)
 
 
-def test_what_did_not_change_is_not_read_again(tmp_path):
+def test_unchanged_values_are_not_read_again(tmp_path):
     with DenseTrainer(tmp_path) as trainer:
         trainer.save()
         one = opened(tmp_path)
@@ -109,7 +109,7 @@ def test_what_did_not_change_is_not_read_again(tmp_path):
         assert_holds_dense(one, tmp_path, step)
 
 
-def test_damaged_blocks_leave_what_is_held(tmp_path):
+def test_damaged_blocks_leave_the_held_step_unchanged(tmp_path):
     with DenseTrainer(tmp_path) as trainer:
         for _ in range(3):
             trainer.train()
@@ -134,12 +134,12 @@ def test_damaged_blocks_leave_what_is_held(tmp_path):
         assert_holds_dense(one, tmp_path, step + 1)
 
 
-def test_leaves_of_other_shapes_are_read_anew(tmp_path):
+def test_leaves_with_another_shape_or_dtype_are_read_again(tmp_path):
     with DenseTrainer(tmp_path) as trainer:
         one = opened(tmp_path)
         for number in range(4):
             dense = dict(trainer.state["dense"])
-            # The same bytes as other numbers, and more of them.
+            # The same bytes with another dtype, then with more rows.
             dense["frozen"] = dense["frozen"].view(jnp.int32) if number == 1 else dense["frozen"]
             dense["wide"] = dense["wide"] if number != 2 else jnp.tile(dense["wide"], (2, 1))
             trainer.state = {**trainer.state, "dense": dense}
@@ -152,7 +152,7 @@ def test_leaves_of_other_shapes_are_read_anew(tmp_path):
                 assert_holds_dense(one, tmp_path, step)
 
 
-def test_a_compacted_base_holds_what_its_deltas_held(tmp_path):
+def test_a_compacted_base_holds_the_values_of_its_deltas(tmp_path):
     with DenseTrainer(tmp_path, CODECS[1]) as trainer:
         for _ in range(4):
             trainer.train()
@@ -189,7 +189,7 @@ def test_leaves_that_do_not_fit_are_left_to_storage(tmp_path):
 
 
 class FollowerRows:
-    """A source of rows that a follower of this process holds; see ``RowSource``."""
+    """A source of the rows of an in-process follower; see ``RowSource``."""
 
     def __init__(self, root: Path):
         self._root, self.one = root, opened(root)
@@ -213,7 +213,7 @@ class FollowerRows:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_restore_by_what_is_held_gives_the_bits_of_storage(tmp_path, codec):
+def test_a_restore_from_a_follower_equals_one_from_storage(tmp_path, codec):
     with DenseTrainer(tmp_path, codec) as trainer:
         trainer.save()
         for _ in range(3):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A follower of a root with a log: it holds what a restore would give, or says why not.
+"""A follower of a directory with a WAL holds what a restore would return, or reports why not.
 
-The machine is that of the log (``test_log_invariants``), with followers that look in between:
-whatever is logged, saved, failed, torn, killed and restored, they hold the bits of exactly the step
-and the point that they name, and in the end the newest ones.
+The state machine is that of the WAL (``test_log_invariants``), with followers that look in between.
+After any sequence of appends, saves, failures, torn writes, kills and restores, they hold the bits
+of exactly the step and point that they name, and in the end the newest ones.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def logs_of(root: Path) -> Logs:
 
 
 def from_storage(root: Path, save_id: SaveId, point: RecoveryPoint | None) -> RestoredTables:
-    """What a restore from storage makes of a step, and of a point above it."""
+    """Restores a step, and a point above it if one is given, from storage."""
     found = reader.restore_tables(chains.read_chain(root / str(save_id.step)))
     assert found.chain[-1].save_id == save_id
     if point is not None:
@@ -63,7 +63,7 @@ def from_storage(root: Path, save_id: SaveId, point: RecoveryPoint | None) -> Re
 
 
 def assert_holds_storage(one: Follower, root: Path) -> None:
-    """The rows that it holds are those of the step and point that it names."""
+    """Asserts that its rows are those of the step and point that it names."""
     holding = one.holding
     assert holding is not None
     expected = from_storage(root, holding.save.save_id, holding.point).fields
@@ -87,7 +87,7 @@ def assert_holds_storage(one: Follower, root: Path) -> None:
 
 
 def assert_newest(one: Follower, root: Path, *, soft: bool) -> None:
-    """It holds the newest step, or point, that a restore from storage would choose."""
+    """Asserts that it holds the newest step or point that a restore would choose."""
     steps = {}
     for path in root.iterdir():
         if path.name.isdecimal():
@@ -99,7 +99,7 @@ def assert_newest(one: Follower, root: Path, *, soft: bool) -> None:
 
 
 class FollowedMachine(LogMachine):
-    """Drives a trainer as before; followers look at what it leaves."""
+    """Drives a trainer like ``LogMachine``; followers read its directory."""
 
     @initialize(pieces=st.booleans())
     def follow(self, pieces):
@@ -108,7 +108,7 @@ class FollowedMachine(LogMachine):
         if pieces:
             for name, value in (("_LEAST_STAGING_BYTES", 100), ("_STAGING_SHARE", 0.0)):
                 self.patches.enter_context(mock.patch.object(follower_module, name, value))
-        # What was torn is looked at again at once.
+        # Retry torn records at once.
         for module in (marks_module, candidates):
             self.patches.enter_context(mock.patch.object(module, "_REFUSED_SECS", 0.0))
 
@@ -118,7 +118,7 @@ class FollowedMachine(LogMachine):
 
     def open(self, root):
         if self.manager is not None:
-            # Followers see the same place, whatever happens to the trainer.
+            # Keep the directory at one path, so that followers see the new trainer.
             root = root.rename(self.folder / "0")
         super().open(root)
 
@@ -147,7 +147,7 @@ class FollowedMachine(LogMachine):
                 assert_newest(one, self.root, soft=soft)
 
     def advance(self, one) -> bool:
-        """Whether it holds something; the trainer writes no step meanwhile that replaces it."""
+        """Advances while the trainer saves nothing; returns whether it holds something."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.quietly(self.manager.wait_until_finished)
@@ -155,8 +155,8 @@ class FollowedMachine(LogMachine):
                 one.advance()
         if one.holding is None:
             return False
-        # Trimmed records cannot be read again, and no step that it has seen contains them. Nor can
-        # a deleted step, which it keeps until there is another.
+        # Trimmed records cannot be read again, and no step that it has seen contains them. Neither
+        # can a deleted step, which it keeps until there is another one.
         with contextlib.suppress(FileNotFoundError, StepNotFound):
             if one.holding.point is None or one.holding.point in logs_of(self.root).read().points():
                 try:
@@ -166,7 +166,7 @@ class FollowedMachine(LogMachine):
         return True
 
     def assert_holds_given(self, one):
-        """It holds rows that were given at its point, as they are or as a codec has them."""
+        """Asserts that it holds rows given at its point, raw or as a codec decodes them."""
         states = self.given.get(one.holding.point.step) or self.left[one.holding.point.step]
         for table, field, first, rows in held_regions(one):
             allowed = np.zeros(len(rows), bool)
@@ -192,11 +192,11 @@ TestFollowed.settings = settings(
 )
 
 
-# One thing after the other.
+# Fixed sequences.
 
 
 class Trainer:
-    """A manager with a log, and the states that were given to it."""
+    """A manager with a WAL, and the states that were given to it."""
 
     def __init__(self, root: Path, codec="raw", policy=None, durability="process", **log):
         self.root = root
@@ -259,7 +259,7 @@ def opened(root: Path, **options) -> Follower:
 
 
 def assert_at(one: Follower, trainer: Trainer, step: int, above: int | None) -> None:
-    """It holds the state of a step: the point above another one, or the step itself."""
+    """Asserts that it holds a step: as a point above another step, or the step itself."""
     holding = one.holding
     assert holding is not None
     found = None if holding.point is None else holding.point.step
@@ -269,7 +269,7 @@ def assert_at(one: Follower, trainer: Trainer, step: int, above: int | None) -> 
 
 
 def assert_rows(one: Follower, state: dict) -> None:
-    """Its rows are those of a state."""
+    """Asserts that its rows are those of a state."""
     expected = in_state(state)
     for table, field, first, rows in held_regions(one):
         same = expected[table][field][first : first + len(rows)]
@@ -287,7 +287,7 @@ def flipped(trainer: Trainer, where: str) -> bytes:
     return bytes(data)
 
 
-def test_marks_are_applied_as_they_are_written(tmp_path):
+def test_records_are_applied_as_they_are_written(tmp_path):
     with Trainer(tmp_path, dense_every=3) as trainer:
         trainer.save()
         one, full = opened(tmp_path), opened(tmp_path, soft=False)
@@ -301,14 +301,14 @@ def test_marks_are_applied_as_they_are_written(tmp_path):
             assert not one.advance() and not full.advance()
         assert one.holding.files_of == full.holding.point
         assert_at(full, trainer, full.holding.point.step, above=1)
-        # The next step is above all of them.
+        # The next step supersedes all of them.
         trainer.save()
         for each in (one, full):
             assert each.advance()
             assert_at(each, trainer, trainer.step, above=None)
 
 
-def test_a_step_that_is_committed_below_the_held_point_takes_nothing_back(tmp_path):
+def test_a_step_committed_below_the_held_point_does_not_move_the_follower_back(tmp_path):
     with Trainer(tmp_path) as trainer:
         trainer.save()
         one = opened(tmp_path)
@@ -332,7 +332,7 @@ def test_a_step_that_is_committed_below_the_held_point_takes_nothing_back(tmp_pa
 
 
 @pytest.mark.parametrize("to", [3, 1], ids=["point", "step"])
-def test_marks_that_training_left_are_given_up(tmp_path, to):
+def test_records_that_training_abandoned_are_dropped(tmp_path, to):
     with Trainer(tmp_path) as trainer:
         trainer.save()
         for _ in range(4):
@@ -349,8 +349,8 @@ def test_marks_that_training_left_are_given_up(tmp_path, to):
             assert_at(one, last, last.step, above=1)
 
 
-def test_a_mark_that_becomes_void_after_it_was_applied_is_taken_back(tmp_path):
-    """It was written, and seen, and could not be forced: nobody may count on it."""
+def test_a_record_that_becomes_void_after_it_was_applied_is_undone(tmp_path):
+    """The record was written and read, but could not be fsynced, so it does not count."""
     with Trainer(tmp_path, durability="power") as trainer:
         trainer.save()
         trainer.log()
@@ -377,7 +377,7 @@ def test_a_mark_that_becomes_void_after_it_was_applied_is_taken_back(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["header", "rows"])
-def test_a_damaged_mark_is_not_applied_and_is_told_until_a_step_is_above_it(tmp_path, where):
+def test_a_damaged_record_is_not_applied_and_is_reported_until_a_newer_step(tmp_path, where):
     with Trainer(tmp_path) as trainer:
         trainer.save()
         trainer.log()
@@ -399,7 +399,7 @@ def test_a_damaged_mark_is_not_applied_and_is_told_until_a_step_is_above_it(tmp_
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_a_mark_that_is_damaged_after_it_was_applied_stays_held(tmp_path, copied):
+def test_a_record_damaged_after_it_was_applied_stays_held(tmp_path, copied):
     """Memory has what was written; a restore from storage reports the damage."""
     with Trainer(tmp_path / "root") as trainer:
         trainer.save()
@@ -421,7 +421,7 @@ def test_a_mark_that_is_damaged_after_it_was_applied_stays_held(tmp_path, copied
         assert_at(one, trainer, 4, above=None)
 
 
-def test_a_copy_in_the_place_of_the_directory_is_read_anew(tmp_path):
+def test_a_copy_that_replaces_the_directory_is_read_from_scratch(tmp_path):
     root, copy = tmp_path / "root", tmp_path / "copy"
     with Trainer(root) as trainer:
         trainer.save()
@@ -438,14 +438,14 @@ def test_a_copy_in_the_place_of_the_directory_is_read_anew(tmp_path):
     assert_at(one, trainer, 2, above=1)
 
 
-def test_a_mark_that_is_written_only_in_part_is_waited_for(tmp_path):
+def test_a_partly_written_record_is_waited_for(tmp_path):
     with Trainer(tmp_path) as trainer:
         trainer.save()
         trainer.log()
         start = trainer.segment.stat().st_size
         trainer.log()
         whole = trainer.segment.read_bytes()
-        # It is not durable before all of it is there.
+        # The record is not durable until it is complete.
         (trainer.segment.parent / "progress").unlink()
         one = opened(tmp_path)
         for end in (start, (start + len(whole)) // 2, len(whole) - 1):
@@ -458,7 +458,7 @@ def test_a_mark_that_is_written_only_in_part_is_waited_for(tmp_path):
         assert_at(one, trainer, 3, above=1)
 
 
-def test_a_head_that_cannot_be_read_leaves_the_step(tmp_path):
+def test_with_an_unreadable_epoch_header_the_follower_holds_the_step(tmp_path):
     with Trainer(tmp_path) as trainer:
         trainer.save()
         trainer.log()
@@ -476,8 +476,8 @@ def test_a_head_that_cannot_be_read_leaves_the_step(tmp_path):
     assert_at(one, trainer, 2, above=1)
 
 
-def test_rows_that_a_lossy_log_has_and_the_next_step_lacks_are_those_of_the_step(tmp_path):
-    """More ids than were touched are given: their rows are encoded, and no delta has them."""
+def test_rows_in_a_lossy_record_but_not_in_the_next_step_come_from_the_step(tmp_path):
+    """The caller names untouched rows: the record encodes them, but no delta has them."""
     with Trainer(
         tmp_path, codec=deltackpt.policies.CodecChoice(delta="int8", base="raw")
     ) as trainer:
@@ -494,7 +494,7 @@ def test_rows_that_a_lossy_log_has_and_the_next_step_lacks_are_those_of_the_step
         assert_holds_storage(one, tmp_path)
 
 
-# Restores from what it holds.
+# Restores from a follower.
 
 
 class Source:
@@ -534,7 +534,7 @@ class Source:
 
 @pytest.mark.parametrize("dense", ["whole", "delta"])
 @pytest.mark.parametrize("policy", [deltackpt.policies.Consecutive(), deltackpt.policies.OneShot()])
-def test_a_point_is_restored_from_what_is_held_and_nothing_is_replayed(tmp_path, policy, dense):
+def test_a_held_point_is_restored_without_replay(tmp_path, policy, dense):
     with Trainer(tmp_path, policy=policy, dense=dense) as trainer:
         trainer.save()
         for _ in range(3):
@@ -546,7 +546,7 @@ def test_a_point_is_restored_from_what_is_held_and_nothing_is_replayed(tmp_path,
         assert found.service_error is None
         assert (found.step, found.source, found.items) == (4, ("service",), {"at": 4})
         model.assert_same(found.state, trainer.states[4])
-        # The rows of the marks are in the deltas that follow.
+        # The rows of the records are in the deltas that follow.
         last.state, last.touched, last.step = found.state, found.touched, found.step
         last.save()
         last.save()
@@ -554,7 +554,7 @@ def test_a_point_is_restored_from_what_is_held_and_nothing_is_replayed(tmp_path,
 
 
 @pytest.mark.parametrize("marks", [0, 1])
-def test_a_point_is_replayed_onto_what_is_held_below_it(tmp_path, marks):
+def test_a_point_is_replayed_onto_the_held_state_below_it(tmp_path, marks):
     with Trainer(tmp_path) as trainer:
         trainer.save()
         one = opened(tmp_path)
@@ -590,7 +590,7 @@ def test_a_step_below_the_held_point_comes_from_storage(tmp_path):
 
 @pytest.mark.parametrize("shard", [(0, 1), (1, 2), (5, 7)])
 @pytest.mark.parametrize("codec", ["raw", "adaptive4"])
-def test_marks_of_some_columns_and_of_all_are_applied_in_their_order(tmp_path, codec, shard):
+def test_records_of_some_columns_and_of_all_are_applied_in_order(tmp_path, codec, shard):
     devices = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("y",))
     columns = jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec(None, "y"))
     whole = jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Golden checkpoints of every format version are read by this one."""
+"""This version reads the golden checkpoints of every format version."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ENCODED = sorted(path for path in Path(make_golden.__file__).parent.glob("encodi
 
 
 def expected_at(version: Path, step: int) -> dict:
-    """The golden state as it restores: what was saved as bf16 comes back rounded."""
+    """The golden state after a restore: values saved as bf16 are rounded."""
     state = make_golden.state_at(step)
     coarse = np.array(state["tables"]["coarse"])
     rounded = coarse.astype(ml_dtypes.bfloat16).astype(np.float32)
@@ -99,12 +99,12 @@ def test_golden_window_restores_exactly_without_the_base(version, tmp_path):
 
 @pytest.mark.parametrize("version", ENCODED, ids=lambda path: path.name)
 @pytest.mark.parametrize("step", make_golden.STEPS)
-def test_golden_codes_decode_to_the_bits_that_they_once_did(version, step, tmp_path):
+def test_golden_codes_decode_to_their_original_bits(version, step, tmp_path):
     root = tmp_path / "golden"
     shutil.copytree(version, root)
     assert inventory.verify_step(root / str(step)) == []
     options = deltackpt.ManagerOptions(access="read")
-    # Which codecs were used stands in the step.
+    # The step records its codecs.
     with deltackpt.CheckpointManager(
         root, handlers=make_golden.handlers(), options=options
     ) as manager:
@@ -120,9 +120,7 @@ def test_golden_codes_decode_to_the_bits_that_they_once_did(version, step, tmp_p
 @pytest.mark.parametrize("version", DENSE, ids=lambda path: path.name)
 @pytest.mark.parametrize("step", make_golden.STEPS)
 @pytest.mark.parametrize("compacted", [True, False])
-def test_golden_dense_blocks_decode_to_the_bits_that_they_once_did(
-    version, step, compacted, tmp_path
-):
+def test_golden_dense_blocks_decode_to_their_original_bits(version, step, compacted, tmp_path):
     root = tmp_path / "golden"
     shutil.copytree(version, root)
     if not compacted:
@@ -138,7 +136,7 @@ def test_golden_dense_blocks_decode_to_the_bits_that_they_once_did(
 
 
 @pytest.mark.parametrize("version", DENSE, ids=lambda path: path.name)
-def test_golden_dense_blocks_are_of_every_codec(version):
+def test_golden_dense_blocks_use_every_codec(version):
     used = {
         encoding.codec
         for step in make_golden.STEPS[1:]
@@ -152,10 +150,10 @@ def test_golden_dense_blocks_are_of_every_codec(version):
 
 
 @pytest.mark.parametrize("version", LOGS, ids=lambda path: path.name)
-def test_golden_log_has_the_points_that_it_once_had(version):
+def test_golden_wal_has_its_original_recovery_points(version):
     wal = inspect.open(version).wal
     found = [(point.epoch, point.step, point.full) for point in wal.recovery_points()]
-    # Of the first run nothing counts beyond the point that the second one goes on from.
+    # Points of the first run count only up to the one that the second run resumes from.
     assert found == [
         *((1, step, step not in make_golden.SOFT) for step in (20, 19, 18, 17, 16)),
         *((0, step, step not in make_golden.SOFT) for step in (15, 13, 12, 11)),
@@ -182,7 +180,7 @@ def test_golden_log_has_the_points_that_it_once_had(version):
 
 @pytest.mark.parametrize("version", LOGS, ids=lambda path: path.name)
 @pytest.mark.parametrize("step", (20, 19, 17, 16, 15, 12, 11))
-def test_golden_point_restores_to_the_bits_that_it_once_did(version, step, tmp_path):
+def test_golden_recovery_point_restores_its_original_bits(version, step, tmp_path):
     root = tmp_path / "golden"
     shutil.copytree(version, root)
     run = int(step > make_golden.GOES_ON_FROM)
@@ -199,7 +197,7 @@ def test_golden_point_restores_to_the_bits_that_it_once_did(version, step, tmp_p
     digests = json.loads((root / "expected.json").read_text())
     assert make_golden.digests(found.state) == digests[str(step)]
     assert found.items == {"position": {"step": step, "run": run}, "raw": bytes([step, run])}
-    # What is kept as it is follows a formula, too.
+    # Exactly stored leaves also follow a formula.
     for name in ("slots", "dense"):
         for (path, left), right in zip(
             jax.tree.leaves_with_path(found.state[name]),
@@ -224,8 +222,8 @@ def test_the_current_format_has_golden_checkpoints():
 
 
 @pytest.mark.parametrize("version", VERSIONS + ENCODED, ids=lambda path: path.name)
-def test_records_repeat_their_version_where_its_checksum_covers_it(version):
-    """Those that were written before they did stay as they are, and readable."""
+def test_records_repeat_their_version_in_the_part_that_the_checksum_covers(version):
+    """Older records, which do not, stay unchanged and readable."""
     paths = sorted(version.rglob("*.msgpack"))
     heads = [msgpack.unpackb(path.read_bytes()) for path in paths]
     found = {msgpack.unpackb(head["body"]).get("format_version") for head in heads}
@@ -234,7 +232,7 @@ def test_records_repeat_their_version_where_its_checksum_covers_it(version):
 
 @pytest.mark.parametrize("version", JOURNALS, ids=lambda path: path.name)
 @pytest.mark.parametrize("step", make_golden.STEPS)
-def test_golden_bucket_reads_as_the_directory_that_it_was_copied_from(version, step):
+def test_golden_bucket_reads_like_the_directory_that_it_was_copied_from(version, step):
     journal = JournalView(spot(version))
     assert [*journal.state().steps] == list(make_golden.STEPS)
     steps = BucketSteps(journal, names.EMBEDDINGS_ITEM)

@@ -95,7 +95,7 @@ def test_each_api_reads_deltas_of_our_manager(tmp_path, state, load):
 
 
 @pytest.mark.parametrize("load", [load_v0, load_v1])
-def test_chosen_fields_are_placed_as_asked(tmp_path, state, parts, load):
+def test_chosen_fields_are_placed_as_requested(tmp_path, state, parts, load):
     save_v0(tmp_path, parts)
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
@@ -108,7 +108,7 @@ def test_chosen_fields_are_placed_as_asked(tmp_path, state, parts, load):
     assert placed.sharding == sharding
     assert np.array_equal(placed, table)
     wrong = jax.ShapeDtypeStruct((4, 4), table.dtype)
-    # v1 raises an error of its own, from ours.
+    # v1 wraps our error in its own.
     with pytest.raises((TemplateMismatch, KeyError)) as caught:
         load(tmp_path, 0, AbstractEmbeddings(tables={"tables/items": {"values": wrong}}))
     ours = caught.value if load is load_v0 else caught.value.__cause__
@@ -137,7 +137,7 @@ def test_bases_under_stock_managers_are_stored_by_the_codec_for_bases(tmp_path, 
         assert found.fields[f"tables/{name}"]["values"].tobytes() == expected.tobytes()
 
 
-def test_metadata_tells_tables_and_slots(tmp_path, state, parts):
+def test_metadata_lists_tables_and_slots(tmp_path, state, parts):
     save_v0(tmp_path, parts)
     with ocp.CheckpointManager(
         tmp_path, item_handlers={"embeddings": deltackpt.handlers.DeltaHandler()}
@@ -182,7 +182,7 @@ def test_private_names_are_those_of_the_pinned_version():
     [("7", 7), ("007", 7), ("checkpoint_12", 12), ("best", 0), ("2024_3", 3)],
 )
 @pytest.mark.parametrize("suffix", ["", ".orbax-checkpoint-tmp", ".orbax-checkpoint-tmp-123"])
-def test_the_final_place_of_a_step_is_told_from_a_temporary_one(name, step, suffix):
+def test_the_final_path_of_a_step_is_derived_from_a_temporary_one(name, step, suffix):
     place = steps.final_step_dir(Path(f"/root/{name}{suffix}/embeddings.orbax-checkpoint-tmp"))
     assert place == Path(f"/root/{name}")
     assert steps.step_number(place) == step
@@ -193,7 +193,7 @@ def test_the_final_place_of_a_step_is_told_from_a_temporary_one(name, step, suff
 
 @pytest.mark.parametrize("durability", ["power", "process"])
 def test_everything_is_on_disk_before_the_step_is_visible(tmp_path, state, durability):
-    """In the order of the system calls; the power cuts show that it is enough."""
+    """Checks the order of the system calls; the power-cut tests show that it suffices."""
     root = tmp_path / "root"
     options = deltackpt.ManagerOptions(writes=deltackpt.WriteOptions(durability=durability))
     with (
@@ -217,7 +217,7 @@ def test_everything_is_on_disk_before_the_step_is_visible(tmp_path, state, durab
         assert temporary / path.relative_to(root / "3") in forced, path
 
 
-def test_a_commit_that_is_refused_leaves_no_step(tmp_path, state):
+def test_a_refused_commit_leaves_no_step(tmp_path, state):
     with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": TABLES}) as manager:
         answers = [None, *[deltackpt.errors.FencedError("another trainer")] * 9]
         with mock.patch.object(manager._run.root, "check_lease", side_effect=answers):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records that somebody made by hand, their checksums right: a typed error, soon, in little memory.
+"""Hand-made records with correct checksums: a typed error, quickly, in little memory.
 
-A record is decoded, something in it is replaced, and it and all that covers it are encoded again.
+Most tests decode a record, replace a value, and re-encode the record and the digests over it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ STEPS = (0, 1, 2)
 MANIFEST = f"embeddings/{layout.manifest_name(0)}"
 DIGESTS = f"embeddings/{layout.digests_name(0)}"
 LAYER = f"embeddings/{layout.layer_name(0)}"
-#: What nothing of some kilobytes may take.
+#: Memory limit for readers of a directory of a few kilobytes.
 MOST_BYTES = 256 << 20
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> dict[str, Path]:
-    """Directories of a base and two deltas, by what is in them."""
+    """Directories of a base and two deltas, by kind."""
     place = tmp_path_factory.mktemp("written")
     found = {name: place / name for name in ("raw", "lossy", "parts")}
     write_chain(found["raw"], len(STEPS))
@@ -73,7 +73,7 @@ def body_of(path: Path) -> dict[str, Any]:
 
 
 def write_body(path: Path, body: Any) -> None:
-    """Writes a record with a right checksum."""
+    """Writes a record with a correct checksum."""
     head = msgpack.unpackb(path.read_bytes())
     head["body"] = msgpack.packb(body)
     head["crc32c"] = google_crc32c.value(head["body"])
@@ -81,11 +81,11 @@ def write_body(path: Path, body: Any) -> None:
 
 
 def cover(step_dir: Path, path: Path) -> None:
-    """Makes what covers a record that was changed say so."""
+    """Updates the checksums that cover a changed record."""
     if path.name.startswith("digests.") and path.parent != step_dir:
         covering = path.with_name(path.name.replace("digests", "manifest"))
         crc = google_crc32c.value(path.read_bytes())
-        with contextlib.suppress(TypeError):  # It is a wrong one itself.
+        with contextlib.suppress(TypeError):  # It may be invalid itself.
             write_body(covering, {**body_of(covering), "item_digests_crc32c": crc})
         cover(step_dir, covering)
     above = step_dir / layout.STEP_DIGESTS
@@ -96,7 +96,7 @@ def cover(step_dir: Path, path: Path) -> None:
 
 
 def change(root_dir: Path, step: int, name: str, replace: Callable[[Any], Any]) -> None:
-    """Replaces what a record of a step says, and its checksums."""
+    """Changes a record of a step and updates its checksums."""
     path = root_dir / str(step) / name
     body = body_of(path)
     replaced = replace(body)
@@ -105,7 +105,7 @@ def change(root_dir: Path, step: int, name: str, replace: Callable[[Any], Any]) 
 
 
 def at(*path: Any, to: Any) -> Callable[[Any], None]:
-    """What sets the value at a path of a record."""
+    """Returns a function that sets the value at a path of a record."""
 
     def replace(body: Any) -> None:
         for key in path[:-1]:
@@ -116,7 +116,7 @@ def at(*path: Any, to: Any) -> Callable[[Any], None]:
 
 
 def every_reader(root_dir: Path) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Everything that reads a directory, without jax."""
+    """All readers of a directory that do not need jax."""
     yield "verify", lambda: verify.verify_root(root_dir)
     opened = directory.Root.open(root_dir, read_only=True)
     for step in sorted(opened.steps()):
@@ -142,7 +142,7 @@ def looked_at(root_dir: Path, step: int) -> None:
 
 
 def read_all(root_dir: Path, *means: str) -> list[DeltackptError]:
-    """Reads a directory by all means, or by some; the errors, which are all typed."""
+    """Reads a directory with all readers, or with some; returns the errors, which are all typed."""
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -228,7 +228,7 @@ def test_a_hand_made_record_is_damage_to_every_reader(case, written, tmp_path):
     finally:
         tracemalloc.stop()
     assert not verify.verify_root(root_dir).intact
-    # What only the whole state, or only the dense leaves, are read by.
+    # Only reads of the whole state or of the dense leaves use these.
     assert errors or name == layout.STEP_DIGESTS or case == "long list"
     if step == 1:
         assert contents(root_dir, 0) == contents(written["raw"], 0)
@@ -254,7 +254,7 @@ for directory in sorted(hostile.iterdir()):
 
 @pytest.mark.processes
 def test_hand_made_records_of_huge_tables_take_little_memory(written, tmp_path):
-    """Digests and files that bear the record out: nothing but the memory says no."""
+    """Digests and files match the record; only the lack of memory stops the read."""
     hostile = tmp_path / "hostile"
     for case, (step, name, replace) in CASES.items():
         if case.startswith(("huge", "long", "many", "trailing", "no ")):
@@ -274,7 +274,7 @@ def test_hand_made_records_of_huge_tables_take_little_memory(written, tmp_path):
 
 
 def make_huge(root_dir: Path, rows: int = 2**40) -> None:
-    """A base whose manifest, digests and file lengths all say that its tables are huge."""
+    """Makes a base whose manifest, digests and file lengths all claim huge tables."""
     for name in ("1", "2", "compacted"):
         shutil.rmtree(root_dir / name)
     lengths: dict[str, int] = {}
@@ -307,8 +307,8 @@ def make_huge(root_dir: Path, rows: int = 2**40) -> None:
     change(root_dir, 0, DIGESTS, lengthen)
 
 
-def test_a_file_may_be_as_long_as_it_likes(written, tmp_path):
-    """A sparse file costs nothing, and reading all of it would never end."""
+def test_a_huge_sparse_file_is_a_typed_error(written, tmp_path):
+    """A sparse file costs nothing, but reading all of it would never finish."""
     for name in (MANIFEST, LAYER, layout.STEP_DIGESTS):
         root_dir = tmp_path / name.replace("/", ".")
         shutil.copytree(written["raw"], root_dir)
@@ -317,7 +317,7 @@ def test_a_file_may_be_as_long_as_it_likes(written, tmp_path):
         assert contents(root_dir, 1) == contents(written["raw"], 1)
 
 
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(written, tmp_path):
+def test_a_pipe_in_place_of_a_file_does_not_block_readers(written, tmp_path):
     for place in (f"2/{MANIFEST}", f"2/{LAYER}", f"0/{DIGESTS}", "0/chunk"):
         root_dir = tmp_path / place.replace("/", ".")
         shutil.copytree(written["raw"], root_dir)
@@ -340,7 +340,7 @@ HOSTILE = (
 
 
 def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of everything in a record."""
+    """Paths of all values in a record."""
     if above:
         yield above
     if isinstance(value, dict):
@@ -357,14 +357,14 @@ def step_records(root_dir: Path) -> list[Path]:
 
 
 def unit_of(root_dir: Path, path: Path) -> Path:
-    """The step, or the folder ``compacted/<step>``, that a record is of."""
+    """The step or the folder ``compacted/<step>`` that contains a record."""
     parts = path.relative_to(root_dir).parts
     return root_dir.joinpath(*parts[: 2 if parts[0] == layout.COMPACTED else 1])
 
 
 @contextlib.contextmanager
 def replaced(root_dir: Path) -> Iterator[None]:
-    """Puts all records back."""
+    """Restores all records on exit."""
     before = {path: path.read_bytes() for path in step_records(root_dir)}
     try:
         yield
@@ -387,7 +387,7 @@ def fuzzed(written, request, tmp_path_factory) -> Path:
 
 @FUZZED
 @given(data=st.data())
-def test_any_value_of_a_record_may_be_any_other(fuzzed, data):
+def test_readers_survive_any_value_in_a_record(fuzzed, data):
     change_values(fuzzed, data)
 
 
@@ -395,12 +395,12 @@ def test_any_value_of_a_record_may_be_any_other(fuzzed, data):
 @pytest.mark.timeout(900)
 @settings(FUZZED, max_examples=60)
 @given(data=st.data())
-def test_any_value_of_a_record_may_be_any_other_many_times(fuzzed, data):
+def test_readers_survive_any_value_in_a_record_many_times(fuzzed, data):
     change_values(fuzzed, data)
 
 
 def change_values(fuzzed: Path, data: st.DataObject) -> None:
-    """Reads a directory in which some values of a record are others, its checksums right."""
+    """Reads a directory after changing some values of its records; checksums are correct."""
     with replaced(fuzzed):
         for _ in range(data.draw(st.integers(1, 3))):
             path = data.draw(st.sampled_from(step_records(fuzzed)))
@@ -410,7 +410,7 @@ def change_values(fuzzed: Path, data: st.DataObject) -> None:
                 continue
             place = data.draw(st.sampled_from(found))
             value = data.draw(HOSTILE)
-            if data.draw(st.booleans()):  # What stands elsewhere in the record.
+            if data.draw(st.booleans()):  # A value from elsewhere in the record.
                 value = body
                 for key in data.draw(st.sampled_from(found)):
                     value = value[key]
@@ -429,7 +429,7 @@ def change_values(fuzzed: Path, data: st.DataObject) -> None:
 
 @FUZZED
 @given(data=st.data())
-def test_any_bytes_of_a_record_may_be_others(fuzzed, written, data):
+def test_readers_survive_any_bytes_in_a_record(fuzzed, written, data):
     change_bytes(fuzzed, written, data)
 
 
@@ -437,12 +437,12 @@ def test_any_bytes_of_a_record_may_be_others(fuzzed, written, data):
 @pytest.mark.timeout(900)
 @settings(FUZZED, max_examples=60)
 @given(data=st.data())
-def test_any_bytes_of_a_record_may_be_others_many_times(fuzzed, written, data):
+def test_readers_survive_any_bytes_in_a_record_many_times(fuzzed, written, data):
     change_bytes(fuzzed, written, data)
 
 
 def change_bytes(fuzzed: Path, written: dict[str, Path], data: st.DataObject) -> None:
-    """Reads a directory in which some bytes are others: what can be read is right."""
+    """Reads a directory after changing some bytes of a record: all values read are correct."""
     steps = sorted(int(path.name) for path in fuzzed.iterdir() if path.name.isdecimal())
     wanted = {step: contents(written[fuzzed.name], step) for step in steps}
     with replaced(fuzzed):
@@ -464,13 +464,13 @@ def change_bytes(fuzzed: Path, written: dict[str, Path], data: st.DataObject) ->
 
 @settings(deadline=None)
 @given(data=st.binary(max_size=200) | st.lists(st.sampled_from(range(128, 256))).map(bytes))
-def test_bytes_of_any_kind_are_no_record(data):
+def test_arbitrary_bytes_are_not_a_record(data):
     with pytest.raises(Damaged):
         manifest.from_bytes(data, name="it")
 
 
-def test_lists_that_say_to_be_longer_than_the_record_take_no_memory():
-    """Each of the lists within each other claims as many elements as the record has bytes."""
+def test_lists_that_claim_to_be_longer_than_the_record_take_no_memory():
+    """Each of the nested lists claims as many elements as the record has bytes."""
     nested = b"".join(b"\xdd" + (1 << 22).to_bytes(4, "big") for _ in range(500))
     data = nested + b"\x01" * (1 << 22)
     tracemalloc.start()
@@ -514,7 +514,7 @@ assert not found, found
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", ["parts-v1", "encodings-v1"])
-def test_reading_a_directory_runs_no_code_of_it(kind, tmp_path):
+def test_reading_a_directory_runs_no_code_from_it(kind, tmp_path):
     for name in ("first", "second"):
         shutil.copytree(GOLDEN / kind, tmp_path / name)
     found = subprocess.run(

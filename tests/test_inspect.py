@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""inspect against a model in memory: random chains, many parts, other topologies on the way.
+"""inspect against an in-memory model: random chains, many parts, changing topologies.
 
-``without_jax/`` reads real runs, with dense leaves and every codec, where there is no jax.
+``without_jax/`` reads real runs, with dense leaves and every codec, without jax.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ TABLE = "tables/users"
 
 
 def fields(state: dict) -> dict[str, dict[str, np.ndarray]]:
-    """Table to field to leaf of a state of ``test_meshes``."""
+    """Leaves of a ``test_meshes`` state, by table and field."""
     return tables.split(state, test_meshes.TABLES).fields
 
 
 def go_on(root: Path, step: int, job: Job, topology: Topology) -> Run:
-    """A run that goes on from a step on another topology."""
+    """Continues from a step on another topology."""
     run = Run(job, topology, root)
     chain = chains.read_chain(root / str(step))
     new = lineage.new_run()
@@ -73,7 +73,7 @@ def go_on(root: Path, step: int, job: Job, topology: Topology) -> Run:
     seed=st.integers(0, 1 << 16),
     data=st.data(),
 )
-def test_lazy_reads_histories_and_diffs_are_those_of_the_model(tmp_path_factory, runs, seed, data):
+def test_lazy_reads_histories_and_diffs_match_the_model(tmp_path_factory, runs, seed, data):
     root = tmp_path_factory.mktemp("root")
     states, held, step = [initial()], [{}], 0
     for number, (topology, count) in enumerate(runs):
@@ -83,7 +83,7 @@ def test_lazy_reads_histories_and_diffs_are_those_of_the_model(tmp_path_factory,
             if not number:
                 found = run.save(0, states[0])
                 if any(isinstance(result, errors.TrackingError) for result in found):
-                    return  # Slots whose rows lie on none of the processes that hold their stamps.
+                    return  # No process that holds the stamps of these slots has their rows.
             for _ in range(2):
                 state, ids = trained(states[-1], seed + step)
                 run.mark(ids)
@@ -96,7 +96,7 @@ def test_lazy_reads_histories_and_diffs_are_those_of_the_model(tmp_path_factory,
                 held.append(ids)
     ck = deltackpt.inspect.open(root)
     assert ck.steps == list(range(step + 1))
-    # Tables that group otherwise on a new topology make a base.
+    # If tables are grouped differently on a new topology, the save is a base.
     for save in ck.saves:
         if save.kind == "base":
             held[save.step] = {name: np.arange(len(t)) for name, t in ck.at(0).tables.items()}
@@ -130,14 +130,14 @@ def test_lazy_reads_histories_and_diffs_are_those_of_the_model(tmp_path_factory,
     np.testing.assert_allclose(changed.norms, np.linalg.norm(wide, axis=1)[differs], rtol=1e-6)
 
 
-def test_a_diff_compares_only_rows_that_a_save_between_holds(tmp_path):
+def test_a_diff_compares_only_rows_that_a_save_in_between_holds(tmp_path):
     write_chain(tmp_path)
     ck = deltackpt.inspect.open(tmp_path)
     touched = np.unique(np.concatenate([ck.touched(step)[TABLE] for step in (2, 3)]))
     found = ck.diff(1, 3)[TABLE]
     assert found.compared == len(touched) < found.total_rows
     assert set(found.rows) <= set(touched)
-    # The other way round it is the same rows.
+    # The reverse diff has the same rows.
     assert ck.diff(3, 1)[TABLE].rows.tolist() == found.rows.tolist()
 
 
@@ -171,7 +171,7 @@ def test_a_change_of_sign_of_zero_or_of_a_nan_is_a_difference(tmp_path):
     assert found.quantiles((0.0, 1.0)) == {0.0: 0.0, 1.0: np.inf}
 
 
-def test_history_says_which_rows_there_were_when_a_table_grew(tmp_path):
+def test_history_shows_which_rows_existed_before_a_table_grew(tmp_path):
     small, large = np.zeros((3, 2), np.float32), np.ones((5, 2), np.float32)
     handlers = {"embeddings": deltackpt.Tables(select="t")}
     with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:
@@ -229,7 +229,7 @@ def test_a_damaged_dense_file_is_found_before_a_leaf_is_read(tmp_path):
     assert step[TABLE][:3].shape == (3, 8)
 
 
-def test_a_damaged_compacted_base_is_passed_over(tmp_path):
+def test_a_damaged_compacted_base_is_skipped(tmp_path):
     states = write_chain(tmp_path)
     compact.compact(tmp_path, memory_bytes=64 << 20)
     chunk = next(tmp_path.glob("compacted/4/embeddings/part.0/*/values/c/0/0"))
@@ -254,7 +254,7 @@ def test_a_step_that_is_removed_while_it_is_open_is_gone(tmp_path):
         ck.at(4)
 
 
-def test_history_over_all_steps_leaves_out_those_removed_meanwhile(tmp_path):
+def test_history_of_all_steps_omits_steps_that_were_removed(tmp_path):
     write_chain(tmp_path)
     ck = deltackpt.inspect.open(tmp_path)
     with mock.patch.object(type(ck), "steps", [0, 1, 2, 3, 4, 99]):
@@ -263,7 +263,7 @@ def test_history_over_all_steps_leaves_out_those_removed_meanwhile(tmp_path):
             ck.history(TABLE, 0, steps=[99])
 
 
-def test_a_step_that_takes_the_place_of_a_rolled_back_one_is_read_anew(tmp_path):
+def test_a_step_that_replaces_a_rolled_back_one_is_read_again(tmp_path):
     states = write_chain(tmp_path)
     ck = deltackpt.inspect.open(tmp_path)
     assert len(ck.saves) == 5
@@ -277,7 +277,7 @@ def test_a_step_that_takes_the_place_of_a_rolled_back_one_is_read_anew(tmp_path)
     assert [save.step for save in ck.saves] == [0, 1, 2]
 
 
-def test_saves_say_what_each_step_is(tmp_path):
+def test_saves_describe_each_step(tmp_path):
     write_chain(tmp_path)
     shutil.rmtree(tmp_path / "3")
     (tmp_path / "1" / "embeddings" / "manifest.0.msgpack").write_bytes(b"no")
@@ -295,10 +295,10 @@ def test_saves_say_what_each_step_is(tmp_path):
 
 
 @pytest.mark.processes
-def test_opening_lists_once_and_reading_a_row_opens_files_of_its_chain_alone(tmp_path):
+def test_opening_lists_once_and_reading_a_row_opens_only_files_of_its_chain(tmp_path):
     write_chain(tmp_path, 3)
     few = opened_files(tmp_path)
-    for number in range(40):  # Steps that nobody asks for, beside the chain.
+    for number in range(40):  # Unrelated steps beside the chain.
         shutil.copytree(tmp_path / "0", tmp_path / str(1000 + number))
     shutil.copytree(tmp_path / "0", tmp_path / "x")
     shutil.rmtree(tmp_path / "x")
@@ -306,7 +306,7 @@ def test_opening_lists_once_and_reading_a_row_opens_files_of_its_chain_alone(tmp
 
 
 def opened_files(root: Path) -> int:
-    """Files that reading a row of step 2 opens, counted at Python's audit hook."""
+    """Counts the files that reading a row of step 2 opens, with Python's audit hook."""
     program = (
         "import sys, deltackpt.inspect as i, google_crc32c, tensorstore, msgpack, numpy\n"
         "count = 0\n"
@@ -325,7 +325,7 @@ def opened_files(root: Path) -> int:
     return int(found.stdout)
 
 
-def test_pages_of_a_notebook_escape_names(tmp_path):
+def test_notebook_pages_escape_names(tmp_path):
     handlers = {"embeddings": deltackpt.Tables(select="*")}
     with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:
         saver.save(0, {"<b>&": np.ones((12, 30), np.float32)})
@@ -338,7 +338,7 @@ def test_pages_of_a_notebook_escape_names(tmp_path):
     assert "&lt;b&gt;&amp;" in ck.at()._repr_html_()
 
 
-def test_wrong_names_say_what_there_is(tmp_path):
+def test_errors_for_wrong_names_list_what_exists(tmp_path):
     write_chain(tmp_path, 2)
     ck = deltackpt.inspect.open(tmp_path)
     with pytest.raises(KeyError, match="tables/users"):
@@ -362,14 +362,14 @@ def test_wrong_names_say_what_there_is(tmp_path):
     assert deltackpt.inspect.open(empty).saves == ()
 
 
-def test_pandas_is_named_where_it_is_missing(tmp_path, monkeypatch):
+def test_a_missing_pandas_is_named(tmp_path, monkeypatch):
     write_chain(tmp_path, 2)
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(errors.MissingExtra, match="pip install pandas"):
         deltackpt.inspect.open(tmp_path).diff(0, 1).to_pandas()
 
 
-def test_dense_leaves_of_a_step_that_was_replaced_are_never_mixed_with_its_tables(tmp_path):
+def test_dense_leaves_of_a_replaced_step_are_never_mixed_with_its_tables(tmp_path):
     states = write_chain(tmp_path)
     ck = deltackpt.inspect.open(tmp_path)
     step, row = ck.at(2), ck.touched(2)[TABLE][0]
@@ -421,7 +421,7 @@ def test_dense_damage_is_found_after_a_first_read_too(tmp_path):
         step["dense/kernel"][:]
 
 
-def test_names_of_dense_leaves_do_not_read_the_data(tmp_path):
+def test_listing_dense_leaves_does_not_read_the_data(tmp_path):
     write_chain(tmp_path, 1)
     for data in tmp_path.glob("0/dense/**/d/*"):
         data.write_bytes(b"")
@@ -452,7 +452,7 @@ def test_dense_leaves_index_as_numpy_does_and_keep_their_own_names(tmp_path):
         leaf[6]
 
 
-def test_texts_whose_keys_hold_slashes_are_shown(tmp_path):
+def test_strings_with_slashes_in_their_keys_are_shown(tmp_path):
     leaves = {"a/b": "a text", "a": {"b": "another"}, "c~1d": np.zeros((0, 3)), "e": np.ones(2)}
     handlers = {"embeddings": deltackpt.Tables(select="t")}
     with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:
@@ -463,7 +463,7 @@ def test_texts_whose_keys_hold_slashes_are_shown(tmp_path):
     assert dense["d/c~1d"].kind == "array" and dense["d/c~1d"].shape == (0, 3)
 
 
-def test_histories_over_two_kinds_of_rows_say_which_step_has_which(tmp_path):
+def test_a_history_over_two_row_types_names_the_step_of_each(tmp_path):
     handlers = {"embeddings": deltackpt.Tables(select="t")}
     with deltackpt.CheckpointManager(tmp_path, handlers=handlers) as saver:
         for step, width in enumerate((2, 3)):
@@ -477,7 +477,7 @@ def test_histories_over_two_kinds_of_rows_say_which_step_has_which(tmp_path):
     assert len(ck.diff(0, 1).to_pandas()) == 0
 
 
-def test_changes_of_large_integers_and_of_nan_keep_the_other_figures(tmp_path):
+def test_changes_of_large_integers_and_nan_do_not_spoil_the_other_figures(tmp_path):
     ids = np.full((3, 1), 1 << 60, np.int64)
     rows = np.ones((3, 1), np.float32)
     handlers = {"embeddings": deltackpt.Tables(select="*")}
@@ -493,7 +493,7 @@ def test_changes_of_large_integers_and_of_nan_keep_the_other_figures(tmp_path):
         deltackpt.inspect.open(tmp_path).diff(0, 1, field="slot.typo")
 
 
-def test_a_step_that_cannot_be_read_has_a_line_among_the_others(tmp_path):
+def test_an_unreadable_step_is_listed_with_the_others(tmp_path):
     write_chain(tmp_path, 3)
     real = stored.read_save
 
@@ -508,7 +508,7 @@ def test_a_step_that_cannot_be_read_has_a_line_among_the_others(tmp_path):
     assert "Permission denied" in saves[1].problem
 
 
-def test_an_item_that_is_not_there_is_named(tmp_path):
+def test_a_missing_item_is_named(tmp_path):
     write_chain(tmp_path, 1)
     with pytest.raises(errors.OptionError, match=r"'typo', found \['embeddings'\]"):
         deltackpt.inspect.open(tmp_path, item="typo")

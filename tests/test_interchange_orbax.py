@@ -59,7 +59,7 @@ def train_state(seed: int = 0, optimizer=OPTIMIZER) -> TrainState:
 
 
 def trained(state: TrainState, ids: jax.Array) -> TrainState:
-    """One step that moves these rows of both tables."""
+    """Trains one step on these rows of both tables."""
 
     def loss(params):
         rows = params["emb"]["a"][ids] + params["emb"]["b"][ids].astype(jnp.float32)
@@ -144,7 +144,7 @@ def abstract(state):
 
 @pytest.mark.parametrize("with_template", [True, False], ids=["template", "no-template"])
 @pytest.mark.parametrize("write", WRITERS)
-def test_a_stock_checkpoint_goes_on_with_a_delta(tmp_path, write, with_template):
+def test_a_stock_checkpoint_continues_with_a_delta(tmp_path, write, with_template):
     state = trained(train_state(), ids_of(0))
     source = write(tmp_path / "stock", state)
     template = abstract(state) if with_template else None
@@ -168,11 +168,11 @@ def test_a_stock_checkpoint_goes_on_with_a_delta(tmp_path, write, with_template)
     assert "sum_of_squares" in slot
 
 
-# Switching a run over.
+# Migration of a run.
 
 
 @pytest.mark.processes
-def test_training_that_is_killed_in_a_save_after_an_import_equals_one_that_never_stopped(tmp_path):
+def test_training_killed_in_a_save_after_an_import_equals_an_uninterrupted_run(tmp_path):
     state = trained(train_state(), ids_of(0))
     source = v1_checkpointer(tmp_path / "stock", state)
     interchange.import_orbax(source, tmp_path / "run", tables=TABLES)
@@ -180,7 +180,7 @@ def test_training_that_is_killed_in_a_save_after_an_import_equals_one_that_never
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     ended = trainer(tmp_path / "run", last=14)
     assert ended.returncode == 0, ended.stderr
-    # The save of 10 stands, that of 11 was cut off.
+    # The save of 10 was committed; that of 11 was interrupted.
     assert json.loads(ended.stdout)[:2] == [[11, "delta"], [12, "delta"]]
     for step in range(8, 15):
         state = trained(state, ids_of(step))
@@ -198,7 +198,7 @@ def trainer(run: Path, *, last: int, kill_at: int | None = None):
 
 
 def train(run: Path, last: int, kill_at: int | None) -> None:
-    """What ``trainer`` runs: goes on from the newest step, and dies within a save."""
+    """The program of ``trainer``: resumes from the newest step, and dies within a save."""
     from deltackpt.layers.write import LayerFile
 
     saves = []
@@ -243,7 +243,7 @@ def test_an_import_that_is_killed_leaves_no_step_and_can_be_repeated(tmp_path):
         same_bits(manager.restore_latest(state).state, state)
 
 
-def test_a_template_brings_the_shardings_and_the_tracking_that_training_has(tmp_path):
+def test_a_template_provides_shardings_and_tracking(tmp_path):
     plain = train_state(optimizer=optax.adam(0.1))
     source = v0_manager(tmp_path / "stock", plain)
     tracking = touched.track(optax.adam(0.1), "emb/*")
@@ -270,7 +270,7 @@ def test_a_template_brings_the_shardings_and_the_tracking_that_training_has(tmp_
         same_bits(manager.restore_latest(abstract(moved)).state.params, moved.params)
 
 
-def test_slots_that_no_optimizer_state_names_are_declared(tmp_path):
+def test_slots_outside_an_optimizer_state_are_declared(tmp_path):
     state = model.initial()
     del state["dense"]["none"]
     source = v0_pytree(tmp_path / "stock", state)
@@ -317,7 +317,7 @@ def test_an_import_refuses_a_directory_with_steps_and_takes_no_lease(tmp_path):
         importing(source, source)
 
 
-def test_what_cannot_be_imported_is_named(tmp_path):
+def test_invalid_sources_and_templates_are_named(tmp_path):
     state = train_state()
     source = v0_manager(tmp_path / "stock", state)
     with pytest.raises(StepNotFound, match="check the path"):
@@ -350,7 +350,7 @@ def test_what_cannot_be_imported_is_named(tmp_path):
     assert not (tmp_path / "again").exists()
 
 
-# Orbax reads all arrays at once, and only the first error is looked at.
+# Orbax reads all arrays concurrently, and reports only the first error.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_source_that_lacks_data_is_damaged_and_nothing_is_imported(tmp_path):
     source = v0_manager(tmp_path / "stock", train_state()) / "7" / "default"
@@ -361,7 +361,7 @@ def test_a_source_that_lacks_data_is_damaged_and_nothing_is_imported(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_source_that_goes_while_it_is_read_is_gone(tmp_path):
+def test_a_source_removed_during_a_read_is_gone(tmp_path):
     source = v0_manager(tmp_path / "stock", train_state())
     restore = ocp.PyTreeCheckpointHandler.restore
 
@@ -415,7 +415,7 @@ def saved_every_kind(run: Path) -> dict:
 
 
 def stock_digests(root: Path, step: int) -> set[str]:
-    """What every way of stock Orbax restores; fails where deltackpt is imported."""
+    """Digests of what each stock Orbax API restores; fails if deltackpt is imported."""
     found = subprocess.run(
         [sys.executable, stock_orbax.__file__, str(root), str(step)],
         capture_output=True,
@@ -481,7 +481,7 @@ def test_an_export_is_imported_and_exported_again_unchanged(tmp_path, with_templ
 
 @pytest.mark.parametrize("name", ["v1", "parts-v1", "encodings-v1"])
 def test_deltas_codecs_and_parts_are_exported_as_they_restore(tmp_path, name):
-    # A copy: the files of the repository are read-only for nobody.
+    # A copy, because the repository's files are writable.
     shutil.copytree(GOLDEN / name, tmp_path / "run")
     for step in (10, 30):
         interchange.export_orbax(tmp_path / "run", step, tmp_path / str(step))
@@ -504,7 +504,7 @@ def test_a_compacted_step_is_exported(tmp_path):
     assert stock_digests(tmp_path / "before", 30) == stock_digests(tmp_path / "after", 30)
 
 
-def test_an_export_never_touches_what_is_there_and_leaves_nothing_half_written(tmp_path):
+def test_an_export_never_touches_existing_files_and_leaves_nothing_partial(tmp_path):
     saved_every_kind(tmp_path / "run")
     (tmp_path / "taken").write_text("mine")
     with pytest.raises(TargetExists, match="taken"):
@@ -529,7 +529,7 @@ def test_an_export_never_touches_what_is_there_and_leaves_nothing_half_written(t
     assert sorted(os.listdir(tmp_path)) == ["run", "taken"]
 
 
-def test_keys_that_orbax_would_join_to_one_name_are_refused(tmp_path):
+def test_keys_that_orbax_would_join_into_one_name_are_refused(tmp_path):
     state = {"emb": jnp.ones((4, 2)), "a.b": jnp.ones(2), "a": {"b": jnp.zeros(2)}}
     handlers = {"embeddings": deltackpt.Tables(select="emb")}
     with deltackpt.CheckpointManager(tmp_path / "run", handlers=handlers) as manager:

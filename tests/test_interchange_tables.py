@@ -46,7 +46,7 @@ EXPORTS = [interchange.export_safetensors, interchange.export_parquet]
 
 
 def random_table(rows: int, row_shape: tuple[int, ...], kind: str, seed: int) -> np.ndarray:
-    """Any bits, those of NaNs, infinities and subnormal numbers too."""
+    """Any bits, including NaNs, infinities and subnormals."""
     dtype = np.dtype(getattr(ml_dtypes, kind, kind))
     rng = np.random.default_rng(seed)
     if kind in ("int4", "bool"):
@@ -104,9 +104,9 @@ def raw_tensors(path: Path) -> dict[str, np.ndarray]:
 def test_safetensors_hold_every_leaf_that_is_a_tensor(tmp_path):
     state = saved_every_kind(tmp_path / "run")
     done = interchange.export_safetensors(tmp_path / "run", None, tmp_path / "out")
-    assert done.left_out == ("text",)  # Not what has no value: "list/1", "none", "nothing".
+    assert done.left_out == ("text",)  # Not leaves without a value: "list/1", "none", "nothing".
     assert done.changed == {"int4": "int8"}
-    # The library's numpy side reads these; bf16 and 8-bit floats it reads by other names.
+    # The library reads these as numpy arrays; it names bf16 and 8-bit floats differently.
     with safetensors.safe_open(tmp_path / "out" / "model.safetensors", "np") as found:
         metadata = found.metadata()
         same_bits(found.get_tensor("emb/a"), np.asarray(state["emb"]["a"]))
@@ -125,7 +125,7 @@ def test_safetensors_hold_every_leaf_that_is_a_tensor(tmp_path):
         assert raw[name].tobytes() == np.asarray(state[name]).tobytes()
 
 
-def test_some_leaves_alone_are_exported(tmp_path):
+def test_only_chosen_leaves_are_exported(tmp_path):
     state = saved_every_kind(tmp_path / "run")
     done = interchange.export_safetensors(
         tmp_path / "run", None, tmp_path / "out", leaves=["emb/*", "list/**", "text"]
@@ -143,7 +143,7 @@ def test_some_leaves_alone_are_exported(tmp_path):
     same_bits(np.asarray(restored["list"]["2"]["deep"]), np.asarray(state["list"][2]["deep"]))
 
 
-def test_shards_are_bounded_and_their_index_says_where_each_tensor_is(tmp_path):
+def test_shards_are_bounded_and_their_index_locates_each_tensor(tmp_path):
     states = write_chain(tmp_path / "run")
     done = interchange.export_safetensors(tmp_path / "run", 3, tmp_path / "out", shard_bytes=12_000)
     shards = [name for name in done.files if name.endswith(".safetensors")]
@@ -172,7 +172,7 @@ def test_shards_are_bounded_and_their_index_says_where_each_tensor_is(tmp_path):
 
 @settings(max_examples=15)
 @given(tables, st.booleans())
-def test_parquet_holds_the_numbers_of_any_table(table, in_groups):
+def test_parquet_holds_the_values_of_any_table(table, in_groups):
     with tempfile.TemporaryDirectory() as folder:
         run, target = Path(folder, "run"), Path(folder, "out")
         write_table(run, table)
@@ -210,7 +210,7 @@ def test_parquet_has_slots_rows_and_pandas_reads_it(tmp_path):
     assert (metadata[b"deltackpt.table"], metadata[b"deltackpt.step"]) == (b"tables/tiny", b"4")
 
 
-def test_what_cannot_be_exported_to_parquet_is_named(tmp_path, monkeypatch):
+def test_errors_name_what_cannot_be_exported_to_parquet(tmp_path, monkeypatch):
     write_chain(tmp_path / "run")
     with pytest.raises(TemplateMismatch, match="other"):
         interchange.export_parquet(tmp_path / "run", None, tmp_path / "out", tables=["other"])
@@ -248,7 +248,7 @@ def test_a_leaf_that_safetensors_cannot_hold_is_named(tmp_path):
 
 
 def failing(number: int):
-    """Fails to write an export's file; its directories can be made."""
+    """An ``open`` that cannot write files; directories can be created."""
 
     def opened(path, mode="r", *arguments, **options):
         if "w" in mode:
@@ -291,7 +291,7 @@ def test_a_disk_that_fills_up_is_out_of_space(tmp_path, export):
     assert os.listdir(tmp_path) == ["run"]
 
 
-def test_too_little_room_is_found_before_anything_is_written(tmp_path):
+def test_too_little_space_is_reported_before_anything_is_written(tmp_path):
     write_chain(tmp_path / "run")
     with mock.patch("deltackpt.storage.files.free_bytes", return_value=100):
         with pytest.raises(OutOfSpace, match="100 free"):
@@ -312,7 +312,7 @@ def command(*arguments: object, cwd: Path | None = None):
     )
 
 
-def test_commands_export_and_say_what_they_did(tmp_path):
+def test_commands_export_and_report_what_they_did(tmp_path):
     write_chain(tmp_path / "run")
     found = in_process("export", "safetensors", tmp_path / "run", tmp_path / "st", "--step", 2)
     assert found.returncode == 0, found.stderr

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The invariants, against a model that keeps every state in memory.
+"""Checks the invariants against a model that keeps every state in memory.
 
-Random sequences of what loops do: train, save with or without waiting, calls that fail, kills in
-the middle of a save, rollbacks on disk and in memory, tracking that starts again or was forgotten,
-looks at older steps, retention, compactions, restarts. No rule waits for a save unless waiting is
-what it does, so each finds whatever is in flight. Whatever happens, each committed step restores to
-the state that was given to it, what was waited for stays, and the newest committed step is the one
-that restores.
+Draws random sequences of training loop actions: train, save with or without waiting, calls that
+fail, kills in the middle of a save, rollbacks on disk and in memory, tracking that restarts or is
+forgotten, restores of older steps, retention, compactions, restarts. No rule waits for a save
+unless waiting is its purpose, so each runs with saves in flight. In all cases, each committed step
+restores to the state that was given to it, finished saves stay, and the newest committed step is
+the one that restores.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ POLICIES = (
     deltackpt.policies.OneShot(max_chain=3),
     deltackpt.policies.Intermittent(max_chain=6),
 )
-#: How touched rows are known: a TouchState given to ``save``, one in the state as ``track`` keeps
-#: it, both, each of which knows some of the rows only, or none.
+#: How touched rows are tracked: a TouchState given to ``save``, one in the state as ``track`` keeps
+#: it, both (each with only some of the rows), or none.
 TRACKING = ("given", "in the state", "both", "fingerprints")
-#: Whether deltas hold all dense leaves, or the blocks that changed, with room for references, or
-#: without any.
+#: Whether deltas hold all dense leaves, or only changed blocks, with or without room for
+#: references.
 DENSE = (
     deltackpt.Dense(),
     deltackpt.Dense(deltas="blocks"),
     deltackpt.Dense(deltas="blocks", max_reference_bytes=1),
 )
-#: Where tables and slots lie.
+#: Placements of tables and slots.
 PLACEMENTS = (
     "uncommitted",
     "uncommitted",
@@ -56,13 +56,13 @@ PLACEMENTS = (
     jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"),
     jax.sharding.NamedSharding(MESHES["Auto"], jax.sharding.PartitionSpec()),
 )
-#: Numbers of a dense leaf that is made of blocks; a step changes one of them.
+#: Values of a dense leaf stored as blocks; a step changes one of them.
 WEIGHTS = 3000
-#: Drawn where one of several steps is meant. How many there are depends on what is in flight, and
-#: a choice of Hypothesis must not.
+#: Selects one of several steps. Their number depends on what is in flight, and a Hypothesis draw
+#: must not.
 WHICH = st.integers(0, 7)
 ROWS = st.sampled_from([0, 5, 400])
-#: A save changes the directory in some dozens of calls, a removal in more.
+#: A save changes the directory in dozens of calls, a removal in more.
 CALLS = st.one_of(st.integers(0, 60), st.integers(0, 300))
 #: Calls that may fail: those of our writers, and the commit. If Orbax cannot make a directory, its
 #: own threads wait for one another for a minute.
@@ -70,9 +70,9 @@ OURS = r"embeddings[^/]*/.|\d+$"
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    """Drives a CheckpointManager beside a dict of step to the states that it may hold.
+    """Drives a CheckpointManager beside a dict of the states that each step may hold.
 
-    Of a step that was cut off by a kill while another of its number stood, either may be there.
+    If a kill cuts off a save of a step number that already exists, either state may be there.
     """
 
     manager: InContext | None = None
@@ -105,12 +105,12 @@ class ManagerMachine(RuleBasedStateMachine):
         context,
     ):
         if isinstance(policy, deltackpt.policies.Rolling):
-            # Of the steps that retention leaves, not all restore by themselves.
+            # Not every step that retention keeps restores by itself.
             bases, retention = "periodic", None
         self.folder = Path(tempfile.mkdtemp(prefix="deltackpt-test-"))
         self.roots = 0
         self.tracking = tracking
-        #: Where tables and slots lie, and what the program has set when it calls a manager.
+        #: Placement of tables and slots, and the context in which the program calls a manager.
         self.placement = tables_lie
         self.context = CONTEXTS.get(context, contextlib.nullcontext)
         self.options = deltackpt.ManagerOptions(
@@ -126,9 +126,9 @@ class ManagerMachine(RuleBasedStateMachine):
             max_to_keep=retention,
         )
         self.codec = codec
-        #: Step to the states of which one is to be found there; no other step may be there.
+        #: Step to the states of which one must be found there; no other step may exist.
         self.given: dict[int, list[dict]] = {}
-        #: Committed steps that nothing but retention may have removed.
+        #: Committed steps that only retention may have removed.
         self.sure: set[int] = set()
         #: The save that is in flight, or was.
         self.pending: int | None = None
@@ -139,20 +139,20 @@ class ManagerMachine(RuleBasedStateMachine):
     def open(self, root):
         self.root, self.disk = root, Disk(root)
         self.disk.__enter__()
-        #: Failures of the disk that were reported, and whether the process was killed.
+        #: Number of reported disk failures, and whether the process was killed.
         self.reported, self.killed = 0, False
         self.manager = self.new_manager(self.codec, self.options)
         self.reader = self.new_manager("raw", deltackpt.ManagerOptions(access="read"))
-        #: TouchStates of which it has committed a save, or that it made; the step that it restored
-        #: since its last save, and the TouchState that it made then.
+        #: TouchStates that the manager created or committed a save of. ``looked`` is the step that
+        #: it restored since its last save, with the TouchState that it created then.
         self.known: set[int] = set()
-        #: A save that failed, of which a restore has warned and nothing else told yet.
+        #: A failed save that only a restore has warned of so far.
         self.untold: int | None = None
         self.looked: tuple[int, int] | None = None
 
     @property
     def fired(self) -> bool:
-        """Whether a call failed that was not reported yet."""
+        """Whether a failed call is not reported yet."""
         return self.killed or len(self.disk.failures) > self.reported
 
     def new_manager(self, codec, options):
@@ -200,7 +200,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.move(rows)
 
     def move(self, rows, *, forgotten=False):
-        """One step; where that is forgotten, the TouchStates stay what they were before it."""
+        """Trains one step; if ``forgotten``, the TouchStates stay as before."""
         self.step += 1
         self.seed += 1
         self.state, ids = model.move(self.state, self.seed, rows=rows)
@@ -210,7 +210,7 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         first = second = ids
         if self.tracking == "both":
-            # Each knows of some rows only.
+            # Each has only some of the rows.
             first = {name: rows[: len(rows) // 2] for name, rows in ids.items()}
             second = {name: rows[len(rows) // 2 :] for name, rows in ids.items()}
         if self.touched is not None:
@@ -226,7 +226,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.touched = init(tables)
         if self.tracking in ("in the state", "both"):
             self.state = {**self.state, "opt": TrackState(init(tables), ())}
-        # Under jit all are the same, so that they say nothing.
+        # Under jit all identities are equal, so they distinguish nothing.
         self.identity = 0 if jitted else self.new_identity()
 
     def new_identity(self) -> int:
@@ -235,7 +235,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(steps=st.integers(0, 6), rows=ROWS, jitted=st.booleans())
     def track_from_here(self, steps, rows, jitted):
-        """As a loop that calls ``touched.init`` at each epoch."""
+        """Like a loop that calls ``touched.init`` at each epoch."""
         self.track_anew(jitted=jitted)
         for _ in range(steps):
             self.move(rows)
@@ -243,7 +243,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(rows=ROWS)
     def forget(self, rows):
-        """The step's TouchState is thrown away, and the state is not."""
+        """Discards the step's TouchState but keeps the state."""
         self.move(rows, forgotten=True)
         self.take()
 
@@ -253,7 +253,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(steps=st.integers(0, 6), rows=ROWS)
     def go_back_in_memory(self, steps, rows):
-        """As after a loss that is no number; the steps are counted on."""
+        """Like after a NaN loss; the step count continues."""
         self.state, self.touched, self.identity = self.kept
         for _ in range(steps):
             self.move(rows)
@@ -267,7 +267,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(rows=ROWS, at=st.integers(0, 60))
     def save_and_fail(self, rows, at):
-        """One call fails, if not of this save then of a later one: a typed error, nothing lost."""
+        """A call of this or a later save fails: a typed error, nothing lost."""
         self.move(rows)
         self.disk.fail(path=OURS, after=at)
         self.take()
@@ -281,7 +281,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.settle()
 
     def take(self, save=None, **arguments):
-        """Saves, and notes what may be found from now on."""
+        """Saves, and records what may be found from now on."""
         self.step += 1
         before = self.given.get(self.step, [])
         self.given[self.step] = [*before, without_tracking(self.state)]
@@ -298,7 +298,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert failed is not None and f"step {failed} failed" in str(error)
             self.pending, self.untold, saved = None, None, error.saved
         except (DeltackptError, OSError) as error:
-            # It failed before it was in flight, and tells what failed before it, too.
+            # It failed before it was in flight, and also reports the earlier failure.
             assert self.fired, error
             self.look_for_pending()
             self.untold = None
@@ -316,7 +316,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.look_beside()
 
     def goes_back_to(self) -> int | None:
-        """The step after which a save moves others aside, or may."""
+        """The step after which a save moves later steps aside, or may do so."""
         if self.looked is None:
             return None
         step, identity = self.looked
@@ -336,16 +336,16 @@ class ManagerMachine(RuleBasedStateMachine):
         self.check_listed()
 
     def keep_pending(self):
-        """What was in flight is committed."""
+        """Records that the save in flight is committed."""
         if self.pending is not None:
             self.known.add(self.pending_identity)
-            # What was committed after a kill is not there.
+            # A save committed after a kill is not there.
             if self.disk.image is None:
                 self.sure.add(self.pending)
             self.pending = None
 
     def look_for_pending(self):
-        """What was in flight is committed, or failed; that is yet to be told."""
+        """Records whether the save in flight is committed; a failure is not reported yet."""
         if self.pending in self.manager.all_steps():
             self.keep_pending()
         assert self.pending is None or self.fired
@@ -353,7 +353,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.untold = self.pending
         self.pending = None
 
-    # Looking.
+    # Checks and restores.
 
     def check(self, found, step) -> dict:
         assert step in self.given, f"step {step} was never committed"
@@ -366,7 +366,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return last
 
     def check_listed(self):
-        """What was committed is there, unless retention has removed it."""
+        """Checks that committed steps exist, unless retention removed them."""
         listed = set(self.manager.all_steps())
         assert listed <= self.given.keys()
         if self.options.max_to_keep is None:
@@ -375,7 +375,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return listed
 
     def look_beside(self):
-        """What another process finds while a save is in flight."""
+        """Checks what another process finds while a save is in flight."""
         for step in self.reader.all_steps()[-2:]:
             try:
                 found = self.reader.restore(step, self.state)
@@ -385,7 +385,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 self.check(found.state, step)
 
     def restored(self, which):
-        """An older step, by the manager that goes on saving."""
+        """Restores an older step with the manager that continues to save."""
         self.disk.clear()
         listed = self.manager.all_steps()
         if not listed:
@@ -413,7 +413,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(which=WHICH)
     def look(self, which):
-        """Training goes on with what is in memory."""
+        """Restores a step; training continues with the state in memory."""
         self.restored(which)
 
     @rule(which=WHICH, rows=ROWS)
@@ -437,7 +437,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(which=WHICH, workers=st.integers(1, 2))
     def compact(self, which, workers):
-        """Beside a save in flight, like anybody."""
+        """Compacts beside a save in flight."""
         self.disk.clear()
         self.fold(which, workers)
         self.look_beside()
@@ -448,7 +448,7 @@ class ManagerMachine(RuleBasedStateMachine):
             with contextlib.suppress(StepGone, StepNotFound):
                 compact.compact(self.root, step=listed[which % len(listed)], workers=workers)
 
-    # Ending.
+    # Restarts and kills.
 
     @rule()
     def restart(self):
@@ -463,7 +463,7 @@ class ManagerMachine(RuleBasedStateMachine):
         during=st.sampled_from(["save", "saves", "rollback", "compaction", "start"]),
     )
     def kill(self, rows, at, which, during):
-        """What is in flight ends with the process: a copy of the directory goes on."""
+        """Ends saves in flight with the process; continues from a copy of the directory."""
         result = self.restored(which) if during == "rollback" else None
         self.roots += 1
         before = dict(self.given)
@@ -480,7 +480,7 @@ class ManagerMachine(RuleBasedStateMachine):
             try:
                 self.manager.wait_until_finished()
             except SaveFailed as error:
-                # A fault of before has met this save.
+                # An earlier fault hit this save.
                 assert self.fired, error
                 self.pending = self.untold = None
             self.keep_pending()
@@ -493,7 +493,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.find(root)
 
     def find(self, root):
-        """A new process goes on from what it finds."""
+        """Starts a new process, which continues from the steps it finds."""
         self.open(root)
         listed = self.check_listed()
         self.sure, self.pending = set(listed), None
@@ -522,7 +522,7 @@ ManagerMachine.TestCase.settings = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestManager = ManagerMachine.TestCase
-# Rollbacks, saves that failed in the background and failed proofs are told in warnings.
+# Rollbacks, failed background saves and failed audits are reported as warnings.
 TestManager.pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.timeout(900),

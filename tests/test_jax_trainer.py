@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training under Ray's ``JaxTrainer``, on a cluster of this machine that the tests start."""
+"""Training under Ray's ``JaxTrainer``, on a local cluster that the tests start."""
 
 # ruff: noqa: E402
 from __future__ import annotations
@@ -33,12 +33,12 @@ TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A node of this machine, which ends with the module."""
-    # The path of a socket may have 107 characters.
+    """A local Ray node for the duration of the module."""
+    # A socket path can have at most 107 characters.
     place = tempfile.mkdtemp(prefix="ray-")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
-        # On a busy machine workers take longer to start than the default of 60 s.
+        # On a busy machine, workers can take longer to start than the default limit of 60 s.
         patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "240")
         ray.init(
             num_cpus=2,
@@ -84,7 +84,7 @@ def killed(cluster, tmp_path_factory):
     return path, trainer.fit()
 
 
-def test_a_run_goes_on_from_the_newest_step_after_a_worker_was_killed(killed):
+def test_a_run_resumes_from_the_newest_step_after_a_worker_is_killed(killed):
     path, result = killed
     assert result.error is None
     journal = path / "journal.jsonl"
@@ -98,7 +98,7 @@ def test_a_run_goes_on_from_the_newest_step_after_a_worker_was_killed(killed):
     assert_exact(end)
 
 
-def test_ray_is_told_where_each_committed_step_lies(killed):
+def test_ray_gets_the_location_of_each_committed_step(killed):
     path, result = killed
     told = [
         (jax_trainer.reference(checkpoint), metrics)
@@ -108,7 +108,7 @@ def test_ray_is_told_where_each_committed_step_lies(killed):
     steps = [refers.step for refers, _ in told]
     assert steps == sorted({*steps}) and steps[-1] == 20
     assert [metrics["checkpoint_step"] for _, metrics in told] == steps
-    # Metrics are those of the step that was being reported.
+    # Metrics belong to the step that was being reported.
     assert all(metrics["loss"] == metrics["at"] / 2 for _, metrics in told)
     assert all(metrics["at"] >= step for step, (_, metrics) in zip(steps, told, strict=True))
     for checkpoint, _ in result.best_checkpoints:
@@ -116,7 +116,7 @@ def test_ray_is_told_where_each_committed_step_lies(killed):
         assert sum(found.stat().st_size for found in files) < 1000
 
 
-def test_the_step_that_ray_was_told_of_is_restored_by_a_reader(killed):
+def test_a_reader_restores_the_step_that_ray_got(killed):
     path, result = killed
     refers = jax_trainer.reference(result.checkpoint)
     with deltackpt.CheckpointManager(
@@ -153,7 +153,7 @@ def test_a_run_that_ray_would_not_restart_is_refused(tmp_path):
         )
 
 
-def test_a_checkpoint_of_another_origin_is_refused(tmp_path):
+def test_a_foreign_checkpoint_is_refused(tmp_path):
     (tmp_path / "model.pt").write_bytes(b"")
     with pytest.raises(errors.RestoreError, match=r"expected deltackpt.json in it.*'model.pt'"):
         jax_trainer.reference(ray.train.Checkpoint.from_directory(tmp_path))

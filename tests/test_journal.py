@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The journal: one writer, whatever is lost, late, or collected meanwhile."""
+"""The journal has one writer, even if objects are lost, late or collected."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from deltackpt.testing import JournalModel, MemoryStore
 
 @pytest.fixture(params=["memory", "files"])
 def root(request, tmp_path) -> Spot:
-    """A store; on a directory the journal keeps the same promises."""
+    """A root in memory or in a directory; the journal behaves the same in both."""
     return Spot(MemoryStore() if request.param == "memory" else FileStore(tmp_path), "run")
 
 
@@ -55,7 +55,7 @@ def upload(
     parent: Standing | None = None,
     item: str | None = None,
 ) -> Standing:
-    """What is committed next, its one file put."""
+    """Uploads the one file of the next commit."""
     unit = Unit(step, item)
     info = SaveInfo(
         save_id=SaveId(run, step, step + 1 if attempt is None else attempt),
@@ -85,13 +85,13 @@ def test_random_orders_lose_no_commit(first):
 
 
 @pytest.mark.parametrize("first", range(0, 80, 20))
-def test_in_random_orders_nothing_is_committed_in_a_root_that_was_emptied(first):
+def test_random_orders_commit_nothing_in_an_emptied_root(first):
     for seed in range(first, first + 20):
         JournalModel(seed, empties=True).run()
 
 
 @pytest.mark.parametrize("first", range(0, 80, 20))
-def test_in_random_orders_beside_starts_that_fail_no_commit_is_lost(first):
+def test_random_orders_with_failing_starts_lose_no_commit(first):
     for seed in range(first, first + 20):
         JournalModel(seed, starts=0.6).run()
 
@@ -99,7 +99,7 @@ def test_in_random_orders_beside_starts_that_fail_no_commit_is_lost(first):
 # Claims.
 
 
-def test_the_newest_claim_writes_and_the_older_ones_are_told_who_holds_it(root):
+def test_the_newest_claim_writes_and_errors_of_older_ones_name_its_holder(root):
     older = claimed(root)
     first = commit(older, 1)
     newer = claimed(root)
@@ -114,14 +114,14 @@ def test_the_newest_claim_writes_and_the_older_ones_are_told_who_holds_it(root):
     assert sorted(JournalView(root).state().steps) == [1, 2]
 
 
-def test_a_claim_after_an_epoch_is_of_nobody_else(root):
+def test_a_claim_after_an_epoch_fails_if_the_epoch_has_advanced(root):
     claimed(root)
     with pytest.raises(InUse, match="epoch 0, found epoch 1"):
         Journal(root).claim(after_epoch=0)
     assert Journal(root).claim(after_epoch=1).lease.epoch == 2
 
 
-def test_who_resumes_a_claim_writes_under_it_until_another_is_made(root):
+def test_a_resumed_claim_can_write_until_another_claim_is_made(root):
     with pytest.raises(FencedError, match="expected a claim, found none"):
         Journal(root).resume()
     trainer, other = claimed(root), Journal(root)
@@ -137,7 +137,7 @@ def test_who_resumes_a_claim_writes_under_it_until_another_is_made(root):
     assert {*newest.state().standings} == {Unit(1), Unit(1, "embeddings"), Unit(2)}
 
 
-def test_a_claim_says_what_training_went_on_from(root):
+def test_a_claim_records_the_step_that_training_resumed_from(root):
     ledger = claimed(root)
     assert JournalView(root).state().claim == ledger.claimed and not ledger.claimed.began
     first = commit(ledger, 1)
@@ -171,7 +171,7 @@ class Counted(MemoryStore):
         return super().keys(folder, after=after)
 
 
-def test_a_commit_is_three_requests_and_opening_a_listing_and_a_read():
+def test_a_commit_takes_three_requests_and_opening_takes_two():
     store = Counted()
     ledger = claimed(Spot(store, "run"))
     saves = [upload(ledger, step) for step in range(20)]
@@ -184,7 +184,7 @@ def test_a_commit_is_three_requests_and_opening_a_listing_and_a_read():
     assert store.count == {"get": 1, "list": 1}
 
 
-def test_a_commit_that_is_made_twice_is_one(root):
+def test_a_repeated_commit_is_idempotent(root):
     ledger = claimed(root)
     first = upload(ledger, 1)
     again = dataclasses.replace(first, prefix=ledger.prefix(first.unit))
@@ -192,11 +192,11 @@ def test_a_commit_that_is_made_twice_is_one(root):
     assert ledger.commit(first) == first and ledger.commit(again) == first
     assert ledger.known.entry.number == 2
     ledger.retire([Unit(1)])
-    assert ledger.commit(again) == again  # It stood, and was retired: it does not come back.
+    assert ledger.commit(again) == again  # It was committed and retired; it stays retired.
     assert ledger.state().steps == {}
 
 
-def test_a_step_of_another_save_is_not_touched(root):
+def test_a_step_of_another_save_is_not_overwritten(root):
     ledger = claimed(root)
     first = commit(ledger, 1)
     with pytest.raises(
@@ -219,7 +219,7 @@ def test_no_delta_is_committed_without_its_parent_nor_a_base_without_its_step(ro
     base = commit(ledger, 3, item="embeddings")
     ledger.retire([Unit(3)])
     assert third.save_id == base.save_id
-    commit(ledger, 4, parent=third)  # The base stands for the step.
+    commit(ledger, 4, parent=third)  # The base replaces the step as a parent.
     alone = upload(ledger, 5, item="embeddings")
     ledger.commit(alone, alone=True)
     delta = dataclasses.replace(upload(ledger, 5, parent=second), save_id=alone.save_id)
@@ -227,7 +227,7 @@ def test_no_delta_is_committed_without_its_parent_nor_a_base_without_its_step(ro
     assert sorted(ledger.state().steps) == [4, 5]
 
 
-def test_what_is_retired_is_gone_with_its_files(root):
+def test_retired_saves_are_gone_with_their_files(root):
     ledger = claimed(root)
     first = commit(ledger, 1)
     commit(ledger, 2, parent=first)
@@ -238,7 +238,7 @@ def test_what_is_retired_is_gone_with_its_files(root):
     assert ledger.known.held(first.save_id) and not ledger.known.stands(first.save_id)
 
 
-def test_what_is_rolled_back_stays_until_it_is_forgotten(root):
+def test_rolled_back_saves_stay_until_they_are_forgotten(root):
     ledger = claimed(root)
     saves = [commit(ledger, step) for step in range(4)]
     commit(ledger, 3, item="embeddings", attempt=4)
@@ -260,7 +260,7 @@ def test_what_is_rolled_back_stays_until_it_is_forgotten(root):
 # Many saves, many entries.
 
 
-def test_many_steps_stand_in_pages_and_an_entry_stays_small(in_memory):
+def test_many_steps_are_stored_in_pages_and_an_entry_stays_small(in_memory):
     root = in_memory
     ledger = claimed(root)
     drawn = random.Random(7)
@@ -269,7 +269,7 @@ def test_many_steps_stand_in_pages_and_an_entry_stays_small(in_memory):
         last = commit(ledger, step, parent=last if step % 10 else None)
         expected[step] = last
         if step % 50 == 49:
-            # Retired are whole chains, wherever they stand.
+            # Retire whole chains, at any position.
             first = drawn.choice([s for s in expected if s % 10 == 0 and s + 9 in expected])
             ledger.retire([Unit(s) for s in range(first, first + 10)])
             expected = {s: one for s, one in expected.items() if not first <= s < first + 10}
@@ -281,12 +281,12 @@ def test_many_steps_stand_in_pages_and_an_entry_stays_small(in_memory):
     assert KEPT_ENTRIES <= len(numbers) < KEPT_ENTRIES + 40
     newer = claimed(root)
     assert newer.sweep() > 0
-    # Each has a copy.
+    # Each page has a copy.
     assert len((root / entries.PAGES).keys()) == 2 * len(newer.known.entry.pages)
     assert JournalView(root).state().steps == expected
 
 
-def test_who_slept_through_a_hundred_entries_finds_the_newest(in_memory):
+def test_a_journal_that_missed_a_hundred_entries_finds_the_newest(in_memory):
     root = in_memory
     sleeper, reader = claimed(root), JournalView(root)
     reader.state()
@@ -301,10 +301,10 @@ def test_who_slept_through_a_hundred_entries_finds_the_newest(in_memory):
     assert max(JournalView(root).state().steps) == KEPT_ENTRIES + 59
 
 
-# What is left over.
+# Leftovers.
 
 
-def test_uploads_of_claims_that_are_over_and_those_given_up_are_swept(root):
+def test_uploads_of_older_claims_and_abandoned_uploads_are_swept(root):
     older = claimed(root)
     cut, kept = upload(older, 1), commit(older, 2)
     newer = claimed(root)
@@ -318,7 +318,7 @@ def test_uploads_of_claims_that_are_over_and_those_given_up_are_swept(root):
 
 
 @pytest.mark.parametrize("lost", ["answer", "deletion"])
-def test_what_was_removed_is_swept_though_no_answer_came(lost):
+def test_removed_saves_are_swept_even_if_no_answer_came(lost):
     class Lossy(MemoryStore):
         lost = ""
 
@@ -350,10 +350,10 @@ def test_what_was_removed_is_swept_though_no_answer_came(lost):
     assert {f"saves/{key.partition('/')[0]}" for key in (ledger.root / "saves").keys()} == kept
 
 
-# Entries that cannot be believed.
+# Damaged entries.
 
 
-def test_an_altered_entry_is_passed_over_and_reported_and_a_later_one_says_so(in_memory):
+def test_an_altered_entry_is_skipped_and_reported_and_a_newer_format_is_refused(in_memory):
     root = in_memory
     ledger = claimed(root)
     one = commit(ledger, 1)
@@ -388,7 +388,7 @@ def test_an_altered_entry_is_passed_over_and_reported_and_a_later_one_says_so(in
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_of_a_damaged_page_the_copy_is_read_and_without_one_all_other_saves(in_memory, how):
+def test_a_damaged_page_is_read_from_its_copy_or_loses_only_its_own_saves(in_memory, how):
     root = in_memory
     ledger = claimed(root)
     for step in range(entries.INLINE + 1):
@@ -404,7 +404,7 @@ def test_of_a_damaged_page_the_copy_is_read_and_without_one_all_other_saves(in_m
     newer.claim()
     assert sorted(newer.known.steps) == [*range(entries.PAGE, entries.INLINE + 1)]
     commit(newer, entries.INLINE + 1, run="s")
-    # What stands in the page may not go, and comes back with it.
+    # Saves in the page must not be deleted; repairing the page restores them.
     assert newer.sweep() == 0 and newer.known.entry.pages == (ref,)
     at = root / ref.name
     whole = entries.Page(standings=tuple(ledger.known.steps[n] for n in range(entries.PAGE)))
@@ -413,7 +413,7 @@ def test_of_a_damaged_page_the_copy_is_read_and_without_one_all_other_saves(in_m
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_of_a_damaged_entry_the_copy_is_read(root, how):
+def test_a_damaged_entry_is_read_from_its_copy(root, how):
     ledger = claimed(root)
     commit(ledger, 1)
     ledger.copy_newest()
@@ -432,7 +432,7 @@ def test_of_a_damaged_entry_the_copy_is_read(root, how):
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_what_training_left_stays_left_where_the_entry_that_says_so_is_lost(root, how):
+def test_rolled_back_steps_stay_rolled_back_if_their_entry_is_lost(root, how):
     ledger = claimed(root)
     first = commit(ledger, 1)
     commit(ledger, 2, parent=first)
@@ -442,7 +442,7 @@ def test_what_training_left_stays_left_where_the_entry_that_says_so_is_lost(root
 
 
 @pytest.mark.parametrize("how", ["truncated", "flipped"])
-def test_without_a_copy_the_entry_before_is_read_and_the_step_reported(root, how):
+def test_without_a_copy_the_previous_entry_is_read_and_the_step_reported(root, how):
     ledger = claimed(root)
     first = commit(ledger, 1)
     second = upload(ledger, 2, parent=first)
@@ -452,8 +452,8 @@ def test_without_a_copy_the_entry_before_is_read_and_the_step_reported(root, how
     damage(root / entry_name(ledger.known.entry.number), how)
     assert view.state().steps == {1: first} and [*view.lost_saves] == [2]
     assert str(view.lost_saves[2]) == str(view.problems[0]) and "are unknown" in str(view.problems)
-    assert ledger.state().steps == {1: first, 2: second}  # It has read it.
-    # Whoever comes to write under the claim cannot tell whether it is the newest.
+    assert ledger.state().steps == {1: first, 2: second}  # It has already read the entry.
+    # A journal that resumes the claim cannot tell whether its entry is the newest.
     with pytest.raises(FencedError, match="an entry that may be another trainer"):
         Journal(root).resume(ledger.claimed.lease.holder)
     newest = claimed(root)
@@ -464,7 +464,7 @@ def test_without_a_copy_the_entry_before_is_read_and_the_step_reported(root, how
         commit(ledger, 3, parent=first)
 
 
-# Journals that go while a trainer holds their claim.
+# Journals that are removed while a trainer holds their claim.
 
 
 def empty(root: Spot) -> None:
@@ -475,7 +475,7 @@ def empty(root: Spot) -> None:
     "others",
     ["nobody", "another trainer", "one with as many saves", "one that was there before"],
 )
-def test_nothing_is_committed_or_confirmed_in_a_root_that_was_emptied(root, others):
+def test_nothing_is_committed_or_confirmed_in_an_emptied_root(root, others):
     ledger = claimed(root)
     first = commit(ledger, 1)
     older = {key: root.store.get(key) for key in root.store.keys(root.key)}
@@ -504,9 +504,7 @@ def test_nothing_is_committed_or_confirmed_in_a_root_that_was_emptied(root, othe
     assert {*root.store.keys(root.key)} - {*keys} == {f"{root.key}/{late.prefix}/x"}
 
 
-def test_a_commit_without_an_answer_is_not_acknowledged_in_a_root_that_was_emptied(
-    in_memory, monkeypatch
-):
+def test_a_commit_without_an_answer_is_not_acknowledged_in_an_emptied_root(in_memory, monkeypatch):
     ledger = claimed(in_memory)
     commit(ledger, 1)
     late = upload(ledger, 2)
@@ -526,7 +524,7 @@ def test_a_commit_without_an_answer_is_not_acknowledged_in_a_root_that_was_empti
             ask()
 
 
-def test_a_reader_goes_on_with_what_comes_after_a_root_was_emptied(root):
+def test_a_reader_follows_the_new_journal_of_an_emptied_root(root):
     commit(claimed(root), 1)
     view = JournalView(root)
     assert sorted(view.state().steps) == [1]
@@ -537,7 +535,7 @@ def test_a_reader_goes_on_with_what_comes_after_a_root_was_emptied(root):
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_an_entry_that_is_lost_beside_its_trainer_is_put_anew(root, how):
+def test_an_entry_that_is_lost_while_its_trainer_runs_is_rewritten(root, how):
     ledger = claimed(root)
     commit(ledger, 1)
     commit(ledger, 2)
@@ -551,7 +549,7 @@ def test_an_entry_that_is_lost_beside_its_trainer_is_put_anew(root, how):
     assert sorted(view.state().steps) == [1, 2, 3]
 
 
-def test_to_confirm_is_a_listing_and_a_read_and_a_copy_a_put():
+def test_confirm_takes_a_listing_and_a_read_and_a_copy_takes_a_put():
     store = Counted()
     ledger = claimed(Spot(store, "run"))
     commit(ledger, 1)
@@ -564,7 +562,7 @@ def test_to_confirm_is_a_listing_and_a_read_and_a_copy_a_put():
     assert store.count["put"] == 1 and store.count["get"] == 0
 
 
-def test_what_else_lies_in_the_journal_is_passed_over(root):
+def test_foreign_objects_in_the_journal_are_ignored(root):
     ledger = claimed(root)
     commit(ledger, 1)
     for name in ("x", "1.msgpack", "99999999999999999999.txt", "a" * 20 + ".msgpack"):
@@ -577,7 +575,7 @@ def test_what_else_lies_in_the_journal_is_passed_over(root):
 
 
 def beside(work) -> concurrent.futures.Future:
-    """Some work in another thread, by now in its wait for a starting trainer."""
+    """Starts work in another thread and asserts that it waits for a starting trainer."""
     pool = concurrent.futures.ThreadPoolExecutor(1)
     found = pool.submit(work)
     pool.shutdown(wait=False)
@@ -605,7 +603,7 @@ def test_a_claim_that_was_withdrawn_fences_nobody(in_memory):
 @pytest.mark.parametrize(
     "ends", [Journal.start, lambda other: other.begin(None)], ids=["start", "begin"]
 )
-def test_the_holder_before_is_fenced_once_a_trainer_has_started(in_memory, ends):
+def test_the_previous_holder_is_fenced_once_a_trainer_has_started(in_memory, ends):
     first, second = claimed(in_memory), Journal(in_memory)
     second.claim(pending=True)
     waiting = beside(first.check)
@@ -616,7 +614,7 @@ def test_the_holder_before_is_fenced_once_a_trainer_has_started(in_memory, ends)
     assert not second.check().claim.lease.pending
 
 
-def test_a_claim_behind_a_pending_one_fences_at_once(in_memory):
+def test_a_claim_after_a_pending_one_fences_at_once(in_memory):
     first, second = claimed(in_memory), Journal(in_memory)
     second.claim(pending=True)
     claimed(in_memory)
@@ -636,7 +634,7 @@ def test_a_start_that_takes_too_long_fences(in_memory, monkeypatch):
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first", "last"])
 def test_claims_withdrawn_in_any_order_fence_nobody(in_memory, order):
-    """A trainer that fails beside another that is starting leaves no claim between."""
+    """A trainer that fails while another one starts leaves no claim behind."""
     first, others = claimed(in_memory), [Journal(in_memory) for _ in range(2)]
     for other in others:
         other.claim(pending=True)
@@ -647,7 +645,7 @@ def test_claims_withdrawn_in_any_order_fence_nobody(in_memory, order):
     assert [one.lease.epoch for one in first.check().entry.claims] == [1]
 
 
-def test_a_claim_withdrawn_below_one_that_starts_leaves_that_one(in_memory):
+def test_withdrawing_a_claim_keeps_the_newer_one_that_is_starting(in_memory):
     first, second, third = claimed(in_memory), Journal(in_memory), Journal(in_memory)
     second.claim(pending=True)
     third.claim(pending=True)
@@ -659,7 +657,7 @@ def test_a_claim_withdrawn_below_one_that_starts_leaves_that_one(in_memory):
             ledger.check()
 
 
-def test_uploads_of_a_withdrawn_claim_are_deleted_by_whoever_has_the_directory(in_memory):
+def test_uploads_of_a_withdrawn_claim_are_deleted_by_the_holder(in_memory):
     first = claimed(in_memory)
     kept = upload(first, 1)
     first.commit(kept)
@@ -669,7 +667,7 @@ def test_uploads_of_a_withdrawn_claim_are_deleted_by_whoever_has_the_directory(i
         left = upload(second, 2).prefix
         assert not first.left_over(first.state())
         second.withdraw()
-        if number == 1:  # The next trainer, even if it is another one that starts.
+        if number == 1:  # The holder is now another trainer.
             first = Journal(in_memory)
             assert first.claim().lease.epoch > epoch
         assert [*first.left_over(first.state())] == [left]
@@ -678,7 +676,7 @@ def test_uploads_of_a_withdrawn_claim_are_deleted_by_whoever_has_the_directory(i
         assert first.check().steps[1] == kept and (in_memory / kept.prefix).keys()
 
 
-def test_a_wait_for_a_starting_trainer_ends_if_its_caller_has_something_else_to_do(in_memory):
+def test_the_caller_can_interrupt_a_wait_for_a_starting_trainer(in_memory):
     class Other(Exception):
         pass
 
@@ -692,7 +690,7 @@ def test_a_wait_for_a_starting_trainer_ends_if_its_caller_has_something_else_to_
         first.check()
 
 
-def test_a_compactor_waits_for_a_starting_trainer_and_goes_on_for_the_one_that_holds_the_claim(
+def test_a_compactor_waits_for_a_starting_trainer_and_resumes_for_the_claim_holder(
     in_memory,
 ):
     first, second = claimed(in_memory), Journal(in_memory)
@@ -704,7 +702,7 @@ def test_a_compactor_waits_for_a_starting_trainer_and_goes_on_for_the_one_that_h
     compactor.check()
 
 
-def test_a_compactor_goes_on_under_a_claim_whose_trainer_never_starts(in_memory, monkeypatch):
+def test_a_compactor_resumes_under_a_claim_whose_trainer_never_starts(in_memory, monkeypatch):
     monkeypatch.setattr(lease, "GRACE_SECS", 0.1)
     claimed(in_memory)
     second = Journal(in_memory)
@@ -729,7 +727,7 @@ def test_a_compactor_goes_on_under_a_claim_whose_trainer_never_starts(in_memory,
         ("sdp", 3),
     ],
 )
-def test_the_trainer_that_may_be_running_is_not_hidden_by_one_that_starts(
+def test_a_starting_trainer_does_not_hide_one_that_may_be_running(
     in_memory, monkeypatch, claims, expected
 ):
     """b: training began; s: claimed only; p: starting; d: killed while it started."""
@@ -748,7 +746,7 @@ def test_the_trainer_that_may_be_running_is_not_hidden_by_one_that_starts(
 
 
 class Clock:
-    """Stands for the time of a wait."""
+    """Replaces the time module in a wait."""
 
     def __init__(self) -> None:
         self.now = 0.0

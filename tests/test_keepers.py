@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keepers on real Ray clusters of several nodes; nodes are removed, keepers killed in a push."""
+"""Peer agents on multi-node Ray clusters: nodes are removed, agents are killed during a push."""
 
 # ruff: noqa: E402
 from __future__ import annotations
@@ -39,13 +39,13 @@ def read(held: Neighbours, pack: MemoryPack) -> bytes:
 
 
 def remove(cluster, found: Keepers, count: int) -> list[str]:
-    """Takes nodes away that are not this process's, and waits until their keepers are gone."""
+    """Removes nodes other than this process's, and waits until their peer agents are gone."""
     gone = []
     for node in [*cluster.worker_nodes][:count]:
         gone.append(node.node_id)
         cluster.remove_node(node, allow_graceful=False)
     assert found.own not in gone
-    # A worker of Ray outlives its node's daemon by a moment.
+    # A Ray worker briefly outlives its node's daemon.
     for one in found.nodes:
         if one.node in gone:
             wait_until(lambda one=one: is_gone(one.address), "the keeper has ended")
@@ -85,7 +85,7 @@ def test_copies_survive_the_loss_of_a_node(three):
     held.close()
 
 
-def test_a_keeper_that_died_comes_back_empty_and_is_let_in_on_the_same_token(three):
+def test_a_dead_peer_agent_restarts_empty_and_gets_the_same_token(three):
     how = Copies(copies=1, memory_bytes=MEMORY)
     found = discovery.keepers("/root", ITEM, how, "first")
     held = Neighbours(found)
@@ -112,7 +112,7 @@ def test_a_keeper_that_died_comes_back_empty_and_is_let_in_on_the_same_token(thr
     held.close()
 
 
-def test_a_keeper_that_is_killed_in_a_push_is_replaced(three):
+def test_a_peer_agent_killed_during_a_push_is_replaced(three):
     ray_nodes.add_node(three)
     wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 4, "there are four nodes")
     found = discovery.keepers("/root", ITEM, Copies(copies=2, memory_bytes=128 << 20), "first")
@@ -120,7 +120,7 @@ def test_a_keeper_that_is_killed_in_a_push_is_replaced(three):
     states = keepers.states("/root", ITEM)
 
     class Killing(MemoryPack):
-        """When its second segment is read, the keepers that have the first are known."""
+        """Kills an agent that has the first segment when the second one is read."""
 
         killed = None
 
@@ -140,7 +140,7 @@ def test_a_keeper_that_is_killed_in_a_push_is_replaced(three):
     held.close()
 
 
-def test_a_new_claim_shuts_the_trainer_before_out(three):
+def test_a_new_claim_shuts_out_the_previous_trainer(three):
     how = Copies(copies=1, memory_bytes=MEMORY)
     first = discovery.keepers("/root", ITEM, how, "first")
     other_process = discovery.keepers("/root", ITEM, how, "first")
@@ -159,7 +159,7 @@ def test_a_new_claim_shuts_the_trainer_before_out(three):
         one.close()
 
 
-def test_the_command_line_shows_and_stops_keepers(three, capsys, monkeypatch):
+def test_the_command_line_shows_and_stops_peer_agents(three, capsys, monkeypatch):
     from click.testing import CliRunner
 
     from deltackpt.cli import cli
@@ -178,7 +178,7 @@ def test_the_command_line_shows_and_stops_keepers(three, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("lost", [2, 3])
-def test_erasure_survives_as_many_nodes_as_it_says_and_names_what_one_more_takes(lost):
+def test_erasure_survives_the_loss_of_m_nodes_and_names_the_lost_nodes_beyond(lost):
     pytest.importorskip("pyeclib", reason="needs deltackpt[erasure]")
     with ray_nodes.nodes(5) as cluster:
         found = discovery.keepers("/root", ITEM, Erasure(k=2, m=2, memory_bytes=MEMORY), "first")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers: what is written is read back, in few ranges, whatever its dtypes, rows and codecs."""
+"""Layers: all dtypes, rows and codecs are read back, in few ranges."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def row_groups(draw, name: str) -> list[Rows]:
     arrays = []
     for number in range(draw(st.integers(0, 3))):
         dtype, trailing = np.dtype(draw(st.sampled_from(DTYPES))), draw(st.sampled_from(TRAILINGS))
-        few = draw(st.booleans())  # Compressible.
-        # Rows that a codec stores uncompressed are fewer than all.
+        few = draw(st.booleans())  # Few distinct values compress.
+        # A codec stores only some rows uncompressed.
         length = len(rows) if draw(st.booleans()) else len(rows) // 3
         shape = (length, *trailing)
         values = random.integers(0, 3 if few else 100, shape).astype(dtype)
@@ -108,7 +108,7 @@ def row_groups(draw, name: str) -> list[Rows]:
 
 @FAST
 @given(data=st.data())
-def test_what_is_written_is_read_back(tmp_path_factory, data):
+def test_written_layers_are_read_back(tmp_path_factory, data):
     count = data.draw(st.integers(1, 3))
     layers = []
     for number in range(count):
@@ -143,7 +143,7 @@ def test_what_is_written_is_read_back(tmp_path_factory, data):
 
 @FAST
 @given(data=st.data())
-def test_a_range_of_an_array_is_what_the_whole_array_has_there(tmp_path_factory, data):
+def test_a_range_of_an_array_equals_that_part_of_the_whole_array(tmp_path_factory, data):
     (group, *_) = data.draw(row_groups("a"))
     path = tmp_path_factory.mktemp("layers") / "layer"
     write(path, [(manifest_of(), [group])], chunk_bytes=data.draw(st.sampled_from([1, 700])))
@@ -214,7 +214,7 @@ def test_several_threads_write_arrays_of_a_layer_in_pieces(tmp_path_factory, dat
 
 
 @pytest.mark.parametrize("sizes", [[20_000], [100, 19_900]])
-def test_rows_that_change_while_the_disk_is_waited_for_are_an_error(tmp_path, monkeypatch, sizes):
+def test_rows_that_change_during_a_write_raise(tmp_path, monkeypatch, sizes):
     buffers = WriteBuffers(nbytes=16 << 10)
     file = LayerFile(tmp_path / "layer", buffers, chunk_bytes=4096)
     layer = file.begin(manifest_of())
@@ -235,7 +235,7 @@ def test_rows_that_change_while_the_disk_is_waited_for_are_an_error(tmp_path, mo
     buffers.close()
 
 
-def test_the_footer_of_another_layer_is_refused_before_it_is_read(tmp_path):
+def test_the_footer_of_another_layer_is_rejected_before_it_is_read(tmp_path):
     write(tmp_path / "layer", [(manifest_of(), groups_of())])
     data = (tmp_path / "layer").read_bytes()
     digest = opened(data).digest
@@ -297,7 +297,7 @@ def test_golden_layers_are_read(version):
         }
 
 
-def test_golden_layers_are_as_the_format_page_says():
+def test_golden_layers_follow_the_format_page():
     """A second reader, written from docs/reference/format.md alone."""
     data = (GOLDEN / "layers-v1" / "step").read_bytes()
     crc32c = google_crc32c.value
@@ -356,7 +356,7 @@ def test_rows_of_bfloat16_tables_are_stored_as_their_bits(tmp_path):
     assert out.tobytes() == rows.tobytes()
 
 
-def test_a_manifest_keeps_what_its_caller_gives(tmp_path):
+def test_a_manifest_keeps_the_callers_values(tmp_path):
     given_manifest = manifest_of(5, process=1, process_count=3, epoch=EpochRef(number=2, crc32c=9))
     write(tmp_path / "layer", [(given_manifest, [])], sequence=17, predecessor=5)
     found = opened((tmp_path / "layer").read_bytes()).manifest
@@ -467,7 +467,7 @@ def test_whole_chunks_are_read_into_the_target_without_a_copy(tmp_path):
     "out",
     [np.empty((3, 2), np.float64), np.empty((2, 2), np.float32), np.empty((2, 3), np.float32).T],
 )
-def test_a_target_that_does_not_fit_is_refused(tmp_path, out):
+def test_a_target_that_does_not_fit_is_rejected(tmp_path, out):
     group = Rows("t", "t", range(3), [Array("values", np.ones((3, 2), np.float32))])
     write(tmp_path / "layer", [(manifest_of(), [group])])
     layer = opened((tmp_path / "layer").read_bytes())
@@ -581,7 +581,7 @@ def test_a_full_disk_is_a_typed_error_and_nothing_more_is_written(
         with pytest.raises(StorageError, match="begin another"):
             call()
     file.close()
-    # The buffers are still of use.
+    # The buffers are still usable.
     other = LayerFile(tmp_path / "others", buffers)
     append(other, manifest_of(1), groups_of(1))
     other.close()
@@ -608,7 +608,7 @@ def test_a_failed_flush_is_not_repeated(tmp_path, monkeypatch):
     buffers.close()
 
 
-def test_writes_keep_to_a_pace(tmp_path):
+def test_writes_respect_the_pace(tmp_path):
     taken = []
 
     class Watched(Pace):
@@ -680,7 +680,7 @@ def test_a_shard_that_cannot_begin_leaves_no_file_open(tmp_path, monkeypatch):
         LayerShard(tmp_path, save_id, None, batch, buffers, process=0, process_count=1)
     held = []
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # Of the listing itself.
+        with contextlib.suppress(FileNotFoundError):  # The descriptor of the listing itself.
             held.append(os.readlink(f"/proc/self/fd/{name}"))
     assert not [path for path in held if path.startswith(str(tmp_path))]
     buffers.close()

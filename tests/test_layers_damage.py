@@ -40,7 +40,7 @@ from deltackpt.layers.footer import CHUNK, PAGE_BYTES, TRAILER_BYTES
 from deltackpt.layers.read import Layer, StoredBytes
 from deltackpt.storage.store import spot
 
-#: What nothing of some kilobytes may take.
+#: Bound on the memory for reading a file of some kilobytes.
 MOST_MEMORY = 64 << 20
 FAST = settings(max_examples=100, deadline=None)
 
@@ -96,7 +96,7 @@ def test_every_truncation_is_an_error_that_names_the_file():
         opened(data + bytes(PAGE_BYTES))
 
 
-def test_a_file_that_is_truncated_after_it_was_opened_is_an_error_that_names_the_chunk():
+def test_a_file_truncated_after_opening_is_an_error_that_names_the_chunk():
     data = bytearray(layer_bytes())
     layer, whole = opened(data), bytes(data)
     end = footer.trailer_of(data[-TRAILER_BYTES:], len(data), NAME).footer
@@ -111,12 +111,12 @@ def test_a_file_that_is_truncated_after_it_was_opened_is_an_error_that_names_the
 
 @FAST
 @given(data=st.data())
-def test_pages_that_were_lost_or_moved_are_an_error(data):
+def test_lost_or_moved_pages_are_an_error(data):
     held = bytearray(layer_bytes())
     count = len(held) // PAGE_BYTES
     page = data.draw(st.integers(0, count - 1)) * PAGE_BYTES
     other = data.draw(st.integers(0, count)) * PAGE_BYTES
-    # The page after the last one stands for a lost page.
+    # The page after the last one represents a lost page.
     replaced = bytes(held[other : other + PAGE_BYTES]) or bytes(PAGE_BYTES)
     if replaced == held[page : page + PAGE_BYTES]:
         return
@@ -126,7 +126,7 @@ def test_pages_that_were_lost_or_moved_are_an_error(data):
 
 
 def test_a_chunk_of_another_layer_is_an_error(tmp_path):
-    """Its checksum, place and length are right; only the save is another one."""
+    """Its checksum, place and length are right; only the save differs."""
     for number in (1, 2):
         write(tmp_path / f"{number}", [(manifest_of(number), groups_of(1))])
     one, other = ((tmp_path / name).read_bytes() for name in "12")
@@ -158,7 +158,7 @@ def test_another_version_is_refused(version):
     at = len(data) - TRAILER_BYTES + 8
     data[at : at + 4] = version.to_bytes(4, "little")
     with pytest.raises(Damaged, match="crc32c"):
-        opened(data)  # A flipped bit is no other version.
+        opened(data)  # A flipped bit is damage, not another version.
     data[-4:] = google_crc32c.value(bytes(data[start:-4])).to_bytes(4, "little")
     with pytest.raises(FormatTooNew if version else Damaged, match="version"):
         opened(data)
@@ -187,7 +187,7 @@ GAPS = {"row_group": "g", "name": "rows.gaps", "shape": [4], "dtype": "uint8", "
 GAPS_CHUNK = GAPS | {"chunks": chunks((4096, 4, 0))}
 INDEXED = GROUP | {"ranges": None}
 HUGE = {"compression": "zstd", "shape": [1 << 40], "chunk_rows": 1 << 40}
-#: Row groups, arrays, and what an error about them says.
+#: Row groups, arrays, and the expected error message.
 UNSOUND = {
     "two row groups of one name": ([GROUP, GROUP], [], "different names"),
     "an array of no row group": ([], [ARRAY | {"shape": [0]}], "a known row group"),
@@ -248,7 +248,7 @@ UNSOUND = {
 
 
 @pytest.mark.parametrize("name", UNSOUND)
-def test_a_manifest_that_cannot_be_is_damaged_although_its_checksum_is_right(name):
+def test_an_inconsistent_manifest_is_damaged_even_if_its_checksum_is_right(name):
     row_groups, arrays, expected = UNSOUND[name]
     ends = [
         int(offset + nbytes)
@@ -275,7 +275,7 @@ def test_a_manifest_that_cannot_be_is_damaged_although_its_checksum_is_right(nam
         {"features": "tombstones"},
     ],
 )
-def test_an_identity_that_cannot_be_is_damaged(changed):
+def test_an_invalid_identity_is_damaged(changed):
     (name,) = changed
     with pytest.raises(Damaged, match=f"^{NAME}: footer: .*{name}"):
         opened(with_fields(layer_bytes(), **changed))
@@ -291,7 +291,7 @@ def with_chunk(data: bytes, group: dict[str, Any], array: dict[str, Any]) -> Lay
     return opened(footed(bytes(PAGE_BYTES) + data, msgpack.packb(fields)))
 
 
-def test_row_indices_are_those_of_their_gaps():
+def test_row_indices_are_decoded_from_gaps():
     group = INDEXED | {"bounds": [[5, 11]]}
     layer = with_chunk(bytes([0, 1, 2, 3]), group, GAPS)
     assert np.asarray(layer.rows(layer.row_groups()[0])[1]).tolist() == [5, 6, 8, 11]
@@ -323,7 +323,7 @@ def test_a_chunk_that_decompresses_to_another_length_is_damaged(data):
 
 
 def attempt(data: bytes) -> None:
-    """Reads what there is in pieces of some memory at most; typed errors are expected."""
+    """Reads everything in pieces of bounded memory; typed errors are expected."""
     tracemalloc.start()
     try:
         layer = opened(data)
@@ -352,7 +352,7 @@ ODD = st.one_of(
 
 
 def places_of(value: Any, place: tuple = ()) -> Iterator[tuple]:
-    """Where there is something in nested maps and lists."""
+    """Yields the path of every value in nested maps and lists."""
     if place:
         yield place
     items = value.items() if isinstance(value, dict) else enumerate(value)
@@ -365,7 +365,7 @@ def places_of(value: Any, place: tuple = ()) -> Iterator[tuple]:
 
 @FAST
 @given(data=st.data())
-def test_a_footer_with_odd_values_takes_no_memory_and_raises_nothing_else(data):
+def test_a_footer_with_odd_values_needs_bounded_memory_and_raises_typed_errors(data):
     fields = fields_of(layer_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
         *above, last = data.draw(st.sampled_from(sorted(places_of(fields), key=str)))
@@ -384,7 +384,7 @@ def test_a_footer_with_odd_values_takes_no_memory_and_raises_nothing_else(data):
 
 @FAST
 @given(data=st.data())
-def test_a_footer_of_altered_bytes_takes_no_memory_and_raises_nothing_else(data):
+def test_a_footer_of_altered_bytes_needs_bounded_memory_and_raises_typed_errors(data):
     held = bytearray(msgpack.packb(fields_of(layer_bytes())))
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(held) - 1))
@@ -394,7 +394,7 @@ def test_a_footer_of_altered_bytes_takes_no_memory_and_raises_nothing_else(data)
 
 @FAST
 @given(data=st.data())
-def test_a_trailer_with_odd_values_takes_no_memory_and_raises_nothing_else(data):
+def test_a_trailer_with_odd_values_needs_bounded_memory_and_raises_typed_errors(data):
     held = bytearray(layer_bytes())
     at = len(held) - TRAILER_BYTES + data.draw(st.sampled_from([8, 12, 20, 28]))
     value = data.draw(st.sampled_from([0, 1, 64, 4096, 8192, len(held), 1 << 40, (1 << 64) - 1]))

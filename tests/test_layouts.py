@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is computed once per layout, and the chain that manifests name as a hint."""
+"""Values computed once per layout, and the chain that manifests name as a hint."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def moved(state, touched, ids):
 
 
 def saved(root: Path, count: int, steps: int):
-    """A chain of so many steps of a state of so many tables; the states that were saved."""
+    """Saves a chain of ``steps`` steps with ``count`` tables; returns the saved states."""
     state = a_state(count)
     touched, states = deltackpt.touched.init(state["tables"]), []
     with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=OPTIONS) as manager:
@@ -66,7 +66,7 @@ def head_of(root: Path, step: int) -> Manifest:
 
 
 def rewrite(root: Path, step: int, **changed) -> None:
-    """Puts another manifest in the place of one."""
+    """Replaces fields of a manifest."""
     path = root / str(step) / names.EMBEDDINGS_ITEM / names.manifest_name(0)
     record = dataclasses.replace(head_of(root, step), **changed)
     path.write_bytes(manifest.to_bytes(record))
@@ -75,7 +75,7 @@ def rewrite(root: Path, step: int, **changed) -> None:
 # --- Once per layout -----------------------------------------------------------------------------
 
 
-def test_ownership_is_asked_once_for_a_layout_and_not_at_each_save(tmp_path):
+def test_ownership_is_computed_once_for_a_layout_and_not_at_each_save(tmp_path):
     tables = deltackpt.Tables(select="tables/*")
     state = a_state(7)
     touched = deltackpt.touched.init(state["tables"])
@@ -92,7 +92,7 @@ def test_ownership_is_asked_once_for_a_layout_and_not_at_each_save(tmp_path):
     assert counts == [7] * 4
 
 
-def test_a_state_of_other_shardings_is_divided_anew(tmp_path):
+def test_a_state_with_other_shardings_is_divided_again(tmp_path):
     mesh = jax.make_mesh((8,), ("x",))
     specs = [jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("x")]
     state = a_state(3)
@@ -116,7 +116,7 @@ def test_many_small_tables_restore_as_they_were_saved(tmp_path):
             model.assert_same(manager.restore(step, state).state, state)
 
 
-def test_tables_whose_stamps_are_in_two_touch_states_are_looked_at_one_by_one(tmp_path):
+def test_tables_with_stamps_in_two_touch_states_are_tracked_one_by_one(tmp_path):
     state = a_state(2)
     first, second = (deltackpt.touched.init(state["tables"]) for _ in range(2))
     with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as manager:
@@ -129,7 +129,7 @@ def test_tables_whose_stamps_are_in_two_touch_states_are_looked_at_one_by_one(tm
         model.assert_same(manager.restore(1, moved_twice).state, moved_twice)
 
 
-def test_what_is_remembered_by_layout_is_not_that_of_another_equal_one():
+def test_values_cached_by_layout_are_not_shared_with_an_equal_layout():
     known: ByLayout[int] = ByLayout()
     one, other = (manifest.Layout((), (), (), ()) for _ in range(2))
     assert known.get(one, "a", lambda: 1) == 1
@@ -152,10 +152,10 @@ def test_a_division_keeps_no_array(tmp_path):
     assert not any(isinstance(leaf, jax.Array) for leaf in leaves)
 
 
-# --- Manifests that are alike --------------------------------------------------------------------
+# --- Similar manifests ---------------------------------------------------------------------------
 
 
-def test_manifests_of_one_run_share_what_is_alike(tmp_path):
+def test_manifests_of_one_run_share_equal_parts(tmp_path):
     saved(tmp_path, 3, 3)
     heads = [head_of(tmp_path, step) for step in range(3)]
     assert heads[1].tables is heads[2].tables
@@ -163,7 +163,7 @@ def test_manifests_of_one_run_share_what_is_alike(tmp_path):
     assert heads[1].save_id != heads[2].save_id
 
 
-def test_what_is_decoded_quickly_is_what_the_strict_builder_makes(tmp_path):
+def test_the_quick_decoder_and_the_strict_builder_give_equal_manifests(tmp_path):
     saved(tmp_path, 3, 2)
     for step in range(2):
         path = tmp_path / str(step) / names.EMBEDDINGS_ITEM / names.manifest_name(0)
@@ -175,7 +175,7 @@ def test_what_is_decoded_quickly_is_what_the_strict_builder_makes(tmp_path):
 @pytest.mark.parametrize(
     "changed", [{"tables": 3}, {"kind": "neither"}, {"save_id": None}, {"parents": ["../x"]}]
 )
-def test_a_record_that_cannot_be_is_named_in_outline_and_as_a_whole(tmp_path, changed):
+def test_an_invalid_manifest_is_reported_in_outline_and_as_a_whole(tmp_path, changed):
     saved(tmp_path, 1, 1)
     path = tmp_path / "0" / names.EMBEDDINGS_ITEM / names.manifest_name(0)
     record = head_of(tmp_path, 0)
@@ -184,12 +184,12 @@ def test_a_record_that_cannot_be_is_named_in_outline_and_as_a_whole(tmp_path, ch
     path.write_bytes(records.to_bytes(made, "deltackpt.manifest"))
     with pytest.raises(Damaged):
         saves.read_save(tmp_path / "0")
-    if "tables" not in changed:  # Of which an outline says nothing.
+    if "tables" not in changed:  # The outline has no tables.
         with pytest.raises(Damaged):
             saves.read_info(tmp_path / "0")
 
 
-def test_the_outline_of_a_save_says_what_its_manifest_does(tmp_path):
+def test_the_outline_of_a_save_equals_that_of_its_manifest(tmp_path):
     saved(tmp_path, 3, 3)
     for step in range(3):
         assert saves.read_info(tmp_path / str(step)) == saves.read_save(tmp_path / str(step)).info
@@ -198,7 +198,7 @@ def test_the_outline_of_a_save_says_what_its_manifest_does(tmp_path):
 # --- The chain as a hint -------------------------------------------------------------------------
 
 
-def test_a_delta_names_its_parents_nearest_first_and_so_many_at_most(tmp_path):
+def test_a_delta_names_a_limited_number_of_parents_nearest_first(tmp_path):
     with mock.patch("deltackpt.save.branch.MOST_PARENTS", 3):
         saved(tmp_path, 1, 6)
     assert [head_of(tmp_path, step).parents for step in range(6)] == [
@@ -211,7 +211,7 @@ def test_a_delta_names_its_parents_nearest_first_and_so_many_at_most(tmp_path):
     ]
 
 
-def test_a_run_that_goes_on_from_a_restored_step_names_its_chain(tmp_path):
+def test_a_run_that_resumes_from_a_restored_step_names_its_chain(tmp_path):
     [*_, state] = saved(tmp_path, 1, 3)
     with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=OPTIONS) as manager:
         result = manager.restore_latest(state)
@@ -224,7 +224,7 @@ def test_a_run_that_goes_on_from_a_restored_step_names_its_chain(tmp_path):
 
 @pytest.fixture
 def slow_store():
-    """A store whose every answer counts as slow, so that hints are followed at once."""
+    """Treats every response of a store as slow, so that hints are followed at once."""
     with mock.patch.object(ahead, "_SLOW_SECS", -1.0), mock.patch.object(ahead, "_SLOW_READS", 1):
         yield
 
@@ -242,7 +242,7 @@ def test_a_slow_store_is_read_ahead_by_the_hint(tmp_path, slow_store):
 @pytest.mark.parametrize(
     "parents", [(), ("1", "2"), ("99", "98"), ("0", "0", "4"), tuple(map(str, range(200)))]
 )
-def test_a_wrong_hint_gives_the_chain_of_the_parents_all_the_same(tmp_path, slow_store, parents):
+def test_a_wrong_hint_still_gives_the_chain_of_the_parents(tmp_path, slow_store, parents):
     states = saved(tmp_path, 2, 5)
     for step in (2, 4):
         rewrite(tmp_path, step, parents=parents)
@@ -253,7 +253,7 @@ def test_a_wrong_hint_gives_the_chain_of_the_parents_all_the_same(tmp_path, slow
         np.testing.assert_array_equal(fields[f"tables/{name}"]["values"], table)
 
 
-def test_a_hint_does_not_stand_for_a_parent_that_is_another_save(tmp_path, slow_store):
+def test_a_hint_does_not_replace_a_parent_that_is_another_save(tmp_path, slow_store):
     saved(tmp_path, 1, 4)
     other = dataclasses.replace(head_of(tmp_path, 2).save_id, attempt=77)
     rewrite(tmp_path, 2, save_id=other)
@@ -261,7 +261,7 @@ def test_a_hint_does_not_stand_for_a_parent_that_is_another_save(tmp_path, slow_
         chains.read_chain(tmp_path / "3")
 
 
-def test_what_was_altered_is_damage_though_it_was_read_ahead(tmp_path, slow_store):
+def test_an_altered_manifest_is_damage_even_if_it_was_read_ahead(tmp_path, slow_store):
     saved(tmp_path, 1, 4)
     path = tmp_path / "1" / names.EMBEDDINGS_ITEM / names.manifest_name(0)
     data = bytearray(path.read_bytes())
@@ -286,13 +286,13 @@ def test_an_object_that_could_not_be_read_ahead_is_read_again(tmp_path, slow_sto
     with ahead.Ahead() as reading:
         assert reading.read(at, "there") == b"1"
         reading.want([missing])
-        # At once, as objects appear: the reading thread may look for it at this moment.
+        # Rename atomically: the reading thread may look for it at this moment.
         (tmp_path / "written").write_bytes(b"2")
         (tmp_path / "written").rename(tmp_path / "missing")
         assert reading.read(missing, "missing") == b"2"
 
 
-def test_info_is_of_a_chain(tmp_path):
+def test_infos_of_saves_form_a_chain(tmp_path):
     saved(tmp_path, 1, 2)
     infos = [saves.read_info(tmp_path / str(step)) for step in range(2)]
     by_dir = {info.step_dir: info for info in infos}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kind of leaf: it comes back bit for bit, or is refused before anything begins."""
+"""Every kind of leaf: it is restored bit for bit, or refused before the save starts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def array(dtype: Any) -> np.ndarray:
     return np.arange(4).reshape(2, 2).astype(dtype)
 
 
-#: What may stand in a state beside its tables.
+#: Supported dense leaves.
 STORABLE = {
     "none": None,
     "bool": True,
@@ -90,7 +90,7 @@ STORABLE = {
     "raw key": jax.random.PRNGKey(1),
 }
 
-#: What must not, since Orbax would refuse it, lose some of it, or fail on it in the background.
+#: Unsupported leaves: Orbax would refuse them, lose data, or fail in the background.
 REFUSED = {
     "bytes": b"abc",
     "bytearray": bytearray(b"abc"),
@@ -161,13 +161,13 @@ def stored(tmp_path_factory) -> Iterator[deltackpt.CheckpointManager]:
         yield saver
 
 
-def test_every_leaf_that_can_be_stored_comes_back_bit_for_bit(stored):
+def test_every_storable_leaf_is_restored_bit_for_bit(stored):
     found = stored.restore(1, with_tables(STORABLE)).state["leaves"]
     for name, leaf in STORABLE.items():
         assert_same_leaf(found[name], leaf, name)
 
 
-def test_without_a_template_every_number_comes_back(stored):
+def test_without_a_template_every_value_is_restored(stored):
     found = stored.restore(1).state["leaves"]
     for name, leaf in STORABLE.items():
         if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
@@ -179,7 +179,7 @@ def test_without_a_template_every_number_comes_back(stored):
 
 
 def as_abstract(leaf: Any) -> Any:
-    """The leaf as ``jax.eval_shape`` would have it, if jax can hold it."""
+    """The leaf as ``jax.eval_shape`` returns it, if JAX supports its dtype."""
     if not isinstance(leaf, jax.Array):
         narrow = hasattr(leaf, "dtype") and jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype
         if not narrow or not leaf.dtype.isnative:
@@ -188,7 +188,7 @@ def as_abstract(leaf: Any) -> Any:
 
 
 def native(leaf: Any) -> Any:
-    """Numbers in the order of bytes of this machine, as everything stored has them."""
+    """Values in native byte order, as they are stored."""
     return leaf.astype(leaf.dtype.newbyteorder("=")) if isinstance(leaf, np.ndarray) else leaf
 
 
@@ -259,7 +259,7 @@ def test_every_way_to_read_a_leaf_gives_its_bits_and_its_kind(way, stored, tmp_p
 
 
 @pytest.mark.parametrize("abstract", [False, True])
-def test_a_key_of_one_implementation_is_never_read_as_of_another(stored, abstract):
+def test_a_key_of_one_implementation_is_never_read_as_another(stored, abstract):
     names = {"key", "key of another kind", "key of a third kind"}
     for name in names:
         for other in names - {name}:
@@ -271,7 +271,7 @@ def test_a_key_of_one_implementation_is_never_read_as_of_another(stored, abstrac
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_leaf_that_cannot_be_stored_is_refused_before_anything_begins(name, tmp_path):
+def test_an_unsupported_leaf_is_refused_before_the_save_starts(name, tmp_path):
     with manager(tmp_path / "root") as saver:
         with pytest.raises(UnsupportedLeaf, match=r"leaves/odd ") as caught:
             saver.save(1, with_tables({"odd": REFUSED[name], "even": jnp.ones(2)}))
@@ -282,7 +282,7 @@ def test_a_leaf_that_cannot_be_stored_is_refused_before_anything_begins(name, tm
         saver.wait_until_finished()
 
 
-def test_all_leaves_that_cannot_be_stored_are_named(tmp_path):
+def test_all_unsupported_leaves_are_named(tmp_path):
     with manager(tmp_path) as saver, pytest.raises(UnsupportedLeaf) as caught:
         saver.save(1, with_tables({"odd": b"abc", "date": datetime.date(2020, 1, 1)}))
     assert "leaves/odd is bytes" in str(caught.value)
@@ -290,7 +290,7 @@ def test_all_leaves_that_cannot_be_stored_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("leaf", ["a text", jnp.zeros((0, 2))])
-def test_a_text_whose_path_orbax_cannot_write_is_refused_before_anything_begins(leaf, tmp_path):
+def test_a_string_whose_path_orbax_cannot_write_is_refused_before_the_save_starts(leaf, tmp_path):
     # As in haiku's "linear/~/w"; arrays have such paths.
     with manager(tmp_path) as saver:
         saver.save(1, with_tables({"a/~/b": jnp.ones(3), "a~1/b": leaf}))
@@ -300,14 +300,14 @@ def test_a_text_whose_path_orbax_cannot_write_is_refused_before_anything_begins(
         assert saver.all_steps() == [1]
 
 
-def test_a_path_that_ends_with_a_slash_is_refused_before_it_takes_the_place_of_another(tmp_path):
+def test_a_path_that_ends_with_a_slash_is_refused_before_it_replaces_another(tmp_path):
     with manager(tmp_path) as saver:
         with pytest.raises(UnsupportedLeaf, match=r"leaves/a/ has a path that ends with '/'"):
             saver.save(1, with_tables({"a": jnp.ones(3), "a/": jnp.zeros(3)}))
         assert saver.all_steps() == []
 
 
-def test_a_path_that_is_no_unicode_is_refused_before_anything_begins(tmp_path):
+def test_a_path_that_is_not_unicode_is_refused_before_the_save_starts(tmp_path):
     with manager(tmp_path) as saver:
         with pytest.raises(UnsupportedLeaf, match=r"leaves/\\ud800 has a lone surrogate") as caught:
             saver.save(1, with_tables({"\ud800": jnp.ones(3)}))
@@ -315,7 +315,7 @@ def test_a_path_that_is_no_unicode_is_refused_before_anything_begins(tmp_path):
         assert saver.all_steps() == []
 
 
-def test_an_abstract_state_is_refused_after_the_state_that_it_is_of(tmp_path):
+def test_an_abstract_state_is_refused_after_its_concrete_state(tmp_path):
     state = with_tables({"a": jnp.ones(3)})
     leaf = state["leaves"]["a"]
     abstract = {
@@ -328,7 +328,7 @@ def test_an_abstract_state_is_refused_after_the_state_that_it_is_of(tmp_path):
             saver.save(2, abstract)
 
 
-def test_leaves_are_looked_at_once_but_for_those_whose_value_decides():
+def test_leaves_are_checked_once_except_those_whose_value_matters():
     asked: list[Any] = []
 
     def fault(leaf: Any, key: Sequence[str]) -> str | None:
@@ -349,7 +349,7 @@ def test_leaves_are_looked_at_once_but_for_those_whose_value_decides():
 
 @pytest.mark.parametrize("dtype", [">f4", ">i8", np.longdouble, jax.dtypes.float0])
 @pytest.mark.parametrize("which", ["table", "sum"])
-def test_a_table_whose_bytes_would_come_back_as_other_numbers_is_refused(dtype, which, tmp_path):
+def test_a_table_that_would_be_restored_with_other_values_is_refused(dtype, which, tmp_path):
     state = with_tables({})
     state[which] = np.zeros(state[which].shape, dtype)
     with manager(tmp_path) as saver, pytest.raises(TableSelectionError, match="cast it"):
@@ -366,7 +366,7 @@ def test_a_masked_table_or_slot_is_refused_by_name(name, tmp_path):
         assert saver.all_steps() == []
 
 
-#: What reads a state now.
+#: Calls that read a state.
 READERS = {
     "save": lambda saver, state, marks: saver.save(2, state, touched=marks),
     "log": lambda saver, state, marks: saver.append(2, state, touched=marks),
@@ -376,7 +376,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_state_without_values_is_refused_by_name_before_anything_begins(reader, tmp_path):
+def test_a_state_without_values_is_refused_by_name_before_the_save_starts(reader, tmp_path):
     state = with_tables({"kernel": jnp.ones(2), "key": jax.random.key(1)})
     marks = touched.init({"table": state["table"]})
     with manager(tmp_path, wal=deltackpt.WalOptions()) as saver:
@@ -447,7 +447,7 @@ def wide_state() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory) -> Iterator[deltackpt.CheckpointManager]:
-    """A step with leaves of 64 bits, written and read with 64-bit types off in jax."""
+    """A step with 64-bit leaves, written and read with 64-bit types disabled in JAX."""
     with manager(tmp_path_factory.mktemp("wide") / "root") as saver:
         saver.save(1, wide_state())
         saver.wait_until_finished()
@@ -460,7 +460,7 @@ def wide(tmp_path_factory) -> Iterator[deltackpt.CheckpointManager]:
     + [(name, f"dense leaf leaves/{name}") for name in WIDE],
 )
 @pytest.mark.parametrize("kind", ["abstract", "array", "sharded"])
-def test_a_template_that_jax_would_cut_to_32_bits_is_refused(wide, name, shown, kind):
+def test_a_template_that_jax_would_truncate_to_32_bits_is_refused(wide, name, shown, kind):
     leaf = wide_state().get(name, WIDE.get(name))
     asked: Any = abstract(leaf)
     if kind == "array":
@@ -481,7 +481,7 @@ def test_a_template_that_jax_would_cut_to_32_bits_is_refused(wide, name, shown, 
         wide.restore_latest(template)
 
 
-def test_64_bits_come_back_as_numpy_arrays(wide):
+def test_64_bit_leaves_are_restored_as_numpy_arrays(wide):
     found = wide.restore(1, wide_state()).state
     whole = wide.restore(1).state
     rows = wide.read(1, {"table": (1, 3)}).tables["table"]["values"]
@@ -493,7 +493,7 @@ def test_64_bits_come_back_as_numpy_arrays(wide):
     assert rows.tolist() == [[2**40 + 5] * 2] * 2
 
 
-def test_the_handlers_refuse_to_cut_64_bits_too(wide):
+def test_the_handlers_also_refuse_to_truncate_64_bits(wide):
     item = wide._root.step_dir(1) / "embeddings"
     asked = placing.abstract_of(deltackpt.reading.saves.read_save(item.parent))
     with pytest.raises(TemplateMismatch, match="table table, .*jax_enable_x64"):
@@ -558,7 +558,7 @@ def test_leaves_that_the_template_lacks_are_named(stored):
         stored.restore(1, with_tables({**STORABLE, "further": None}))
 
 
-def test_placeholders_leave_dense_leaves_as_they_are_and_tables_name_another_way(stored):
+def test_placeholders_skip_dense_leaves_and_those_of_tables_name_another_call(stored):
     found = stored.restore(1, with_tables({**STORABLE, "keys": ...})).state["leaves"]
     assert found["keys"] is ...
     assert_same_leaf(found["jax"], STORABLE["jax"], "jax")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lineage decides from what it finds at its own paths; the saves are made up."""
+"""The lineage decides from the saves that it finds on disk; the saves here are made up."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_first_save_is_a_base_and_the_next_a_delta_since_its_clock(trainer):
     assert second.parent.step_dir == "1"
 
 
-def test_a_save_that_is_not_there_is_no_parent_and_its_rows_are_saved_again(trainer):
+def test_a_missing_save_is_not_a_parent_and_its_rows_are_saved_again(trainer):
     base = trainer.save(1)
     lost = trainer.begin(2)
     trainer.lineage.failed(lost.save_id)
@@ -68,7 +68,7 @@ def test_a_save_that_is_not_there_is_no_parent_and_its_rows_are_saved_again(trai
     assert third.since == {"": 1}
 
 
-def test_a_save_that_failed_after_its_commit_is_the_parent_all_the_same(trainer):
+def test_a_save_that_failed_after_its_commit_is_still_the_parent(trainer):
     trainer.save(1)
     second = trainer.save(2)
     trainer.lineage.failed(second.save_id)
@@ -91,7 +91,7 @@ def test_a_damaged_manifest_makes_no_parent(trainer):
     assert trainer.begin(2).reason == "base: no committed save to build on"
 
 
-def test_a_parent_that_is_gone_makes_a_base(trainer):
+def test_a_removed_parent_makes_a_base(trainer):
     trainer.save(1)
     trainer.save(2)
     assert trainer.lineage.next(clocks=at(3), layout=LAYOUT).kind == "delta"
@@ -99,7 +99,7 @@ def test_a_parent_that_is_gone_makes_a_base(trainer):
     assert trainer.begin(3).reason == "base: the parent at 2 was removed"
 
 
-def test_a_compacted_base_with_the_save_id_of_the_parent_stands_for_it(trainer):
+def test_a_compacted_base_with_the_parents_save_id_replaces_it(trainer):
     trainer.save(1)
     second = trainer.save(2)
     assert trainer.lineage.next(clocks=at(3), layout=LAYOUT).kind == "delta"
@@ -112,7 +112,7 @@ def test_a_compacted_base_with_the_save_id_of_the_parent_stands_for_it(trainer):
     assert trainer.begin(4).reason == "base: the parent at 2 was removed"
 
 
-def test_a_compacted_base_that_process_0_tells_of_begins_the_chain_anew(tmp_path):
+def test_a_compacted_base_announced_by_process_0_starts_a_new_chain(tmp_path):
     trainer = Trainer(tmp_path, compacted=True, policy=Consecutive(max_chain=2))
     trainer.save(1)
     second = trainer.save(2)
@@ -126,7 +126,7 @@ def test_a_compacted_base_that_process_0_tells_of_begins_the_chain_anew(tmp_path
     assert fourth.kind == "delta" and fourth.reason == "delta: number 2 of at most 2 in the chain"
 
 
-def test_without_compaction_such_a_delta_is_left_to_it(tmp_path):
+def test_a_due_base_is_left_to_compaction(tmp_path):
     trainer = Trainer(tmp_path, compacted=True, policy=Consecutive(max_chain=2))
     for step in (1, 2, 3):
         trainer.save(step)
@@ -142,7 +142,7 @@ def test_one_shot_deltas_are_all_taken_against_the_base(tmp_path):
         assert intent.parent is not None and intent.parent.save_id == base.save_id
 
 
-def test_a_base_says_why(trainer):
+def test_a_base_reports_its_reason(trainer):
     trainer.save(1)
     asked = trainer.lineage.next
     for clocks, options, reason in (
@@ -158,7 +158,7 @@ def test_a_base_says_why(trainer):
     assert asked(clocks=at(2), layout=LAYOUT).parent == "base"
 
 
-def test_a_touch_state_that_is_there_no_more_makes_a_base(trainer):
+def test_a_missing_touch_state_makes_a_base(trainer):
     both = Clocks(readings=(Reading("a", 1, 1), Reading("b", 2, 1)))
     trainer.save(1, both)
     decision = trainer.lineage.next(clocks=at(2, place="a", identity=1), layout=LAYOUT)
@@ -167,18 +167,18 @@ def test_a_touch_state_that_is_there_no_more_makes_a_base(trainer):
     )
 
 
-def test_a_touch_state_that_has_moved_within_the_state_is_known_by_its_identity(trainer):
+def test_a_touch_state_that_moved_within_the_state_is_recognized_by_its_identity(trainer):
     trainer.save(1, at(1, place="a"))
     assert trainer.begin(2, at(2, place="b")).since == {"b": 1}
 
 
-def test_nothing_protects_a_chain_from_a_stock_policy(tmp_path):
+def test_with_a_stock_retention_policy_every_save_is_a_base(tmp_path):
     trainer = Trainer(tmp_path, protected=False)
     trainer.save(1)
     assert trainer.begin(2).reason == "base: nothing protects a chain from retention"
 
 
-def test_rows_in_doubt_are_saved_until_a_base_begun_since_is_committed(trainer):
+def test_after_distrust_saves_are_bases_until_a_base_begun_since_is_committed(trainer):
     trainer.save(1)
     early = trainer.begin(2, force_base=True)
     trainer.lineage.distrust("doubt")
@@ -191,7 +191,7 @@ def test_rows_in_doubt_are_saved_until_a_base_begun_since_is_committed(trainer):
 
 
 @pytest.mark.parametrize("order", [(2, 3), (3, 2)])
-def test_of_several_lost_saves_the_oldest_is_named_in_whatever_order_they_are_told(trainer, order):
+def test_the_oldest_of_several_lost_saves_is_named_in_any_report_order(trainer, order):
     for step in (1, 2, 3):
         trainer.save(step)
     for step in order:
@@ -202,7 +202,7 @@ def test_of_several_lost_saves_the_oldest_is_named_in_whatever_order_they_are_to
     assert trainer.begin(6).reason == "base: step 5 is lost"
 
 
-def test_a_save_that_is_lost_asks_for_one_base_however_late_it_is_told(trainer):
+def test_a_lost_save_causes_one_base_however_late_it_is_reported(trainer):
     trainer.save(1)
     assert [trainer.save(step).kind for step in (2, 3)] == ["delta"] * 2
     trainer.lineage.lost(2, "step 2 is lost")
@@ -215,7 +215,7 @@ def test_a_save_that_is_lost_asks_for_one_base_however_late_it_is_told(trainer):
     assert trainer.save(7).reason == "base: step 6 is lost"
 
 
-def test_a_delta_that_becomes_a_base_is_the_anchor(trainer):
+def test_later_deltas_build_on_a_delta_that_became_a_base(trainer):
     trainer.save(1)
     intent = trainer.lineage.as_base(trainer.begin(2), "nearly all rows")
     assert (intent.kind, intent.parent, intent.since) == ("base", None, {})
@@ -224,7 +224,7 @@ def test_a_delta_that_becomes_a_base_is_the_anchor(trainer):
     assert trainer.lineage.next(clocks=at(3), layout=LAYOUT).parent == "base"
 
 
-def test_what_is_in_flight_its_parent_and_possible_parents_are_protected(trainer):
+def test_saves_in_flight_and_their_possible_parents_are_protected(trainer):
     base, delta = trainer.save(1), trainer.save(2)
     flying = trainer.begin(3)
     assert trainer.lineage.protected() == {base.save_id, delta.save_id, flying.save_id}
@@ -243,7 +243,7 @@ def test_a_witness_is_that_of_the_parent(trainer):
 def test_rows_that_an_accumulator_still_holds_are_saved_again(trainer):
     trainer.save(1, at(10, windows=[(1, 0)]))
     trainer.save(2, at(12, windows=[(1, 2)]))
-    # In the middle of the window of the save before: its rows move when it ends.
+    # In the middle of the previous save's window: its rows change when the window ends.
     third = trainer.save(3, at(14, windows=[(2, 0)]))
     assert third.parent is not None and third.parent.step_dir == "2"
     assert third.since == {"": 10}
@@ -268,7 +268,7 @@ def restored(trainer: Trainer, intent, clocks: Clocks) -> None:
     )
 
 
-def test_a_restored_step_is_the_parent_of_a_run_of_its_own(trainer):
+def test_a_restored_step_is_the_parent_of_a_new_run(trainer):
     trainer.save(1)
     second = trainer.save(2)
     run = trainer.lineage.run
@@ -279,7 +279,7 @@ def test_a_restored_step_is_the_parent_of_a_run_of_its_own(trainer):
     assert (third.since, third.restores) == ({"": 0}, 1)
 
 
-def test_a_run_says_which_step_it_began_with_until_it_saves(trainer, tmp_path):
+def test_a_run_reports_the_restored_step_until_it_saves(trainer, tmp_path):
     first = trainer.save(1)
     later = Trainer(tmp_path)
     assert later.lineage.restored is None
@@ -289,7 +289,7 @@ def test_a_run_says_which_step_it_began_with_until_it_saves(trainer, tmp_path):
     assert later.lineage.restored is None
 
 
-def test_a_step_that_was_only_looked_at_is_left_again(trainer):
+def test_a_run_can_go_back_from_a_step_that_was_only_inspected(trainer):
     first = trainer.save(1)
     second = trainer.save(2)
     assert not trainer.lineage.can_go_back
@@ -307,7 +307,7 @@ def test_a_step_that_was_only_looked_at_is_left_again(trainer):
     st.sampled_from([Consecutive(max_chain=4), OneShot(max_chain=4)]),
 )
 def test_a_delta_holds_all_rows_since_a_committed_save(outcomes, policy):
-    """Whatever becomes of saves, a parent stands, and ``since`` is not after its clock."""
+    """After any outcomes, a parent is valid and ``since`` is not after its clock."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(Path(folder), policy=policy)
         stand: dict[SaveId, int] = {}

@@ -31,7 +31,7 @@ from deltackpt.upkeep import collect, compact, stretches
 from deltackpt.upkeep.unneeded import Retention
 
 ITEM = "embeddings"
-#: As deep as the folders are that something of its own is done to; of steps that is the first.
+#: Depth of the folders that are handled individually; that of steps is 1.
 DEPTH = 3
 
 
@@ -63,7 +63,7 @@ def written(tmp_path_factory) -> Path:
 
 
 def folders(root: Path) -> list[str]:
-    """The folders of a directory that are not deep in it."""
+    """The folders of a directory that are handled individually."""
     found = (Path(where).relative_to(root) for where, _, _ in os.walk(root))
     return sorted(
         str(one) for one in found if 0 < len(one.parts) <= (1 if one.parts[0].isdigit() else DEPTH)
@@ -78,19 +78,19 @@ def contents(root: Path) -> dict[str, bytes]:
 
 @contextlib.contextmanager
 def whatever_comes() -> Iterator[None]:
-    """What is found may be refused, or warned of."""
+    """Ignores errors of deltackpt, and warnings."""
     with contextlib.suppress(DeltackptError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def remove_everything(root: Path) -> None:
-    """All that is ever removed from a directory."""
+    """Runs everything that removes files from a directory."""
     with whatever_comes(), contextlib.closing(Root.open(root)) as opened:
         opened.remove_steps([1, 2])
         opened.empty_trash()
     with whatever_comes(), contextlib.closing(Root.open(root)) as opened:
-        opened.collect()  # The compacted base, which no step needs any more.
+        opened.collect()  # The compacted base, which no step needs.
         opened.roll_back(4, "another-run")
     with whatever_comes():
         for number in opened.log_at.numbers():
@@ -109,8 +109,8 @@ def remove_everything(root: Path) -> None:
         collect.collect(root, rolled_back=True, retention=Retention(keep_last=1), offline=True)
 
 
-def test_what_is_removed_of_a_directory_is_removed(written, tmp_path):
-    """So that the next test says something."""
+def test_everything_is_removed_without_links(written, tmp_path):
+    """Shows that the next test is meaningful."""
     root = Path(shutil.copytree(written, tmp_path / "root"))
     remove_everything(root)
     left = set(folders(root))
@@ -119,7 +119,7 @@ def test_what_is_removed_of_a_directory_is_removed(written, tmp_path):
     assert not {"1", f"8{names.TEMPORARY}-cut", f"{names.COPYING}/90"} & left
 
 
-def test_a_link_at_any_level_leads_no_deletion_out_of_a_directory(written, tmp_path):
+def test_no_deletion_follows_a_link_at_any_level_out_of_a_directory(written, tmp_path):
     for number, place in enumerate(folders(written)):
         root = Path(shutil.copytree(written, tmp_path / f"{number}" / "root"))
         outside = root.parent / "outside" / Path(place).name
@@ -139,7 +139,7 @@ def tree(root: Path, file: str) -> Path:
     return root / file
 
 
-#: What removes ``a/b/c/d`` below a directory, and where links may come to be meanwhile.
+#: Functions that remove ``a/b/c/d`` below a directory.
 REMOVALS: dict[str, Callable[[Path], Any]] = {
     "tree": lambda root: files.remove_tree(root / "a" / "b", below=root),
     "file": lambda root: files.remove_file(root / "a" / "b" / "c" / "d", root),
@@ -152,14 +152,14 @@ REMOVALS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("how", REMOVALS)
-def test_a_folder_that_becomes_a_link_in_the_middle_leads_no_deletion_out(tmp_path, how):
+def test_no_deletion_follows_a_folder_that_becomes_a_link_during_it(tmp_path, how):
     real = os.open
     for place in ("a", "a/b", "a/b/c"):
         for moment in range(8):
             at = tmp_path / f"{place.replace('/', '-')}-{moment}"
             root, outside = at / "root", at / "outside"
             tree(root, "a/b/c/d")
-            # What has the names that are removed.
+            # It has the same names as the removed file.
             victim = tree(outside, Path("a/b/c/d").relative_to(place).as_posix())
             left = iter(range(moment))
 
@@ -177,7 +177,7 @@ def test_a_folder_that_becomes_a_link_in_the_middle_leads_no_deletion_out(tmp_pa
             assert victim.read_bytes() == b"x", (place, moment)
 
 
-def test_retention_says_why_nothing_is_removed_through_a_link(tmp_path):
+def test_retention_reports_why_nothing_is_removed_through_a_link(tmp_path):
     root = tmp_path / "root"
     run = TrainingRun(root, options=deltackpt.ManagerOptions(max_to_keep=1))
     outside = tree(tmp_path, "outside/any/5/file")
@@ -194,7 +194,7 @@ def test_retention_says_why_nothing_is_removed_through_a_link(tmp_path):
 
 
 @pytest.mark.parametrize("place", [INCOMING, "folder"])
-def test_a_link_leads_no_deletion_out_of_a_node_store(tmp_path, place):
+def test_no_deletion_follows_a_link_out_of_a_node_store(tmp_path, place):
     victim = tree(tmp_path, "outside/object")
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / place).symlink_to(tmp_path / "outside")

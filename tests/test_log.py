@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``log()`` promises to a training loop of one process."""
+"""Guarantees of ``append()`` for a training loop of one process."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def run(tmp_path):
 
 
 def assert_found_again(run):
-    """A manager that is opened anew restores the newest state."""
+    """Checks that a new manager restores the newest state."""
     expected = run.step
     with run.open():
         assert run.resume().step == expected
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_replayed_rows_are_in_every_delta_that_is_taken_against_the_step_below(run, policy):
+def test_replayed_rows_are_in_every_delta_against_the_step_below(run, policy):
     chosen = options(POLICIES[policy])
     with run.open(chosen) as manager:
         run.save_initial()
@@ -63,7 +63,7 @@ def test_replayed_rows_are_in_every_delta_that_is_taken_against_the_step_below(r
             assert saved.kind == "delta"
             found = manager.restore(run.step, run.state)
             run.check(found)
-            # It was only looked at.
+            # The restored state is not used.
             run.append()
 
 
@@ -132,10 +132,10 @@ def test_a_point_is_restored_on_another_sharding_of_tables_and_dense_leaves(run)
 
 
 def at_a_point_with_two_steps_above(run):
-    """Training goes on from point 2, on step 0, and has saved twice since."""
+    """Resumes from point 2, on step 0, and saves twice."""
     assert run.resume().point is not None and run.step == 2
     run.save()
-    # The log learns of it once this one is waited for: a restore does not tell it.
+    # The WAL is notified of this save by the next wait, not by a restore.
     run.save(wait=False)
 
 
@@ -146,12 +146,12 @@ def logged_to_point_2(run):
         run.append()
 
 
-def test_records_of_a_point_that_training_has_gone_back_to_are_not_trimmed(run):
+def test_records_of_a_point_that_training_has_returned_to_are_not_trimmed(run):
     logged_to_point_2(run)
     with run.open() as manager:
         at_a_point_with_two_steps_above(run)
         run.continue_from(manager.restore(2, run.state))
-        # What the run that was left has committed says nothing of what this one needs.
+        # Commits of the abandoned run do not decide which records this one needs.
         manager.wait_appended()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -161,12 +161,12 @@ def test_records_of_a_point_that_training_has_gone_back_to_are_not_trimmed(run):
     assert_found_again(run)
 
 
-def test_where_the_records_that_led_to_a_point_are_trimmed_a_step_is_saved(tmp_path, run):
+def test_a_step_is_saved_if_the_records_of_a_point_were_trimmed(tmp_path, run):
     logged_to_point_2(run)
     with run.open() as manager:
         at_a_point_with_two_steps_above(run)
         looked_at = manager.restore(2, run.state)
-        # It goes on with what it had, and records below two steps are trimmed.
+        # Training continues with its own state, and records below two steps are trimmed.
         for _ in range(3):
             run.save()
         run.append()
@@ -182,7 +182,7 @@ def test_where_the_records_that_led_to_a_point_are_trimmed_a_step_is_saved(tmp_p
     assert_found_again(run)
 
 
-def test_points_above_a_step_that_training_goes_on_from_are_dead(run):
+def test_points_above_a_step_that_training_resumes_from_are_invalid(run):
     with run.open():
         run.save_initial()
         run.save()
@@ -192,7 +192,7 @@ def test_points_above_a_step_that_training_goes_on_from_are_dead(run):
     with run.open() as manager:
         result = manager.restore_latest(run.state, wal=False)
         assert result is not None and (result.step, result.point) == (1, None)
-        # Looking kills nothing.
+        # A restore alone invalidates nothing.
         assert [point.step for point in manager.recovery_points()] == [5, 4, 3, 2]
         run.continue_from(result)
         run.append()
@@ -203,7 +203,7 @@ def test_points_above_a_step_that_training_goes_on_from_are_dead(run):
     assert left[5] is not run.state
 
 
-def test_a_restored_point_is_where_later_points_of_the_earlier_run_end(run):
+def test_a_resumed_point_invalidates_later_points_of_the_earlier_run(run):
     with run.open():
         run.save_initial()
         for _ in range(5):
@@ -219,7 +219,7 @@ def test_a_restored_point_is_where_later_points_of_the_earlier_run_end(run):
         model.assert_same(by_point.state, run.states[1])
 
 
-def test_steps_above_a_point_that_training_goes_on_from_are_moved_aside(run):
+def test_steps_above_a_point_that_training_resumes_from_are_moved_aside(run):
     with run.open():
         run.save_initial()
         run.append()
@@ -235,7 +235,7 @@ def test_steps_above_a_point_that_training_goes_on_from_are_moved_aside(run):
         assert run.resume().step == 2
 
 
-def test_a_run_without_a_log_ends_the_points_that_it_does_not_go_on_from(run):
+def test_a_run_without_a_wal_invalidates_points_that_it_does_not_resume_from(run):
     with run.open():
         run.save_initial()
         for _ in range(5):
@@ -250,7 +250,7 @@ def test_a_run_without_a_log_ends_the_points_that_it_does_not_go_on_from(run):
         assert run.resume().step == 1
 
 
-def test_a_run_without_a_log_goes_on_from_a_point(run):
+def test_a_run_without_a_wal_resumes_from_a_point(run):
     with run.open():
         run.save_initial()
         for _ in range(5):
@@ -266,7 +266,7 @@ def test_a_run_without_a_log_goes_on_from_a_point(run):
         assert (result.step, result.point) == (7, None)
 
 
-def test_a_thousand_lossy_records_err_no_more_than_one(run):
+def test_many_lossy_records_err_no_more_than_one(run):
     chosen = options(codec="int8")
     with run.open(chosen) as manager:
         run.save_initial()
@@ -285,7 +285,7 @@ def test_a_thousand_lossy_records_err_no_more_than_one(run):
             np.testing.assert_array_equal(found[5:], rows[5:])
 
 
-def test_ids_are_taken_for_the_touched_rows(run):
+def test_ids_given_to_append_are_used_as_touched_rows(run):
     with run.open() as manager:
         run.save_initial()
         for _ in range(3):
@@ -293,7 +293,7 @@ def test_ids_are_taken_for_the_touched_rows(run):
             run.state, ids = model.move(run.state, run.step)
             run.touched = touched.mark(run.touched, ids)
             run.states[run.step] = run.state
-            # By the end of a path, in any order, several times.
+            # In another order.
             given = {name: np.asarray(rows)[::-1] for name, rows in ids.items()}
             manager.append(run.step, run.state, touched=run.touched, ids=given)
         run.save()
@@ -302,7 +302,7 @@ def test_ids_are_taken_for_the_touched_rows(run):
         assert run.resume().step == 5
 
 
-def test_ids_that_leave_out_a_touched_row_are_found_by_the_next_save(run):
+def test_the_next_save_detects_ids_that_left_out_a_touched_row(run):
     with run.open() as manager:
         run.save_initial()
         run.state, ids = model.move(run.state, 1)
@@ -315,14 +315,14 @@ def test_ids_that_leave_out_a_touched_row_are_found_by_the_next_save(run):
         assert [point.step for point in manager.recovery_points()] == [1]
         with pytest.raises(TrackingError, match=f"tables/users, the first of them {left_out}"):
             manager.save(2, run.state, touched=run.touched)
-        # Its point would be wrong.
+        # Its recovery point would be wrong.
         assert manager.recovery_points() == []
         manager.save(2, run.state, touched=run.touched)
         manager.wait_until_finished()
         model.assert_same(manager.restore(2, run.state).state, run.state)
 
 
-def test_rows_that_verify_tracking_finds_unmarked_end_the_points_of_the_run(run):
+def test_unmarked_rows_found_by_verify_tracking_invalidate_the_points_of_the_run(run):
     with run.open() as manager:
         run.save_initial()
         manager.verify_tracking(run.state, touched=run.touched)
@@ -334,14 +334,14 @@ def test_rows_that_verify_tracking_finds_unmarked_end_the_points_of_the_run(run)
             manager.verify_tracking(run.state, touched=run.touched)
         assert manager.recovery_points() == []
         assert manager.wait_appended() == 0
-        # A base, from which the records go on.
+        # A base, from which the records continue.
         assert run.save().kind == "base"
         run.append()
         manager.wait_appended()
     assert_found_again(run)
 
 
-def test_a_first_step_that_fails_in_the_background_is_saved_again_by_the_log(run):
+def test_a_first_step_that_fails_in_the_background_is_saved_again_by_append(run):
     with run.open() as manager:
         with Disk(run.root) as disk:
             disk.fail("write", STEP_FILES, errno=errno.ENOSPC)
@@ -357,7 +357,7 @@ def test_a_first_step_that_fails_in_the_background_is_saved_again_by_the_log(run
     assert_found_again(run)
 
 
-def test_records_are_waited_for_with_the_first_step_that_they_lead_down_to(run):
+def test_wait_appended_waits_for_the_first_step_below_the_records(run):
     with run.open() as manager:
         with Disk(run.root) as disk, disk.pause("write", STEP_FILES) as held:
             run.save(wait=False)
@@ -369,10 +369,10 @@ def test_records_are_waited_for_with_the_first_step_that_they_lead_down_to(run):
         assert manager.recovery_points()[0].step == run.step
 
 
-def test_where_the_first_step_fails_who_waits_for_records_is_told_and_the_next_saves(run):
+def test_wait_appended_raises_if_the_first_step_fails_and_the_next_append_saves_one(run):
     with run.open() as manager:
         with Disk(run.root) as disk:
-            # Not before the append, which would save the step itself.
+            # After the append, which would otherwise save the step itself.
             with disk.pause("write", STEP_FILES, errno=errno.ENOSPC):
                 run.save(wait=False)
                 run.append()
@@ -383,7 +383,7 @@ def test_where_the_first_step_fails_who_waits_for_records_is_told_and_the_next_s
         assert manager.wait_appended().step == run.step
 
 
-def test_without_anything_to_go_on_from_the_step_is_saved_instead(run):
+def test_append_saves_the_step_if_there_is_nothing_to_continue_from(run):
     with run.open() as manager:
         logged = run.append(items={"position": b"\x00\x01", "epoch": 3})
         assert logged.kind is None and logged.saved is not None
@@ -393,7 +393,7 @@ def test_without_anything_to_go_on_from_the_step_is_saved_instead(run):
         assert result.items == {"epoch": 3, "position": {"base64": "AAE="}}
 
 
-def test_items_of_a_point_come_back_as_they_were_given(run):
+def test_items_of_a_point_are_restored_as_they_were_given(run):
     with run.open():
         run.save_initial()
         given = {"data": b"\x00\xff", "epoch": {"number": 3, "of": [1, 2.5, None]}}
@@ -402,7 +402,7 @@ def test_items_of_a_point_come_back_as_they_were_given(run):
         assert run.resume().items == given
 
 
-def test_soft_records_alone_are_no_points_and_a_full_one_has_their_rows(run):
+def test_soft_records_alone_are_not_points_and_a_full_one_has_their_rows(run):
     with run.open(options(dense="soft")) as manager:
         run.save_initial()
         for _ in range(4):
@@ -415,7 +415,7 @@ def test_soft_records_alone_are_no_points_and_a_full_one_has_their_rows(run):
         assert run.resume().step == 5
 
 
-def test_the_log_saves_a_step_where_it_has_outgrown_the_tables(run):
+def test_append_saves_a_step_if_the_wal_has_outgrown_the_tables(run):
     with run.open(options(max_wal_ratio=1e-9)) as manager:
         run.save_initial()
         assert run.append().kind == "full"
@@ -425,7 +425,7 @@ def test_the_log_saves_a_step_where_it_has_outgrown_the_tables(run):
         assert run.append().kind == "full"
 
 
-def test_a_step_that_log_has_saved_is_not_saved_again(run):
+def test_a_step_that_append_has_saved_is_not_saved_again(run):
     with run.open(options(max_wal_ratio=1e-9)) as manager:
         run.save_initial()
         run.append()
@@ -453,7 +453,7 @@ def test_records_below_the_last_two_steps_are_removed(tmp_path, run):
         assert all(point.step > 4 for point in manager.recovery_points())
 
 
-def test_a_damaged_step_costs_nothing_where_the_log_reaches_below_it(tmp_path, run):
+def test_a_damaged_step_costs_nothing_if_the_wal_reaches_below_it(tmp_path, run):
     with run.open():
         run.save_initial()
         run.append()
@@ -468,7 +468,7 @@ def test_a_damaged_step_costs_nothing_where_the_log_reaches_below_it(tmp_path, r
         assert (result.step, result.chain) == (5, (0,))
 
 
-def test_a_trainer_that_lost_its_lease_logs_no_more(tmp_path, run, monkeypatch):
+def test_a_trainer_that_lost_its_lease_no_longer_appends(tmp_path, run, monkeypatch):
     monkeypatch.setattr(lease, "GRACE_SECS", 0.1)  # The other trainer never starts.
     with contextlib.ExitStack() as held:
         manager = held.enter_context(run.open())
@@ -487,7 +487,7 @@ def test_a_trainer_that_lost_its_lease_logs_no_more(tmp_path, run, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["append", "save"])
-def test_a_loop_that_has_nothing_to_do_may_log_or_save_the_point_that_it_has_restored(run, how):
+def test_a_loop_without_work_may_append_or_save_the_point_that_it_restored(run, how):
     with run.open() as manager:
         run.save_initial()
         run.append()
@@ -516,7 +516,7 @@ def test_dense_leaves_that_changed_at_the_restored_point_are_not_skipped(run, ho
 
 
 @pytest.mark.parametrize("why", ["ids", "distrust"])
-def test_a_step_that_is_saved_instead_of_a_record_is_not_taken_for_the_restored_one(
+def test_a_step_saved_instead_of_a_record_is_not_mistaken_for_the_restored_one(
     run, why, monkeypatch
 ):
     with run.open():
@@ -533,7 +533,7 @@ def test_a_step_that_is_saved_instead_of_a_record_is_not_taken_for_the_restored_
             manager.append(run.step, run.state, touched=run.touched, ids=ids)
 
 
-def test_bad_arguments_are_told_by_name(run):
+def test_bad_arguments_are_named(run):
     with run.open(deltackpt.ManagerOptions()):
         with pytest.raises(OptionError, match=r"ManagerOptions\(wal=WalOptions"):
             run.append()
@@ -557,7 +557,7 @@ def test_bad_arguments_are_told_by_name(run):
         with pytest.raises(OptionError, match="WalOptions.buffer_bytes"):
             deltackpt.WalOptions(buffer_bytes=0)
         assert isinstance(manager.wait_appended(), RecoveryPoint)
-        # What was refused has counted, and cost nothing.
+        # Refused calls count, but cost nothing.
         run.append()
     with run.open():
         run.resume()

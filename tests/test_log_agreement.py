@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How processes agree on a call at which all save: every interleaving of a small job, and more."""
+"""Agreement on a call at which all processes save: all interleavings of a small job, and more."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 class Job:
-    """Some processes, and what has been told of them: every message comes late, or not at all."""
+    """Some processes and their messages, each of which is delayed or lost."""
 
     def __init__(self, count: int, calls: int, *, wishing: int):
         self.members = [Member() for _ in range(count)]
@@ -29,7 +29,7 @@ class Job:
         self.proposal: Proposal | None = None
         self.statuses: dict[int, Status] = {}
         self.outcomes: dict[int, bool] = {}
-        #: Of each process the proposal whose outcome it waits for.
+        #: For each process, the proposal whose outcome it waits for.
         self.waits: list[Proposal | None] = [None] * count
         self.saved: list[tuple[int, ...]] = [()] * count
         self.dead: set[int] = set()
@@ -43,7 +43,7 @@ class Job:
         rest = (self.wishing, self.now, self.proposal, tuple(self.waits), tuple(self.saved))
         return members, leader, told, outcomes, rest, frozenset(self.dead)
 
-    # What may happen next, in any order.
+    # Events that may happen next, in any order.
 
     def events(self) -> Iterator[tuple[str, int]]:
         for process, member in enumerate(self.members):
@@ -111,7 +111,7 @@ class Job:
         return self.members[process].status(NEEDED if process == self.wishing else None)
 
     def check(self) -> None:
-        """Where one saves, every other one that comes to the call saves, or will."""
+        """Checks that if one process saves, every other that reaches the call does, or will."""
         for numbers in self.saved:
             for number in numbers:
                 for process, calls in enumerate(self.calls):
@@ -122,16 +122,14 @@ class Job:
 
 
 def copied(one: _T) -> _T:
-    """A copy by the attributes: ``copy.copy`` takes most of the time of the loop below."""
+    """Copies the attributes: ``copy.copy`` would take most of the time of the loop below."""
     found = object.__new__(type(one))
     vars(found).update(vars(one))
     return found
 
 
 @pytest.mark.parametrize(("count", "calls", "losses"), [(2, 3, 1), (2, 4, 0), (3, 2, 0)])
-def test_in_every_interleaving_nobody_saves_unless_all_who_come_to_the_call_do(
-    count, calls, losses
-):
+def test_in_every_interleaving_all_that_reach_the_call_save_or_none_does(count, calls, losses):
     first = Job(count, calls, wishing=count - 1)
     first.losses = losses
     seen, waiting, agreed, refused, lost = {first.key()}, [first], 0, 0, 0
@@ -158,7 +156,7 @@ def test_in_every_interleaving_nobody_saves_unless_all_who_come_to_the_call_do(
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("count", [2, 4, 7])
-def test_at_random_all_save_in_the_end_however_messages_are_delayed(count, seed):
+def test_all_save_in_the_end_however_messages_are_delayed(count, seed):
     rng = random.Random(f"{count} {seed}")
     job = Job(count, 1 << 30, wishing=rng.randrange(count))
     job.losses = 0
@@ -175,7 +173,7 @@ def test_at_random_all_save_in_the_end_however_messages_are_delayed(count, seed)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_where_a_process_is_lost_nobody_saves_alone_and_nobody_waits_for_ever(seed):
+def test_if_a_process_is_lost_no_other_saves_alone_or_waits_forever(seed):
     rng = random.Random(seed)
     job = Job(3, 400, wishing=1)
     job.die(2)
@@ -200,7 +198,7 @@ def test_a_refusal_leads_to_a_proposal_further_ahead():
     assert ahead == [2, 4, 8, 16]
 
 
-def test_a_proposal_that_nobody_answers_is_withdrawn_and_the_next_comes_later():
+def test_an_unanswered_proposal_is_withdrawn_and_the_next_comes_later():
     leader = Leader(2, DEADLINE_SECS)
     statuses = {0: Status(wish=NEEDED), 1: Status()}
     proposal = leader.look(0.0, statuses, None)
@@ -212,7 +210,7 @@ def test_a_proposal_that_nobody_answers_is_withdrawn_and_the_next_comes_later():
     assert isinstance(leader.look(DEADLINE_SECS + 1, statuses, None), Proposal)
 
 
-def test_what_a_process_said_before_the_agreed_call_asks_for_no_second_step():
+def test_a_status_from_before_the_agreed_call_requests_no_second_step():
     leader, wishing = Leader(1, DEADLINE_SECS), Status(calls=5, wish=NEEDED)
     proposal = leader.look(0.0, {0: wishing}, None)
     assert isinstance(proposal, Proposal)
@@ -225,13 +223,13 @@ def test_what_a_process_said_before_the_agreed_call_asks_for_no_second_step():
     assert isinstance(again, Proposal) and again.id == 2
 
 
-def test_a_wish_to_begin_anew_goes_before_one_to_save():
+def test_a_wish_to_start_over_takes_precedence_over_one_to_save():
     anew = Wish("rows were left out", anew=True)
     proposal = Leader(2, 1.0).look(0.0, {0: Status(wish=NEEDED), 1: Status(wish=anew)}, None)
     assert isinstance(proposal, Proposal) and proposal.wish == anew
 
 
-def test_the_bytes_of_all_processes_together_make_a_log_too_long():
+def test_the_total_bytes_of_all_processes_make_a_wal_too_long():
     statuses = {0: Status(grown=60, dense=10), 1: Status(grown=60, dense=10)}
     assert too_long(statuses, 1.0, 99)
     assert not too_long(statuses, 1.0, 100)

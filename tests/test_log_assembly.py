@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What carries the agreement of processes, on a board in memory, and who is told to be behind."""
+"""Agreement between processes over a board in memory, and reports of processes that lag."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NEEDED = Wish("one process needs it", anew=False)
 
 
 class MemoryBoard:
-    """A board on which nothing comes later than it is looked for."""
+    """A board that never waits for a value."""
 
     def __init__(self):
         self.values: dict[str, bytes] = {}
@@ -44,7 +44,7 @@ class MemoryBoard:
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock that a test advances."""
 
     now = 0.0
 
@@ -53,7 +53,7 @@ class Clock:
 
 
 class Job:
-    """Some processes that listen when a test has them do so."""
+    """Processes that listen only when a test makes them."""
 
     def __init__(self, directory, count, *, base_bytes=1 << 30):
         self.board, self.clock = MemoryBoard(), Clock()
@@ -84,7 +84,7 @@ class Job:
 
 
 @pytest.mark.parametrize("wishing", [0, 2])
-def test_what_one_process_needs_all_do_at_the_same_call_and_only_there(tmp_path, wishing):
+def test_if_one_process_needs_a_save_all_save_at_the_same_call_exactly_once(tmp_path, wishing):
     job = Job(tmp_path, 3)
     assert job.call() == [None] * 3
     job.all[wishing].wish(NEEDED)
@@ -99,12 +99,12 @@ def test_what_one_process_needs_all_do_at_the_same_call_and_only_there(tmp_path,
     assert found.count([None] * 3) == 5
 
 
-def test_where_a_process_does_not_listen_nobody_saves_and_all_save_once_it_does(tmp_path):
+def test_no_process_saves_until_every_process_listens(tmp_path):
     job = Job(tmp_path, 3)
     job.all[1].wish(NEEDED)
     for _ in range(5):
         job.listen(2)
-        # Who has accepted comes to the call, waits and goes on.
+        # A process that has accepted reaches the call, waits and continues.
         assert job.call() == [None] * 3
     found = []
     while [NEEDED] * 3 not in found:
@@ -114,7 +114,7 @@ def test_where_a_process_does_not_listen_nobody_saves_and_all_save_once_it_does(
         assert len(found) < 50
 
 
-def test_bytes_of_all_processes_together_ask_for_a_step(tmp_path):
+def test_the_total_bytes_of_all_processes_trigger_a_step(tmp_path):
     job = Job(tmp_path, 2, base_bytes=1000)
     found = []
     for grown in range(0, 1200, 50):
@@ -124,12 +124,12 @@ def test_bytes_of_all_processes_together_ask_for_a_step(tmp_path):
         found += [wish for wish in job.call() if wish is not None]
         if found:
             break
-    # Each has logged little more than half a base.
+    # Each has appended little more than half a base.
     assert [wish.reason for wish in found] == ["the WAL has grown to WalOptions.max_wal_ratio"] * 2
     assert 500 <= grown <= 800
 
 
-def test_a_job_in_which_nothing_is_needed_tells_nothing(tmp_path):
+def test_a_job_that_needs_no_save_writes_nothing_to_the_board(tmp_path):
     job = Job(tmp_path, 2)
     before = job.board.changes
     for step in range(100):
@@ -140,7 +140,7 @@ def test_a_job_in_which_nothing_is_needed_tells_nothing(tmp_path):
     assert job.board.changes == before
 
 
-def test_a_wish_to_begin_anew_outlasts_a_save_that_was_under_way(tmp_path):
+def test_a_wish_to_start_anew_outlasts_a_save_in_flight(tmp_path):
     job, anew = Job(tmp_path, 2), Wish("rows were left out", anew=True)
     job.all[1].wish(anew)
     job.all[1].wish(NEEDED)
@@ -153,7 +153,7 @@ def test_a_wish_to_begin_anew_outlasts_a_save_that_was_under_way(tmp_path):
     assert anew in found and NEEDED not in found
 
 
-def test_a_wish_that_could_not_be_told_is_told_at_the_next_call(tmp_path):
+def test_a_wish_that_could_not_be_sent_is_sent_at_the_next_call(tmp_path):
     job = Job(tmp_path, 2)
     job.board.refuses = True
     job.all[1].wish(NEEDED)
@@ -165,7 +165,7 @@ def test_a_wish_that_could_not_be_told_is_told_at_the_next_call(tmp_path):
     assert found.count(NEEDED) >= 2
 
 
-def test_an_outcome_that_cannot_be_asked_for_is_an_error(tmp_path):
+def test_an_outcome_that_cannot_be_read_is_an_error(tmp_path):
     job = Job(tmp_path, 2)
     job.all[1].wish(NEEDED)
     job.listen()
@@ -175,7 +175,7 @@ def test_an_outcome_that_cannot_be_asked_for_is_an_error(tmp_path):
         job.all[1].call()
 
 
-def test_a_process_that_is_behind_is_told_of_once_a_minute_until_it_has_caught_up(tmp_path):
+def test_a_lagging_process_is_reported_once_a_minute_until_it_catches_up(tmp_path):
     job, found = Job(tmp_path, 3), []
     for second in range(200):
         job.clock.now = float(second)
@@ -193,7 +193,7 @@ def test_a_process_that_is_behind_is_told_of_once_a_minute_until_it_has_caught_u
     assert len(found) == 2 and found[1] - found[0] >= 60
 
 
-def test_processes_that_all_rest_are_not_behind():
+def test_processes_that_are_all_idle_are_not_behind():
     watch = Watch(10.0)
     assert not any(watch.look(float(second), [7, 8, 7]) for second in range(9))
     assert watch.look(11.0, [7, 8, 7]) == (0, 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of ``log()`` that save a step instead, and what they leave to the calls after them."""
+"""Calls of ``append()`` that save a step instead, and their effect on later calls."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Training:
 
 
 @pytest.mark.parametrize("dense_every", [1, 2])
-def test_rows_that_were_named_where_a_step_was_saved_instead_are_not_missed(tmp_path, dense_every):
+def test_rows_named_in_a_call_that_saved_a_step_instead_are_not_missed(tmp_path, dense_every):
     training = Training()
-    # After any record the log has grown too long.
+    # After any record the WAL exceeds its size limit.
     with manager(tmp_path, max_wal_ratio=1e-9, dense_every=dense_every) as saver:
         saver.save(0, training.state, touched=training.touched)
         kinds = []
@@ -66,7 +66,7 @@ def test_rows_that_were_named_where_a_step_was_saved_instead_are_not_missed(tmp_
     assert found is not None and training.equals(found.state)
 
 
-def test_records_that_were_acknowledged_outlive_a_look_at_an_older_step(tmp_path):
+def test_acknowledged_records_outlive_a_restore_of_an_older_step(tmp_path):
     training = Training()
     with manager(tmp_path) as saver:
         saver.save(0, training.state, touched=training.touched)
@@ -84,7 +84,7 @@ def test_records_that_were_acknowledged_outlive_a_look_at_an_older_step(tmp_path
     assert found is not None and found.step == 3 and training.equals(found.state)
 
 
-def test_a_newer_step_that_was_only_looked_at_does_not_stop_the_log(tmp_path):
+def test_a_newer_step_that_was_only_inspected_does_not_stop_the_wal(tmp_path):
     training = Training()
     with manager(tmp_path) as saver:
         for number in (0, 4):
@@ -105,7 +105,7 @@ def test_a_newer_step_that_was_only_looked_at_does_not_stop_the_log(tmp_path):
     assert found is not None and found.step == 2 and training.equals(found.state)
 
 
-def test_ids_of_what_training_has_left_are_not_compared_with_what_it_goes_on_with(tmp_path):
+def test_ids_of_an_abandoned_state_are_not_compared_with_the_resumed_state(tmp_path):
     training = Training()
     with manager(tmp_path) as saver:
         saver.save(0, training.state, touched=training.touched)
@@ -132,7 +132,7 @@ def test_a_step_that_is_not_above_the_last_is_refused(tmp_path):
             saver.append(3, training.state, touched=training.touched)
 
 
-def test_an_epoch_that_cannot_be_opened_is_begun_anew_also_for_the_former_tables(
+def test_an_epoch_that_cannot_be_opened_is_begun_again_even_for_the_former_tables(
     tmp_path, monkeypatch
 ):
     training, opened = Training(), recorder.head_of

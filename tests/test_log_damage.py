@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damaged logs: what was acknowledged is restored, or reported; never is it silently older."""
+"""Damaged WALs: acknowledged state is restored, or its loss is reported."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Written(NamedTuple):
 
 
 class Failures:
-    """A sink that keeps failures."""
+    """An event handler that keeps failures."""
 
     def __init__(self) -> None:
         self.found: list[events.FailureEvent] = []
@@ -51,7 +51,7 @@ class Failures:
 
 
 def write(root: Path, **options) -> Written:
-    """Step 0, points up to 6 and step 3; then from point 4 on points up to 8."""
+    """Saves steps 0 and 3, appends up to 6; then resumes at point 4 and appends up to 8."""
     state = model.initial()
     states, touched = {0: state}, model.new_touched(state)
     with manager(root, **options) as trainer:
@@ -80,7 +80,7 @@ def write(root: Path, **options) -> Written:
 
 @pytest.fixture(scope="module", params=["whole", "delta"])
 def written(tmp_path_factory, request) -> Written:
-    """Of some segments with one record, others with several."""
+    """A root whose segments have one record each, or several."""
     backend = deltackpt.wal.LocalWal(segment_bytes=1 if request.param == "whole" else 1 << 14)
     root = tmp_path_factory.mktemp("damaged") / "root"
     return write(root, dense=request.param, backend=backend)
@@ -93,7 +93,7 @@ def copy(written, tmp_path) -> Written:
 
 
 def restore(root: Path) -> tuple[deltackpt.Restored | None, list[str], Failures]:
-    """The newest point by a reader, what it was warned of, and the failures that it was told."""
+    """The newest state that a reader restores, its warnings, and its failure events."""
     failures, options = Failures(), deltackpt.ManagerOptions(access="read", multiprocess=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -105,7 +105,7 @@ def restore(root: Path) -> tuple[deltackpt.Restored | None, list[str], Failures]
 
 
 def assert_restored_or_reported(written: Written) -> int:
-    """The newest state is restored bit for bit, or an older one and every report says so."""
+    """Checks that the newest state restores, or an older one and every report names the loss."""
     found, warned, failures = restore(written.root)
     assert found is not None
     model.assert_same(found.state, written.states[found.step])
@@ -123,7 +123,7 @@ def assert_restored_or_reported(written: Written) -> int:
 
 
 def flips(path: Path) -> Iterator[int]:
-    """Places in the header, the chunks, the footer and the trailer of each record."""
+    """Offsets in the header, the chunks, the footer and the trailer of each record."""
     for record in records_in(path.parent):
         if record.path == path:
             start, end = record.layer.start, record.layer.start + record.layer.nbytes
@@ -133,13 +133,13 @@ def flips(path: Path) -> Iterator[int]:
 
 
 def cuts(path: Path) -> Iterator[int]:
-    """Lengths at the end of each record, and within it."""
+    """Lengths that end at or within each record."""
     for start, end in bounds_of(path.read_bytes()):
         yield from (start, (start + end) // 2, end - 1)
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_whatever_is_damaged_of_a_log_is_restored_or_reported(seed, copy):
+def test_damage_to_any_wal_file_loses_nothing_or_is_reported(seed, copy):
     drawn, older = random.Random(seed), 0
     files = [path for path in sorted(copy.root.glob("log/**/*")) if path.is_file()]
     for number, path in enumerate(files):
@@ -162,12 +162,12 @@ def test_one_flipped_bit_in_a_header_is_reported(copy):
     assert assert_restored_or_reported(copy) == 4
 
 
-def test_a_damaged_log_is_read_twice_however_much_its_trainer_commits_meanwhile(copy):
+def test_a_damaged_wal_is_read_only_twice_while_its_trainer_commits(copy):
     sorted(copy.root.glob("log/1/0/*.seg"))[0].unlink()
     real, looks = Chooser._look, 0
 
     def look(*arguments):
-        """Each look chooses something else than the one before."""
+        """Makes each look choose something different."""
         nonlocal looks
         looks += 1
         chosen, lost = real(*arguments)
@@ -180,8 +180,8 @@ def test_a_damaged_log_is_read_twice_however_much_its_trainer_commits_meanwhile(
 
 
 @pytest.mark.parametrize("torn", [0, 1, 60, 4095, 4096, 5000, -1])
-def test_what_a_kill_leaves_is_no_damage(torn, copy):
-    """The beginning of a record that nobody was told of."""
+def test_a_record_torn_by_a_kill_is_not_damage(torn, copy):
+    """The beginning of a record that was never acknowledged."""
     last = segments(copy.root)[-1]
     os.truncate(last, last.stat().st_size + torn if torn < 0 else torn)
     (last.parent / NAME).unlink()
@@ -191,7 +191,7 @@ def test_what_a_kill_leaves_is_no_damage(torn, copy):
     assert verify_root(copy.root).intact
 
 
-def test_zeros_that_a_power_cut_leaves_are_no_damage(copy):
+def test_zeros_after_a_power_cut_are_not_damage(copy):
     last = segments(copy.root)[-1]
     intact = last.read_bytes()
     last.write_bytes(intact + bytes(300))
@@ -204,7 +204,7 @@ def test_zeros_that_a_power_cut_leaves_are_no_damage(copy):
     assert found is not None and found.step < copy.newest and found.skipped == ()
 
 
-def test_a_part_that_was_killed_before_its_first_record_is_no_damage(copy):
+def test_a_part_killed_before_its_first_record_is_not_damage(copy):
     last = segments(copy.root)[-1]
     place = names.segment_place(last.name)
     assert place is not None
@@ -214,12 +214,12 @@ def test_a_part_that_was_killed_before_its_first_record_is_no_damage(copy):
     assert verify_root(copy.root).intact
 
 
-# Heads.
+# Epoch headers.
 
 
 @pytest.mark.parametrize("how", ["removed", "truncated", "flipped"])
 @pytest.mark.parametrize("stretch", [0, 1])
-def test_one_damaged_head_costs_nothing_and_is_reported(how, stretch, copy):
+def test_one_damaged_header_costs_nothing_and_is_reported(how, stretch, copy):
     damage(copy.root / "log" / f"{stretch}.msgpack", how)
     found, warned, failures = restore(copy.root)
     assert found is not None and (found.step, found.skipped) == (copy.newest, ())
@@ -229,13 +229,13 @@ def test_one_damaged_head_costs_nothing_and_is_reported(how, stretch, copy):
     assert problem.stops == "nothing" and f"log/{stretch}.msgpack" in problem.object_name
 
 
-def test_a_lost_head_never_revives_the_branch_that_training_rolled_back_from(copy):
+def test_a_lost_header_never_revives_a_rolled_back_branch(copy):
     (copy.root / "log/1.msgpack").unlink()
     (copy.root / "log/1/head.msgpack").unlink()
     with pytest.raises(Damaged, match=r"log/1\.msgpack.*it is unknown which recovery points count"):
         restore(copy.root)
     assert not verify_root(copy.root).intact
-    # Nor does the next run take its number.
+    # The next run does not reuse its number.
     with manager(copy.root) as trainer:
         found = trainer.restore_latest(model.initial(), wal=False)
         assert found is not None and (found.step, found.point) == (3, None)
@@ -248,7 +248,7 @@ def test_a_lost_head_never_revives_the_branch_that_training_rolled_back_from(cop
     assert found is not None and found.step == 9
 
 
-def test_a_lost_head_of_a_run_without_a_log_revives_nothing(copy):
+def test_a_lost_header_of_a_run_without_a_wal_revives_nothing(copy):
     options = deltackpt.ManagerOptions()
     with deltackpt.CheckpointManager(copy.root, handlers=HANDLERS, options=options) as trainer:
         found = trainer.restore(3, model.initial())
@@ -262,13 +262,13 @@ def test_a_lost_head_of_a_run_without_a_log_revives_nothing(copy):
     model.assert_same(found.state, state)
 
 
-def test_the_stretch_that_a_later_one_goes_on_from_is_reported_if_its_head_is_lost(copy):
+def test_a_lost_header_of_an_epoch_that_a_later_one_resumes_from_is_reported(copy):
     (copy.root / "log/0.msgpack").unlink()
     (copy.root / "log/0/head.msgpack").unlink()
     assert assert_restored_or_reported(copy) == 3
 
 
-def test_a_head_that_goes_while_another_run_begins_is_no_damage(tmp_path):
+def test_a_header_removed_while_another_run_begins_is_not_damage(tmp_path):
     at = MadeUpLog(tmp_path / "log").begin().append(1).at
 
     def begin_another(_: DiskCall) -> None:
@@ -280,7 +280,7 @@ def test_a_head_that_goes_while_another_run_begins_is_no_damage(tmp_path):
         assert history_of(at).eras[0].head.stretch == 1
 
 
-def test_of_several_places_another_head_takes_the_place_of_a_damaged_one(tmp_path):
+def test_a_header_in_another_directory_replaces_a_damaged_one(tmp_path):
     MadeUpLog(tmp_path / "far").begin().append(1)
     near = MadeUpLog(tmp_path / "near").begin().append(1)
     (near.at / "0.msgpack").write_bytes(b"torn")

@@ -47,7 +47,7 @@ def initial(seed: int) -> dict:
 
 
 def moved(state, marks, step: int):
-    """One step: few numbers of ``half``, all of others, and nothing of ``frozen``."""
+    """One step: changes few elements of ``half``, all of others, and none of ``frozen``."""
     drawn, params = np.random.default_rng(step), state["params"]
 
     def noise(shape) -> np.ndarray:
@@ -84,7 +84,7 @@ def _moved(leaves, noises, marks, rows):
 
 
 class Training(TrainingRun):
-    """A training whose dense leaves are of several kinds."""
+    """A training with dense leaves of several kinds."""
 
     def __init__(self, root: Path, seed: int = 0):
         state = initial(seed)
@@ -93,7 +93,7 @@ class Training(TrainingRun):
         )
 
     def start(self, appended: int):
-        """A save, and records after it that are durable."""
+        """Saves, then appends records and waits until they are durable."""
         self.save()
         for _ in range(appended):
             self.append()
@@ -116,7 +116,7 @@ def leaves_of(state) -> dict[str, np.ndarray]:
 
 
 def error_of(found, expected) -> dict[str, float]:
-    """Relative l2 error of each leaf; those that are the same bit for bit have none."""
+    """Relative l2 error of each leaf; leaves that are equal bit for bit have none."""
     errors = {}
     given = leaves_of(expected)
     for name, leaf in leaves_of(found).items():
@@ -143,14 +143,14 @@ def test_every_point_is_exact_and_a_record_holds_what_changed(tmp_path):
         for point in points:
             found = manager.restore(point, training.state)
             assert error_of(found.state, training.states[point.step]) == {}
-    # Whole at the first of the file, and at each 16th.
+    # The first record of the file and each 16th are whole.
     assert wholes_of(tmp_path) == [number % 16 == 0 for number in range(20)]
     for record in records_in(tmp_path / "log/0/0"):
         if record.head.against is None:
             continue
         stored = {(one.group, one.encodings[0].codec): one for one in record.dense}
         assert stored["bfloat16", "sparse"].count <= 36
-        # Nothing of the frozen leaf, nor of the integers.
+        # Nothing of the frozen leaf or the integers.
         floats = [one.count for (group, _), one in stored.items() if group == "float32"]
         assert sum(floats) == 10 + 9 + 8
         assert {group for group, _ in stored} == {"float32", "bfloat16", "plain"}
@@ -165,7 +165,7 @@ def test_errors_of_a_thousand_records_do_not_grow(tmp_path):
         for number in range(1000):
             training.append()
             training.states = {}
-            # The last ones before one that is whole, and thus furthest from one.
+            # The last records before a whole one, and thus furthest from one.
             if number in (15, 511, 991):
                 manager.wait_appended()
                 found = manager.restore(training.step, training.state)
@@ -195,19 +195,19 @@ def test_a_point_restores_onto_other_devices(tmp_path):
 
 
 @pytest.mark.parametrize("codec", [{}, LOSSY], ids=["exact", "lossy"])
-def test_references_of_the_log_are_not_those_of_saves(tmp_path, codec):
+def test_references_of_the_wal_are_separate_from_those_of_saves(tmp_path, codec):
     training = Training(tmp_path)
     with training.opened(codec=codec, deltas="blocks") as manager:
         training.save()
         for _ in range(3):
             for _ in range(3):
                 training.append()
-            # The writer begins a file with the first record that it writes after a commit.
+            # The writer starts a file with the first record that it writes after a commit.
             manager.wait_appended()
             training.save()
         training.append()
         manager.wait_appended()
-        # Nothing is being trimmed after this.
+        # No trimming runs after this.
         points = manager.recovery_points()
         # The first record of a file is whole; older files are gone.
         whole = wholes_of(tmp_path)
@@ -220,7 +220,7 @@ def test_references_of_the_log_are_not_those_of_saves(tmp_path, codec):
             assert all(error < 0.05 for error in errors.values())
 
 
-def test_training_that_goes_on_from_a_point_begins_whole(tmp_path):
+def test_training_that_resumes_from_a_point_starts_with_a_whole_record(tmp_path):
     training = Training(tmp_path)
     with training.opened(codec=LOSSY) as manager:
         training.start(3)
@@ -243,7 +243,7 @@ def test_training_that_goes_on_from_a_point_begins_whole(tmp_path):
 @pytest.mark.parametrize("kind", ["write", "fdatasync"])
 @pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("codec", [{}, LOSSY], ids=["exact", "lossy"])
-def test_what_failed_is_no_reference(tmp_path, disk: Disk, kind, number, codec):
+def test_a_failed_record_is_not_a_reference(tmp_path, disk: Disk, kind, number, codec):
     training = Training(tmp_path)
     failed = []
     with training.opened(codec=codec, durability="power") as manager:
@@ -270,7 +270,7 @@ def test_what_failed_is_no_reference(tmp_path, disk: Disk, kind, number, codec):
     assert whole == [step in (steps[0], failed[0] + 1) for step in steps]
 
 
-def test_records_behind_one_that_failed_are_no_references_either(tmp_path, disk: Disk):
+def test_records_after_a_failed_one_are_not_references_either(tmp_path, disk: Disk):
     training = Training(tmp_path)
     with training.opened(codec=LOSSY, durability="power", when_full="wait") as manager:
         training.save()
@@ -293,9 +293,9 @@ def test_records_behind_one_that_failed_are_no_references_either(tmp_path, disk:
     assert verify_root(tmp_path).intact
 
 
-def test_a_process_that_fails_again_and_again_loses_no_point(tmp_path, disk: Disk, monkeypatch):
-    """Calls are refused at random: what restores is what was given, at each point that there is."""
-    # Whenever the steps that are saved in between would have them removed.
+def test_repeated_failures_lose_no_point(tmp_path, disk: Disk, monkeypatch):
+    """Calls are refused at random; every recovery point restores what was given."""
+    # Keep records that the steps saved in between would trim.
     monkeypatch.setattr("deltackpt.wal.trimming.trim", lambda *arguments: None)
     drawn = random.Random(0)
     training = Training(tmp_path)
@@ -335,7 +335,7 @@ def test_a_process_that_fails_again_and_again_loses_no_point(tmp_path, disk: Dis
 
 @pytest.mark.parametrize("group", ["bfloat16", "float32"])
 @pytest.mark.parametrize("number", range(4))
-def test_damaged_leaves_stop_the_points_that_need_them(tmp_path, number, group):
+def test_damaged_leaves_make_the_points_that_need_them_unrestorable(tmp_path, number, group):
     training = Training(tmp_path)
     with training.opened() as manager:
         training.start(4)
@@ -343,7 +343,7 @@ def test_damaged_leaves_stop_the_points_that_need_them(tmp_path, number, group):
     segment = next(one for one in record.dense if one.group == group)
     [(start, end), *_] = record.chunks_of(segment.name, segment.arrays[-1].name)
     flip(record.path, (start + end) // 2)
-    # The numbers of the bfloat16 leaf are relative; all changed ones of float32 are not.
+    # The bfloat16 leaf is relative to earlier records; the changed float32 leaves are not.
     needed = [
         at >= number if group == "bfloat16" or not number else at == number for at in range(4)
     ]
@@ -359,7 +359,7 @@ def test_damaged_leaves_stop_the_points_that_need_them(tmp_path, number, group):
 
 
 @pytest.mark.parametrize("against", [0, 3, 7])
-def test_a_record_against_no_earlier_one_is_damage(tmp_path, against):
+def test_a_record_relative_to_no_earlier_record_is_damaged(tmp_path, against):
     training = Training(tmp_path)
     with training.opened():
         training.start(3)
@@ -383,7 +383,7 @@ def append_all_rows(training: Training) -> None:
     training.manager.wait_appended()
 
 
-def test_rows_by_a_lossless_codec_are_compressed(tmp_path):
+def test_rows_with_a_lossless_codec_are_compressed(tmp_path):
     training = Training(tmp_path)
     with training.opened(tables="lossless") as manager:
         training.save()

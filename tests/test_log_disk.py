@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Disks that refuse, fill up, keep a trainer waiting or lose their power, under a log."""
+"""A WAL on disks that fail, fill up, stall or lose power."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from deltackpt.testing import Disk, DiskCall, TrainingRun
 from deltackpt.upkeep.verify import verify_root
 from deltackpt.wal import segments, taking
 
-#: Calls that write a segment, force its data, and force its name.
+#: Calls that write a segment, fsync its data, and fsync its name.
 CALLS = ("write", "fdatasync", "fsync")
-#: What they are made for.
+#: Paths of these calls.
 LOG = r"^log(/[^/]+){0,2}$|[.]seg$"
 
 
 def assert_nothing_is_tried_again(disk: Disk) -> None:
-    """No segment was written to, or forced, after that was refused."""
+    """Checks that no segment was written or fsynced after such a call failed."""
     refused: set[str] = set()
     for call in disk.calls:
         if call.name in CALLS and call.path.endswith(".seg"):
@@ -61,7 +61,7 @@ def options(durability: Any = "power", **log: Any) -> deltackpt.ManagerOptions:
 
 @contextlib.contextmanager
 def told() -> Iterator[list[str]]:
-    """What was warned of meanwhile, which need not be anything."""
+    """Collects warnings, if there are any."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found: list[str] = []
@@ -70,14 +70,14 @@ def told() -> Iterator[list[str]]:
 
 
 def settle(manager: deltackpt.CheckpointManager) -> None:
-    """Returns when all records are durable, or have failed, without asking which."""
+    """Waits until all records are durable or have failed, without raising."""
     recorder = manager._recorder
     assert recorder is not None and recorder._writer is not None
     recorder._writer.wait(60)
 
 
 def assert_no_seq_twice(root: Path) -> None:
-    """Within a part no number stands for two records; whole ones are looked at."""
+    """Checks that no part uses a sequence number for two complete records."""
     for folder in (root / "log").glob("*/*"):
         found: list[tuple[int, int]] = []
         for path in sorted(folder.glob("*.seg")):
@@ -88,13 +88,13 @@ def assert_no_seq_twice(root: Path) -> None:
 
 
 def records_in_wal(root: Path) -> list[int]:
-    """Steps of the recovery points of the first WAL epoch, which are all of its records."""
+    """Steps of the recovery points of the first WAL epoch, which cover all its records."""
     epoch = inspect.open(root).wal.epochs[-1]
     assert epoch.records == (len(epoch.recovery_points),)
     return [point.step for point in reversed(epoch.recovery_points)]
 
 
-#: Which call is refused, how, and how many bytes were taken at once until then.
+#: Which call fails, its error, and how many bytes each write accepted before.
 REFUSALS = [
     pytest.param(kind, number, error, short, id=f"{kind}-{number}-{errno.errorcode[error]}-{short}")
     for kind, numbers in (("write", range(3)), ("fdatasync", range(3)), ("fsync", range(2)))
@@ -105,7 +105,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("kind", "number", "error", "short"), REFUSALS)
-def test_rows_of_a_record_that_was_refused_are_in_the_next(
+def test_rows_of_a_failed_record_are_in_the_next_one(
     kind, number, error, short, tmp_path, run, disk
 ):
     with run.open() as manager:
@@ -137,7 +137,7 @@ def test_rows_of_a_record_that_was_refused_are_in_the_next(
 
 @pytest.mark.parametrize("kind", CALLS[:2])
 @pytest.mark.parametrize("dense", ["whole", "delta"])
-def test_what_fails_again_and_again_ends_in_a_step(kind, dense, tmp_path, run, disk):
+def test_repeated_failures_end_in_a_saved_step(kind, dense, tmp_path, run, disk):
     with run.open(options(dense=dense)) as manager:
         run.save_initial()
         for _ in range(2):
@@ -155,7 +155,7 @@ def test_what_fails_again_and_again_ends_in_a_step(kind, dense, tmp_path, run, d
         assert found[-1].kind is None and "failed again" in found[-1].reason
         manager.wait_until_finished()
         disk.clear()
-        # Records go on, from the step or from what was durable.
+        # Records continue, from the step or from the durable ones.
         for _ in range(2):
             run.append()
         manager.wait_appended()
@@ -167,7 +167,7 @@ def test_what_fails_again_and_again_ends_in_a_step(kind, dense, tmp_path, run, d
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
-def test_an_error_of_the_log_says_each_thing_once(error, run, disk):
+def test_a_wal_error_message_states_each_fact_once(error, run, disk):
     with run.open(options(on_failure="raise")) as manager:
         run.save_initial()
         disk.fail("fdatasync", LOG, errno=error)
@@ -179,7 +179,7 @@ def test_an_error_of_the_log_says_each_thing_once(error, run, disk):
     assert str(raised.value).count("no touched row is lost") == 1
 
 
-def test_a_trainer_that_asks_for_it_is_told_by_an_error(tmp_path, run, disk):
+def test_a_failure_raises_an_error_if_requested(tmp_path, run, disk):
     with run.open(options(on_failure="raise")) as manager:
         run.save_initial()
         disk.fail("fdatasync", LOG)
@@ -189,7 +189,7 @@ def test_a_trainer_that_asks_for_it_is_told_by_an_error(tmp_path, run, disk):
             AppendFailed, match="step 1: .*Input/output error.*no touched row is lost"
         ):
             run.append()
-        # It was told once; the next call takes these rows, too.
+        # The error is raised once; the next call also appends these rows.
         run.append()
         manager.wait_appended()
     assert records_in_wal(tmp_path) == [3]
@@ -197,7 +197,7 @@ def test_a_trainer_that_asks_for_it_is_told_by_an_error(tmp_path, run, disk):
         assert run.resume().step == 3
 
 
-def test_by_default_a_failure_is_a_warning_and_training_goes_on(run, disk):
+def test_by_default_a_failure_is_a_warning_and_training_continues(run, disk):
     seen = []
     with run.open() as manager:
         run.save_initial()
@@ -210,20 +210,20 @@ def test_by_default_a_failure_is_a_warning_and_training_goes_on(run, disk):
     assert seen[0].kind == "full"
 
 
-def test_records_that_fail_as_the_program_ends_are_told(run, disk):
+def test_records_that_fail_at_program_exit_are_reported(run, disk):
     manager = run.open(options())
     run.save_initial()
     disk.fail("fdatasync", LOG, errno=errno.ENOSPC, times=None)
     run.append()
     with pytest.raises(AppendFailed, match="step 1"):
         manager._end("the program has ended", "leave")
-    manager._leaving = False  # As if it were closed: it need not warn when it goes.
+    manager._leaving = False  # Suppresses the warning of a manager that was not closed.
     disk.clear()
     assert manager._recorder is not None
     manager._recorder.close()
 
 
-def test_what_waited_behind_a_failure_is_in_the_next_record(tmp_path, run, disk):
+def test_rows_queued_behind_a_failure_are_in_the_next_record(tmp_path, run, disk):
     with run.open() as manager:
         run.save_initial()
         held = disk.pause("fdatasync", LOG, errno=errno.EIO, times=1)
@@ -234,7 +234,7 @@ def test_what_waited_behind_a_failure_is_in_the_next_record(tmp_path, run, disk)
         held.release()
         with pytest.raises(AppendFailed):
             manager.wait_appended()
-        # Only what was given up is owed.
+        # Only the rows of failed records are pending.
         run.append()
         manager.wait_appended()
     assert records_in_wal(tmp_path)[-1] == 5
@@ -244,12 +244,12 @@ def test_what_waited_behind_a_failure_is_in_the_next_record(tmp_path, run, disk)
         assert run.resume().step == 5
 
 
-def test_a_save_and_a_failure_at_once_lose_nothing(run, disk):
+def test_a_concurrent_save_and_failure_lose_nothing(run, disk):
     with run.open() as manager:
         run.save_initial()
         run.append()
         manager.wait_appended()
-        # The file that the save ends cannot be forced with what was written last.
+        # The fsync of the last writes to the segment that the save ends fails.
         disk.fail("fdatasync", LOG)
         with told():
             for _ in range(3):
@@ -269,7 +269,7 @@ def test_a_save_and_a_failure_at_once_lose_nothing(run, disk):
             model.assert_same(found.state, run.states[step - 1])
 
 
-# A disk that is full.
+# Full disks.
 
 
 @pytest.mark.processes
@@ -297,10 +297,10 @@ def test_a_full_file_system_loses_no_row(tmp_path, run):
             assert run.resume().step == point.step
 
 
-# A disk that is slow.
+# Slow disks.
 
 
-def test_a_full_buffer_is_waited_for_no_longer_than_the_deadline(tmp_path, run, disk):
+def test_a_full_buffer_is_waited_for_until_the_deadline_only(tmp_path, run, disk):
     gate = disk.pause("fdatasync", LOG)
     with run.open(options(buffer_bytes=1, deadline_secs=0.05)) as manager:
         run.save_initial()
@@ -321,7 +321,7 @@ def test_a_full_buffer_is_waited_for_no_longer_than_the_deadline(tmp_path, run, 
 
 @pytest.mark.parametrize("passed_by_ids", [False, True])
 @pytest.mark.parametrize("next_by_ids", [False, True])
-def test_where_the_buffer_is_full_the_next_record_has_the_rows_of_those_passed_over(
+def test_if_the_buffer_is_full_the_next_record_has_the_rows_of_skipped_calls(
     passed_by_ids, next_by_ids, tmp_path, run, disk
 ):
     gate = disk.pause("fdatasync", LOG)
@@ -343,7 +343,7 @@ def test_where_the_buffer_is_full_the_next_record_has_the_rows_of_those_passed_o
         manager.wait_appended()
         assert log(next_by_ids).kind == "full"
         manager.wait_appended()
-        # The save compares the named rows with the stamps.
+        # The save compares the given IDs with the stamps.
         assert run.save().kind == "delta"
         manager.wait_until_finished()
         manager.delete(run.step)
@@ -353,7 +353,7 @@ def test_where_the_buffer_is_full_the_next_record_has_the_rows_of_those_passed_o
 
 
 @pytest.mark.parametrize("dense", ["whole", "delta"])
-def test_dense_leaves_count_for_the_buffer(run, disk, dense):
+def test_dense_leaves_count_toward_the_buffer_limit(run, disk, dense):
     most = 2_000_000
     gate = disk.pause("fdatasync", LOG)
     run.state = {**run.state, "large": np.zeros(150_000)}
@@ -371,7 +371,7 @@ def test_dense_leaves_count_for_the_buffer(run, disk, dense):
         assert run.append().kind == "full"
 
 
-def test_a_writer_that_does_not_end_in_time_is_told_of_and_ends_when_it_can(run, disk):
+def test_a_writer_that_misses_the_deadline_is_reported_and_ends_later(run, disk):
     gate = disk.pause("fdatasync", LOG)
     with run.open(options(deadline_secs=0.05)) as manager, told():
         run.save_initial()
@@ -391,7 +391,7 @@ def test_a_writer_that_does_not_end_in_time_is_told_of_and_ends_when_it_can(run,
         assert not thread.is_alive()
 
 
-def test_a_writer_without_records_left_is_not_given_up_however_late_it_ends(run, monkeypatch):
+def test_a_writer_without_pending_records_may_end_late(run, monkeypatch):
     may_end, ended = threading.Event(), threading.Event()
     close = segments.SegmentWriter.close
 
@@ -410,7 +410,7 @@ def test_a_writer_without_records_left_is_not_given_up_however_late_it_ends(run,
 
 
 class Seen:
-    """A sink of events."""
+    """An event handler."""
 
     def __init__(self) -> None:
         self.together: list[int] = []
@@ -420,7 +420,7 @@ class Seen:
             self.together.append(event.batches_in_sync)
 
 
-def test_records_that_wait_are_forced_together(tmp_path, disk):
+def test_waiting_records_share_one_fsync(tmp_path, disk):
     seen = Seen()
     run = TrainingRun(tmp_path, options=options(), event_handlers=(seen,))
     gate = disk.pause("fdatasync", LOG)
@@ -434,15 +434,15 @@ def test_records_that_wait_are_forced_together(tmp_path, disk):
         manager.wait_appended()
     assert len(disk.paths("fdatasync")) == 2
     assert seen.together == [1] + 10 * [10]
-    # Progress is noted once for each force; the first note makes the file.
+    # Progress is noted once per fsync; the first note creates the file.
     assert sum("/log/" in path and ".seg" not in path for path in disk.paths("write")) == 1
     assert newest_durable(spot(tmp_path / "log" / "0" / "0")).step == 11
 
 
-# What a power cut leaves.
+# Power cuts.
 
 
-def test_without_durability_nothing_is_forced(tmp_path, run, disk):
+def test_without_power_durability_no_segment_is_fsynced(tmp_path, run, disk):
     with run.open(options(durability="process")) as manager:
         run.save_initial()
         for _ in range(3):
@@ -454,7 +454,7 @@ def test_without_durability_nothing_is_forced(tmp_path, run, disk):
 
 
 class Power:
-    """What is on disk of the log: contents of files and of folders as they were last forced."""
+    """The durable WAL: contents of files and directories as of their last fsync."""
 
     def __init__(self, root: Path, disk: Disk):
         self._root = root
@@ -472,9 +472,9 @@ class Power:
                 self._files[number] = Path(path).read_bytes()
 
     def cut(self, target: Path, torn: random.Random | None = None) -> None:
-        """Makes what is left of the root: steps as they are, of the log what was forced.
+        """Creates the checkpoint directory that is left: all steps, and the durable WAL.
 
-        With ``torn`` further bytes of files that were written are there, too, up to any place.
+        With ``torn``, files also have further written bytes, up to a random position.
         """
         shutil.copytree(self._root, target, ignore=shutil.ignore_patterns("log"))
         with self._lock:
@@ -496,7 +496,7 @@ class Power:
 
 
 @pytest.mark.parametrize("torn", [False, True], ids=["forced alone", "and some that was not"])
-def test_what_was_waited_for_survives_a_power_cut(torn, tmp_path, run, disk):
+def test_records_that_were_waited_for_survive_a_power_cut(torn, tmp_path, run, disk):
     root = run.root = tmp_path / "root"
     root.mkdir()
     power, drawn = Power(root, disk), random.Random(7)
@@ -523,10 +523,10 @@ def test_what_was_waited_for_survives_a_power_cut(torn, tmp_path, run, disk):
             assert run.resume().step >= promised
 
 
-# A trainer that was replaced.
+# Replaced trainers.
 
 
-def test_records_of_a_trainer_that_was_replaced_are_dead(tmp_path, run, monkeypatch):
+def test_records_of_a_replaced_trainer_are_ignored(tmp_path, run, monkeypatch):
     monkeypatch.setattr(lease, "GRACE_SECS", 0.1)  # The other trainer never starts.
     with contextlib.ExitStack() as held:
         first = held.enter_context(run.open())
@@ -537,7 +537,7 @@ def test_records_of_a_trainer_that_was_replaced_are_dead(tmp_path, run, monkeypa
         own = max(tmp_path.glob("lease.*.msgpack"))
         epoch = int(own.name.split(".")[1])
         (tmp_path / f"lease.{epoch + 1}.msgpack").write_bytes(own.read_bytes())
-        # What is on its way is written, and not acknowledged.
+        # Records in flight are written, but not acknowledged.
         with pytest.raises(FencedError):
             run.append()
             first.wait_appended()
@@ -549,7 +549,7 @@ def test_records_of_a_trainer_that_was_replaced_are_dead(tmp_path, run, monkeypa
     with run.open() as second:
         found = run.resume()
         assert found.point is not None
-        # It goes on from what it found, and nothing behind that counts from now on.
+        # It continues from the restored point; later records are ignored from now on.
         run.append()
         second.wait_appended()
         newest, _ = inspect.open(tmp_path).wal.epochs
@@ -557,7 +557,7 @@ def test_records_of_a_trainer_that_was_replaced_are_dead(tmp_path, run, monkeypa
         assert newest.forked_from == (0, found.point.save_id)
 
 
-def test_a_save_and_a_record_of_one_step_lead_to_no_circle(tmp_path, run):
+def test_a_save_and_a_record_of_one_step_do_not_form_a_cycle(tmp_path, run):
     with run.open():
         run.save_initial()
     with run.open() as manager:
@@ -566,15 +566,17 @@ def test_a_save_and_a_record_of_one_step_lead_to_no_circle(tmp_path, run):
         manager.append(run.step, run.state, touched=run.touched)
         run.append()
         manager.wait_appended()
-    # The record's rows are those since the step, which is lost.
+    # The record has the rows since the step, which is lost.
     shutil.rmtree(tmp_path / "1")
     with run.open():
         result = run.resume()
         assert result.step == 0 and result.point is None
 
 
-def test_a_failure_while_a_record_is_taken_gives_that_up_as_well(tmp_path, run, disk, monkeypatch):
-    """Its rows are since the record that fails, so that it lacks those of that one."""
+def test_a_failure_during_a_capture_discards_the_captured_record_too(
+    tmp_path, run, disk, monkeypatch
+):
+    """Its rows start after the failed record, so it lacks the rows of that one."""
     take = taking.take
     failed: list[bool] = []
 

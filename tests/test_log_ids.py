@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows that a caller of ``log(ids=...)`` says were touched: of any dtype, and none beyond."""
+"""Rows that a caller names in ``append(ids=...)``: of any integer dtype, and none out of range."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deltackpt.state.tables import Split
 from deltackpt.wal.taking import rows_of
 
 ROWS = {"users": 300, "items": 5}
-#: Of one pattern, whose states all have one layout.
+#: One pattern, whose states all have the same layout.
 CHOICE = deltackpt.Tables(select="tables/*", slots={})
 
 
@@ -29,7 +29,7 @@ def split() -> Split:
 @pytest.mark.parametrize("dtype", ["i2", "i4", "i8", ">i4", "u1", "u2", "u8", ">u8"])
 @pytest.mark.parametrize("count", [3, 200])
 def test_each_row_is_given_once_in_order(split, dtype, count):
-    """Few numbers are sorted, for many there are flags."""
+    """A few ids are sorted; many ids set flags."""
     most = min(ROWS["users"], np.iinfo(dtype).max + 1)
     given = np.random.default_rng(0).integers(0, most, count).astype(dtype)
     given[0] = most - 1
@@ -54,26 +54,26 @@ def test_each_row_is_given_once_in_order(split, dtype, count):
         7,
     ],
 )
-def test_rows_that_the_table_has_not_are_refused(split, ids):
-    """A negative number of few bits would be a row of a longer table without its sign."""
+def test_rows_beyond_the_table_are_refused(split, ids):
+    """Without its sign, a negative id of few bits would be a row of a longer table."""
     longer = np.array([299], "i2")
     for name in ("items", "tables/items"):
         with pytest.raises(OptionError, match=r"expected rows from 0 to 4, found"):
             rows_of({"users": longer, name: ids}, split.layout, Clocks())
 
 
-def test_a_negative_number_of_few_bits_is_no_row_of_a_longer_table(split):
+def test_a_negative_id_of_few_bits_is_not_a_row_of_a_longer_table(split):
     with pytest.raises(OptionError, match="found -1 to 7"):
         rows_of({"users": np.array([-1, 7], "i1")}, split.layout, Clocks())
 
 
 @pytest.mark.parametrize("ids", [[1.0], [True], np.array(["a"])])
-def test_what_is_no_number_of_a_row_is_refused(split, ids):
+def test_ids_that_are_not_integers_are_refused(split, ids):
     with pytest.raises(OptionError, match="expected integers"):
         rows_of({"items": ids}, split.layout, Clocks())
 
 
-def test_tables_are_known_by_the_ends_of_their_paths(split):
+def test_tables_are_found_by_the_ends_of_their_paths(split):
     given: dict[str, Any] = {"users": [7, 2], "tables/users": [2, 9], "items": []}
     for _ in range(2):
         found = rows_of(given, split.layout, Clocks())

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log against a model that keeps every state in memory.
+"""Checks the WAL against a model that keeps every state in memory.
 
-Random sequences of what loops do with records and saves: train, log by stamps or by ids, forget to
-mark a row, lose sight of the root, save, fail to write or to force either, end without a word, tear
-or damage what was logged last, restore the newest or an older step or point, start again. Whatever
-happens, what restores is a state that was given to that very step on the line of training that goes
-on, and nothing that was acknowledged is lost.
+Draws random sequences of training loop actions: train, append by stamps or by ids, forget to mark a
+row, lose access to the checkpoint directory, save, fail to write or to fsync, end without closing,
+tear or damage the newest records, restore the newest or an older step or recovery point, start
+again. In all cases, a restore returns a state that was given to that step in the current lineage,
+and nothing that was acknowledged is lost.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ POLICIES = (
 )
 WHICH = st.integers(0, 11)
 ROWS = st.sampled_from([0, 5, 400])
-#: Parts of the state that the log audits one after the other: one for each table.
+#: Parts of the state that the WAL audits one after the other: one for each table.
 SLICES = len(model.ROWS)
 
 
 def _with(half: np.ndarray, seed: int) -> np.ndarray:
-    """Some numbers changed."""
+    """Changes some values."""
     half[np.random.default_rng(seed).integers(0, half.size, 30)] = seed
     return half
 
 
 class LogMachine(RuleBasedStateMachine):
-    """Drives a manager with a log beside a dict of step to the states that it may hold."""
+    """Drives a manager with a WAL beside a dict of the states that each step may hold."""
 
     manager: InContext | None = None
 
@@ -99,7 +99,7 @@ class LogMachine(RuleBasedStateMachine):
         if isinstance(policy, deltackpt.policies.Rolling):
             bases, retention = "periodic", None
         self.folder = Path(tempfile.mkdtemp(prefix="deltackpt-test-"))
-        # Every record looks at all rows of a table.
+        # Every record audits all rows of a table.
         self.patch = mock.patch.multiple(audit, _EVERY=1, _ROWS=1 << 20)
         self.patch.start()
         self.fingerprints = fingerprints
@@ -132,13 +132,13 @@ class LogMachine(RuleBasedStateMachine):
         self.manager = InContext(manager, self.context)
 
     def begin(self):
-        """Training from the beginning; its steps are counted on, as those of the log are."""
+        """Restarts training; the step count continues, as that of the WAL does."""
         weights = {"whole": jnp.zeros(1500), "half": jnp.zeros(3000, jnp.bfloat16)}
         self.state = model.initial() | {"weights": weights}
         self.touched = None if self.fingerprints else model.new_touched(self.state)
-        #: Step to what may be found there.
+        #: Step to the states that may be found there.
         self.given: dict[int, list[dict]] = {}
-        #: The newest step that must be found, or a later one.
+        #: This step or a later one must be found.
         self.sure = 0
         self.ids: dict[str, set[int]] = {name: set() for name in model.SLOTS}
         self.behind: int | None = None
@@ -163,7 +163,7 @@ class LogMachine(RuleBasedStateMachine):
             self.seed += 1
             weights = self.state["weights"]
             self.state, ids = model.move(self.state, self.seed, rows=rows)
-            # In "whole", blocks change completely or not at all; in "half", some numbers change.
+            # In "whole", blocks change completely or not at all; in "half", some values change.
             at = self.seed * 300 % 1500
             self.state["weights"] = {
                 "whole": jnp.asarray(np.array(weights["whole"]) + (np.arange(1500) >= at)),
@@ -175,7 +175,7 @@ class LogMachine(RuleBasedStateMachine):
                 self.ids[name] |= {*np.asarray(rows_of).tolist()}
 
     def gives(self):
-        """The state is given to the manager: what training left is not found any more."""
+        """Gives the state to the manager: an abandoned lineage is no longer found."""
         self.step += 1
         if self.behind is not None:
             self.left = {s: found for s, found in self.given.items() if s > self.behind}
@@ -198,7 +198,7 @@ class LogMachine(RuleBasedStateMachine):
 
     @rule(rows=ROWS, call=st.sampled_from(["write", "fdatasync"]), by_ids=st.booleans())
     def log_and_fail(self, rows, call, by_ids):
-        """The disk refuses once; nothing is lost."""
+        """The disk refuses one call; nothing is lost."""
         with Disk(self.root) as disk:
             disk.fail(call, "[.]seg$", errno=errno.ENOSPC)
             self.log(rows, by_ids, full=True)
@@ -208,10 +208,10 @@ class LogMachine(RuleBasedStateMachine):
 
     @rule(row=st.integers(0, 699), by_ids=st.booleans())
     def log_and_forget(self, row, by_ids):
-        """A row moves that is not marked: the log saves a base, which ends the points."""
+        """An unmarked row changes: the WAL saves a base, which ends the recovery points."""
         if self.fingerprints:
             return
-        # A row that was marked since it was looked at may move, for all that the audit knows.
+        # The audit allows changes of a row that was marked since it was last checked.
         for _ in range(SLICES):
             self.mark(by_ids, None)
         users = self.state["tables"]["users"].at[row].add(1.0)
@@ -223,7 +223,7 @@ class LogMachine(RuleBasedStateMachine):
 
     @rule(rows=ROWS, removed=st.booleans(), by_ids=st.booleans())
     def log_while_files_are_gone(self, rows, removed, by_ids):
-        """The root is elsewhere for a while, or the log is removed for good."""
+        """The checkpoint directory is away for a while, or the WAL is removed for good."""
         self.log(rows, by_ids, full=None)
         self.quietly(self.manager.wait_until_finished)
         elsewhere = self.folder / "elsewhere"
@@ -243,7 +243,7 @@ class LogMachine(RuleBasedStateMachine):
                 self.manager.wait_appended()
 
     def mark(self, by_ids, full, *, sure=True):
-        """Logs the state; returns whether that saved a base instead."""
+        """Appends the state; returns whether that saved a base instead."""
         self.gives()
         ids = None
         if by_ids and not self.fingerprints:
@@ -263,7 +263,7 @@ class LogMachine(RuleBasedStateMachine):
             assert "step" in str(error)
             logged = None
         finally:
-            # The next call names the rows since this one.
+            # The next call names the rows touched since this one.
             self.ids = {name: set() for name in self.ids}
         self.gave()
         if sure:
@@ -271,7 +271,7 @@ class LogMachine(RuleBasedStateMachine):
         return logged is not None and logged.saved is not None and logged.saved.kind == "base"
 
     def knows(self, recovery):
-        """What is said to be there must be found."""
+        """Requires a reported step or recovery point to be found."""
         if recovery is not None:
             step = recovery.step if isinstance(recovery, RecoveryPoint) else recovery
             assert step in self.given
@@ -297,7 +297,7 @@ class LogMachine(RuleBasedStateMachine):
     def take(self):
         self.gives()
         with warnings.catch_warnings(), contextlib.suppress(SaveFailed):
-            # Later steps are moved aside, which is told.
+            # A warning reports that later steps are moved aside.
             warnings.simplefilter("ignore")
             self.manager.save(self.step, self.state, touched=self.touched)
         self.gave()
@@ -312,7 +312,7 @@ class LogMachine(RuleBasedStateMachine):
         if self.manager.latest_step() == step and step in self.given:
             self.sure = max(self.sure, step)
 
-    # Ends, and what comes after.
+    # Kills and restores.
 
     def check(self, result):
         assert result.step in self.given, f"step {result.step} was never given"
@@ -325,7 +325,7 @@ class LogMachine(RuleBasedStateMachine):
         return self.same(found, self.given[result.step][-1])
 
     def same(self, found, state):
-        """Each row is as it was given, or as one of the codecs has it."""
+        """Checks that each row is as given, or as one of the codecs decodes it."""
         rows_of = {name: np.asarray(table) for name, table in state["tables"].items()}
         tables = {}
         for name, rows in rows_of.items():
@@ -347,12 +347,12 @@ class LogMachine(RuleBasedStateMachine):
 
     @rule(torn=st.integers(0, 3), seed=st.integers(0, 99))
     def end_without_a_word(self, torn, seed):
-        """As a kill: the files as they are, of the newest segment perhaps not all."""
+        """Like a kill: keeps the files as they are, or damages one of the WAL."""
         self.quietly(self.manager.wait_until_finished)
         self.number += 1
         copy = self.folder / str(self.number)
         while True:
-            # Files go meanwhile that nothing needs any more.
+            # Unneeded files may be removed during the copy.
             with contextlib.suppress(shutil.Error):
                 shutil.copytree(self.root, copy)
                 break
@@ -365,11 +365,11 @@ class LogMachine(RuleBasedStateMachine):
             self.harm(copy, random.Random(seed))
         self.open(copy)
         found = self.newest()
-        # What was acknowledged is there, or its loss is reported.
+        # Everything acknowledged is there, or its loss is reported.
         assert promised == 0 or (found is not None and (found.step >= promised or found.skipped))
 
     def harm(self, root, rng):
-        """Damages one file of the log, often the newest segment."""
+        """Damages one file of the WAL, often the newest segment."""
         files = [path for path in sorted(root.glob("log/**/*")) if path.is_file()]
         if files and rng.random() < 0.5:
             damage(rng.choice(files), rng.choice(HOWS))
@@ -405,7 +405,7 @@ class LogMachine(RuleBasedStateMachine):
                     raise
                 result = None  # The damaged records build on a step that was deleted.
             except RestoreError:
-                # The head that says what counts is damaged.
+                # The epoch header that determines what is valid is damaged.
                 result = self.manager.restore_latest(template, wal=False)
         if result is None:
             assert self.sure == 0
@@ -419,7 +419,7 @@ class LogMachine(RuleBasedStateMachine):
 
     @rule(which=WHICH)
     def restore_older(self, which):
-        """A step, or a point; training goes on from there."""
+        """Restores a step or recovery point; training continues from there."""
         listed = [*self.manager.all_steps(), *self.manager.recovery_points()]
         if not listed:
             return
@@ -434,7 +434,7 @@ class LogMachine(RuleBasedStateMachine):
 
     @rule(which=WHICH)
     def delete(self, which):
-        """A step goes unless others, or the newest points, need it."""
+        """Deletes a step unless other steps or the newest recovery points need it."""
         steps = self.manager.all_steps()
         if not steps:
             return
@@ -458,7 +458,7 @@ class LogMachine(RuleBasedStateMachine):
 
 
 TestLog = LogMachine.TestCase
-#: From the collector of an earlier save, if its files were elsewhere then.
+#: From the collector of an earlier save, if its files were away at the time.
 COLLECTOR = pytest.mark.filterwarnings("ignore:unneeded files could not be removed")
 TestLog.pytestmark = [COLLECTOR]
 TestLog.settings = settings(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looking at logs and keeping them: ``ls``, ``history``, ``verify``, ``doctor``, ``gc``."""
+"""WAL inspection and maintenance: ``ls``, ``history``, ``verify``, ``doctor``, ``gc``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOT
 
 
 class Written(NamedTuple):
-    """A root, and the states that were saved and logged there, as far as they count."""
+    """A root, and its valid saved and appended states."""
 
     root: Path
     states: dict[int, dict]
@@ -67,7 +67,7 @@ def manager(root: Path, **options) -> deltackpt.CheckpointManager:
 
 
 def write(root: Path, **options) -> Written:
-    """Steps 0 and 3, records up to 6; then from point 4 records up to 9, each second one full."""
+    """Saves 0 and 3, appends up to 6; resumes at 5, appends up to 9; every other point is full."""
     state = model.initial()
     states = {0: state}
     touched = model.new_touched(state)
@@ -122,7 +122,7 @@ def restores(root: Path, point: RecoveryPoint) -> bool:
             return False
 
 
-def test_all_points_are_told_without_jax_as_the_manager_tells_them(written):
+def test_points_listed_without_jax_equal_those_of_the_manager(written):
     with manager(written.root) as trainer:
         known = trainer.recovery_points()
     ck = inspect.open(written.root)
@@ -135,7 +135,7 @@ def test_all_points_are_told_without_jax_as_the_manager_tells_them(written):
     assert first.newest is not None and first.newest.step == 5
 
 
-def test_ls_lists_stretches_and_points(written):
+def test_ls_lists_epochs_and_points(written):
     listed = run("ls", written.root)
     assert listed.returncode == 0 and "recovery point 5 of epoch 0, step 3" in listed.stdout
     points = run("ls", written.root, "--wal", "--last", "3").stdout
@@ -146,11 +146,11 @@ def test_ls_lists_stretches_and_points(written):
     assert [one["number"] for one in told["epochs"]] == [1, 0]
     assert [one["full_recovery_points"] for one in told["epochs"]] == [2, 2]
     assert told["epochs"][0]["forked_from"]["epoch"] == 0
-    # What is told of the steps alone stays a list of them.
+    # Without --wal the output is a list of steps.
     assert [one["step"] for one in json.loads(run("ls", written.root, "--json").stdout)] == [0, 3]
 
 
-def test_a_root_without_a_log_has_no_stretch(tmp_path):
+def test_a_root_without_a_wal_has_no_epoch(tmp_path):
     state = model.initial()
     with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as trainer:
         trainer.save(0, state)
@@ -162,10 +162,10 @@ def test_a_root_without_a_log_has_no_stretch(tmp_path):
     assert "WAL" not in {finding.subject for finding in doctor.examine(tmp_path, read_only=True)}
 
 
-# Points, looked into as steps are.
+# Points, inspected like steps.
 
 
-def test_every_full_point_is_opened_as_a_step_is_bit_for_bit(written):
+def test_every_full_point_opens_like_a_step_bit_for_bit(written):
     ck = inspect.open(written.root)
     full = [point for point in ck.recovery_points() if point.full]
     assert len(full) > 2
@@ -199,7 +199,7 @@ def test_a_diff_of_points_has_the_rows_that_differ(written, a, b):
         assert found[f"tables/{name}"].rows.tolist() == expected.tolist()
 
 
-def test_commands_take_every_point_that_can_be_restored(written, tmp_path):
+def test_commands_accept_every_restorable_point(written, tmp_path):
     pytest.importorskip("safetensors")
     from safetensors.numpy import load_file
 
@@ -246,8 +246,8 @@ def test_errors_of_commands_advise_commands(written, tmp_path, arguments):
         assert "recovery point 9 of WAL epoch 1" in told.stderr and "deltackpt ls" in told.stderr
 
 
-def test_no_error_that_a_command_may_meet_advises_python():
-    """Of the modules that commands read with: what they raise, as the command line shows it."""
+def test_no_error_of_a_command_advises_python():
+    """Checks the errors of modules that commands use, as the command line shows them."""
     package = Path(deltackpt.__file__).parent
     for folder in ("errors.py", "format", "inspect", "interchange", "ledger", "reading", "upkeep"):
         for path in sorted({*(package / folder).rglob("*.py"), *package.glob(folder)}):
@@ -260,7 +260,7 @@ def test_no_error_that_a_command_may_meet_advises_python():
                         assert not _PYTHON.search(advice.as_commands(text)), (path.name, text)
 
 
-#: A call of a method, as an error advises it.
+#: A method call in the advice of an error.
 _PYTHON = re.compile(r"\b(?!DIR\b)[a-z_]+\((?:[a-z_]+=\w+)?\)|\bsee step")
 
 
@@ -270,12 +270,12 @@ def _is_advice(node: ast.AST) -> bool:
     return any(getattr(one, "id", getattr(one, "attr", "")) in _ADVICE for one in node.targets)
 
 
-#: What the advice of an error is called where it is made.
+#: Names of variables with the advice of an error.
 _ADVICE = ("action", "known")
 
 
 def _texts(node: ast.AST) -> list[str]:
-    """Texts below a node, ``{}`` in the place of what is put into them."""
+    """Strings below a node, with ``{}`` for interpolated values."""
     found = []
     inside: set[int] = set()
     for one in ast.walk(node):
@@ -318,7 +318,7 @@ def test_ls_verify_and_points_agree_after_collect(tmp_path):
 
 
 @pytest.mark.parametrize("field", ["values", "slot.accumulator"])
-def test_history_tells_every_point_between_the_steps_bit_for_bit(written, field):
+def test_history_has_every_point_between_the_steps_bit_for_bit(written, field):
     rows = [0, 3, 17, 299, 41]
     found = inspect.open(written.root).history("tables/items", rows, field=field)
     assert found.steps.tolist() == list(range(10))
@@ -333,7 +333,7 @@ def test_history_tells_every_point_between_the_steps_bit_for_bit(written, field)
         assert found.values[number].tobytes() == expected.tobytes(), step
 
 
-def test_a_record_holds_the_rows_that_it_says(written):
+def test_written_rows_include_all_changed_rows(written):
     rows = np.arange(model.ROWS["users"])
     found = inspect.open(written.root).history("tables/users", rows)
     for number in range(1, len(found.steps)):
@@ -343,7 +343,7 @@ def test_a_record_holds_the_rows_that_it_says(written):
         assert not found.written[number].all()
 
 
-def test_history_of_named_steps_or_without_the_log_tells_steps_alone(written):
+def test_history_of_named_steps_or_without_the_wal_has_only_steps(written):
     ck = inspect.open(written.root)
     assert ck.history("tables/users", 1, wal=False).steps.tolist() == [0, 3]
     assert ck.history("tables/users", 1, steps=[3]).point_kinds == (None,)
@@ -369,7 +369,7 @@ def test_history_names_a_damaged_record(copy):
 # Verification.
 
 
-def test_a_sound_log_is_verified_and_every_point_restores(written):
+def test_an_intact_wal_is_verified_and_every_point_restores(written):
     report = verify_root(written.root)
     assert report.intact and not report.notes
     assert [verdict.point.step for verdict in report.points] == sorted(
@@ -384,14 +384,14 @@ def test_a_sound_log_is_verified_and_every_point_restores(written):
     )
 
 
-def test_the_golden_log_is_verified():
+def test_the_golden_wal_is_verified():
     report = verify_root(GOLDEN)
     assert report.intact and [one.point.step for one in report.points][-1] == 20
     assert len(report.points) == 7 and all(one.restorable for one in report.points)
 
 
 @pytest.mark.parametrize("part", range(8))
-def test_a_flipped_bit_is_found_and_no_point_is_promised_that_does_not_restore(copy, part):
+def test_a_flipped_bit_is_found_and_only_restorable_points_are_promised(copy, part):
     whole = {verdict.point for verdict in verify_root(copy).points}
     paths = segments(copy)
     path = paths[part % len(paths)]
@@ -400,7 +400,7 @@ def test_a_flipped_bit_is_found_and_no_point_is_promised_that_does_not_restore(c
     told = {verdict.point: verdict.restorable for verdict in report.points}
     for point in whole:
         assert told.get(point, False) == restores(copy, point), point
-    # Only what is behind the point that the second run goes on from may be altered unnoticed.
+    # Only records past the point that the second run resumes from may be altered unnoticed.
     assert not report.intact or report.notes or all(map(told.get, whole))
 
 
@@ -417,17 +417,17 @@ def test_damage_before_the_last_frames_is_never_taken_for_a_torn_tail(copy):
 
 
 @pytest.mark.parametrize("count", [1, 3, 40, 200])
-def test_a_torn_tail_of_the_newest_stretch_is_no_damage(copy, count):
+def test_a_torn_tail_of_the_newest_epoch_is_not_damage(copy, count):
     newest = segments(copy)[-1]
     os.truncate(newest, newest.stat().st_size - count)
-    # Nobody was told that the record is durable.
+    # The record was never acknowledged.
     (newest.parent / "progress").unlink()
     report = verify_root(copy)
     assert report.intact and any("torn record" in note for note in report.notes)
     assert 9 not in {verdict.point.step for verdict in report.points}
 
 
-def test_the_point_that_a_stretch_goes_on_from_is_never_a_torn_tail(copy):
+def test_the_point_that_an_epoch_resumes_from_is_never_a_torn_tail(copy):
     [*_, last] = sorted(copy.glob("log/0/0/*.seg"))
     os.truncate(last, last.stat().st_size // 2)
     report = verify_root(copy)
@@ -435,7 +435,7 @@ def test_the_point_that_a_stretch_goes_on_from_is_never_a_torn_tail(copy):
     assert not any(verdict.restorable for verdict in report.points if verdict.point.epoch == 1)
 
 
-def test_a_missing_segment_makes_the_points_behind_it_void(copy):
+def test_a_missing_segment_invalidates_later_points(copy):
     [*_, last] = sorted(copy.glob("log/0/0/*.seg"))
     last.unlink()
     report = verify_root(copy)
@@ -448,8 +448,8 @@ def test_a_missing_segment_makes_the_points_behind_it_void(copy):
     assert told.returncode == 1 and "; not restorable: " in told.stdout
 
 
-def test_what_counts_no_more_may_be_damaged(copy):
-    # Record 6 of the first run is behind the point that the second one goes on from.
+def test_obsolete_records_may_be_damaged(copy):
+    # Record 6 of the first run is past the point that the second one resumes from.
     [*_, last] = sorted(copy.glob("log/0/0/*.seg"))
     os.truncate(last, last.stat().st_size - 10)
     assert verify_root(copy).intact
@@ -465,13 +465,13 @@ def test_what_counts_no_more_may_be_damaged(copy):
     assert [verdict.point.step for verdict in report.points] == [20]
 
 
-def test_records_that_are_trimmed_meanwhile_are_no_damage(copy):
+def test_records_trimmed_during_verification_are_not_damage(copy):
     def trim(_: DiskCall) -> None:
         for path in segments(copy):
             path.unlink()
 
     with Disk(copy) as disk:
-        # After the heads of all frames were read, and before the first body.
+        # After all frame headers and before the first body are read.
         disk.on("read", trim, "[.]seg$", after=len(segments(copy)), times=1)
         report = verify_root(copy)
     assert report.intact and report.points == ()
@@ -479,7 +479,7 @@ def test_records_that_are_trimmed_meanwhile_are_no_damage(copy):
 
 
 def write_short(root: Path, **backend) -> Path:
-    """A step and a record above it."""
+    """Writes a step and a record above it."""
     state = model.initial()
     touched = model.new_touched(state)
     with manager(root, backend=deltackpt.wal.LocalWal(**backend)) as trainer:
@@ -490,7 +490,7 @@ def write_short(root: Path, **backend) -> Path:
     return root
 
 
-def test_a_damaged_newest_head_is_told_by_all_and_removes_nothing(copy):
+def test_a_damaged_newest_header_is_always_reported_and_removes_nothing(copy):
     flip(copy / "log/1.msgpack", 30)
     (copy / "log/1/head.msgpack").unlink()
     report = verify_root(copy)
@@ -515,7 +515,7 @@ def test_a_damaged_newest_head_is_told_by_all_and_removes_nothing(copy):
         lambda root: opened(root, lambda trainer: trainer.restore_latest(model.initial())),
     ],
 )
-def test_a_wal_of_a_development_version_is_refused_by_all_and_stays(look, copy):
+def test_a_wal_of_a_development_version_is_always_refused_and_kept(look, copy):
     for path in segments(copy):
         path.write_bytes(b"DLOG" + bytes(500))
     with pytest.raises(FormatTooOld, match="frame of a development version"):
@@ -525,7 +525,7 @@ def test_a_wal_of_a_development_version_is_refused_by_all_and_stays(look, copy):
     assert found.step == 3
 
 
-def test_an_old_epoch_that_no_longer_counts_stops_nobody(copy):
+def test_an_obsolete_epoch_of_a_development_version_blocks_nothing(copy):
     for path in segments(copy):
         path.write_bytes(b"DLOG" + bytes(500))
     found = opened(copy, lambda trainer: trainer.restore_latest(model.initial(), wal=False))
@@ -543,7 +543,7 @@ def test_an_old_epoch_that_no_longer_counts_stops_nobody(copy):
     assert {"log/0", "log/1"} <= gone
 
 
-def test_what_a_kill_leaves_of_an_epoch_that_is_being_removed_is_no_damage(copy, tmp_path):
+def test_a_partially_removed_epoch_is_not_damage(copy, tmp_path):
     """The segments are removed first; the header and the progress are left."""
     left = [copy / "log/1.msgpack", copy / "log/1/head.msgpack", copy / "log/1/0/progress"]
     kept = {path: path.read_bytes() for path in left}
@@ -568,10 +568,10 @@ def test_what_a_kill_leaves_of_an_epoch_that_is_being_removed_is_no_damage(copy,
 
 @pytest.mark.parametrize(("moved", "newest"), [(1, 4), (2, 1)])
 @pytest.mark.parametrize("by", ["save", "append"])
-def test_points_that_training_left_count_no_more_once_a_later_step_is_aside(
+def test_abandoned_points_are_invalid_once_a_later_step_is_set_aside(
     tmp_path, moved, newest, by, monkeypatch
 ):
-    """The trainer dies while the steps are moved: a point above the older step stays void."""
+    """The trainer dies while the steps are moved: a point above the older step stays invalid."""
     state = model.initial()
     touched = model.new_touched(state)
     with manager(tmp_path) as trainer:
@@ -612,7 +612,7 @@ def opened(root: Path, call: Callable[[deltackpt.CheckpointManager], Any]) -> An
 # Removal.
 
 
-def test_collect_removes_stretches_that_nothing_goes_on_from_and_no_other(copy):
+def test_collect_removes_only_epochs_that_nothing_resumes_from(copy):
     assert [one for one in collectable(copy).removable if one.kind == "WAL epoch"] == []
     with manager(copy) as trainer:
         found = trainer.restore(3, model.initial())
@@ -620,7 +620,7 @@ def test_collect_removes_stretches_that_nothing_goes_on_from_and_no_other(copy):
         state, touched = model.train(found.state, found.touched, 5)
         trainer.append(20, state, touched=touched)
         point = trainer.wait_appended()
-    flip(copy / "log/0.msgpack", 30)  # Of what counts no more even the head is of no use.
+    flip(copy / "log/0.msgpack", 30)  # The header of an obsolete epoch is not needed.
     ended(copy)
     gone = collect(copy).removable
     assert [one.name for one in gone if one.kind == "WAL epoch"] == ["log/1", "log/0"]
@@ -631,7 +631,7 @@ def test_collect_removes_stretches_that_nothing_goes_on_from_and_no_other(copy):
     assert newest is not None and newest.point == point
 
 
-def test_trimming_removes_earlier_stretches_whose_heads_are_damaged(copy):
+def test_trimming_removes_earlier_epochs_with_damaged_headers(copy):
     with manager(copy) as trainer:
         found = trainer.restore_latest(model.initial())
         assert found is not None and found.touched is not None
@@ -644,7 +644,7 @@ def test_trimming_removes_earlier_stretches_whose_heads_are_damaged(copy):
     assert {path.name for path in (copy / "log").glob("*.msgpack")} == {"2.msgpack"}
 
 
-def test_roots_that_share_a_directory_for_their_logs_do_not_meet(tmp_path):
+def test_roots_that_share_a_wal_directory_do_not_interfere(tmp_path):
     roots = [write_short(tmp_path / name, directory=str(tmp_path / "logs")) for name in "ab"]
     for root in roots:
         report = verify_root(root)
@@ -659,7 +659,7 @@ def by_subject(root: Path) -> dict[str, doctor.Finding]:
 
 
 def put_records(root: Path, process: int, numbers: range) -> None:
-    """A log of two processes as stretch 0: the records of one of them."""
+    """Writes the records of one process to epoch 0 of a two-process WAL."""
     run_id = "a" * 32
     at = root / "log"
     at.mkdir(exist_ok=True)
@@ -684,7 +684,7 @@ def put_records(root: Path, process: int, numbers: range) -> None:
 
 @pytest.fixture
 def saved(tmp_path) -> Path:
-    """A root with a step and no log."""
+    """A root with a step and no WAL."""
     with deltackpt.CheckpointManager(tmp_path / "root", handlers=HANDLERS) as trainer:
         trainer.save(0, model.initial())
         trainer.wait_until_finished()
@@ -703,13 +703,13 @@ def test_the_doctor_names_a_process_that_holds_points_back(saved, behind, severi
     assert any("are behind the others" in note for note in verify_root(saved).notes)
 
 
-def test_the_doctor_is_content_where_all_processes_have_all_records(saved):
+def test_the_doctor_reports_nothing_if_all_processes_have_all_records(saved):
     for process in range(2):
         put_records(saved, process, range(1, 4))
     assert "WAL processes" not in by_subject(saved)
 
 
-def test_the_doctor_finds_a_log_directory_that_is_gone(tmp_path):
+def test_the_doctor_finds_a_missing_wal_directory(tmp_path):
     root = write_short(tmp_path / "root", directory=str(tmp_path / "elsewhere"))
     found = by_subject(root)
     assert found["WAL"].figures["newest_recovery_point"] == 1
@@ -718,7 +718,7 @@ def test_the_doctor_finds_a_log_directory_that_is_gone(tmp_path):
     assert finding.severity == "problem" and "elsewhere" in finding.found
 
 
-def test_the_doctor_finds_gaps_stretches_left_over_and_logs_that_are_long(copy):
+def test_the_doctor_finds_gaps_obsolete_epochs_and_long_wals(copy):
     assert by_subject(copy)["WAL to replay"].severity == "ok"
     with mock.patch.object(doctor_log, "_LEAST_BASE_BYTES", 1):
         with mock.patch("deltackpt.format.segments.FieldSpec.row_bytes", 0):

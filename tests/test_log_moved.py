@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A root, or a log, that is moved or removed under a trainer is never made anew."""
+"""A checkpoint or WAL directory that is moved or removed under a trainer is never recreated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deltackpt import RecoveryPoint
 from deltackpt.errors import DeltackptError, SaveFailed, StorageError
 from deltackpt.testing import STEP_FILES, Disk, TrainingRun, states
 
-#: Calls of ``log()`` after which a log that fails has made itself heard.
+#: Calls of ``append()`` after which a failing WAL must have raised.
 ENOUGH = 6
 
 
@@ -43,7 +43,7 @@ def quiet():
 
 
 def told(manager: Any, run: TrainingRun) -> DeltackptError:
-    """Logs until an error is raised, and waits for what was logged each time."""
+    """Appends, and waits for each record, until an error is raised."""
     for _ in range(ENOUGH):
         try:
             run.append()
@@ -56,7 +56,7 @@ def told(manager: Any, run: TrainingRun) -> DeltackptError:
 def assert_not_made_anew_while_moved(
     manager: Any, run: TrainingRun, folder: Path, match: str
 ) -> None:
-    """Moves a folder that the log needs, and back; calls fail meanwhile, and then work again."""
+    """Moves a folder of the WAL away and back; calls fail in between and then work again."""
     away = folder.with_name("away")
     folder.rename(away)
     for _ in range(ENOUGH):
@@ -66,13 +66,13 @@ def assert_not_made_anew_while_moved(
     assert not folder.exists()
     away.rename(folder)
     for _ in range(ENOUGH):
-        with contextlib.suppress(DeltackptError):  # What failed meanwhile is told once.
+        with contextlib.suppress(DeltackptError):  # A background failure is raised once.
             run.append()
             manager.wait_appended()
     assert manager.wait_appended() is not None
 
 
-def test_a_root_that_is_moved_during_a_save_is_not_made_anew(tmp_path, run):
+def test_a_directory_that_is_moved_during_a_save_is_not_recreated(tmp_path, run):
     root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
     with run.open(tables=states.tables("lossless")), quiet():
         run.save_initial()
@@ -88,7 +88,7 @@ def test_a_root_that_is_moved_during_a_save_is_not_made_anew(tmp_path, run):
 
 @pytest.mark.parametrize("durability", ["process", "power"])
 @pytest.mark.parametrize("segment_bytes", [1, 1 << 28])
-def test_a_root_that_is_moved_is_not_made_anew_and_goes_on_where_it_is_moved_back(
+def test_a_moved_directory_is_not_recreated_and_works_again_once_moved_back(
     tmp_path, run, durability, segment_bytes
 ):
     root = tmp_path / "root"
@@ -101,7 +101,7 @@ def test_a_root_that_is_moved_is_not_made_anew_and_goes_on_where_it_is_moved_bac
     assert_found_again(run)
 
 
-def test_a_root_that_is_removed_stays_so(tmp_path, run):
+def test_a_removed_directory_is_not_recreated(tmp_path, run):
     root = tmp_path / "root"
     handlers = {
         "embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS),
@@ -139,7 +139,7 @@ def _apart(root: Path, apart: Path) -> None:
     [(False, _heads), (True, _heads), (True, _apart)],
     ids=["heads", "heads of a log elsewhere", "log elsewhere"],
 )
-def test_a_log_that_is_removed_is_begun_anew_and_what_it_acknowledges_is_there(
+def test_a_removed_wal_is_restarted_and_its_acknowledged_records_exist(
     tmp_path, run, apart, remove: Callable[[Path, Path], None]
 ):
     root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
@@ -159,7 +159,7 @@ def test_a_log_that_is_removed_is_begun_anew_and_what_it_acknowledges_is_there(
     assert_found_again(run)
 
 
-def test_the_directory_of_a_log_elsewhere_is_not_made_anew(tmp_path, run):
+def test_the_directory_of_a_wal_elsewhere_is_not_recreated(tmp_path, run):
     _root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
     given = options("process", backend=deltackpt.wal.LocalWal(directory=str(elsewhere)))
     with run.open(given) as manager, quiet():

@@ -11,7 +11,7 @@ from deltackpt.wal.named_rows import NamedRows
 
 
 @pytest.mark.parametrize("most", [1, 40])
-def test_the_union_of_many_sets_is_sorted_and_takes_twice_its_memory(most):
+def test_the_union_of_many_sets_is_sorted_and_takes_at_most_twice_its_memory(most):
     rng, rows = np.random.default_rng(most), NamedRows()
     expected: dict[str, set[int]] = {"users": set(), "items": set()}
     for _ in range(2000):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where logs are: directories of their own, and roots that name them in a journal."""
+"""Locations of the WAL: a separate directory, or a remote directory with a journal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
 
 
 class Training:
-    """A state that is a function of what was done to it, in a directory of its own."""
+    """A state that depends only on its training steps, with its own checkpoint directory."""
 
     def __init__(self, root: Path, directory: Path | None = None):
         self.root = root
@@ -54,7 +54,7 @@ class Training:
         return found
 
 
-def test_roots_that_log_to_one_directory_do_not_meet(tmp_path):
+def test_runs_with_one_wal_directory_stay_separate(tmp_path):
     first, second = (Training(tmp_path / name, tmp_path / "logs") for name in ("a", "b"))
     with first.manager() as one, second.manager() as other:
         one.save(0, first.train(0))
@@ -70,7 +70,7 @@ def test_roots_that_log_to_one_directory_do_not_meet(tmp_path):
     assert not [*(tmp_path / "a" / names.LOG).rglob("*.seg")]
 
 
-def test_a_directory_of_the_same_name_on_another_machine_is_not_the_log(tmp_path):
+def test_a_directory_of_the_same_name_on_another_machine_is_not_the_wal(tmp_path):
     one = Training(tmp_path / "root", tmp_path / "logs")
     with one.manager() as manager:
         manager.save(0, one.train(0))
@@ -85,7 +85,7 @@ def test_a_directory_of_the_same_name_on_another_machine_is_not_the_log(tmp_path
     assert found.step == 0 and [step for step, _ in found.skipped] == [1]
 
 
-def test_a_head_that_was_refused_is_written_by_the_next_call(tmp_path, monkeypatch):
+def test_an_epoch_header_that_was_refused_is_written_by_the_next_call(tmp_path, monkeypatch):
     one = Training(tmp_path / "root", tmp_path / "logs")
     put, refused = FileStore.put, []
 
@@ -107,7 +107,7 @@ def test_a_head_that_was_refused_is_written_by_the_next_call(tmp_path, monkeypat
         assert np.array_equal(one.state["tables"]["words"], expected)
 
 
-# ---- what a journal says of logs
+# ---- WALs in a journal
 
 
 def ref(journal: Journal, stretch: int, run: str = "a") -> LogRef:
@@ -115,7 +115,7 @@ def ref(journal: Journal, stretch: int, run: str = "a") -> LogRef:
     return LogRef(stretch=stretch, run=run, prefix=prefix, crc32c=0)
 
 
-def test_heads_count_under_the_claim_alone_and_in_order(tmp_path):
+def test_epochs_count_only_under_the_current_claim_and_in_order(tmp_path):
     first, second = Journal(spot(tmp_path)), Journal(spot(tmp_path))
     first.claim()
     assert first.add_log(ref(first, 0))
@@ -130,7 +130,7 @@ def test_heads_count_under_the_claim_alone_and_in_order(tmp_path):
     assert [one.stretch for one in second.state().entry.logs] == [4]
 
 
-def test_what_no_entry_names_of_a_log_is_swept_once_its_claim_is_over(tmp_path):
+def test_wal_files_that_no_entry_names_are_swept_once_their_claim_is_over(tmp_path):
     journal = Journal(spot(tmp_path))
     journal.claim()
     kept, cut = ref(journal, 0), ref(journal, 1)
@@ -147,7 +147,7 @@ def test_what_no_entry_names_of_a_log_is_swept_once_its_claim_is_over(tmp_path):
     ]
 
 
-def test_an_entry_without_logs_is_one_of_a_root_that_has_none(tmp_path):
+def test_an_entry_without_wal_epochs_belongs_to_a_run_without_a_wal(tmp_path):
     journal = Journal(spot(tmp_path))
     journal.claim()
     entry = journal.known.entry
@@ -159,7 +159,7 @@ def test_an_entry_without_logs_is_one_of_a_root_that_has_none(tmp_path):
 @pytest.mark.parametrize(
     "prefix", ["log/1.1.abcdef12", "log/0.1.abcdef12/..", "saves/0.1.abcdef12"]
 )
-def test_a_log_leads_to_no_other_place(tmp_path, prefix):
+def test_a_wal_prefix_of_another_location_is_damage(tmp_path, prefix):
     journal = Journal(spot(tmp_path))
     journal.claim()
     logs = (LogRef(stretch=0, run="a", prefix=prefix, crc32c=0),)
@@ -168,7 +168,7 @@ def test_a_log_leads_to_no_other_place(tmp_path, prefix):
         entries.entry_from(data, name="entry", number=None)
 
 
-def test_pieces_that_overlap_are_read_once_and_end_before_a_hole(tmp_path):
+def test_overlapping_pieces_are_read_once_and_end_before_a_hole(tmp_path):
     data = bytes(range(100))
     ranges = [(0, 10), (0, 30), (20, 40), (40, 50), (60, 100)]
     for start, end in ranges:
@@ -187,7 +187,7 @@ def test_pieces_that_overlap_are_read_once_and_end_before_a_hole(tmp_path):
         log.read_into("0/x.seg", 45, [memoryview(parts[0])])
 
 
-def test_a_piece_that_does_not_begin_a_segment_is_none_of_it():
+def test_pieces_without_the_start_of_their_segment_are_ignored():
     assert Pieces.of([PieceRange(5, 9, 1)]).length == 0
     assert names.piece_range(names.piece_name(PieceRange(5, 9, 1))) == PieceRange(5, 9, 1)
     assert names.piece_range("5-9.1") is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log of several real processes, some of which are killed, stopped or fail; see ``many.py``."""
+"""The WAL of several real processes, some of which are killed, stopped or fail; see ``many.py``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import deltackpt
 
 TRAINED = {"mesh": [2, 2]}
 ACROSS = {"mesh": [2, 2], "across": "y"}
-#: No call number that a test comes to otherwise.
+#: A call number that no test reaches otherwise.
 FAR = 5000
 
 
@@ -31,7 +31,7 @@ def server() -> Iterator[Server]:
 
 
 def started(job: Job, root: Path, place: dict[str, Any], **options: Any) -> None:
-    """A job that has opened its managers, made its state and saved the first step by ``log()``."""
+    """Opens a job's managers, creates its state and saves the first step with ``append()``."""
     log = options.pop("log", {})
     job.all("open", root=str(root), log=log, **options)
     job.all("start", place=place)
@@ -40,7 +40,7 @@ def started(job: Job, root: Path, place: dict[str, Any], **options: Any) -> None
 
 
 def logged(job: Job, to: int, **arguments: Any) -> None:
-    """Every step up to one is logged, and durable on all processes."""
+    """Appends every step up to ``to``; returns once all are durable on all processes."""
     assert job.one("run_on", to=to, **arguments) == nothing_saved()
     job.all("wait_appended")
 
@@ -50,14 +50,14 @@ def nothing_saved() -> dict[str, Any]:
 
 
 def restored(job: Job, do: str, **arguments: Any) -> dict[str, Any]:
-    """What all processes say of a restore, but for what each has read."""
+    """Returns the common result of a restore on all processes, except what each has read."""
     [first, *others] = [{**found, "bytes_read": 0, "secs": 0} for found in job.all(do, **arguments)]
     assert all(other == first for other in others), (first, others)
     return first
 
 
 def assert_restores(job: Job, root: Path, place: dict[str, Any], step: int, base: int = 0) -> None:
-    """A fresh job restores the newest point bit for bit."""
+    """A fresh job restores the newest recovery point bit for bit."""
     job.all("open", root=str(root), log={})
     found = restored(job, "restore_latest", place=place, like=step)
     assert (found["step"], found["wrong"], found["skipped"]) == (step, None, [])
@@ -65,7 +65,7 @@ def assert_restores(job: Job, root: Path, place: dict[str, Any], step: int, base
 
 
 def assert_reads_alone(root: Path, step: int, model: Model | None = None) -> None:
-    """The test's own process reads a step, or point, without a template."""
+    """The test's own process restores a step or recovery point without a template."""
     with deltackpt.CheckpointManager(
         root,
         handlers={"embeddings": many_worker.tables()},
@@ -75,7 +75,7 @@ def assert_reads_alone(root: Path, step: int, model: Model | None = None) -> Non
     assert many_worker.difference(found, (model or Model()).at(step)) is None
 
 
-# Points, and restores elsewhere.
+# Recovery points, and restores on other topologies.
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_points_restore_bit_for_bit_on_fewer_and_on_more(server, tmp_path, proce
     turned = {"mesh": [4, 1], "layout": "turned"} if others == 4 else {"mesh": [1, 4]}
     with Job(server, tmp_path / "jobs", processes=others, devices=4 // others) as job:
         assert_restores(job, root, turned, newest)
-        # The next records go on from the point, and a delta holds what was replayed.
+        # The next records continue from the point, and a delta holds the replayed rows.
         logged(job, newest + 3)
         job.all("train", to=newest + 4)
         assert job.one("save")["kind"] == "delta"
@@ -122,7 +122,7 @@ def test_points_restore_bit_for_bit_on_fewer_and_on_more(server, tmp_path, proce
 
 
 @pytest.mark.parametrize("tracking", ["touched", "fingerprints"])
-def test_rows_are_found_by_what_the_caller_says_or_by_hashes(server, tmp_path, tracking):
+def test_changed_rows_are_found_by_ids_or_by_fingerprints(server, tmp_path, tracking):
     root = tmp_path / "root"
     with Job(server, tmp_path / "jobs", processes=2) as job:
         started(job, root, ACROSS, tracking=tracking)
@@ -153,7 +153,7 @@ def test_a_rollback_of_all_leaves_later_points_behind(server, tmp_path, to):
     assert_reads_alone(root, to + 1)
 
 
-# Processes that are behind, or gone.
+# Slow or lost processes.
 
 
 def test_the_newest_point_is_the_last_that_a_killed_process_has(server, tmp_path):
@@ -172,7 +172,7 @@ def test_the_newest_point_is_the_last_that_a_killed_process_has(server, tmp_path
         job.close()
 
 
-def test_a_stopped_process_is_named_and_holds_the_point_back_until_it_goes_on(server, tmp_path):
+def test_a_stopped_process_is_named_and_holds_the_point_back_until_it_continues(server, tmp_path):
     root = tmp_path / "root"
     with Job(server, tmp_path / "jobs", processes=2) as job:
         started(job, root, TRAINED, log={"deadline_secs": 1.0})
@@ -195,7 +195,7 @@ def test_a_stopped_process_is_named_and_holds_the_point_back_until_it_goes_on(se
 # Failures of one process.
 
 
-def test_a_failed_batch_of_one_process_makes_its_point_void_and_not_the_next(server, tmp_path):
+def test_a_failed_batch_of_one_process_voids_its_point_but_not_the_next(server, tmp_path):
     root = tmp_path / "root"
     with Job(server, tmp_path / "jobs", processes=2) as job:
         started(job, root, TRAINED)
@@ -214,7 +214,7 @@ def test_a_failed_batch_of_one_process_makes_its_point_void_and_not_the_next(ser
         assert_reads_alone(root, step)
 
 
-def test_a_log_that_fails_again_has_all_processes_save_at_the_same_call(server, tmp_path):
+def test_a_wal_that_fails_again_makes_all_processes_save_at_the_same_call(server, tmp_path):
     root = tmp_path / "root"
     with Job(server, tmp_path / "jobs", processes=4, devices=1) as job:
         started(job, root, TRAINED)
@@ -224,17 +224,17 @@ def test_a_log_that_fails_again_has_all_processes_save_at_the_same_call(server, 
         found = job.one("run_until_saved", at_most=FAR)
         [[step, kind, reason]] = found["saved"]
         assert kind == "delta" and "failed again" in reason
-        # Also says that records before it have failed, where it was not told of yet.
+        # Also reports that earlier records failed, if that was not reported yet.
         job.each("wait")
         assert job.one("steps")["steps"] == [0, step]
         job.close()
     assert_reads_alone(root, step)
 
 
-def test_where_the_logs_of_all_have_grown_too_long_all_save_at_the_same_call(server, tmp_path):
+def test_if_the_wal_of_all_has_grown_too_long_all_save_at_the_same_call(server, tmp_path):
     root = tmp_path / "root"
     with Job(server, tmp_path / "jobs", processes=2) as job:
-        # The slower the machine, the more steps until all have agreed to save: any delta may be.
+        # On a slow machine, agreement takes more steps: allow a delta of any size.
         bounds = {"max_delta_ratio": 100, "max_restore_ratio": 100}
         started(job, root, TRAINED, log={"max_wal_ratio": 0.003}, bounds=bounds)
         for _ in range(2):
@@ -248,7 +248,7 @@ def test_where_the_logs_of_all_have_grown_too_long_all_save_at_the_same_call(ser
     assert_reads_alone(root, step)
 
 
-def test_log_failed_is_raised_by_one_process_and_the_others_go_on(server, tmp_path):
+def test_append_failed_is_raised_by_one_process_and_the_others_continue(server, tmp_path):
     root = tmp_path / "root"
     with Job(server, tmp_path / "jobs", processes=2) as job:
         started(job, root, TRAINED, log={"on_failure": "raise"})
@@ -278,8 +278,8 @@ def test_a_process_that_fails_its_part_of_the_first_step_saves_with_the_others(s
         found = job.each("log")
         assert found[0]["saved"] == "base"
         assert "error" in found[1]
-        # Records that lead down to nothing, until all have agreed on a step: it is saved, and the
-        # failure of the one before is told by it.
+        # Records have no base until all agree on a step. That save reports the failure of the one
+        # before.
         found = job.each("run_until_saved", at_most=FAR)
         assert found[0]["error"]["type"] == "SaveFailed", found
         job.each("wait")
@@ -290,7 +290,7 @@ def test_a_process_that_fails_its_part_of_the_first_step_saves_with_the_others(s
     assert_reads_alone(root, step + 3)
 
 
-def test_where_the_step_that_records_go_on_from_fails_all_save_another(server, tmp_path):
+def test_if_the_step_that_records_continue_from_fails_all_save_another(server, tmp_path):
     root = tmp_path / "root"
     with Job(server, tmp_path / "jobs", processes=2) as job:
         job.all("open", root=str(root), log={})
@@ -308,9 +308,9 @@ def test_where_the_step_that_records_go_on_from_fails_all_save_another(server, t
     assert_reads_alone(root, step + 2)
 
 
-def test_rows_that_ids_leave_out_on_one_process_have_all_begin_anew(server, tmp_path):
+def test_rows_missing_from_the_ids_of_one_process_make_all_start_over(server, tmp_path):
     root, model = tmp_path / "root", Model(reach=0.5)
-    # All rows of the table that change lie in the shards of process 0.
+    # All rows of the table that change are in the shards of process 0.
     with Job(server, tmp_path / "jobs", processes=2, model=model) as job:
         started(job, root, TRAINED)
         logged(job, 2, ids=True)
@@ -331,7 +331,7 @@ def test_rows_that_ids_leave_out_on_one_process_have_all_begin_anew(server, tmp_
 
 
 @pytest.mark.parametrize("forget", [[0, 1], [1]], ids=["all", "one"])
-def test_marks_that_were_forgotten_end_the_points_and_all_begin_anew(server, tmp_path, forget):
+def test_forgotten_marks_end_the_points_and_all_start_over(server, tmp_path, forget):
     root = tmp_path / "root"
     with Job(server, tmp_path / "jobs", processes=2) as job:
         started(job, root, TRAINED)
@@ -342,7 +342,7 @@ def test_marks_that_were_forgotten_end_the_points_and_all_begin_anew(server, tmp
         assert job.one("save")["kind"] == "delta"
         assert all(one["error"]["type"] == "TrackingFailed" for one in job.each("wait"))
         assert job.one("points")["points"] == []
-        # The processes may come to know of it at different calls, and save at the same one.
+        # The processes may notice it at different calls, but save at the same one.
         found = [one["saved"] for one in job.all("run_until_saved", at_most=FAR)]
         assert found[0] == found[1] and found[0][0][1] == "base", found
         job.all("wait")
@@ -354,7 +354,7 @@ def test_marks_that_were_forgotten_end_the_points_and_all_begin_anew(server, tmp
     assert_reads_alone(root, step + 2)
 
 
-def test_rows_that_the_log_finds_unmarked_on_one_process_make_all_save_a_base(server, tmp_path):
+def test_unmarked_rows_that_the_wal_finds_on_one_process_make_all_save_a_base(server, tmp_path):
     root = tmp_path / "root"
     with Job(server, tmp_path / "jobs", processes=2) as job:
         started(job, root, TRAINED)
@@ -398,28 +398,28 @@ def test_a_process_without_its_part_of_the_base_for_unmarked_rows_appends_nothin
     assert_reads_alone(root, step + 2)
 
 
-# Where all must come to the same meetings.
+# Calls at which all processes must meet.
 
 
-def test_what_one_process_gives_wrongly_after_a_restore_keeps_nobody_waiting(server, tmp_path):
+def test_wrong_arguments_of_one_process_after_a_restore_block_no_other(server, tmp_path):
     root = tmp_path / "root"
     with Job(server, tmp_path / "jobs", processes=2) as job:
         started(job, root, TRAINED)
         logged(job, 2)
         assert restored(job, "restore_latest", place=TRAINED, like=2)["point"] == 2
         job.all("train", to=3)
-        # The first call of the run, which begins a stretch on all processes.
+        # The first call of the run, which starts a WAL epoch on all processes.
         found = job.each("log", ids=True, beyond=1)
         assert found[0]["kind"] == "full"
         assert found[1]["error"]["type"] == "OptionError"
-        # By the stamps, which know of the rows that the ids should have named.
+        # By the stamps, which include the rows that the ids should have named.
         logged(job, 4)
         assert job.one("points")["points"][0] == 4
         job.close()
     assert_reads_alone(root, 4)
 
 
-def test_invalid_ids_of_one_process_without_marks_have_all_save_at_the_same_call(server, tmp_path):
+def test_invalid_ids_of_one_process_without_marks_make_all_save_at_the_same_call(server, tmp_path):
     root = tmp_path / "root"
     with Job(server, tmp_path / "jobs", processes=2) as job:
         job.all("open", root=str(root), log={}, tracking="touched")
@@ -445,7 +445,7 @@ def test_invalid_ids_of_one_process_without_marks_have_all_save_at_the_same_call
     assert_reads_alone(root, 2)
 
 
-def test_a_process_whose_buffer_is_full_makes_points_void_and_the_next_holds_all(server, tmp_path):
+def test_a_full_buffer_of_one_process_voids_points_and_the_next_holds_all(server, tmp_path):
     root = tmp_path / "root"
     with Job(server, tmp_path / "jobs", processes=2) as job:
         log = {"buffer_bytes": 1, "when_full": "coalesce"}
@@ -465,7 +465,7 @@ def test_a_process_whose_buffer_is_full_makes_points_void_and_the_next_holds_all
     assert_reads_alone(root, 1)
 
 
-def test_marks_made_anew_and_tables_that_grow_have_all_save_at_once(server, tmp_path):
+def test_recreated_marks_and_grown_tables_make_all_save_at_once(server, tmp_path):
     root = tmp_path / "root"
     model = Model(grown=[(4, {"rows": 2560})])
     with Job(server, tmp_path / "jobs", processes=2, model=model) as job:
@@ -485,7 +485,7 @@ def test_marks_made_anew_and_tables_that_grow_have_all_save_at_once(server, tmp_
     assert_reads_alone(root, 6, model)
 
 
-def test_a_process_that_cannot_save_grown_tables_meets_the_others_all_the_same(server, tmp_path):
+def test_a_process_that_cannot_save_grown_tables_still_meets_the_others(server, tmp_path):
     root = tmp_path / "root"
     model = Model(grown=[(2, {"rows": 2560})])
     with Job(server, tmp_path / "jobs", processes=2, model=model) as job:
@@ -496,7 +496,7 @@ def test_a_process_that_cannot_save_grown_tables_meets_the_others_all_the_same(s
         job.all("train", to=2)
         found = job.each("log")
         assert found[0]["saved"] == "base" and "error" in found[1]
-        # The next call begins a stretch of the new tables, on both.
+        # The next call starts a WAL epoch of the new tables, on both.
         found = job.each("run_on", to=3)
         assert [one.get("skipped") for one in found] == [[], [3]], found
         job.each("run_until_saved", at_most=FAR)
@@ -512,7 +512,7 @@ def test_a_process_that_cannot_save_grown_tables_meets_the_others_all_the_same(s
     ("directory", "number", "error"),
     [(None, errno.EIO, "StorageError"), ("logs", errno.ENOENT, "OptionError")],
 )
-def test_a_process_that_does_not_see_the_head_fails_the_call_on_all_and_the_next_works(
+def test_a_process_that_cannot_read_the_header_fails_the_call_on_all_and_the_next_works(
     server, tmp_path, directory, number, error
 ):
     root = tmp_path / "root"
@@ -534,7 +534,7 @@ def test_a_process_that_does_not_see_the_head_fails_the_call_on_all_and_the_next
     assert_reads_alone(root, 3)
 
 
-def test_processes_that_only_look_at_a_point_log_on_from_their_own(server, tmp_path):
+def test_processes_that_only_look_at_a_point_continue_from_their_own_state(server, tmp_path):
     root = tmp_path / "root"
     with Job(server, tmp_path / "jobs", processes=2) as job:
         started(job, root, TRAINED)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that moved without being marked: ``log()`` finds them, and nothing wrong is restored."""
+"""Rows that changed without being marked: ``append()`` finds them; no wrong state is restored."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from deltackpt.save.extract import FieldSource
 from deltackpt.testing import Disk, TrainingRun
 from deltackpt.wal import audit
 
-#: More records than it takes to look at every row of the small state once.
+#: Enough records to audit every row of the small state once.
 ALL_LOOKED_AT = 60
 
 
 class Forgetful(TrainingRun):
-    """Marks only some of the rows that move."""
+    """Marks only some of the rows that change."""
 
     def forget(self, keep: slice, *, by_ids: bool = False) -> dict[str, Any] | None:
-        """One step, of whose ids only a part is marked, or given."""
+        """Trains one step; marks only some of its ids, or returns only some if ``by_ids``."""
         self.step += 1
         self.state, ids = model.move(self.state, self.step, rows=400)
         kept = {name: rows[keep] for name, rows in ids.items()}
@@ -54,7 +54,7 @@ def run(tmp_path) -> Forgetful:
 
 
 def logged_until_found(manager: Any, run: Forgetful) -> deltackpt.Saved:
-    """Logs the same rows again until a step is saved instead."""
+    """Appends the same rows again until a step is saved instead."""
     for _ in range(ALL_LOOKED_AT):
         logged = again(run, manager.append)
         if logged.saved is not None:
@@ -64,7 +64,7 @@ def logged_until_found(manager: Any, run: Forgetful) -> deltackpt.Saved:
 
 @pytest.mark.parametrize("by_ids", [False, True])
 @pytest.mark.parametrize("after_restore", [False, True])
-def test_rows_that_no_record_holds_make_the_log_save_a_base(run, by_ids, after_restore):
+def test_rows_missing_from_all_records_make_append_save_a_base(run, by_ids, after_restore):
     with run.open() as manager:
         run.save_initial()
         for _ in range(3):
@@ -82,7 +82,7 @@ def test_rows_that_no_record_holds_make_the_log_save_a_base(run, by_ids, after_r
         assert "rows differ from those" in logged.reason
         saved = run.step
         manager.wait_until_finished()
-        # Points of a run before, from which this one was restored, stay right.
+        # Points of the previous run, which this one resumed from, stay valid.
         assert [point.step for point in manager.recovery_points()] == (
             [3, 2, 1] if after_restore else []
         )
@@ -101,7 +101,7 @@ def test_a_row_that_an_earlier_record_missed_is_found_by_a_later_one(run):
         run.save_initial()
         for _ in range(2):
             run.append()
-        # A row that is never marked moves once.
+        # A row that is never marked changes once.
         users = run.state["tables"]["users"].at[699].add(1.0)
         run.state = {
             **run.state,
@@ -116,7 +116,7 @@ def test_a_row_that_an_earlier_record_missed_is_found_by_a_later_one(run):
         model.assert_same(found.state, run.state)
 
 
-def test_every_row_of_a_small_state_is_looked_at_and_none_is_suspected(run):
+def test_auditing_every_row_of_a_small_state_raises_no_false_alarm(run):
     with run.open() as manager:
         run.save_initial()
         for number in range(ALL_LOOKED_AT):
@@ -129,7 +129,7 @@ def test_every_row_of_a_small_state_is_looked_at_and_none_is_suspected(run):
                 assert "rows differ" not in run.save().reason
 
 
-def test_without_the_sampled_proof_no_record_looks(run):
+def test_without_the_sampled_proof_no_record_is_audited(run):
     given = deltackpt.ManagerOptions(
         deltas=deltackpt.DeltaOptions(sampled_proof=False), wal=options().wal
     )
@@ -142,7 +142,7 @@ def test_without_the_sampled_proof_no_record_looks(run):
     assert jnp.any(run.state["tables"]["users"] != run.states[0]["tables"]["users"])
 
 
-def test_rows_on_an_accelerator_are_judged_by_the_next_call(run, monkeypatch):
+def test_rows_on_an_accelerator_are_checked_by_the_next_call(run, monkeypatch):
     monkeypatch.setattr(FieldSource, "on_host", property(lambda source: False))
     monkeypatch.setattr(audit, "_EVERY", 1)
     with run.open() as manager:
@@ -160,8 +160,8 @@ def test_rows_on_an_accelerator_are_judged_by_the_next_call(run, monkeypatch):
         assert saved is not None and saved.kind == "base"
 
 
-def test_records_after_a_base_for_unmarked_rows_do_not_lead_from_an_older_step(run):
-    """Tracking is found to be wrong after a restore, before anything was appended."""
+def test_records_after_a_base_for_unmarked_rows_do_not_build_on_an_older_step(run):
+    """The audit fails after a restore, before anything is appended."""
     with run.open() as manager:
         run.save_initial()
         run.append()
@@ -187,15 +187,15 @@ def test_records_after_a_base_for_unmarked_rows_do_not_lead_from_an_older_step(r
 
 
 def named(manager: Any, run: Forgetful, since: int) -> deltackpt.Appended:
-    """Logs one step with the ids of all steps after another one."""
+    """Appends one step with the ids of all steps after ``since``."""
     run.train()
     ids = model.moved(*(run.states[step] for step in range(since, run.step + 1)))
     return manager.append(run.step, run.state, touched=run.touched, ids=ids)
 
 
 @pytest.mark.parametrize("by_ids", [False, True])
-def test_rows_named_while_nothing_could_be_logged_are_not_missed_later(run, by_ids):
-    """What the next record would continue from was deleted, so the call saves a step."""
+def test_rows_named_when_nothing_could_be_appended_are_not_missed_later(run, by_ids):
+    """The step that the next record would continue from was deleted, so the call saves a step."""
     with run.open() as manager:
         run.save_initial()
         run.save()
@@ -210,8 +210,8 @@ def test_rows_named_while_nothing_could_be_logged_are_not_missed_later(run, by_i
         assert named(manager, run, since=run.step - 1).kind == "full"
 
 
-def test_records_after_a_removed_log_continue_from_the_save_that_replaces_it(run):
-    """Its ids name only rows since the last call, and rows before were in the removed records."""
+def test_records_after_a_removed_wal_continue_from_the_save_that_replaces_it(run):
+    """The ids name only rows since the last call; earlier rows were in the removed records."""
     with run.open() as manager:
         run.save_initial()
         for _ in range(2):
@@ -233,7 +233,7 @@ def test_records_after_a_removed_log_continue_from_the_save_that_replaces_it(run
 
 
 def test_a_state_in_memory_is_appended_after_a_restored_one_was(run):
-    """The ids name the rows since a call of the branch that was left for a moment."""
+    """The ids name the rows since a call on the branch that was briefly left."""
     with run.open() as manager:
         run.save_initial()
         for _ in range(2):
@@ -268,7 +268,7 @@ def test_rows_of_a_call_with_a_bad_step_are_in_the_next_record(run, restored):
 
 
 @pytest.mark.parametrize("ids", [{"users": [[1], [2, 3]]}, {"users": [-1]}, ["users"]])
-def test_ids_of_no_use_begin_the_log_first_as_the_other_processes_do(run, ids):
+def test_invalid_ids_still_start_the_wal_as_on_the_other_processes(run, ids):
     with run.open() as manager:
         run.save_initial()
     with run.open() as manager:
@@ -277,14 +277,14 @@ def test_ids_of_no_use_begin_the_log_first_as_the_other_processes_do(run, ids):
         with pytest.raises((OptionError, TypeError, ValueError, AttributeError)):
             manager.append(run.step, run.state, touched=run.touched, ids=ids)
         assert [*(run.root / "log").glob("*.msgpack")]
-        # The stamps know of the rows.
+        # The stamps include these rows.
         assert named(manager, run, since=run.step).kind == "full"
         manager.wait_appended()
         run.check(manager.restore_latest(run.state))
 
 
 @pytest.mark.parametrize("failed_by_ids", [False, True])
-def test_rows_of_a_call_that_cannot_begin_the_log_are_in_the_next_record(run, failed_by_ids):
+def test_rows_of_a_call_that_cannot_start_the_wal_are_in_the_next_record(run, failed_by_ids):
     with run.open() as manager:
         run.save_initial()
         run.append()
@@ -308,17 +308,17 @@ def test_rows_of_a_call_that_cannot_begin_the_log_are_in_the_next_record(run, fa
         run.check(found)
 
 
-# A head that cannot be written when the points of a run must end.
+# An epoch header that cannot be written when a run's points must be invalidated.
 
 
 def again(run: Forgetful, call: Any) -> Any:
-    """Gives the state as it is to a call, as that of a further step."""
+    """Passes the unchanged state to a call as that of the next step."""
     run.step += 1
     return call(run.step, run.state, touched=run.touched)
 
 
 def misled(manager: Any, run: Forgetful, how: str) -> None:
-    """Has a manager find that its log is wrong."""
+    """Makes a manager detect that its WAL is wrong."""
     if how == "verify":
         manager.verify_tracking(run.state, touched=run.touched)
         run.forget(slice(0))
@@ -334,7 +334,7 @@ def misled(manager: Any, run: Forgetful, how: str) -> None:
 
 
 def logged_whole(manager: Any, run: Forgetful, how: str) -> deltackpt.Appended:
-    """Logs a step whose rows are all marked, and named where that is how they are found."""
+    """Appends a step with all rows marked, and named if ``how`` is ``"ids"``."""
     ids = run.forget(slice(None), by_ids=True) if how == "ids" else None
     if ids is None:
         run.train()
@@ -342,7 +342,7 @@ def logged_whole(manager: Any, run: Forgetful, how: str) -> deltackpt.Appended:
 
 
 @pytest.mark.parametrize("how", ["verify", "ids"])
-def test_a_log_that_cannot_be_ended_takes_no_record_and_says_so_until_it_is(run, how):
+def test_a_wal_that_cannot_be_ended_fails_every_call_until_it_is(run, how):
     with run.open() as manager, Disk(run.root) as disk:
         run.save_initial()
         for _ in range(2):
@@ -375,7 +375,7 @@ def test_a_log_that_cannot_be_ended_takes_no_record_and_says_so_until_it_is(run,
 
 
 @pytest.mark.parametrize("how", ["verify", "ids"])
-def test_a_log_whose_folder_is_gone_is_begun_anew(tmp_path, run, how):
+def test_a_wal_whose_directory_is_gone_is_restarted(tmp_path, run, how):
     with run.open() as manager:
         run.save_initial()
         for _ in range(2):
@@ -392,12 +392,12 @@ def test_a_log_whose_folder_is_gone_is_begun_anew(tmp_path, run, how):
         model.assert_same(found.state, run.state)
 
 
-# Ids alone: nothing but the caller knows which rows were touched.
+# Ids alone: only the caller knows which rows were touched.
 
 
 @pytest.fixture
 def untracked(tmp_path) -> TrainingRun:
-    """A run whose saves and records are given no TouchState, and whose rows are not hashed."""
+    """A run that passes no TouchState and does not hash rows."""
     deltas = deltackpt.DeltaOptions(tracking="touched")
     return TrainingRun(tmp_path, options=deltackpt.ManagerOptions(deltas=deltas, wal=options().wal))
 
@@ -514,7 +514,7 @@ def test_a_save_of_an_earlier_state_is_what_the_next_record_continues_from(run, 
         run.state, run.touched = earlier
         run.save(wait=wait)
         saved = run.step
-        # Until the clock is later than that of the last record.
+        # Advance the clock past that of the last record.
         run.train(3)
         for _ in range(2):
             append(saved)
@@ -527,8 +527,8 @@ def test_a_save_of_an_earlier_state_is_what_the_next_record_continues_from(run, 
 
 
 @pytest.mark.parametrize("saves", [False, True])
-def test_records_of_an_earlier_state_do_not_replay_onto_the_save_that_it_left(run, saves):
-    """The earlier state is that of the last record; only a save has seen a later one."""
+def test_records_of_an_earlier_state_do_not_replay_onto_a_later_save(run, saves):
+    """The earlier state is that of the last record; only a save has a later one."""
     with run.open() as manager:
         run.save_initial()
         run.append()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops that people write: they resume as the same run, and no sample is trained twice or never."""
+"""Typical training loops resume as the same run, and train every sample exactly once."""
 
 from __future__ import annotations
 
@@ -60,18 +60,18 @@ MARKS = deltackpt.ManagerOptions(deltas=deltackpt.DeltaOptions(tracking="touched
 LOOPS = {"optax": optax_loop, "nnx": nnx_loop}
 
 
-# Loops of every kind, each with a table, dense leaves, slots and state that is no parameter.
+# Loops of every kind, each with a table, dense leaves, slots and non-parameter state.
 
 
 class Kind(NamedTuple):
     """A kind of loop.
 
     Attributes:
-      state: makes the state that a run begins with.
+      state: creates the initial state.
       step: trains the state on ids and returns it.
       select: its tables.
-      tracking: how the loop's rows are known.
-      sparse: whether a step moves no more rows than it looks up.
+      tracking: how changed rows are detected.
+      sparse: whether a step changes only rows that it looks up.
     """
 
     state: Any
@@ -133,7 +133,7 @@ class NnxModel(nnx.Module):
 
 
 def nnx_kind(form, select, optimizer=None, tracking="fingerprints") -> Kind:
-    """An nnx loop whose state is made of the model, its optimizer and a counter by ``form``."""
+    """An nnx loop; ``form`` makes its state from the model, its optimizer and a counter."""
     chosen = optimizer or optax.adagrad(0.1)
 
     def state():
@@ -233,7 +233,7 @@ PIPELINES = {
 
 @contextlib.contextmanager
 def opened(pipeline):
-    """An iterator of a pipeline, whose workers have ended afterwards."""
+    """An iterator of a pipeline; its workers end with the context."""
     flags.FLAGS.mark_as_parsed()
     iterator = iter(PIPELINES[pipeline]())
     try:
@@ -256,7 +256,7 @@ def checkpoints(root, kind=None, iterator=None, *, every=2, event_handlers=(), *
 
 
 def train(root, kind, pipeline, steps, *, lose=0, every=2):
-    """Trains up to a step, and goes on for ``lose`` steps without a save, which nobody sees."""
+    """Trains up to a step, then trains ``lose`` more steps that are not saved."""
     with (
         opened(pipeline) as iterator,
         checkpoints(root, kind, iterator, every=every) as saves,
@@ -273,7 +273,7 @@ def train(root, kind, pipeline, steps, *, lose=0, every=2):
 
 
 def leaves(state):
-    """All leaves by path, as bits; what tracks rows is no part of a state."""
+    """All leaves by path, without those that track rows."""
     state = jax.tree.map(
         lambda node: nnx.state(node) if isinstance(node, nnx.Pytree) else node,
         state,
@@ -304,7 +304,7 @@ def damage(root, step, file):
     path.write_bytes(content)
 
 
-# A resumed run is the same run.
+# Resumed runs.
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def damage(root, step, file):
         deltackpt.ManagerOptions(deltas=deltackpt.DeltaOptions(sampled_proof=False)),
     ],
 )
-def test_options_that_name_no_tracking_leave_a_loop_its_fingerprints(tmp_path, options):
+def test_options_without_tracking_leave_a_loop_its_fingerprints(tmp_path, options):
     state = {"emb": jnp.zeros((ROWS, WIDTH))}
     tables = deltackpt.Tables(select="emb")
     with LoopCheckpoints(tmp_path, tables=tables, every_steps=1, options=options) as saves:
@@ -323,7 +323,7 @@ def test_options_that_name_no_tracking_leave_a_loop_its_fingerprints(tmp_path, o
         assert saves.after_step(2, state).kind == "delta"
         assert [report.rows for report in saves.manager.wait_until_finished()] == [ROWS, 1]
     with LoopCheckpoints(tmp_path, tables=tables, every_steps=1, options=MARKS) as saves:
-        assert saves.manager.options.deltas.tracking == "touched"  # As it was named.
+        assert saves.manager.options.deltas.tracking == "touched"  # As given.
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -341,7 +341,7 @@ def test_a_resumed_loop_ends_in_the_state_of_an_uninterrupted_one(tmp_path, name
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_delta_holds_no_more_rows_than_the_loop_moved(tmp_path, name):
+def test_a_delta_has_only_the_rows_that_the_loop_changed(tmp_path, name):
     kind, seen = KINDS[name], []
     with opened("dataset") as iterator:
         sink = mock.Mock(receive=seen.append)
@@ -402,7 +402,7 @@ def test_nnx_objects_are_updated_in_place_and_shared_variables_stay_shared(tmp_p
         for name in PIPELINES
     ],
 )
-def test_the_position_is_that_of_the_step_however_far_was_read_ahead(tmp_path, pipeline):
+def test_the_position_is_that_of_the_step_despite_read_ahead(tmp_path, pipeline):
     kind = KINDS["optax with adagrad"]
     with opened(pipeline) as iterator:
         order = [batch["sample"].tolist() for batch in itertools.islice(iterator, 12)]
@@ -425,7 +425,7 @@ def test_the_position_is_that_of_the_step_however_far_was_read_ahead(tmp_path, p
     assert following == order[4:]
 
 
-def test_every_sample_is_handed_out_once_where_the_data_ends_with_a_save(tmp_path):
+def test_every_sample_is_yielded_once_if_the_data_ends_with_a_save(tmp_path):
     kind = KINDS["optax with adagrad"]
     iterator = iter(dataset_of(epochs=1))
     with checkpoints(tmp_path, kind, iterator, every=100) as saves:
@@ -454,7 +454,7 @@ def test_state_and_position_fall_back_to_the_same_older_step(tmp_path, file):
     assert_same(found, expected)
 
 
-def test_an_iterator_stays_where_it_is_when_no_step_is_intact(tmp_path):
+def test_an_iterator_keeps_its_position_if_no_step_is_intact(tmp_path):
     kind = KINDS["optax with adagrad"]
     train(tmp_path, kind, "dataset", 2)
     damage(tmp_path, 2, "data/*.json")
@@ -469,7 +469,7 @@ def test_an_iterator_stays_where_it_is_when_no_step_is_intact(tmp_path):
 
 
 @pytest.mark.parametrize("pipeline", ["dataset", "loader"])
-def test_grain_and_orbax_alone_read_the_position_and_write_one_that_is_read(tmp_path, pipeline):
+def test_grain_and_orbax_alone_read_and_write_the_position(tmp_path, pipeline):
     kind = KINDS["optax with adagrad"]
     train(tmp_path / "ours", kind, pipeline, 3)
     handlers = {"data": grain.checkpoint.CheckpointHandler()}
@@ -496,10 +496,10 @@ def test_the_handler_also_saves_without_a_manager(tmp_path):
     assert handler.restore(tmp_path) == b"anywhere"  # pyright: ignore[reportArgumentType]
 
 
-# When a save is taken.
+# When steps are saved.
 
 
-def test_steps_are_saved_when_they_are_due_and_the_last_one_when_asked(tmp_path):
+def test_steps_are_saved_when_due_and_the_last_one_on_request(tmp_path):
     kind = KINDS["optax with adagrad"]
     with checkpoints(tmp_path, kind, every=3) as saves:
         state, _ = saves.resume(kind.state())
@@ -511,7 +511,7 @@ def test_steps_are_saved_when_they_are_due_and_the_last_one_when_asked(tmp_path)
         assert saves.manager.all_steps() == [3, 6, 8]
 
 
-def test_a_save_that_came_too_early_is_taken_with_the_position_of_its_own_step(tmp_path):
+def test_a_coalesced_save_has_the_position_of_its_own_step(tmp_path):
     kind = KINDS["optax with adagrad"]
     with opened("dataset") as iterator:
         with checkpoints(tmp_path, kind, iterator, when_busy="coalesce") as saves:
@@ -539,7 +539,7 @@ def test_a_save_that_came_too_early_is_taken_with_the_position_of_its_own_step(t
 
 
 @pytest.mark.parametrize("when_busy", ["wait", "skip", "coalesce"])
-def test_the_last_step_is_saved_whatever_is_in_flight(tmp_path, when_busy):
+def test_the_last_step_is_saved_while_another_is_in_flight(tmp_path, when_busy):
     kind = KINDS["optax with adagrad"]
     with (
         paused_saves(tmp_path) as held,
@@ -564,11 +564,11 @@ def test_the_step_of_a_preemption_is_durable_when_the_call_returns(tmp_path):
         assert saves.after_step(2, state) is None
 
 
-# What goes wrong.
+# Failures.
 
 
 def failing(call, name, error):
-    """Calls of a method of ``Path`` fail for the files of positions."""
+    """Makes calls of a ``Path`` method fail for files whose name starts with ``name``."""
     real = getattr(Path, call)
 
     def refuse(path, *arguments, **options):
@@ -579,7 +579,7 @@ def failing(call, name, error):
     return mock.patch.object(Path, call, refuse)
 
 
-def test_a_position_that_cannot_be_written_fails_the_save_and_keeps_the_step_before(tmp_path):
+def test_an_unwritable_position_fails_the_save_and_keeps_the_previous_step(tmp_path):
     kind = KINDS["optax with adagrad"]
     full = OSError(errno.ENOSPC, "No space left on device")
     with opened("dataset") as iterator, checkpoints(tmp_path, kind, iterator, every=1) as saves:
@@ -601,7 +601,7 @@ def test_a_position_that_cannot_be_written_fails_the_save_and_keeps_the_step_bef
     assert_same(leaves(found), kept)
 
 
-def test_the_save_after_a_failed_one_is_taken_and_is_the_newest(tmp_path):
+def test_the_save_after_a_failed_one_succeeds_and_is_the_newest(tmp_path):
     kind = KINDS["optax with adagrad"]
     full = OSError(errno.ENOSPC, "No space left on device")
     with opened("dataset") as iterator, checkpoints(tmp_path, kind, iterator, every=1) as saves:
@@ -616,7 +616,7 @@ def test_the_save_after_a_failed_one_is_taken_and_is_the_newest(tmp_path):
         assert saves.manager.all_steps() == [2]
 
 
-def test_the_last_step_is_saved_again_where_its_save_failed(tmp_path):
+def test_the_last_step_is_saved_again_if_its_save_failed(tmp_path):
     kind = KINDS["optax with adagrad"]
     with checkpoints(tmp_path, kind, every=1) as saves, opened("dataset") as iterator:
         state = kind.step(kind.state(), next(iterator)["id"])
@@ -630,7 +630,7 @@ def test_the_last_step_is_saved_again_where_its_save_failed(tmp_path):
         assert saves.save(1, state) is None
 
 
-def test_the_last_step_is_saved_after_going_back_behind_it(tmp_path):
+def test_the_last_step_is_saved_again_after_a_rollback(tmp_path):
     kind = KINDS["optax with adagrad"]
     with checkpoints(tmp_path, kind, every=1) as saves, opened("dataset") as iterator:
         state = kind.state()
@@ -649,7 +649,7 @@ def test_the_last_step_is_saved_after_going_back_behind_it(tmp_path):
     assert_same(leaves(found), leaves(other))
 
 
-def test_the_step_of_a_preemption_is_durable_though_an_earlier_save_failed(tmp_path):
+def test_the_step_of_a_preemption_is_durable_even_if_an_earlier_save_failed(tmp_path):
     kind = KINDS["optax with adagrad"]
     with checkpoints(tmp_path, kind, every=100) as saves, opened("dataset") as iterator:
         state = kind.step(kind.state(), next(iterator)["id"])
@@ -664,7 +664,7 @@ def test_the_step_of_a_preemption_is_durable_though_an_earlier_save_failed(tmp_p
         assert saves.manager.latest_step() == 2
 
 
-def test_a_position_that_cannot_be_read_is_an_error_of_the_store(tmp_path):
+def test_an_unreadable_position_is_a_storage_error(tmp_path):
     kind = KINDS["optax with adagrad"]
     train(tmp_path, kind, "dataset", 2)
     with opened("dataset") as iterator, checkpoints(tmp_path, kind, iterator) as saves:
@@ -674,7 +674,7 @@ def test_a_position_that_cannot_be_read_is_an_error_of_the_store(tmp_path):
         assert saves.resume(kind.state())[1] == 2
 
 
-def test_a_step_of_another_number_of_processes_is_refused(tmp_path):
+def test_a_step_with_another_process_count_is_refused(tmp_path):
     kind = KINDS["optax with adagrad"]
     train(tmp_path, kind, "dataset", 2)
     with opened("dataset") as iterator, checkpoints(tmp_path, kind, iterator) as saves:
@@ -685,7 +685,7 @@ def test_a_step_of_another_number_of_processes_is_refused(tmp_path):
         assert saves.resume(kind.state())[1] == 2
 
 
-def test_a_step_without_a_position_is_refused_unless_none_is_asked_for(tmp_path):
+def test_a_step_without_a_position_is_refused_unless_none_is_requested(tmp_path):
     kind = KINDS["optax with adagrad"]
     with checkpoints(tmp_path, kind) as saves:
         saves.save(2, kind.state())
@@ -710,7 +710,7 @@ def test_another_pipeline_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "given_data", [dataset_of(), loader_of(), (n for n in range(3)), [1, 2]], ids=lambda d: type(d)
 )
-def test_what_has_no_position_is_refused(tmp_path, given_data):
+def test_data_without_a_position_is_refused(tmp_path, given_data):
     with pytest.raises(OptionError, match=r"get_state\(\) and set_state\(\)"):
         checkpoints(tmp_path, iterator=given_data)
     assert not list(tmp_path.iterdir())
@@ -725,16 +725,16 @@ def test_a_position_that_is_neither_bytes_nor_json_is_refused(tmp_path, state):
 
 
 @pytest.mark.parametrize("every", [0, -5])
-def test_a_save_every_no_steps_is_refused(tmp_path, every):
+def test_a_non_positive_save_interval_is_refused(tmp_path, every):
     with pytest.raises(OptionError, match="every_steps"):
         checkpoints(tmp_path, every=every)
 
 
-# Whatever happens to a run, in whatever order.
+# Random sequences of starts, unsaved steps and damage.
 
 
 class Counted(NamedTuple):
-    """A state that knows what it was trained on."""
+    """A state that records the ids it was trained on."""
 
     emb: jax.Array
     seen: jax.Array
@@ -752,14 +752,14 @@ class Counted(NamedTuple):
         max_size=5,
     )
 )
-def test_state_and_data_are_always_of_one_step(tmp_path_factory, starts):
-    """Each start trains, goes on without a save, and leaves a newest step that may be damaged."""
+def test_state_and_data_always_have_the_same_step(tmp_path_factory, starts):
+    """Each start trains, then trains unsaved steps, and may damage the newest step."""
     root = tmp_path_factory.mktemp("run")
     order = [batch["id"].tolist() for batch in itertools.islice(iter(dataset_of()), 60)]
     first = Counted(jnp.zeros((ROWS, 1), jnp.int32), jnp.zeros((60, BATCH), jnp.int32))
     for trained, unsaved, damaged in starts:
         iterator = iter(dataset_of())
-        # Of steps that are skipped, and then moved aside.
+        # Steps are skipped, then moved aside: both warn.
         with (
             warnings.catch_warnings(action="ignore", category=UserWarning),
             LoopCheckpoints(
@@ -781,11 +781,11 @@ def test_state_and_data_are_always_of_one_step(tmp_path_factory, starts):
             damage(root, steps[-1], damaged)
 
 
-# Loops in processes of their own, which are killed.
+# Loops in processes that are killed.
 
 
 def end_of(folder, loop, arguments):
-    """Digest and samples of a run that nobody interrupted, in this process."""
+    """Digest and samples of an uninterrupted run in this process."""
     path = folder / "whole.jsonl"
     LOOPS[loop].main([f"--directory={folder / 'whole'}", f"--journal={path}", *arguments])
     [end] = demo.journal.read(path, "end")
@@ -793,7 +793,7 @@ def end_of(folder, loop, arguments):
 
 
 def check_killed(folder, loop, pipeline, *, kills, workers=0, seed=0):
-    # Enough for every kill to come before the end.
+    # Enough epochs for every kill to come before the end.
     arguments = [f"--epochs={1 + kills // 2}", "--every=10", f"--pipeline={pipeline}"]
     arguments.append(f"--workers={workers}")
     digest, samples = end_of(folder, loop, arguments)
@@ -820,13 +820,11 @@ def test_a_killed_loop_trains_every_sample_once_and_ends_in_the_same_state(tmp_p
     ("loop", "pipeline", "workers"),
     [("nnx", "dataset", 0), ("nnx", "loader", 2), ("optax", "dataset", 2), ("optax", "loader", 0)],
 )
-def test_a_loop_that_is_killed_again_and_again_ends_in_the_same_state(
-    tmp_path, loop, pipeline, workers
-):
+def test_a_repeatedly_killed_loop_ends_in_the_same_state(tmp_path, loop, pipeline, workers):
     check_killed(tmp_path, loop, pipeline, kills=4, workers=workers, seed=workers + 1)
 
 
-def test_the_lineage_leaves_out_what_was_trained_after_the_last_save(tmp_path):
+def test_the_lineage_omits_steps_trained_after_the_last_save(tmp_path):
     def written(name, *entries):
         path = tmp_path / name
         path.write_text("".join(json.dumps(entry) + "\n" for entry in entries) + '{"event": "st')
@@ -847,11 +845,11 @@ def test_the_lineage_leaves_out_what_was_trained_after_the_last_save(tmp_path):
         lineage.read([*journals, written("3", {"event": "start", "step": 3}, step(9, 1))])
 
 
-# Several processes, each with data of its own.
+# Several processes, each with its own data.
 
 
 def job(root, processes, *, steps, kill_after=0, refusing=-1):
-    """Runs a job of real processes; what each has said."""
+    """Runs a job of real processes; returns the output of each."""
     address = f"127.0.0.1:{free_port()}"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     said = [root.with_name(f"{root.name}-{number}.jsonl") for number in range(processes)]
@@ -873,7 +871,7 @@ def job(root, processes, *, steps, kill_after=0, refusing=-1):
 
 
 @pytest.mark.processes
-def test_each_of_two_killed_processes_goes_on_with_its_own_data(tmp_path):
+def test_each_of_two_killed_processes_resumes_with_its_own_data(tmp_path):
     whole = job(tmp_path / "whole", 2, steps=loops_worker.STEPS)
     killed = job(tmp_path / "killed", 2, steps=loops_worker.STEPS, kill_after=7)
     resumed = job(tmp_path / "killed", 2, steps=loops_worker.STEPS)
@@ -897,6 +895,6 @@ def test_each_of_two_killed_processes_goes_on_with_its_own_data(tmp_path):
 
 
 @pytest.mark.processes
-def test_rollouts_use_the_bits_that_the_trainer_had(tmp_path, capsys):
+def test_rollouts_use_the_exact_bits_of_the_trainer(tmp_path, capsys):
     assert policy_loop.main([f"--directory={tmp_path / 'run'}", "--steps=12"]) == 0
     assert "bit-exact with the trainer at that step      yes" in capsys.readouterr().out

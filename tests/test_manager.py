@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manager as a training loop uses it: when it saves, what it says, what it gives back."""
+"""The manager in a training loop: when it saves, what it reports, what it restores."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def start() -> tuple[dict, deltackpt.TouchState]:
     return state, model.new_touched(state)
 
 
-# Which thread calls.
+# Threads.
 
 
 def test_several_threads_may_use_one_manager(tmp_path, start):
@@ -95,7 +95,7 @@ def test_several_threads_may_use_one_manager(tmp_path, start):
         model.assert_same(saver.restore_latest(state).state, state)
 
 
-def test_a_save_may_be_settled_while_another_thread_asks_for_it(tmp_path, start, monkeypatch):
+def test_a_save_may_end_while_another_thread_queries_it(tmp_path, start, monkeypatch):
     state, marks = start
     with manager(tmp_path) as saver:
         saver.save(0, state, touched=marks)
@@ -106,7 +106,7 @@ def test_a_save_may_be_settled_while_another_thread_asks_for_it(tmp_path, start,
             saver.is_saving_in_progress()
 
 
-# When a save is asked for while another is in flight.
+# Saves while another one is in flight.
 
 
 def test_a_busy_writer_is_waited_for_by_default(tmp_path, start):
@@ -139,7 +139,7 @@ def test_a_skipped_save_loses_no_row(tmp_path, start):
         model.assert_same(saver.restore_latest(state).state, state)
 
 
-def test_a_coalesced_save_is_taken_when_the_writer_is_free(tmp_path, start):
+def test_a_coalesced_save_starts_when_the_writer_is_free(tmp_path, start):
     state, marks = start
     with manager(tmp_path, when_busy="coalesce") as saver:
         with paused_saves(tmp_path) as held:
@@ -170,7 +170,7 @@ def test_a_preempted_step_is_durable_when_the_call_returns(tmp_path, start):
         assert saver.save_if_due(3, state, touched=marks) is None
 
 
-def test_a_wait_has_a_limit_and_the_save_goes_on(tmp_path, start):
+def test_a_wait_has_a_limit_and_the_save_continues(tmp_path, start):
     state, marks = start
     limits = Timeouts(save_secs=0.2, close_secs=0.2)
     saver = manager(tmp_path, timeouts=limits)
@@ -185,10 +185,10 @@ def test_a_wait_has_a_limit_and_the_save_goes_on(tmp_path, start):
     saver.close()
 
 
-# What a save is, and why.
+# Kinds of saves, and their reasons.
 
 
-def test_every_policy_states_its_reason_and_restores_exactly(tmp_path, start):
+def test_every_policy_reports_its_reason_and_restores_exactly(tmp_path, start):
     for policy in (
         deltackpt.policies.OneShot(max_chain=3),
         deltackpt.policies.Consecutive(max_chain=3),
@@ -223,7 +223,7 @@ def test_a_base_can_be_forced(tmp_path, start):
         assert saver.restore_latest(state).chain == (2,)
 
 
-def test_without_tracking_each_save_is_a_base_that_says_so(tmp_path, start):
+def test_without_tracking_each_save_is_a_base_and_reports_why(tmp_path, start):
     state, _ = start
     with manager(tmp_path, tracking="touched") as saver:
         for step in (1, 2):
@@ -231,7 +231,7 @@ def test_without_tracking_each_save_is_a_base_that_says_so(tmp_path, start):
             assert saved.kind == "base" and "TouchState" in saved.reason
 
 
-def test_events_tell_every_save_and_restore(tmp_path, start):
+def test_events_report_every_save_and_restore(tmp_path, start):
     state, marks = start
     told = []
 
@@ -310,7 +310,9 @@ def test_a_loop_that_donates_its_state_corrupts_no_save(tmp_path, start, snapsho
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_table_that_has_grown_between_runs_keeps_the_templates_further_rows(tmp_path, sharded):
+def test_a_table_that_has_grown_between_runs_keeps_the_additional_rows_of_the_template(
+    tmp_path, sharded
+):
     tables = deltackpt.Tables(select="t", slots={"t": {"a": "a"}})
     old = {"t": jnp.arange(36.0).reshape(9, 4), "a": jnp.arange(9.0), "w": jnp.ones(2)}
     marks = deltackpt.touched.init({"t": old["t"]})
@@ -360,10 +362,10 @@ def test_a_restore_with_more_rows_than_the_step_is_logged_once(tmp_path, caplog)
         assert "t (9 rows in the step, 16 in the template)" in caplog.text
 
 
-# Further items, retention and metrics.
+# Other items, retention and metrics.
 
 
-def test_items_of_orbax_ride_along(tmp_path, start):
+def test_orbax_items_are_saved_and_restored(tmp_path, start):
     state, marks = start
     handlers = {"notes": ocp.JsonCheckpointHandler()}
     with manager(tmp_path, handlers) as saver:
@@ -376,7 +378,7 @@ def test_items_of_orbax_ride_along(tmp_path, start):
         assert saver.restore(1, state).items == {}
 
 
-def test_a_grain_iterator_rides_along_and_goes_on_where_it_was(tmp_path, start):
+def test_a_grain_iterator_is_saved_and_resumes_where_it_was(tmp_path, start):
     grain = pytest.importorskip("grain")
     state, marks = start
 
@@ -397,7 +399,7 @@ def test_a_grain_iterator_rides_along_and_goes_on_where_it_was(tmp_path, start):
     assert next(again) == 5
 
 
-def test_orbax_policies_and_metrics_decide_what_stays(tmp_path, start):
+def test_orbax_policies_and_metrics_decide_which_steps_are_kept(tmp_path, start):
     policies = ocp.checkpoint_managers
     state, marks = start
     best = policies.BestN(get_metric_fn=lambda metrics: metrics["auc"], n=1)
@@ -412,9 +414,7 @@ def test_orbax_policies_and_metrics_decide_what_stays(tmp_path, start):
 
 
 @pytest.mark.parametrize("tracking", ["touched", "fingerprints"])
-def test_a_loop_that_has_nothing_to_do_may_save_the_step_that_it_has_restored(
-    tmp_path, start, tracking
-):
+def test_a_loop_without_work_may_save_the_step_that_it_restored(tmp_path, start, tracking):
     state, marks = start
     if tracking == "fingerprints":
         marks = None
@@ -453,10 +453,10 @@ def test_a_loop_that_has_nothing_to_do_may_save_the_step_that_it_has_restored(
             assert saver.save(21, found.state, touched=touched).kind is not None
 
 
-# What a restore gives.
+# Results of a restore.
 
 
-def test_a_restore_says_what_it_read_and_tells_its_progress(tmp_path, start):
+def test_a_restore_reports_what_it_read_and_its_progress(tmp_path, start):
     state, marks = start
     with manager(tmp_path) as saver:
         for step in (1, 2):
@@ -472,7 +472,7 @@ def test_a_restore_says_what_it_read_and_tells_its_progress(tmp_path, start):
     assert told == sorted(told)
 
 
-def test_without_a_template_nested_dicts_of_numpy_arrays_come_back(tmp_path, start):
+def test_a_restore_without_a_template_returns_nested_dicts_of_numpy_arrays(tmp_path, start):
     state, marks = start
     with manager(tmp_path) as saver:
         saver.save(1, state, touched=marks)
@@ -531,7 +531,7 @@ def test_rows_that_do_not_exist_are_named(tmp_path, start, tables, match):
             saver.read(1, tables)
 
 
-def test_dense_leaves_of_every_kind_come_back(tmp_path):
+def test_dense_leaves_of_every_kind_are_restored(tmp_path):
     state = {
         "t": jnp.ones((4, 2)),
         "bf16": jnp.arange(3, dtype=jnp.bfloat16),
@@ -565,7 +565,7 @@ def test_dense_leaves_of_every_kind_come_back(tmp_path):
         assert np.array_equal(left, right), path
 
 
-# The life of a manager.
+# Lifecycle of a manager.
 
 
 def test_a_reader_sees_steps_as_they_are_committed_and_writes_nothing(tmp_path, start):
@@ -582,7 +582,7 @@ def test_a_reader_sees_steps_as_they_are_committed_and_writes_nothing(tmp_path, 
         assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_several_managers_live_in_one_process(tmp_path, start):
+def test_several_managers_may_run_in_one_process(tmp_path, start):
     state, marks = start
     with manager(tmp_path / "a") as first, manager(tmp_path / "b") as second:
         first.save(1, state, touched=marks)
@@ -591,7 +591,7 @@ def test_several_managers_live_in_one_process(tmp_path, start):
         assert (first.all_steps(), second.all_steps()) == ([1], [9])
 
 
-def test_a_closed_manager_says_so_and_closing_twice_is_fine(tmp_path, start):
+def test_a_closed_manager_raises_closed_error_and_may_be_closed_twice(tmp_path, start):
     state, marks = start
     saver = manager(tmp_path)
     saver.save(1, state, touched=marks)
@@ -613,7 +613,7 @@ def test_a_step_must_be_above_the_newest(tmp_path, start):
         assert saver.save(6, state, touched=marks).kind == "delta"
 
 
-def test_a_failure_in_the_background_surfaces_once_and_the_next_save_is_taken(tmp_path, start):
+def test_a_failure_in_the_background_is_raised_once_and_the_next_save_succeeds(tmp_path, start):
     state, marks = start
     with manager(tmp_path) as saver:
         saver.save(1, state, touched=marks)
@@ -633,7 +633,7 @@ def test_a_failure_in_the_background_surfaces_once_and_the_next_save_is_taken(tm
 
 @pytest.mark.parametrize("looks", ["restore_latest", "restore", "read", "read_state", "delete"])
 @pytest.mark.parametrize("then", ["wait_until_finished", "check_for_errors", "save", "close"])
-def test_a_failure_that_a_restore_or_a_read_has_met_is_raised_after_it(
+def test_a_failure_that_a_restore_or_a_read_encounters_is_raised_after_it(
     tmp_path, start, looks, then
 ):
     state, marks = start

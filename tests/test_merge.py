@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging against a model: newest wins, whatever the ranges of rows and columns."""
+"""Merging against a model: the newest value wins for any ranges of rows and columns."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ FIELDS = st.sampled_from(
 
 @st.composite
 def layers_of_a_run(draw) -> list[list[MemoryLayer]]:
-    """Layers of some saves, whose values tell the save, the field, and the cell."""
+    """Layers of some saves; each value identifies its save, field and cell."""
     saves = []
     same = draw(st.booleans())
     grid = st.sampled_from([(0, 3), (3, 6)]) if draw(st.booleans()) else columns
@@ -123,7 +123,7 @@ def layers_of_a_run(draw) -> list[list[MemoryLayer]]:
             if not same:
                 fields, cols = draw(FIELDS), draw(grid)
             rows = np.array(draw(rows_of_a_block), np.int64)
-            # Shards of one save have different cells.
+            # Shards of one save have disjoint cells.
             for name in fields:
                 rows = rows[free[name][rows][:, slice(*cols)].all(axis=1)]
             for name in fields:
@@ -275,7 +275,7 @@ def test_pieces_of_a_stage_are_read_at_the_same_time():
     run_three(call)
 
 
-def test_an_error_is_raised_once_no_piece_is_being_read():
+def test_an_error_is_raised_after_all_running_reads_end():
     events, running = [], threading.Event()
 
     def call(name: str) -> None:
@@ -291,5 +291,5 @@ def test_an_error_is_raised_once_no_piece_is_being_read():
     with pytest.raises(Damaged, match="s0"):
         run_three(call)
     assert "s1 is read" in events
-    # Row indices were read before.
+    # Its row indices were read before.
     assert events.count("later") == 1

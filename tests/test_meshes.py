@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves on one mesh, restores on another: eight devices, dealt out to one to eight processes.
+"""Saves on one mesh, restores on another: eight devices, divided among one to eight processes.
 
-The processes are threads here, a ``Job``; each reads and writes only shards on its own devices.
+The processes are threads of a ``Job``; each reads and writes only shards on its own devices.
 ``test_processes.py`` runs real ones.
 """
 
@@ -32,17 +32,17 @@ from deltackpt.save.rendezvous import of_this_process
 from deltackpt.state import tables
 
 P = jax.sharding.PartitionSpec
-#: Mesh shapes with axes x and y; fewer devices than there are is a subset.
+#: Mesh shapes with axes x and y; smaller meshes use a subset of the devices.
 MESHES = [(8, 1), (4, 2), (2, 4), (1, 8), (2, 2), (1, 2), (1, 1)]
 SPECS = [P(), P("x"), P("y"), P(("x", "y")), P(None, "y"), P(None, "x"), P("x", "y"), P("y", "x")]
-#: Rows by table: multiples of eight, which jax asks for, but not of every division by replicas.
+#: Rows by table: multiples of eight, which jax requires, but not of every number of replicas.
 ROWS = {"a": 8, "b": 88, "c": 400, "d": 1000}
 WIDTH = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """How a state lies: a mesh, and a spec for each table and for its slots."""
+    """The layout of a state: a mesh, and a spec for each table and for its slots."""
 
     mesh: tuple[int, int]
     first: int
@@ -93,7 +93,7 @@ TABLES = deltackpt.Tables(
 
 
 def trained(state: dict, seed: int) -> tuple[dict, dict[str, np.ndarray]]:
-    """Some rows of some tables change with their slots."""
+    """Changes some rows of some tables, and their slots."""
     rng = np.random.default_rng(seed)
     new = jax.tree.map(np.copy, state)
     touched = {}
@@ -131,7 +131,7 @@ class Run:
         self.touched = self.touched._replace(clock=clock, stamps=stamps)
 
     def save(self, step: int, state: dict, *, secs: float = 30.0, **changes) -> list:
-        """Reports or errors by process; committed where there are only reports."""
+        """Reports or errors by process; commits if there are only reports."""
         placed = jax.device_put(state, self.topology.shardings())
         split = tables.split(placed, TABLES)
         item = self.root / f"{step}.orbax-checkpoint-tmp" / "embeddings"
@@ -146,11 +146,11 @@ class Run:
                 staging=STAGING,
             )
             changed = changes.get("change", lambda index, given: given)(index, embeddings)
-            with self.job.lock:  # Processes do not share the objects of jax.
+            with self.job.lock:  # Real processes do not share jax objects.
                 try:
                     pending = snapshot.take(changed, step, self.root / str(step))
                 except Exception as error:
-                    # As the manager does: the others would wait for this process.
+                    # As the manager does; otherwise the others would wait for this process.
                     of_this_process(item.parent, secs).fail(error)
                     raise
             pending.wait_copied()
@@ -166,7 +166,7 @@ class Run:
 
 
 def assert_restores(root: Path, step: int, job: Job, topology: Topology, state: dict) -> None:
-    """Every process reads its own boxes, bit for bit; together they make the whole state."""
+    """Checks that each process reads its own boxes, bit for bit."""
     template = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         state,
@@ -213,7 +213,7 @@ def test_any_mesh_restores_on_any_other(tmp_path_factory, save, savers, restores
         found = run.save(0, states[0])
         for step in (1, 2):
             if any(isinstance(result, TrackingError) for result in found):
-                # Slots whose rows lie on none of the processes that hold their stamps.
+                # The rows of some slots are not on the processes that have their stamps.
                 assert any(isinstance(result, (TrackingError, ProcessFailed)) for result in found)
                 return
             assert not [result for result in found if isinstance(result, Exception)], found
@@ -232,7 +232,7 @@ def test_any_mesh_restores_on_any_other(tmp_path_factory, save, savers, restores
     for topology, count in restores:
         for step, state in enumerate(states):
             assert_restores(root, step, Job(count), topology, state)
-    # One device of a notebook, and no template.
+    # A single device, as in a notebook, and no template.
     whole = reader.restore_tables(chains.read_chain(root / "2")).fields
     for name, fields in tables.split(states[2], TABLES).fields.items():
         for field, leaf in fields.items():
@@ -249,12 +249,12 @@ def test_replicas_share_the_rows_and_each_is_written_once(tmp_path):
         reports = Run(job, REPLICATED, tmp_path).save(0, initial())
         rows = [report.rows for report in reports]
     assert sum(rows) == sum(ROWS.values())
-    # The largest table is divided; small ones go to different processes.
+    # The largest table is divided; small ones are assigned to different processes.
     assert min(rows) > 0.15 * sum(rows), rows
 
 
 @pytest.mark.parametrize("what", ["kind", "codec", "tables"])
-def test_a_disagreement_is_found_at_the_commit_by_every_process(tmp_path, what):
+def test_every_process_detects_a_disagreement_at_the_commit(tmp_path, what):
     job = Job(4)
 
     def change(index: int, embeddings: Embeddings) -> Embeddings:
@@ -291,8 +291,8 @@ def test_a_disagreement_is_found_at_the_commit_by_every_process(tmp_path, what):
 
 
 @pytest.mark.parametrize("what", ["stamps", "rows changed"])
-def test_replicas_that_were_told_of_different_rows_commit_nothing_wrong(tmp_path, what):
-    """Each would write its half of the rows by its own marks."""
+def test_replicas_with_different_marks_commit_nothing_wrong(tmp_path, what):
+    """Each would write its half of the rows based on its own marks."""
     job = Job(4)
     with job.running():
         run = Run(job, REPLICATED, tmp_path)
@@ -302,7 +302,7 @@ def test_replicas_that_were_told_of_different_rows_commit_nothing_wrong(tmp_path
         run.mark(ids)
 
         def change(index: int, embeddings: Embeddings) -> Embeddings:
-            # Process 2 was told of no row, or its clock moved and its marks were lost.
+            # Process 2 got no marks, or its clock advanced but its marks were lost.
             if index != 2:
                 return embeddings
             other = before if what == "stamps" else before._replace(clock=run.touched.clock)
@@ -320,13 +320,13 @@ def test_replicas_that_were_told_of_different_rows_commit_nothing_wrong(tmp_path
     assert_restores(tmp_path, 2, Job(2), SHARDED, state)
 
 
-def test_processes_prove_a_sample_and_all_learn_of_what_one_finds(tmp_path):
+def test_processes_audit_a_sample_and_all_are_notified_of_a_fault(tmp_path):
     job = Job(4)
     with job.running():
         run = Run(job, SHARDED, tmp_path)
         assert not [r for r in run.save(0, initial()) if isinstance(r, Exception)]
         state = initial()
-        state["tables"]["c"][-1] += 1.0  # Nobody marks it.
+        state["tables"]["c"][-1] += 1.0  # This row is not marked.
         run.mark({"tables/b": np.arange(1)})
         found = run.save(1, state)
         assert all(isinstance(error, (TrackingError, ProcessFailed)) for error in found), found
@@ -366,7 +366,7 @@ def test_a_missing_process_is_named_by_every_other(tmp_path):
     assert {error.processes for error in found} == {(3,)}
 
 
-def test_a_process_that_fails_tells_the_others_at_once(tmp_path):
+def test_a_process_that_fails_notifies_the_others_at_once(tmp_path):
     job = Job(4)
     real = part.finish
 
@@ -382,7 +382,7 @@ def test_a_process_that_fails_tells_the_others_at_once(tmp_path):
     assert all("process 1" in str(found[i]) and "No space" in str(found[i]) for i in (0, 2, 3))
 
 
-def test_tables_of_each_process_alone_are_refused(tmp_path):
+def test_process_local_tables_are_refused(tmp_path):
     job = Job(2)
     rows = {"a": np.ones((8, 4), np.float32)}
     with job.running():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a new user gets wrong is answered by what to do instead, and costs nothing."""
+"""Errors for the mistakes of new users name the remedy and lose nothing."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def saved(root: Path, handlers: Any = None, **arguments: Any) -> Path:
 # Directories.
 
 
-def test_another_item_name_is_answered_by_the_one_in_the_step(tmp_path):
+def test_an_error_for_another_item_name_names_the_one_in_the_step(tmp_path):
     root = saved(tmp_path / "root", {"words": TABLES})
     before = sorted(root.rglob("*"))
     match = r"found deltackpt's under the name 'words'; pass the manager handlers=\{'words': Tables"
@@ -70,7 +70,7 @@ def test_another_item_name_is_answered_by_the_one_in_the_step(tmp_path):
 
 
 @pytest.mark.parametrize("access", ["write", "read"])
-def test_steps_of_stock_orbax_are_answered_by_import(tmp_path, access):
+def test_an_error_for_steps_of_stock_orbax_suggests_import(tmp_path, access):
     root = tmp_path / "stock"
     with ocp.CheckpointManager(root) as stock:
         stock.save(3, args=ocp.args.StandardSave(STATE))
@@ -86,7 +86,7 @@ def test_steps_of_stock_orbax_are_answered_by_import(tmp_path, access):
         assert saver.restore_latest(STATE).step == 3
 
 
-def test_a_checkpoint_of_stock_orbax_is_no_directory_of_steps(tmp_path):
+def test_a_checkpoint_of_stock_orbax_is_not_a_directory_of_steps(tmp_path):
     ocp.PyTreeCheckpointer().save(tmp_path / "old", STATE)
     v1.save(tmp_path / "new", STATE)
     before = sorted(tmp_path.rglob("*"))
@@ -144,7 +144,7 @@ def test_changed_slots_are_named_as_such(tmp_path):
 @pytest.mark.parametrize(
     "handlers", [TABLES, [TABLES], "embeddings", {("a", TABLES)}], ids=lambda h: type(h).__name__
 )
-def test_handlers_that_are_no_mapping_are_answered_by_one(tmp_path, handlers):
+def test_an_error_for_handlers_that_are_not_a_mapping_shows_one(tmp_path, handlers):
     with pytest.raises(OptionError, match=r"handlers: expected a mapping.*\{'embeddings': Tables"):
         manager(tmp_path / "root", handlers)
     assert not (tmp_path / "root").exists()
@@ -156,7 +156,7 @@ def test_handlers_that_are_no_mapping_are_answered_by_one(tmp_path, handlers):
     + ["digests.step.0.msgpack", "..", "x.orbax-checkpoint-tmp", "é" * 128, "a\0", "\ud800"],
 )
 @pytest.mark.parametrize("ours", [False, True])
-def test_an_item_name_that_is_taken_is_refused(tmp_path, name, ours):
+def test_a_reserved_item_name_is_refused(tmp_path, name, ours):
     handlers = {name: TABLES}
     if not ours:
         handlers = {"embeddings": TABLES, name: ocp.JsonCheckpointHandler()}
@@ -171,7 +171,7 @@ def test_options_of_another_class_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("given", [jnp.ones((4, 2)), [jnp.ones((4, 2))]], ids=["array", "list"])
-def test_init_of_something_else_than_a_mapping_is_answered_by_one(given):
+def test_an_error_for_init_without_a_mapping_shows_one(given):
     with pytest.raises(TrackingError, match=r"expected a mapping.*\{'words': array\}"):
         touched.init(given)
 
@@ -206,7 +206,7 @@ ITEMS = {"embeddings": TABLES, "json": ocp.JsonCheckpointHandler()}
     ],
     ids=lambda given: "" if isinstance(given, str) else str(given)[:30],
 )
-def test_items_that_no_handler_takes_are_refused_before_anything_begins(tmp_path, items, match):
+def test_items_that_no_handler_accepts_are_refused_before_the_save_starts(tmp_path, items, match):
     with manager(tmp_path, ITEMS) as saver:
         with pytest.raises(OptionError, match=match):
             saver.save(1, STATE, items=items)
@@ -231,7 +231,7 @@ def test_items_that_no_handler_restores_are_refused(tmp_path):
             assert saver.restore(1, STATE, items={"json": args}).items == {"json": {"a": 1}}
 
 
-# What is changed after save() has returned.
+# Changes after save() has returned.
 
 
 def test_a_json_item_that_is_changed_after_save_is_saved_as_it_was(tmp_path, monkeypatch):
@@ -256,7 +256,7 @@ def test_a_json_item_that_is_changed_after_save_is_saved_as_it_was(tmp_path, mon
 
 
 @pytest.mark.parametrize("rows", [4, 400_000])
-def test_what_is_changed_in_place_after_save_is_saved_as_it_was(tmp_path, rows):
+def test_values_changed_in_place_after_save_are_saved_as_they_were(tmp_path, rows):
     def ones() -> dict[str, Any]:
         return {"large": np.ones(rows), "list": [np.ones(2), np.array(1.0)]}
 
@@ -307,7 +307,7 @@ def test_what_is_changed_in_place_after_save_is_saved_as_it_was(tmp_path, rows):
             marks = touched.mark(marks, {"table": jnp.arange(rows)})
 
 
-def test_an_export_of_an_nnx_state_says_how_it_is_restored(tmp_path):
+def test_an_export_of_an_nnx_state_explains_how_to_restore_it(tmp_path):
     class Model(nnx.Module):
         def __init__(self, seed: int) -> None:
             rngs = nnx.Rngs(seed)
@@ -326,7 +326,7 @@ def test_an_export_of_an_nnx_state_says_how_it_is_restored(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, other, model)
 
 
-# Slots that go dense.
+# Slots that are saved as dense leaves.
 
 
 def adam_state(rows: int = 40_000) -> dict[str, Any]:
@@ -342,7 +342,7 @@ def adam_state(rows: int = 40_000) -> dict[str, Any]:
     ],
     ids=["none declared", "one declared"],
 )
-def test_slots_that_go_whole_into_each_save_are_told_of_once(tmp_path, slots, shown):
+def test_slots_that_each_save_writes_whole_cause_one_warning(tmp_path, slots, shown):
     handlers = {"embeddings": deltackpt.Tables(select="params/emb", slots=slots)}
     state = adam_state()
     with manager(tmp_path, handlers) as saver:
@@ -365,7 +365,7 @@ def test_slots_that_go_whole_into_each_save_are_told_of_once(tmp_path, slots, sh
     ],
     ids=["found", "declared", "small"],
 )
-def test_slots_that_are_saved_by_rows_or_small_are_not_told_of(tmp_path, slots, rows):
+def test_slots_that_are_saved_by_rows_or_small_cause_no_warning(tmp_path, slots, rows):
     handlers = {"embeddings": deltackpt.Tables(select="params/emb", slots=slots)}
     with manager(tmp_path, handlers) as saver, warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -403,7 +403,7 @@ def test_a_state_without_tables_is_saved_and_restored(tmp_path, handlers, deltas
         assert found.step == (3 if deltas == "blocks" else 2)
         jax.tree.map(np.testing.assert_array_equal, found.state, state)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # A manager of its own warns once of its own.
+            warnings.simplefilter("ignore")  # Each manager warns once.
             saver.save(found.step + 1, found.state)
     for command in ("ls", "show", "verify", "plan"):
         done = run(command, tmp_path)
@@ -411,7 +411,7 @@ def test_a_state_without_tables_is_saved_and_restored(tmp_path, handlers, deltas
     assert [*deltackpt.inspect.open(tmp_path).at().dense] == ["b", "none", "w"]
 
 
-def test_a_pattern_of_ones_own_must_match_a_table(tmp_path):
+def test_an_explicit_pattern_must_match_a_table(tmp_path):
     with manager(tmp_path, {"embeddings": deltackpt.Tables(select="nowhere/*")}) as saver:
         with pytest.raises(TableSelectionError, match=r"matches nothing.*\n.*\n.*select=\(\)"):
             saver.save(0, {"w": jnp.ones(3)})
@@ -427,7 +427,7 @@ def test_a_pattern_of_ones_own_must_match_a_table(tmp_path):
     ],
     ids=["dense", "a table", "of another name", "two tables"],
 )
-def test_an_average_of_a_table_is_noticed_and_the_better_way_named(tmp_path, select, average, told):
+def test_an_average_of_a_table_causes_a_warning_with_the_remedy(tmp_path, select, average, told):
     folder, name = average.split("/")
     table = jnp.ones((20_000, 16))
     state = {"params": {"users": table}, folder: {name: table * 0.5}}

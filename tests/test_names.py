@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The unique end of a table's path stands for it, wherever tables are named; one rule for all."""
+"""A unique path suffix identifies a table in every API that takes table names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OTHERS = "other/tables/items"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """A base and two deltas of tables of which two have one last step."""
+    """A base and two deltas; two of the tables share their last path component."""
     root = tmp_path_factory.mktemp("names") / "run"
     state = {
         "params": {"tables": {"users": jnp.ones((8, 2)), "items": jnp.ones((8, 2))}},
@@ -56,14 +56,14 @@ def test_the_rule():
         globs.meant("tables/items", names, ValueError)
 
 
-def test_mark_takes_ends_of_paths(run):
+def test_mark_accepts_path_suffixes(run):
     marks = touched.init({USERS: jnp.ones((8, 2)), ITEMS: jnp.ones((8, 2)), OTHERS: jnp.ones(4)})
     assert touched.mark(marks, {"users": jnp.array([3])}).stamps[USERS].tolist()[3] == 1
     with ambiguous(TrackingError):
         touched.mark(marks, {"items": jnp.array([3])})
 
 
-def test_inspect_takes_ends_of_paths(run):
+def test_inspect_accepts_path_suffixes(run):
     ck = deltackpt.inspect.open(run)
     step = ck.at(2)
     assert step["tables/users"].name == USERS
@@ -89,7 +89,7 @@ def test_inspect_takes_ends_of_paths(run):
             call()
 
 
-def test_an_exact_name_of_a_dense_leaf_is_not_taken_for_the_end_of_a_tables(tmp_path):
+def test_an_exact_dense_leaf_name_is_not_taken_for_a_table_suffix(tmp_path):
     state = {"tables": {"words": jnp.ones((4, 2))}, "words": jnp.zeros(3)}
     tables = deltackpt.Tables(select="tables/words")
     with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as manager:
@@ -99,7 +99,7 @@ def test_an_exact_name_of_a_dense_leaf_is_not_taken_for_the_end_of_a_tables(tmp_
     assert "words" in step
 
 
-def test_plots_take_ends_of_paths(run):
+def test_plots_accept_path_suffixes(run):
     ck = deltackpt.inspect.open(run)
     plots.activity(ck, "users")
     plots.drift(ck, "users")
@@ -109,7 +109,7 @@ def test_plots_take_ends_of_paths(run):
             draw(ck, "items")
 
 
-def test_a_restore_of_some_tables_takes_ends_of_paths(run):
+def test_a_read_of_some_tables_accepts_path_suffixes(run):
     tables = deltackpt.Tables(select="*/tables/*", slots={USERS: {"sum": "sums/users"}})
     options = deltackpt.ManagerOptions(access="read")
     with deltackpt.CheckpointManager(
@@ -122,7 +122,7 @@ def test_a_restore_of_some_tables_takes_ends_of_paths(run):
             manager.read(2, {"items": None})
 
 
-def test_exports_take_ends_of_paths(run, tmp_path):
+def test_exports_accept_path_suffixes(run, tmp_path):
     done = interchange.export_parquet(run, None, tmp_path / "one", tables="users")
     assert done.files == ("params%2Ftables%2Fusers.parquet",)
     done = interchange.export_parquet(run, None, tmp_path / "all", tables=["**/items", "users"])
@@ -132,7 +132,7 @@ def test_exports_take_ends_of_paths(run, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_the_command_line_takes_ends_of_paths(run, tmp_path):
+def test_the_command_line_accepts_path_suffixes(run, tmp_path):
     def asked(*arguments: str) -> str:
         done = CliRunner().invoke(cli.cli, [*arguments], catch_exceptions=False)
         assert done.exit_code == 0, done.output

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs at neighbours that are real processes: killed in a push, full, lying, silent."""
+"""Bundles on peers that are real processes: killed during a push, full, corrupting, silent."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def opened(found: Keepers) -> Iterator[Neighbours]:
 
 
 class Killing(MemoryPack):
-    """Kills a process when its second segment is read: the first is with the nodes then."""
+    """Kills a process when its second segment is read; the nodes then have the first one."""
 
     def __init__(self, key: str, nbytes: int, process):
         super().__init__(key, nbytes)
@@ -75,19 +75,19 @@ class Killing(MemoryPack):
 
 
 @pytest.mark.parametrize(("k", "m"), [(1, 1), (2, 1)])
-def test_a_node_killed_in_a_push_is_replaced_and_the_pack_is_whole(k, m):
+def test_a_node_killed_during_a_push_is_replaced_and_the_bundle_is_complete(k, m):
     with processes(k + m + 1) as nodes, opened(keepers(addresses(nodes), k, m)) as held:
         victim = nodes[held._in_order(MemoryPack("save", 1).label)[0]]
         pack = Killing("save", 2 * SEGMENT + 12345, victim.process)
         held.hold(pack)
-        # So many fragments of each segment are on nodes that live that m more may go.
+        # Enough fragments of each segment are on live nodes to lose m more.
         [(coding, where)] = held._found(pack.label).items()
         for segment in range(fragments.segments(coding.label.nbytes)):
             assert len(fragments.placed_of(where[segment])) == k + m
         assert read(held, pack) == pack.data
 
 
-def test_a_pack_of_which_a_node_was_killed_in_a_push_and_no_other_is_there_is_refused_by_name():
+def test_a_push_fails_by_name_if_a_killed_node_has_no_replacement():
     with processes(2) as nodes, opened(keepers(addresses(nodes), 1, 1)) as held:
         victim = next(name for name in nodes)
         pack = Killing("save", 2 * SEGMENT, nodes[victim].process)
@@ -116,7 +116,7 @@ def lie(node: Node, key: str) -> None:
     node.put(key, [data])
 
 
-def test_a_node_that_lies_is_passed_over_and_one_too_many_is_named():
+def test_corrupt_fragments_are_skipped_and_named_if_too_many():
     with processes(3) as nodes, opened(keepers(addresses(nodes), 2, 1)) as held:
         pack = MemoryPack("save", (1 << 20) + 7)
         held.hold(pack)
@@ -134,7 +134,7 @@ def test_a_node_that_lies_is_passed_over_and_one_too_many_is_named():
             client.close()
 
 
-def test_a_node_that_dies_while_a_pack_is_read_is_replaced_by_another():
+def test_a_node_that_dies_while_a_bundle_is_read_is_replaced():
     with processes(3) as nodes, opened(keepers(addresses(nodes), 2, 1)) as held:
         pack = MemoryPack("save", 3 * SEGMENT)
         held.hold(pack)
@@ -148,7 +148,7 @@ def test_a_node_that_dies_while_a_pack_is_read_is_replaced_by_another():
         assert out == pack.data
 
 
-def test_a_node_that_says_nothing_is_waited_for_so_long_and_no_longer():
+def test_a_silent_node_is_waited_for_until_the_deadline_only():
     with socket.create_server(("127.0.0.1", 0)) as silent, processes(2) as nodes:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         found = keepers({"silent": address, **addresses(nodes)}, 1, 1, deadline_secs=2.0)
@@ -158,7 +158,7 @@ def test_a_node_that_says_nothing_is_waited_for_so_long_and_no_longer():
             assert read(held, pack) == pack.data
 
 
-def test_what_lets_in_is_not_shown_and_comes_back_from_its_record():
+def test_the_token_is_not_shown_and_round_trips_through_its_record():
     found = keepers({"n0": "127.0.0.1:2"}, 2, 1)
     assert TOKEN not in repr(found)
     assert Keepers.from_bytes(found.to_bytes()) == found
@@ -168,7 +168,7 @@ def test_what_lets_in_is_not_shown_and_comes_back_from_its_record():
         Keepers.from_bytes(bytes(damaged))
 
 
-def test_too_few_nodes_are_refused_at_the_start_with_how_many_are_needed():
+def test_too_few_nodes_are_refused_with_the_number_needed():
     with pytest.raises(OptionError, match=r"Erasure\(k=2, m=1\): expected 3 nodes.* found 2"):
         keepers({"n0": "127.0.0.1:2", "n1": "127.0.0.1:3"}, 2, 1).require_nodes()
     keepers({"n0": "127.0.0.1:2", "n1": "127.0.0.1:3"}, 1, 1).require_nodes()
@@ -179,5 +179,5 @@ def test_too_few_nodes_are_refused_at_the_start_with_how_many_are_needed():
     ["root/save/10.1/2.1.0.0", "root/save/10.1/0.1.0.0.1", "root/save/10.1/2.1.0.3.1",
      "root/save/10.1/2.1.1.0.1", "root/save/0.1/2.1.0.0.1", "root/other"],
 )  # fmt: skip
-def test_keys_that_no_fragment_has_are_passed_over(key):
+def test_keys_that_are_not_of_fragments_are_ignored(key):
     assert Fragment.of(key) is None

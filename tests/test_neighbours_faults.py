@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Neighbours beside faults, restarts and rollbacks: nothing acknowledged is lost, nothing hangs."""
+"""Peers under faults, restarts and rollbacks: no acknowledged save is lost, nothing hangs."""
 
 # ruff: noqa: F811
 
@@ -33,12 +33,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 def last(one) -> str:
-    """The key of the newest save in the stage."""
+    """Returns the key of the newest staged save."""
     info = saves.read_info(spot(one.stage.steps / str(one.local()[-1])), "embeddings")
     return key_of(info.save_id.step, info.save_id)
 
 
-def test_a_stage_that_was_full_for_a_moment_is_pushed_afterwards(node, cluster, monkeypatch):
+def test_a_staging_directory_that_was_briefly_full_is_pushed_afterwards(node, cluster, monkeypatch):
     cluster = cluster(2)
     one = node()
     with (
@@ -59,11 +59,11 @@ def test_a_stage_that_was_full_for_a_moment_is_pushed_afterwards(node, cluster, 
         full.set()
         one.save(manager, 1)
         assert refused.wait(60)
-        full.clear()  # There is room again.
+        full.clear()  # There is space again.
         manager.wait_until_finished()
 
 
-def test_a_save_after_a_rollback_is_pushed_as_what_it_is_however_late(node, cluster, monkeypatch):
+def test_a_save_after_a_rollback_is_pushed_correctly_even_if_late(node, cluster, monkeypatch):
     cluster = cluster(2)
     one, other = node(), node()
     without_promoter(monkeypatch)
@@ -85,9 +85,9 @@ def test_a_save_after_a_rollback_is_pushed_as_what_it_is_however_late(node, clus
         pusher._ask = ask
         pusher.step()
         while last(one) not in one.stage.pushed(one.stage.orders().holder).saves:
-            pusher.step()  # The new save is at the neighbours: wait() returns.
+            pusher.step()  # Until the new save is at the peers.
         expected = one.held()
-        # Here the node is lost.
+        # The node is lost here.
     one.lose()
     with other.manager(wait_for="staging") as manager:
         assert manager.all_steps() == [0, 1, 2]
@@ -104,7 +104,7 @@ def test_parts_of_a_larger_job_are_dropped(node, cluster, monkeypatch):
         manager.wait_until_finished()
         orders = one.stage.orders()
         with contextlib.closing(Neighbours(Keepers.from_bytes(one.stage.keepers()))) as found:
-            # As process 3 of a job of 4 has left it.
+            # As process 3 of a job of 4 left it.
             of_four = dataclasses.replace(orders, process=3, processes=4)
             info = staged(manager)._local.saves()[0]
             found.hold(near.pack_of(one.stage, info.save_id, orders.item, of_four))
@@ -117,7 +117,7 @@ def test_parts_of_a_larger_job_are_dropped(node, cluster, monkeypatch):
             assert before[0] not in found.labels()
 
 
-def test_damaged_bytes_are_not_said_to_be_at_the_neighbours(node, cluster, monkeypatch):
+def test_damaged_bytes_are_not_reported_as_replicated(node, cluster, monkeypatch):
     cluster = cluster(2)
     one = node()
     without_promoter(monkeypatch)
@@ -138,7 +138,7 @@ def test_damaged_bytes_are_not_said_to_be_at_the_neighbours(node, cluster, monke
             pusher.end()
 
 
-def test_a_node_that_comes_back_goes_on_where_another_one_went_on(node, cluster, monkeypatch):
+def test_a_returning_node_resumes_from_the_branch_of_another_node(node, cluster, monkeypatch):
     cluster = cluster(2)
     one, other = node(), node()
     with root_out_of_reach(one, monkeypatch), one.manager() as manager:
@@ -148,7 +148,7 @@ def test_a_node_that_comes_back_goes_on_where_another_one_went_on(node, cluster,
     with root_out_of_reach(other, monkeypatch), other.manager() as manager:
         other.restore(manager, 1)
         other.save(manager, 2)
-        manager.wait_until_finished()  # acknowledged: at the neighbours
+        manager.wait_until_finished()  # acknowledged: at the peers
     other.lose()
     with root_out_of_reach(one, monkeypatch), one.manager() as manager:
         found = one.restore(manager)
@@ -156,7 +156,7 @@ def test_a_node_that_comes_back_goes_on_where_another_one_went_on(node, cluster,
         assert same(one.held(), other.held())
 
 
-def test_a_push_before_training_went_on_takes_nothing_away(node, cluster, monkeypatch):
+def test_a_push_before_training_resumes_loses_nothing(node, cluster, monkeypatch):
     cluster = cluster(2)
     one, other = node(), node()
     with root_out_of_reach(one, monkeypatch), one.manager() as manager:
@@ -166,7 +166,7 @@ def test_a_push_before_training_went_on_takes_nothing_away(node, cluster, monkey
     without_promoter(monkeypatch)
     with one.manager(wait_for="staging") as manager:
         one.restore(manager)
-        one.save(manager, 2)  # in the stage; the trainer is killed before the push
+        one.save(manager, 2)  # staged; the trainer is killed before the push
         manager.wait_until_finished()
     manager = one.manager(wait_for="staging")  # a restart, that has not saved yet
     pusher = Pusher(one.stage)
@@ -179,7 +179,7 @@ def test_a_push_before_training_went_on_takes_nothing_away(node, cluster, monkey
         assert other.restore(manager).step == 2
 
 
-def test_a_keeper_that_began_again_before_training_went_on(node, cluster, monkeypatch):
+def test_a_peer_agent_that_restarts_before_training_resumes(node, cluster, monkeypatch):
     cluster = cluster(4)
     one, other = node(), node()
     with root_out_of_reach(one, monkeypatch), one.manager() as manager:
@@ -200,8 +200,8 @@ def test_a_keeper_that_began_again_before_training_went_on(node, cluster, monkey
         assert sorted(manager.all_steps()) == [*range(8)]
 
 
-def test_a_keeper_that_began_again_in_a_later_run(node, cluster, monkeypatch):
-    """As 1, with neighbours: pushed again under a later epoch, whose goes_on is itself."""
+def test_a_peer_agent_that_restarts_in_a_later_run(node, cluster, monkeypatch):
+    """Bundles are pushed again under a later epoch, whose goes_on is itself."""
     cluster = cluster(4)
     one, other = node(), node()
     for step in range(8):
@@ -222,7 +222,7 @@ def test_a_keeper_that_began_again_in_a_later_run(node, cluster, monkeypatch):
         assert sorted(manager.all_steps()) == [*range(9)]
 
 
-def test_a_save_that_cannot_come_to_the_root_has_to_come_to_neighbours(node, cluster, monkeypatch):
+def test_a_save_that_cannot_be_uploaded_must_reach_the_peers(node, cluster, monkeypatch):
     cluster = cluster(2)
     one = node()
     without_promoter(monkeypatch)
@@ -251,13 +251,13 @@ def test_a_step_that_was_deleted_stays_deleted(node, cluster, monkeypatch):
         manager.wait_until_finished()
     without_promoter(monkeypatch)
     with one.manager(wait_for="staging") as manager:
-        manager.delete(1)  # and the machine's processes are killed
+        manager.delete(1)  # then all processes of the node are killed
         assert manager.all_steps() == [0]
     with one.manager(wait_for="staging") as manager:
         assert manager.all_steps() == [0]
 
 
-def test_full_keepers_let_go_of_what_has_left_the_stage(node, cluster, monkeypatch):
+def test_full_peers_drop_saves_that_left_the_staging_directory(node, cluster, monkeypatch):
     cluster = cluster(2)
     one = node()
     # Room for two bases of 12 kB.
@@ -276,7 +276,7 @@ def test_full_keepers_let_go_of_what_has_left_the_stage(node, cluster, monkeypat
         while pusher.step():
             pass
         assert cluster.holding()["node1"] == 2
-        # As by retention, or eviction of what came to the root, with the next save.
+        # Like retention, or eviction of uploaded steps, at the next save.
         one.save(manager, 2, force_base=True)
         manager.wait_until_finished()
         manager.delete(0)
@@ -289,7 +289,7 @@ def test_full_keepers_let_go_of_what_has_left_the_stage(node, cluster, monkeypat
         assert len(one.stage.pushed(one.stage.orders().holder).saves) == 1
 
 
-def test_the_newest_trainer_is_let_in_at_a_keeper_that_began_again(monkeypatch):
+def test_a_restarted_peer_agent_admits_the_newest_trainer(monkeypatch):
     keepers = pytest.importorskip("deltackpt.service.keepers", reason="needs deltackpt[ray]")
 
     class Server:
@@ -297,13 +297,13 @@ def test_the_newest_trainer_is_let_in_at_a_keeper_that_began_again(monkeypatch):
 
     keeper = object.__new__(keepers.Keeper)
     keeper._tokens, keeper._holder, keeper._server = Tokens(), None, Server()
-    # It began again. The trainer before (epoch 1), whose pushes are refused everywhere, asks first:
+    # It was restarted. The previous trainer (epoch 1), which others refuse, asks first:
     keeper.admit("holder-of-epoch-1", "token1" * 9, False)
-    # The newest trainer (epoch 2) asks again:
+    # The newest trainer (epoch 2) asks again.
     assert keeper.admit("holder-of-epoch-2", "token2" * 9, False)
 
 
-def test_one_damaged_save_keeps_no_other_from_the_neighbours(node, cluster, monkeypatch):
+def test_one_damaged_save_does_not_keep_others_from_the_peers(node, cluster, monkeypatch):
     cluster = cluster(2)
     one = node()
     with root_out_of_reach(one, monkeypatch):
@@ -328,7 +328,7 @@ def test_one_damaged_save_keeps_no_other_from_the_neighbours(node, cluster, monk
         assert "1" in held
 
 
-def test_what_was_left_and_still_is_at_the_root_does_not_count_on_another_node(
+def test_rolled_back_steps_that_are_still_remote_are_ignored_on_another_node(
     node, cluster, monkeypatch
 ):
     cluster = cluster(2)
@@ -340,7 +340,7 @@ def test_what_was_left_and_still_is_at_the_root_does_not_count_on_another_node(
     with root_out_of_reach(one, monkeypatch), one.manager() as manager:
         one.restore(manager, 1)
         one.save(manager, 2)
-        manager.wait_until_finished()  # acknowledged, at the neighbours
+        manager.wait_until_finished()  # acknowledged, at the peers
     one.lose()
     with root_out_of_reach(other, monkeypatch), other.manager() as manager:
         assert other.restore(manager).step == 2
@@ -348,7 +348,7 @@ def test_what_was_left_and_still_is_at_the_root_does_not_count_on_another_node(
 
 
 def silent(cluster, name):
-    """The node's Ray answers, and its data port does not (a firewall, a frozen server)."""
+    """Ray answers on the node, but its data port does not (a firewall, a frozen server)."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
 
     class Silent:
@@ -385,7 +385,7 @@ def test_a_silent_node_is_asked_once_and_not_for_each_save(node, cluster, monkey
     assert len(asked) <= 3
 
 
-def test_a_node_that_does_not_answer_at_the_start_is_told_of(node, cluster, monkeypatch):
+def test_a_node_that_does_not_answer_at_the_start_is_reported(node, cluster, monkeypatch):
     cluster = cluster(3)
     one, other = node(), node()
     with root_out_of_reach(one, monkeypatch), one.manager() as manager:
@@ -400,7 +400,7 @@ def test_a_node_that_does_not_answer_at_the_start_is_told_of(node, cluster, monk
         def close(self):
             pass
 
-    real, cluster.servers[name] = cluster.servers[name], Gone()  # For a moment.
+    real, cluster.servers[name] = cluster.servers[name], Gone()  # Temporarily.
     without_promoter(monkeypatch)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -410,7 +410,7 @@ def test_a_node_that_does_not_answer_at_the_start_is_told_of(node, cluster, monk
     assert steps == [0] or told
 
 
-def test_a_pusher_outlives_an_altered_record_of_orders(node, cluster, monkeypatch):
+def test_a_pusher_survives_altered_orders(node, cluster, monkeypatch):
     cluster(2)
     one = node()
     without_promoter(monkeypatch)
@@ -430,8 +430,8 @@ def test_a_pusher_outlives_an_altered_record_of_orders(node, cluster, monkeypatc
     assert alive
 
 
-def test_neighbours_that_were_closed_say_so_by_type(node, cluster):
-    """``Near.find_again`` (saving thread) closes what the training thread is reading from."""
+def test_closed_peers_raise_a_typed_error(node, cluster):
+    """``Near.find_again`` (saving thread) closes the peers that the training thread reads from."""
     cluster(2)
     one = node()
     with one.manager(wait_for="staging") as manager:
@@ -444,7 +444,7 @@ def test_neighbours_that_were_closed_say_so_by_type(node, cluster):
             pass
 
 
-def test_neighbours_that_were_away_do_not_bring_back_what_training_left(node, cluster, monkeypatch):
+def test_peers_that_were_absent_do_not_bring_back_abandoned_steps(node, cluster, monkeypatch):
     cluster(2)
     one = node()
     with root_out_of_reach(one, monkeypatch), one.manager() as manager:
@@ -458,7 +458,7 @@ def test_neighbours_that_were_away_do_not_bring_back_what_training_left(node, cl
         one.save(manager, 2)
         manager.wait_until_finished()
     expected = one.held()
-    with one.manager(**away) as manager:  # A start that saves nothing.
+    with one.manager(**away) as manager:  # A restart without a save.
         assert one.restore(manager).step == 2
     with one.manager(wait_for="staging") as manager:
         assert one.restore(manager).step == 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes that hold bytes for others: the store over them, and what faults leave of it."""
+"""Nodes that store bytes for others: the store over them, and its behavior under faults."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from deltackpt.testing import node_process
 from deltackpt.testing.store_suite import StoreSuite
 from deltackpt.upkeep.verify import verify_root
 
-#: Fixed: it stands in names of tests, which all workers must find alike.
+#: Fixed: it is part of test ids, which all workers must collect alike.
 TOKEN = "a-token-of-tests-that-is-long-enough-0123456"
-#: Of a call that must be answered; never asserted on.
+#: Deadline of calls that must be answered; never asserted on.
 _PATIENCE_SECS = 60.0
 
 
@@ -64,14 +64,14 @@ def client(server: NodeServer, token: str = TOKEN) -> Iterator[Node]:
 
 @pytest.fixture(scope="class")
 def addresses(request, tmp_path_factory) -> Iterator[list[str]]:
-    """Of three nodes whose shelves are those of the test's class."""
+    """Addresses of three nodes with shelves of the test class's kind."""
     with contextlib.ExitStack() as stack:
         shelves = [request.cls.shelf(tmp_path_factory.mktemp("node")) for _ in range(3)]
         yield [stack.enter_context(serving(shelf)).address for shelf in shelves]
 
 
 class NodesSuite(StoreSuite):
-    """A store over three nodes; each empty one is a folder of its own."""
+    """A store over three nodes; each new store is a folder of its own."""
 
     @pytest.fixture
     def make(self, addresses):
@@ -119,7 +119,7 @@ def drawn(nbytes: int, seed: int = 0) -> bytes:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 1 << 18, (1 << 18) + 1, (3 << 20) - 1, 5 << 20])
-def test_objects_of_every_size_come_back_from_many_buffers_into_many(node, nbytes):
+def test_objects_of_every_size_round_trip_through_many_buffers(node, nbytes):
     data = drawn(nbytes)
     node.put("a/x", [data[:1000], memoryview(data)[1000:1001], b"", data[1001:]])
     assert node.length("a/x") == nbytes and node.get("a/x") == data
@@ -149,7 +149,7 @@ def test_an_object_that_is_replaced_or_removed_is_read_to_its_end(shelf):
         fill(shelf, "x", drawn(1 << 20))
         held = shelf.find("x")
         fill(shelf, "x", drawn(1 << 20, 1)) if change == "replace" else shelf.delete("x")
-        fill(shelf, "y", drawn(1 << 20, 2))  # Takes memory that was given back.
+        fill(shelf, "y", drawn(1 << 20, 2))  # Reuses freed memory.
         ours, theirs = socket.socketpair()
         with ours, theirs:
             sender = threading.Thread(target=send_all, args=(held, ours))
@@ -178,7 +178,7 @@ def send_all(held, connection: socket.socket) -> None:
     connection.shutdown(socket.SHUT_WR)
 
 
-def test_a_full_node_refuses_before_it_is_sent_anything_and_takes_what_is_removed():
+def test_a_full_node_refuses_before_the_transfer_and_reuses_freed_room():
     shelf = MemoryShelf(10 << 20)
     with serving(shelf) as server, client(server) as node:
         node.put("a", [bytes(4 << 20)])
@@ -193,7 +193,7 @@ def test_a_full_node_refuses_before_it_is_sent_anything_and_takes_what_is_remove
         assert node.keys("") == ["b", "c"]
 
 
-def test_many_empty_objects_fill_a_node_as_well():
+def test_many_empty_objects_fill_a_node():
     shelf = MemoryShelf(64 << 10)
     with serving(shelf) as server, client(server) as node:
         with pytest.raises(Refused, match="no room"):
@@ -215,7 +215,7 @@ def test_a_directory_has_one_server(tmp_path):
     DirectoryShelf(tmp_path).close()
 
 
-def test_a_node_hands_out_files_of_its_directory_only(tmp_path):
+def test_a_node_serves_only_files_of_its_directory(tmp_path):
     (tmp_path / "secret").write_bytes(b"secret")
     held = tmp_path / "held"
     shelf = DirectoryShelf(held)
@@ -240,14 +240,14 @@ def test_a_node_hands_out_files_of_its_directory_only(tmp_path):
     assert held.stat().st_mode & 0o777 == 0o700
 
 
-def test_what_is_put_is_read_by_its_owner_alone(tmp_path):
+def test_objects_are_readable_by_their_owner_only(tmp_path):
     shelf = DirectoryShelf(tmp_path)
     with serving(shelf) as server, client(server) as node:
         node.put("a/x", [b"abc"])
     assert (tmp_path / "a" / "x").stat().st_mode & 0o077 == 0
 
 
-def test_an_address_that_stands_for_all_of_them_is_refused():
+def test_a_wildcard_or_foreign_bind_address_is_refused():
     for bind in ("0.0.0.0", "::"):
         with pytest.raises(OptionError, match="found a wildcard"):
             NodeServer(MemoryShelf(1), bind=bind, tokens=Tokens(TOKEN))
@@ -255,7 +255,7 @@ def test_an_address_that_stands_for_all_of_them_is_refused():
         NodeServer(MemoryShelf(1), bind="192.0.2.1", tokens=Tokens(TOKEN))
 
 
-def test_a_closed_server_ends_what_is_under_way(shelf):
+def test_closing_a_server_ends_requests_in_flight(shelf):
     server = NodeServer(shelf, bind="127.0.0.1", tokens=Tokens(TOKEN))
     with client(server) as node, half_sent(server.address, "x", 2 << 20):
         node.put("y", [b"abc"])
@@ -275,7 +275,7 @@ def connected(address: str) -> socket.socket:
 
 @contextlib.contextmanager
 def half_sent(address: str, key: str, nbytes: int) -> Iterator[socket.socket]:
-    """A put of which the server has taken the first half."""
+    """A put whose first half the server has received."""
     head = f"PUT /{key} HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {nbytes}\r\n"
     with connected(address) as writer:
         writer.sendall(head.encode() + b"Expect: 100-continue\r\n\r\n")
@@ -285,7 +285,7 @@ def half_sent(address: str, key: str, nbytes: int) -> Iterator[socket.socket]:
 
 
 @pytest.mark.parametrize("how", ["closes", "resets"])
-def test_of_a_writer_that_goes_nothing_is_seen_and_its_room_comes_back(shelf, how):
+def test_a_disconnected_writer_leaves_nothing_visible_and_its_room_is_freed(shelf, how):
     taken = shelf.free_bytes if isinstance(shelf, MemoryShelf) else None
     server = NodeServer(shelf, bind="127.0.0.1", tokens=Tokens(TOKEN))
     with contextlib.closing(server), client(server) as node:
@@ -294,7 +294,7 @@ def test_of_a_writer_that_goes_nothing_is_seen_and_its_room_comes_back(shelf, ho
             assert node.get("x") == b"before" and node.keys("") == ["x"]
             if how == "resets":
                 writer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        server.close()  # Once it has ended what was under way.
+        server.close()  # Waits until requests in flight have ended.
         assert shelf.keys("", after="", most=10) == ["x"]
         if isinstance(shelf, MemoryShelf):
             shelf.delete("x")
@@ -303,7 +303,7 @@ def test_of_a_writer_that_goes_nothing_is_seen_and_its_room_comes_back(shelf, ho
             assert [*shelf.incoming.iterdir()] == []
 
 
-def test_a_node_killed_in_a_put_has_what_was_there_and_nothing_of_it(tmp_path):
+def test_a_node_killed_during_a_put_keeps_the_old_object_and_nothing_of_the_new(tmp_path):
     with node_process(TOKEN, tmp_path / "held") as found:
         with contextlib.closing(Node(found.address, TOKEN, deadline_secs=_PATIENCE_SECS)) as node:
             node.put("a/x", [b"before"])
@@ -330,7 +330,7 @@ def faulty(server: NodeServer) -> Iterator[tuple[proxy.Proxy, Node]]:
 
 
 @pytest.mark.parametrize("kind", [*proxy.KINDS])
-def test_a_faulty_network_costs_an_answer_and_no_byte(server, node, kind):
+def test_a_faulty_network_loses_answers_but_no_bytes(server, node, kind):
     data = drawn(300_000)
     node.put("there", [data])
     with faulty(server) as (network, far):
@@ -364,7 +364,7 @@ def test_a_faulty_network_costs_an_answer_and_no_byte(server, node, kind):
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("where", ["head", "body"])
-def test_an_answer_torn_anywhere_is_never_taken_for_a_whole_one(where, share):
+def test_a_truncated_answer_is_never_taken_for_a_complete_one(where, share):
     body = drawn(200_000)
     head = (
         f"HTTP/1.1 206 Partial Content\r\nContent-Length: {len(body)}\r\n"
@@ -392,7 +392,7 @@ def test_an_answer_torn_anywhere_is_never_taken_for_a_whole_one(where, share):
         b"HTTP/1.1 200 OK\r\nX: " + b"x" * 10_000,
     ],
 )
-def test_an_answer_that_is_none_of_a_node_is_refused(answer):
+def test_an_answer_that_is_not_from_a_node_is_refused(answer):
     with answering(answer) as address:
         with contextlib.closing(Node(address, TOKEN, deadline_secs=_PATIENCE_SECS)) as node:
             with pytest.raises(Refused, match="not from a node server"):
@@ -401,7 +401,7 @@ def test_an_answer_that_is_none_of_a_node_is_refused(answer):
 
 @contextlib.contextmanager
 def answering(answer: bytes) -> Iterator[str]:
-    """Somebody who answers every request with the same bytes, and closes."""
+    """A server that answers every request with the same bytes and closes the connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def run() -> None:
@@ -421,7 +421,7 @@ def answering(answer: bytes) -> Iterator[str]:
         thread.join()
 
 
-def test_a_server_that_says_nothing_is_given_up_at_the_deadline():
+def test_a_silent_server_is_given_up_at_the_deadline():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = "{}:{}".format(*listener.getsockname())
         with contextlib.closing(Node(address, TOKEN, deadline_secs=0.2)) as node:
@@ -430,7 +430,7 @@ def test_a_server_that_says_nothing_is_given_up_at_the_deadline():
                     ask()
 
 
-def test_connections_are_used_again(node):
+def test_connections_are_reused(node):
     with mock.patch.object(socket, "create_connection", wraps=socket.create_connection) as made:
         for number in range(20):
             node.put(f"{number}", [b"x"])
@@ -438,13 +438,13 @@ def test_connections_are_used_again(node):
     assert made.call_count == 1
 
 
-def test_a_node_that_was_started_again_is_found_again(shelf):
+def test_a_restarted_node_is_found_again(shelf):
     server = NodeServer(shelf, bind="127.0.0.1", tokens=Tokens(TOKEN))
     port = int(server.address.rpartition(":")[2])
     data = drawn(1 << 20)
     with client(server) as node:
         node.put("x", [data])
-        # Many connections are kept.
+        # The client keeps many connections.
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             barrier = threading.Barrier(8)
             assert {*pool.map(lambda _: (barrier.wait(), node.get("x"))[1], range(8))} == {data}
@@ -457,7 +457,7 @@ def test_a_node_that_was_started_again_is_found_again(shelf):
             assert node.keys("") == ["x", "y"]
 
 
-def test_a_listing_is_asked_for_as_the_guide_says(server, node):
+def test_a_listing_follows_the_guide(server, node):
     node.put("a/ü", [b""])
     node.put("b", [b""])
     for query, wanted in (("list", b"/a/%C3%BC\n/b\n"), ("list&after=a/%C3%BC", b"/b\n")):
@@ -475,7 +475,7 @@ def test_a_listing_is_asked_for_as_the_guide_says(server, node):
 # ---- stores
 
 
-def test_a_lost_node_is_named_and_the_others_go_on():
+def test_a_lost_node_is_named_and_the_others_keep_serving():
     with contextlib.ExitStack() as stack:
         kept = [stack.enter_context(serving(MemoryShelf(1 << 20))) for _ in range(2)]
         lost = NodeServer(MemoryShelf(1 << 20), bind="127.0.0.1", tokens=Tokens(TOKEN))
@@ -530,7 +530,7 @@ def test_a_url_that_names_no_nodes_is_refused(url):
     assert "u:p" not in str(caught.value)
 
 
-def test_a_store_of_nodes_asks_for_its_token(monkeypatch):
+def test_a_store_of_nodes_requires_its_token(monkeypatch):
     monkeypatch.delenv("DELTACKPT_NODES_TOKEN", raising=False)
     with pytest.raises(Refused, match="DELTACKPT_NODES_TOKEN"):
         buckets.place("nodes://127.0.0.1:1/x").open()
@@ -538,7 +538,7 @@ def test_a_store_of_nodes_asks_for_its_token(monkeypatch):
         buckets.place("nodes://127.0.0.1:1/x", endpoint="http://127.0.0.1:2")
 
 
-def test_tensorstore_reads_all_nodes_by_the_address_of_any():
+def test_tensorstore_reads_all_nodes_through_any_of_them():
     ports = [free_port() for _ in range(3)]
     addresses = [f"127.0.0.1:{port}" for port in ports]
     with contextlib.ExitStack() as stack:
@@ -575,7 +575,7 @@ def test_tensorstore_reads_all_nodes_by_the_address_of_any():
             assert kvstore.read("none").result().state == "missing"
 
 
-def test_an_object_of_another_node_that_breaks_off_is_no_object():
+def test_a_truncated_object_of_another_node_is_not_served_as_complete():
     port = free_port()
     head = b'HTTP/1.1 200 OK\r\nContent-Length: 300000\r\nETag: "1"\r\n\r\n'
     with answering(head) as broken:
@@ -598,7 +598,7 @@ def test_an_object_of_another_node_that_breaks_off_is_no_object():
 # ---- a root
 
 
-def test_a_run_whose_root_is_its_nodes_goes_on_from_an_empty_one(tmp_path):
+def test_a_run_stored_on_nodes_resumes_on_an_empty_node(tmp_path):
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, {"DELTACKPT_NODES_TOKEN": TOKEN}))
         found = [
@@ -637,17 +637,17 @@ def test_a_run_whose_root_is_its_nodes_goes_on_from_an_empty_one(tmp_path):
         )
 
 
-def test_a_termination_is_heard_whichever_thread_the_signal_interrupts():
-    """As if the main thread had been about to block: its call is not interrupted."""
+def test_sigterm_works_whichever_thread_it_interrupts():
+    """The signal interrupts another thread, so the main thread's call is not interrupted."""
     with node_process(TOKEN, "--memory", "16MiB") as found:
         threads = {int(each.name) for each in Path(f"/proc/{found.process.pid}/task").iterdir()}
         others = threads - {found.process.pid}
-        # The kernel prefers the thread that is named for the process.
+        # The kernel prefers the thread whose id is given.
         os.kill(max(others), signal.SIGTERM)
         assert found.process.wait(60) == 0
 
 
-def test_node_store_wants_a_token_that_nobody_else_reads(tmp_path, monkeypatch):
+def test_node_store_requires_a_token_that_others_cannot_read(tmp_path, monkeypatch):
     monkeypatch.delenv("DELTACKPT_NODES_TOKEN", raising=False)
     refused = command.run("node-store", tmp_path / "held", "--bind", "127.0.0.1")
     assert refused.returncode == 1 and "--token-file" in refused.stderr

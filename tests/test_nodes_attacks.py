@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who has no token, or sends what is no request, gets nothing and keeps nobody out."""
+"""A client without a token or a valid request gets nothing and blocks no other client."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from deltackpt.tiers.fragments import Fragment
 from deltackpt.tiers.keepers import KeeperNode, Keepers
 from deltackpt.tiers.neighbours import Neighbours
 
-#: Fixed: it stands in names of tests, which all workers must find alike.
+#: Constant: test ids contain it, and all workers must collect the same ones.
 TOKEN = "a-token-of-tests-that-is-long-enough-0123456"
 _PATIENCE_SECS = 60.0
 _NBYTES = 8 << 20
@@ -63,7 +63,7 @@ def node(server) -> Iterator[Node]:
     with contextlib.closing(Node(server.address, TOKEN, deadline_secs=_PATIENCE_SECS)) as found:
         found.put("secret", [b"what nobody else may read"])
         yield found
-        # Whatever was tried.
+        # After any attack.
         assert found.get("secret") == b"what nobody else may read"
         assert found.keys("") == ["secret"]
 
@@ -74,7 +74,7 @@ def connected(server: NodeServer) -> socket.socket:
 
 
 def said(connection: socket.socket) -> bytes:
-    """All that the server says until it closes."""
+    """Returns everything the server sends until it closes the connection."""
     found = b""
     with contextlib.suppress(ConnectionResetError):
         while some := connection.recv(1 << 16):
@@ -83,7 +83,7 @@ def said(connection: socket.socket) -> bytes:
 
 
 def told(server: NodeServer, *sent: bytes) -> bytes:
-    """What the server says to some bytes before it closes."""
+    """Sends some bytes; returns the server's response."""
     with connected(server) as connection:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             for some in sent:
@@ -122,7 +122,7 @@ def test_without_the_token_nothing_is_answered(server, node, shown, method):
     assert b"nobody" not in found and TOKEN.encode() not in found
 
 
-def test_a_token_that_was_rotated_is_refused_at_once_and_on_kept_connections(server, node, tokens):
+def test_a_rotated_token_is_refused_at_once_and_on_open_connections(server, node, tokens):
     fresh = secrets.token_urlsafe(32)
     with contextlib.closing(Node(server.address, TOKEN, deadline_secs=_PATIENCE_SECS)) as kept:
         assert kept.length("secret")
@@ -136,7 +136,7 @@ def test_a_token_that_was_rotated_is_refused_at_once_and_on_kept_connections(ser
     tokens.admit(TOKEN)
 
 
-def test_a_put_whose_token_is_rotated_meanwhile_changes_nothing(server, node, shelf, tokens):
+def test_a_put_whose_token_is_rotated_before_its_body_changes_nothing(server, node, shelf, tokens):
     head = request("PUT /secret HTTP/1.1", "Content-Length: 8", "Expect: 100-continue")
     with connected(server) as connection:
         connection.sendall(head)
@@ -165,7 +165,7 @@ def test_a_token_is_compared_in_constant_time(tokens):
     assert TOKEN not in repr(vars(tokens)) and TOKEN.encode() not in pickle.dumps(tokens._digests)
 
 
-# ---- what is no request
+# ---- invalid requests
 
 
 _NO_REQUESTS = {
@@ -242,7 +242,7 @@ _NO_REQUESTS = {
 
 
 @pytest.mark.parametrize("sent", _NO_REQUESTS.values(), ids=_NO_REQUESTS)
-def test_what_is_no_request_is_refused_and_closed(server, node, shelf, sent):
+def test_an_invalid_request_is_refused_and_closed(server, node, shelf, sent):
     free = shelf.free_bytes
     found = told(server, sent)
     assert found.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 405 ", b"HTTP/1.1 411 ")), found
@@ -251,7 +251,7 @@ def test_what_is_no_request_is_refused_and_closed(server, node, shelf, sent):
 
 
 @pytest.mark.parametrize("cut", [0.0, 0.2, 0.5, 0.8, 0.99])
-def test_a_truncated_head_is_no_request(server, node, cut):
+def test_a_truncated_header_is_not_a_request(server, node, cut):
     whole = request("DELETE /secret HTTP/1.1")
     with connected(server) as connection:
         connection.sendall(whole[: int(cut * len(whole))])
@@ -259,7 +259,7 @@ def test_a_truncated_head_is_no_request(server, node, cut):
         assert said(connection) == b""
 
 
-def test_an_oversized_head_is_cut_off(server, node):
+def test_an_oversized_header_is_cut_off(server, node):
     for sent in (
         b"GET /secret HTTP/1.1\r\nX: " + b"x" * (1 << 20),
         b"x" * (1 << 20),
@@ -272,14 +272,16 @@ def test_an_oversized_head_is_cut_off(server, node):
 
 
 @pytest.mark.parametrize("nbytes", [_NBYTES + 1, 1 << 40, 10**18 - 1])
-def test_a_length_beyond_the_room_is_refused_before_anything_is_taken(server, node, shelf, nbytes):
+def test_a_length_above_the_free_space_is_refused_before_any_allocation(
+    server, node, shelf, nbytes
+):
     free = shelf.free_bytes
     with mock.patch("deltackpt.nodes.shelves._memory") as memory:
         found = told(server, request("PUT /x HTTP/1.1", f"Content-Length: {nbytes}"), bytes(1000))
     assert found.startswith(b"HTTP/1.1 507 ") and not memory.called and shelf.free_bytes == free
 
 
-def test_made_up_bytes_never_end_a_server(server, node):
+def test_random_bytes_never_stop_a_server(server, node):
     drawn = np.random.default_rng(0)
     valid = request("PUT /x HTTP/1.1", "Content-Length: 3", "If-None-Match: *") + b"abc"
     for _ in range(200):
@@ -293,23 +295,23 @@ def test_made_up_bytes_never_end_a_server(server, node):
         node.delete([key for key in node.keys("") if key != "secret"])
 
 
-# ---- crowds
+# ---- many or slow connections
 
 
-def test_a_thousand_silent_connections_keep_nobody_out(server, node):
+def test_a_thousand_silent_connections_block_no_client(server, node):
     with contextlib.ExitStack() as crowd:
         for number in range(1000):
             crowd.enter_context(connected(server))
             if number % 100 == 0:
-                # On a connection of its own, in the midst of them.
+                # On its own connection, among them.
                 with contextlib.closing(Node(server.address, TOKEN, deadline_secs=60.0)) as fresh:
                     assert fresh.get("secret")
-        # And on the one that was there before.
+        # And on the one that was open before.
         assert node.length("secret")
         assert len(server._open) <= servers._MOST_CONNECTIONS
 
 
-def test_heads_that_come_a_letter_at_a_time_keep_nobody_out(server, node):
+def test_headers_sent_byte_by_byte_block_no_client(server, node):
     whole = request("GET /secret HTTP/1.1", token="x" * 32)
     with contextlib.ExitStack() as crowd:
         slow = [crowd.enter_context(connected(server)) for _ in range(100)]
@@ -320,7 +322,7 @@ def test_heads_that_come_a_letter_at_a_time_keep_nobody_out(server, node):
             assert fresh.get("secret")
 
 
-def test_a_head_that_takes_too_long_is_cut_off_however_often_letters_come(shelf, tokens):
+def test_a_header_that_takes_too_long_is_cut_off_although_bytes_arrive(shelf, tokens):
     with (
         mock.patch.object(servers, "_HEAD_SECS", 0.3),
         contextlib.closing(NodeServer(shelf, bind="127.0.0.1", tokens=tokens)) as server,
@@ -347,7 +349,7 @@ def test_connections_with_the_token_are_kept_before_those_without(shelf, tokens)
         assert kept.recv(1000).startswith(b"HTTP/1.1 404 ")
 
 
-def test_a_body_that_stalls_is_dropped_and_its_room_comes_back(shelf, tokens):
+def test_a_body_that_stalls_is_dropped_and_its_space_is_freed(shelf, tokens):
     free = shelf.free_bytes
     with (
         mock.patch.object(servers, "_PIECE_SECS", 1.0),
@@ -362,7 +364,7 @@ def test_a_body_that_stalls_is_dropped_and_its_room_comes_back(shelf, tokens):
 _LONG = 24 << 20
 
 
-def test_a_reader_that_takes_nothing_is_dropped(tokens):
+def test_a_client_that_reads_nothing_is_dropped(tokens):
     with (
         contextlib.closing(
             NodeServer(MemoryShelf(2 * _LONG), bind="127.0.0.1", tokens=tokens)
@@ -370,7 +372,7 @@ def test_a_reader_that_takes_nothing_is_dropped(tokens):
         contextlib.closing(Node(server.address, TOKEN, deadline_secs=60.0)) as node,
         socket.socket() as connection,
     ):
-        # More than the buffers of any connection take.
+        # More than the buffers of any connection hold.
         node.put("x", [bytes(_LONG)])
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, _, port = server.address.rpartition(":")
@@ -393,7 +395,7 @@ def _served(server: NodeServer, client: socket.socket) -> servers._Connection | 
     return None
 
 
-def test_a_connection_that_is_to_close_is_closed_after_a_refusal_as_well(server, node):
+def test_connection_close_is_honored_after_a_refusal_too(server, node):
     for first, *fields in (
         ("GET /secret HTTP/1.1",),
         ("GET /none HTTP/1.1",),
@@ -402,17 +404,17 @@ def test_a_connection_that_is_to_close_is_closed_after_a_refusal_as_well(server,
         ("DELETE /none HTTP/1.1",),
     ):
         for value in ("close", "Close", "keep-alive, close"):
-            # Nothing is sent any more: the end of what it says is the server's.
+            # The client does not close its side, so the server must close the connection.
             found = told(server, request(first, *fields, f"Connection: {value}"))
             assert found.startswith(b"HTTP/1.1 "), found
 
 
-# ---- what is in a directory beside objects
+# ---- files in a directory that are not objects
 
 
 @pytest.fixture
 def outside(tmp_path) -> Path:
-    """A folder of somebody else, to which links in a node's directory lead."""
+    """Another user's folder, the target of links in a node's directory."""
     found = tmp_path / "outside"
     (found / "folder").mkdir(parents=True)
     (found / "secret").write_bytes(b"what nobody else may read")
@@ -463,24 +465,24 @@ def test_no_request_follows_a_link(linked, tmp_path, key):
     if "/" in key.removeprefix("a/"):
         with pytest.raises(Refused, match="409"):
             linked.put(key, [b"evil"])
-    else:  # A link itself is replaced, as any name is.
+    else:  # A link itself is replaced, like any name.
         linked.put(key, [b"evil"])
         assert linked.get(key) == b"evil" and not (tmp_path / "held" / key).is_symlink()
     linked.delete([key])
 
 
-def test_a_removed_link_leaves_what_it_led_to(linked, tmp_path):
+def test_removing_a_link_keeps_its_target(linked, tmp_path):
     linked.delete(["link", "file", "nowhere", "a/link", "round"])
     assert [path.name for path in (tmp_path / "held").iterdir() if path.is_symlink()] == []
 
 
-def test_what_is_being_received_is_not_listed(linked, tmp_path):
+def test_incomplete_uploads_are_not_listed(linked, tmp_path):
     (tmp_path / "held" / ".incoming" / "half").write_bytes(b"half")
     for folder in ("", ".incoming", ".incoming/x"):
         assert [key for key in linked.keys(folder) if "incoming" in key] == []
 
 
-def test_a_server_empties_no_folder_that_a_link_leads_to(tmp_path, outside):
+def test_a_server_never_empties_the_target_of_a_link(tmp_path, outside):
     (tmp_path / "held").mkdir()
     (tmp_path / "held" / ".incoming").symlink_to(outside)
     before = tree(outside)
@@ -489,12 +491,12 @@ def test_a_server_empties_no_folder_that_a_link_leads_to(tmp_path, outside):
     assert tree(outside) == before
 
 
-# ---- peers that answer oddly
+# ---- misbehaving peers
 
 
 @contextlib.contextmanager
 def peer(*answers: bytes) -> Iterator[str]:
-    """Something at an address that answers each request with the next of some bytes, and closes."""
+    """A server that sends the next of some responses to each request, and closes."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -538,7 +540,7 @@ LISTINGS = {
 
 
 @pytest.mark.parametrize("body", LISTINGS.values(), ids=LISTINGS)
-def test_a_listing_that_cannot_be_is_a_typed_error(body):
+def test_an_invalid_listing_is_a_typed_error(body):
     with peer(answer("200 OK", body)) as address, contextlib.closing(Node(address, TOKEN)) as node:
         with pytest.raises(Refused, match=f"{address}: expected to list.*not from a node server"):
             node.keys("", after="5")
@@ -550,7 +552,7 @@ def test_a_listing_that_cannot_be_is_a_typed_error(body):
             node.keys("a")
 
 
-def test_a_listing_without_an_end_is_given_up(monkeypatch):
+def test_an_endless_listing_is_refused(monkeypatch):
     monkeypatch.setattr(nodes, "_MOST_KEYS", 3000)
     pages = [
         answer("200 OK", b"".join(b"/k%09d\n" % (1000 * page + i) for i in range(1000)))
@@ -581,7 +583,7 @@ def test_a_listing_without_an_end_is_given_up(monkeypatch):
         ),
     ],
 )
-def test_the_length_that_an_answer_claims_takes_no_memory(status, ask, kind, nbytes):
+def test_the_length_that_a_response_claims_takes_no_memory(status, ask, kind, nbytes):
     with peer(answer(status, b"some bytes", nbytes)) as address:
         with contextlib.closing(Node(address, TOKEN)) as node:
             tracemalloc.start()
@@ -603,7 +605,7 @@ def test_a_large_object_is_read_whole(server, node, shelf):
 @pytest.mark.parametrize(
     "odd", [answer("200 OK", b"/\xff\n"), answer("200 OK", b"", 10**17), b"SSH-2.0-x\r\n\r\n", b""]
 )
-def test_one_odd_peer_keeps_nobody_from_what_the_others_hold(server, odd):
+def test_one_bad_peer_does_not_hide_what_the_others_hold(server, odd):
     with peer(odd) as address:
         others = (
             KeeperNode(node="own", address=server.address),
@@ -620,10 +622,10 @@ def test_one_odd_peer_keeps_nobody_from_what_the_others_hold(server, odd):
             assert held.silent().startswith("odd (")
 
 
-# ---- who is on the same machine
+# ---- other users of the machine
 
 
-def test_memory_of_a_node_is_its_owners(tmp_path):
+def test_other_users_cannot_read_the_memory_of_a_node(tmp_path):
     nobody = 65534
     required(os.geteuid() == 0, "root is needed to become another user")
     program = (
@@ -645,6 +647,6 @@ def test_memory_of_a_node_is_its_owners(tmp_path):
         command = [sys.executable, "-S", "-c", program, str(found.process.pid)]
         done = subprocess.run(command, capture_output=True, text=True, cwd="/")
         assert done.returncode == 0, done.stderr
-        # Nor does the token stand where every user reads it.
+        # The token is not where every user can read it either.
         with open(f"/proc/{found.process.pid}/cmdline", "rb") as file:
             assert TOKEN.encode() not in file.read()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The notebook of the docs: it runs from top to bottom anywhere, and holds what it showed."""
+"""The docs notebook: it runs from top to bottom on any machine, and has its outputs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def kept(repository):
 
 
 @pytest.mark.processes
-def test_notebook_runs_afresh_and_shows_what_the_kept_one_shows(kept, repository, tmp_path):
+def test_a_fresh_run_of_the_notebook_shows_what_the_committed_one_shows(kept, repository, tmp_path):
     command = [sys.executable, "tools/run_notebook.py", NOTEBOOK, "--pictures", tmp_path]
-    # A home where nothing is registered: no kernel of the user's may be needed.
+    # An empty home directory: no kernel of the user may be needed.
     found = subprocess.run(
         [*command, "--output", tmp_path / "fresh.ipynb"],
         cwd=repository,
@@ -42,13 +42,13 @@ def test_notebook_runs_afresh_and_shows_what_the_kept_one_shows(kept, repository
 
 
 def kinds(cell) -> list:
-    """What a cell showed, apart from the values, which differ between machines in the last bits."""
+    """Kinds of a cell's outputs; the values differ between machines in the last bits."""
     return [
         (output.output_type, sorted(output.get("data", ()))) for output in cell.get("outputs", ())
     ]
 
 
-def test_kept_notebook_is_whole_small_and_of_no_machine(kept, repository):
+def test_committed_notebook_is_complete_small_and_machine_independent(kept, repository):
     nbformat.validate(kept)
     text = (repository / NOTEBOOK).read_text()
     assert len(text) < 1_500_000

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of Orbax's options names every one of the installed Orbax."""
+"""The page on Orbax's options lists every option of the installed Orbax."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_option_is_on_the_page(name):
 
 
 def test_the_top_level_of_orbax_is_still_v0():
-    """With Orbax 1.0 it becomes v1: then v0 names come from a module of their own."""
+    """Orbax 1.0 makes it v1; the v0 names then have their own module."""
     assert ocp.CheckpointManager is not getattr(v1, "CheckpointManager", None)
     assert hasattr(ocp, "PyTreeCheckpointHandler") and not hasattr(ocp, "save_pytree"), (
         "orbax.checkpoint is v1 now: import the v0 names of handlers/, interchange/ and "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some values of an item of Orbax's: read and verified by blocks, as by whole files."""
+"""Partial reads of an Orbax item: verified by blocks, like whole files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deltackpt.storage import digests
 from deltackpt.storage.crc import BLOCK_BYTES
 from deltackpt.storage.store import spot
 
-#: Bytes of leaves: around blocks, and around what a node of the database holds itself.
+#: Leaf sizes in bytes: around the block size, and around what a database node stores inline.
 SIZES = (
     4,
     900,
@@ -33,7 +33,7 @@ SIZES = (
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """A step whose dense leaves lie in one file, of about two MiB."""
+    """A step whose dense leaves are in one file of about two MiB."""
     rng = np.random.default_rng(0)
     state = {f"leaf{n}": jnp.asarray(rng.integers(0, 256, n, np.uint8)) for n in SIZES}
     root = tmp_path_factory.mktemp("dense") / "root"
@@ -51,7 +51,7 @@ def data_file(root: Path) -> Path:
     return max((root / "1" / "dense" / "d").iterdir(), key=lambda path: path.stat().st_size)
 
 
-def test_any_values_are_those_of_the_whole_and_little_more_is_read(root):
+def test_a_partial_read_returns_the_same_values_and_reads_little_more(root):
     every = [key for key in item(root).keys() if not key[0]]
     whole, rng = item(root).read(every), np.random.default_rng(1)
     for count in (1, 1, 1, 2, 3, 5, len(every)):
@@ -67,7 +67,7 @@ def test_any_values_are_those_of_the_whole_and_little_more_is_read(root):
         )
 
 
-def test_a_flipped_bit_is_never_read_and_whoever_reads_elsewhere_does_not_care(root):
+def test_a_flipped_bit_is_never_read_and_does_not_affect_other_values(root):
     path, rng = data_file(root), np.random.default_rng(2)
     intact = path.read_bytes()
     every = [key for key in item(root).keys() if not key[0]]

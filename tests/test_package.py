@@ -36,7 +36,7 @@ MADE_BY_TOOLS = {".cache", ".git", ".venv", ".hypothesis", "__pycache__", "build
 
 
 def source_files(*suffixes: str) -> list[Path]:
-    """Files of the source tree, what git ignores and binary goldens left out."""
+    """Files of the source tree, without ignored files and binary goldens."""
     found = []
     for folder, subfolders, names in os.walk(REPOSITORY):
         subfolders[:] = [
@@ -49,7 +49,7 @@ def source_files(*suffixes: str) -> list[Path]:
 
 
 def fresh_python(program: str, **settings: str) -> str:
-    """Prints of a program in a new interpreter; a warning in it is an error."""
+    """The output of a program in a new interpreter; warnings are errors."""
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", program],
         check=True,
@@ -80,7 +80,7 @@ def test_merging_and_decoding_import_neither_jax_nor_orbax():
     assert fresh_python(program).strip() == "[]"
 
 
-def test_looking_inside_a_directory_loads_no_jax_and_nothing_of_the_command_line():
+def test_inspecting_a_directory_imports_neither_jax_nor_the_command_line():
     program = (
         "import sys, deltackpt.inspect;"
         "print([m for m in ('jax', 'orbax', 'click', 'rich', 'pandas') if m in sys.modules])"
@@ -88,7 +88,7 @@ def test_looking_inside_a_directory_loads_no_jax_and_nothing_of_the_command_line
     assert fresh_python(program).strip() == "[]"
 
 
-def test_help_of_a_command_loads_no_jax():
+def test_command_help_does_not_import_jax():
     program = (
         "import sys; from deltackpt.cli import cli\n"
         "try: cli(['ls', '--help'])\n"
@@ -115,17 +115,17 @@ def test_an_unknown_name_is_an_attribute_error():
 
 @pytest.mark.parametrize("module", MODULES)
 def test_examples_in_docstrings_run(module):
-    # integrations.t5x and its parts need T5X, which is on no package index.
+    # integrations.t5x and its parts need T5X, which is not on any package index.
     found = pytest.importorskip(module, exc_type=MissingExtra)
     assert doctest.testmod(found, optionflags=doctest.ELLIPSIS).failed == 0
 
 
-def test_no_module_has_a_name_that_says_nothing():
+def test_no_module_has_a_meaningless_name():
     names = {part for module in MODULES for part in module.split(".")}
     assert names.isdisjoint({"utils", "util", "helpers", "helper", "common", "core", "misc"})
 
 
-#: Where an SDK finds an endpoint, a region and credentials, we do: these are its settings.
+#: Settings in which SDKs look for an endpoint, a region and credentials; we read them too.
 OF_SDKS = {"AWS_ACCESS_KEY_ID", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"}
 OF_SDKS |= {"AWS_REGION", "TENSORSTORE_GCS_HTTP_URL", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"}
 
@@ -164,7 +164,7 @@ def source_of(module: str) -> str:
 
 
 def imports_of(source: str) -> set[str]:
-    """Modules of the package that a source imports, in functions too, types alone left out."""
+    """Package modules that a source imports, also in functions, but not only for types."""
     found = set()
     inside: list[ast.AST] = [ast.parse(source)]
     while inside:
@@ -182,7 +182,7 @@ def imports_of(source: str) -> set[str]:
 
 
 def in_circles(imports: dict[str, set[str]]) -> dict[str, set[str]]:
-    """What is left of an import graph when modules that import none of it are taken away."""
+    """Repeatedly removes modules without imports in the graph; returns the remaining graph."""
     left = dict(imports)
     while free := [each for each, found in left.items() if not found & left.keys()]:
         for each in free:
@@ -190,7 +190,7 @@ def in_circles(imports: dict[str, set[str]]) -> dict[str, set[str]]:
     return {each: found & left.keys() for each, found in left.items()}
 
 
-def test_no_module_imports_in_a_circle_or_upwards():
+def test_imports_are_acyclic_and_never_point_upward():
     assert in_circles({"a": {"b"}, "b": {"a"}, "c": set()}) == {"a": {"b"}, "b": {"a"}}
     imports = {module: imports_of(source_of(module)) - {module} for module in MODULES}
     assert in_circles(imports) == {}
@@ -264,7 +264,7 @@ def test_no_comprehension_binds_a_name_that_its_function_reads_from_outside():
     assert found == {}
 
 
-def test_every_source_file_names_its_licence():
+def test_every_source_file_names_its_license():
     bare = [
         str(path.relative_to(REPOSITORY))
         for path in [*source_files(".py", ".sh", ".toml", ".yml", ".c"), REPOSITORY / "Makefile"]
@@ -273,7 +273,7 @@ def test_every_source_file_names_its_licence():
     assert bare == []
 
 
-def test_no_path_of_one_machine_is_in_the_tree():
+def test_no_machine_specific_path_is_in_the_tree():
     own = re.compile(r"(?<![\w.])/(home|root|Users|work)/\w")
     found = [
         f"{path.relative_to(REPOSITORY)}:{number}"
@@ -289,7 +289,7 @@ def test_no_path_of_one_machine_is_in_the_tree():
     assert found == []
 
 
-def test_every_library_that_the_package_imports_is_declared():
+def test_every_imported_library_is_declared():
     declared = {
         re.split(r"[^\w.-]", requirement)[0].lower().replace("_", "-")
         for requirement in importlib.metadata.requires("deltackpt") or ()
@@ -304,7 +304,7 @@ def test_every_library_that_the_package_imports_is_declared():
     providers = importlib.metadata.packages_distributions()
     undeclared = [
         name
-        # T5X is on no package index.
+        # T5X is not on any package index.
         for name in sorted(imported - sys.stdlib_module_names - {"deltackpt"})
         if not declared & {found.lower().replace("_", "-") for found in providers[name]}
     ]
@@ -329,7 +329,7 @@ def test_every_supported_python_is_tested_with_pins_within_the_ranges():
 
 
 def tool(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
-    """What a script of tools/ prints and how it ends, with a folder before all others on PATH."""
+    """Runs a script of tools/ with a directory first on PATH."""
     return subprocess.run(
         ["sh", f"tools/{arguments[0]}", *arguments[1:]],
         cwd=REPOSITORY,
@@ -340,7 +340,7 @@ def tool(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.processes
-def test_a_python_gets_the_pins_that_are_its_own(tmp_path):
+def test_each_python_gets_its_own_pins(tmp_path):
     version = "{}.{}".format(*sys.version_info)
     own = "constraints.txt" if version == "3.11" else f"constraints-{version}.txt"
     assert tool("pins.sh", sys.executable).stdout == f"{own}\n"
@@ -350,7 +350,7 @@ def test_a_python_gets_the_pins_that_are_its_own(tmp_path):
 
 
 @pytest.mark.processes
-def test_a_python_that_is_not_there_is_a_failure():
+def test_a_missing_python_is_a_failure():
     ended = tool("find_python.sh", "3.99")
     assert ended.returncode == 1 and ended.stdout == ""
     assert "expected python3.99 on PATH" in ended.stderr
@@ -434,7 +434,7 @@ def test_sdist_contains_what_builds_and_tests_need_and_no_wheel(packages):
 
 
 @pytest.mark.processes
-def test_wheel_is_typed_whole_and_holds_nothing_else(packages, tmp_path):
+def test_wheel_is_typed_complete_and_contains_nothing_else(packages, tmp_path):
     with zipfile.ZipFile(packages[1]) as archive:
         names = set(archive.namelist())
         metadata = archive.read(f"deltackpt-{deltackpt.__version__}.dist-info/METADATA").decode()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs: a save as one stream, and the same files again."""
+"""Bundles: a save as one stream, and the same files again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from deltackpt.tiers.stage import Line
 SAVE = SaveId("ab12", 7, 3)
 
 
-def test_sums_are_joined_as_if_all_had_been_read():
+def test_joined_checksums_equal_the_checksum_of_the_whole():
     drawn = np.random.default_rng(0)
     lengths = (0, 0), (1, 0), (0, 1), (5, 1000), (4097, 1 << 20), (1 << 20, 3), (9, crc.BLOCK_BYTES)
     for first, second in lengths:
@@ -60,7 +60,7 @@ def packed(folder: Path, save_id: SaveId = SAVE, epoch: int = 4, era: int = 1) -
 
 
 class Held:
-    """A pack in memory."""
+    """A bundle in memory."""
 
     def __init__(self, pack: FilePack):
         self.data = bytearray(pack.label.nbytes)
@@ -73,7 +73,7 @@ class Held:
 
 @pytest.fixture(scope="module")
 def step(tmp_path_factory) -> Path:
-    """A base and its items, as a manager makes them."""
+    """A base and its items, as a manager writes them."""
     root = tmp_path_factory.mktemp("packing") / "run"
     with deltackpt.CheckpointManager(
         root, handlers={"embeddings": deltackpt.Tables(select="tables/*")}
@@ -86,7 +86,7 @@ def step(tmp_path_factory) -> Path:
     return root / "7"
 
 
-def test_a_step_comes_out_of_its_pack_byte_for_byte(step, tmp_path):
+def test_a_step_comes_out_of_its_bundle_byte_for_byte(step, tmp_path):
     held = Held(packed(step, saves.read_info(spot(step), "embeddings").save_id))
     assert google_crc32c.value(bytes(held.data)) == held.label.crc32c
     packing.unpack(held, held.label, tmp_path / "out", fsync=True)
@@ -97,7 +97,7 @@ def test_a_step_comes_out_of_its_pack_byte_for_byte(step, tmp_path):
     lengths=st.lists(st.integers(0, 9000), max_size=6),
     cuts=st.lists(st.integers(0, 40_000), max_size=8),
 )
-def test_any_ranges_of_a_pack_are_those_of_the_whole(tmp_path_factory, lengths, cuts):
+def test_any_range_of_a_bundle_matches_the_whole(tmp_path_factory, lengths, cuts):
     folder = tmp_path_factory.mktemp("ranges")
     drawn = np.random.default_rng(1)
     for number, length in enumerate(lengths):
@@ -112,7 +112,7 @@ def test_any_ranges_of_a_pack_are_those_of_the_whole(tmp_path_factory, lengths, 
         assert piece == whole[start:end]
 
 
-def test_a_flipped_bit_anywhere_is_found(tmp_path):
+def test_a_flipped_bit_anywhere_is_detected(tmp_path):
     folder = made(tmp_path / "7", {"a/b": b"some bytes", "c": b"", "d": bytes(range(200))})
     pack = packed(folder)
     for place in range(pack.label.nbytes):
@@ -122,7 +122,7 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path):
             packing.unpack(held, held.label, tmp_path / f"out{place}", fsync=False)
 
 
-def test_a_pack_is_only_unpacked_under_its_name(tmp_path):
+def test_a_bundle_is_only_unpacked_under_its_name(tmp_path):
     held = Held(packed(made(tmp_path / "7", {"a": b"1"})))
     other = Label(PackName.of(held.label.key)._replace(step=8).key, *held.label[1:])
     with pytest.raises(Damaged, match="the bundle of that name"):
@@ -130,7 +130,7 @@ def test_a_pack_is_only_unpacked_under_its_name(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../up", "/etc/passwd", "a/../../b", "", "a//b"])
-def test_no_name_in_a_pack_leads_out_of_it(tmp_path, name):
+def test_no_name_in_a_bundle_leads_out_of_it(tmp_path, name):
     pack = packed(made(tmp_path / "7", {"a": b"1"}))
     contents = packing.read_contents(Held(pack), pack.label)[0]
     (digest,) = contents.files.values()
@@ -142,7 +142,7 @@ def test_no_name_in_a_pack_leads_out_of_it(tmp_path, name):
         packing.unpack(held, hostile.label, tmp_path / "out", fsync=False)
 
 
-def test_a_step_that_leaves_while_it_is_packed_is_missing(tmp_path):
+def test_a_step_removed_while_it_is_packed_is_missing(tmp_path):
     folder = made(tmp_path / "7", {"a": b"1" * 100})
     pack = packed(folder)
     (folder / "a").unlink()
@@ -152,7 +152,7 @@ def test_a_step_that_leaves_while_it_is_packed_is_missing(tmp_path):
         packed(tmp_path / "8")
 
 
-def test_a_file_that_was_cut_is_damage(tmp_path):
+def test_a_truncated_file_is_damage(tmp_path):
     folder = made(tmp_path / "7", {"a": b"1" * 100})
     pack = packed(folder)
     (folder / "a").write_bytes(b"1" * 99)
@@ -160,7 +160,7 @@ def test_a_file_that_was_cut_is_damage(tmp_path):
         Held(pack)
 
 
-def test_a_pack_that_cannot_be_written_says_so(tmp_path):
+def test_a_bundle_that_cannot_be_unpacked_is_a_typed_error(tmp_path):
     held = Held(packed(made(tmp_path / "7", {"a": b"1"})))
     (tmp_path / "out").mkdir()
     with pytest.raises(StorageError, match="unpack a save"):
@@ -183,7 +183,7 @@ def test_keys_name_saves_and_the_newest_comes_first():
     ]
 
 
-def test_contents_say_when_and_under_which_root(tmp_path):
+def test_contents_record_the_moment_and_the_root(tmp_path):
     held = Held(packed(made(tmp_path / "7", {"a": b"1"})))
     found, start = packing.read_contents(held, held.label)
     assert isinstance(found, Contents) and found.line.moment == (4, 1)
@@ -192,7 +192,7 @@ def test_contents_say_when_and_under_which_root(tmp_path):
     assert held.label.nbytes - start == 1
 
 
-def test_the_golden_pack_is_read_and_written_the_same(tmp_path):
+def test_the_golden_bundle_is_read_and_written_the_same(tmp_path):
     folder = Path(__file__).parent / "golden" / "pack-v1"
     (path,) = (one for one in folder.iterdir() if one.is_file())
     key, _, crc32c = path.name.rpartition(".")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that is taken before it is filled."""
+"""Memory that is populated before it is filled."""
 
 import mmap
 import resource
@@ -16,7 +16,7 @@ def minor_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def test_what_an_array_holds_stays():
+def test_populating_keeps_the_contents():
     array = memory.empty_buffer((9 * MIB,), np.dtype(np.uint8))
     array[::4096] = 7
     pages.populate(array[5:])
@@ -24,7 +24,7 @@ def test_what_an_array_holds_stays():
     assert (array[::4096] == 7).all() and int(array.sum()) == 7 * len(array[::4096])
 
 
-def test_filling_what_was_taken_faults_no_more():
+def test_filling_populated_memory_does_not_fault():
     array = memory.empty_buffer((32 * MIB,), np.dtype(np.uint8))
     pages.populate(array)
     if not pages._can_populate:
@@ -34,7 +34,7 @@ def test_filling_what_was_taken_faults_no_more():
     assert minor_faults() - before < 64
 
 
-def test_fresh_memory_is_zero_and_a_part_may_be_taken():
+def test_fresh_memory_is_zero_and_a_part_can_be_populated():
     array = memory.empty_buffer((4 * MIB, 3), np.dtype(np.uint16))
     pages.populate(array[1 : 2 * MIB])
     assert not array.any()
@@ -55,7 +55,7 @@ def test_other_memory_is_left_alone(monkeypatch, array):
     pages.populate(array)
 
 
-def test_a_kernel_that_cannot_is_asked_once(monkeypatch):
+def test_a_kernel_without_support_is_asked_once(monkeypatch):
     asked = []
     monkeypatch.setattr(pages, "_madvise", lambda *call: asked.append(call) or -1)
     monkeypatch.setattr(pages, "_can_populate", True)
@@ -69,7 +69,7 @@ def test_a_kernel_that_cannot_is_asked_once(monkeypatch):
 
 
 def used(choice: pages.PageChoice, units: int, secs: dict[bool, float]) -> list[bool]:
-    """Which pages were chosen, where they take so long."""
+    """Returns the chosen page sizes, given the time that each takes."""
     found = []
     for _ in range(units):
         huge = choice.is_huge()
@@ -79,13 +79,13 @@ def used(choice: pages.PageChoice, units: int, secs: dict[bool, float]) -> list[
 
 
 @pytest.mark.parametrize("quicker", [True, False])
-def test_the_quicker_pages_are_used_and_the_others_tried_again(quicker):
+def test_the_faster_pages_are_used_and_the_others_retried(quicker):
     choice = pages.PageChoice()
     found = used(choice, 1000, {quicker: 0.3e-3, (not quicker): 1.5e-3})
     assert 0.97 < found.count(quicker) / len(found) < 1
 
 
-def test_what_becomes_quicker_is_found_and_one_hiccup_is_not_believed():
+def test_pages_that_become_faster_are_found_and_one_hiccup_is_ignored():
     choice = pages.PageChoice()
     used(choice, 300, {True: 3e-3, False: 1e-3})
     later = used(choice, 300, {True: 0.2e-3, False: 1e-3})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which nodes hold a key, and what is left of packs where nodes are lost: no sockets."""
+"""Placement of keys on nodes, and recovery of bundles after nodes are lost; uses no sockets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = st.lists(st.text("abcdef0123456789", min_size=1), unique=True, min_size=
 
 
 @given(st.text(), NAMES, st.randoms())
-def test_everybody_gets_the_same_order(key, nodes, random_):
+def test_the_ranking_does_not_depend_on_the_order_of_the_nodes(key, nodes, random_):
     shuffled = [*nodes]
     random_.shuffle(shuffled)
     assert ranked(key, nodes) == ranked(key, shuffled)
@@ -53,7 +53,7 @@ def test_keys_spread_over_the_nodes():
 
 
 class Cluster:
-    """Keepers in memory; those that are down do not answer, and are empty when they come back."""
+    """Peers in memory; those that are down do not answer, and lost ones restart empty."""
 
     def __init__(self, count: int, racks: int = 0):
         self.racks = {f"n{i}": f"r{i % racks}" if racks else "" for i in range(count)}
@@ -110,7 +110,7 @@ class MemoryNode:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packs of a few hundred bytes have several segments and stripes."""
+    """Gives bundles of a few hundred bytes several segments and stripes."""
     monkeypatch.setattr(fragments, "SEGMENT_BYTES", 400)
     monkeypatch.setattr(erasure, "STRIPE_BYTES", 256)
 
@@ -129,7 +129,7 @@ def read(held: Neighbours, pack: MemoryPack) -> bytes:
 
 
 @pytest.mark.parametrize(("k", "m"), [(1, 0), (1, 1), (2, 1), (2, 2), (4, 2)])
-def test_a_thousand_random_losses_of_as_many_nodes_as_promised(k, m, small, monkeypatch):
+def test_bundles_survive_random_losses_of_as_many_nodes_as_promised(k, m, small, monkeypatch):
     """Copies(r) is k = 1, m = r - 1: own node and r - 1 others, or any r - 1 of the others."""
     if k > 1 and m > 1:
         pytest.importorskip("pyeclib", reason="needs deltackpt[erasure]")
@@ -142,7 +142,7 @@ def test_a_thousand_random_losses_of_as_many_nodes_as_promised(k, m, small, monk
         packs = [MemoryPack(f"save-{round_}-{i}", random_.randint(1, 1500)) for i in range(3)]
         for pack in packs:
             held.hold(pack)
-        cluster.lose(["n0"])  # One's own, of which nothing may depend.
+        cluster.lose(["n0"])  # Nothing may depend on the own node.
         others = [node for node in cluster.objects if node != "n0"]
         cluster.lose(random_.sample(others, m))
         assert held.labels() == sorted(pack.label for pack in packs)
@@ -152,7 +152,7 @@ def test_a_thousand_random_losses_of_as_many_nodes_as_promised(k, m, small, monk
 
 
 @pytest.mark.parametrize(("k", "m"), [(1, 1), (3, 1)])
-def test_one_loss_too_many_says_which_fragments_and_nodes_are_missing(k, m, small, monkeypatch):
+def test_one_loss_too_many_reports_the_missing_fragments_and_nodes(k, m, small, monkeypatch):
     cluster = Cluster(k + m + 1)
     held = opened(cluster, k, m, monkeypatch)
     pack = MemoryPack("save", 1000)
@@ -170,7 +170,7 @@ def test_one_loss_too_many_says_which_fragments_and_nodes_are_missing(k, m, smal
     held.close()
 
 
-def test_nothing_is_held_on_the_own_node_and_no_node_holds_two_fragments(small, monkeypatch):
+def test_the_own_node_stores_nothing_and_no_node_stores_two_fragments(small, monkeypatch):
     cluster = Cluster(6)
     held = opened(cluster, 3, 1, monkeypatch)
     held.hold(MemoryPack("save", 1000))
@@ -202,7 +202,7 @@ def test_a_node_that_is_down_is_replaced_by_the_next_one(small, monkeypatch):
     held.close()
 
 
-def test_too_few_living_nodes_refuse_a_pack_by_name(small, monkeypatch):
+def test_too_few_live_nodes_refuse_a_bundle_by_name(small, monkeypatch):
     cluster = Cluster(5)
     held = opened(cluster, 3, 1, monkeypatch)
     cluster.lose(["n3"])
@@ -213,7 +213,7 @@ def test_too_few_living_nodes_refuse_a_pack_by_name(small, monkeypatch):
     held.close()
 
 
-def test_to_hold_again_sends_nothing(small, monkeypatch):
+def test_holding_a_bundle_again_sends_nothing(small, monkeypatch):
     cluster = Cluster(5)
     held = opened(cluster, 3, 1, monkeypatch)
     pack = MemoryPack("save", 1000)
@@ -225,7 +225,7 @@ def test_to_hold_again_sends_nothing(small, monkeypatch):
     held.close()
 
 
-def test_what_a_node_lost_meanwhile_is_filled_again_by_holding_again(small, monkeypatch):
+def test_holding_a_bundle_again_restores_what_a_node_lost(small, monkeypatch):
     cluster = Cluster(5)
     held = opened(cluster, 3, 1, monkeypatch)
     pack = MemoryPack("save", 1000)
@@ -237,7 +237,7 @@ def test_what_a_node_lost_meanwhile_is_filled_again_by_holding_again(small, monk
     held.close()
 
 
-def test_what_could_not_be_dropped_is_dropped_later(small, monkeypatch):
+def test_bundles_that_could_not_be_dropped_are_dropped_later(small, monkeypatch):
     cluster = Cluster(5)
     held = opened(cluster, 3, 1, monkeypatch)
     packs = [MemoryPack(f"save-{i}", 1000) for i in range(3)]

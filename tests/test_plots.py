@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots: what they show is what the directory holds, at any size."""
+"""Plots show the contents of a directory, at any size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OF_TABLES = (plots.activity, plots.drift)
 
 
 class MadeUp(MadeUpSaves):
-    """With the compacted bases that its saves say stand for them."""
+    """Synthetic saves with their compacted bases."""
 
     @property
     def compacted(self):
@@ -85,7 +85,7 @@ def test_every_plot_draws_a_directory_of_any_size_without_a_warning(made):
         assert png(plot(ck, "tables/C1")).startswith(b"\x89PNG")
 
 
-def test_2000_saves_of_800_tables_are_drawn_and_what_is_left_out_is_said():
+def test_2000_saves_of_800_tables_are_drawn_and_omissions_are_stated():
     ck = MadeUp(2000, 800, base_every=300, codec="adaptive4")
     figure = plots.touched_fraction(ck)
     assert "the 8 with the most rows written, of 800" in said(figure)
@@ -133,7 +133,7 @@ def test_chain_lengths_are_the_deltas_that_a_restore_merges(directory):
     assert lengths.tolist() == [len(directory.at(int(step)).chain) - 1 for step in steps]
 
 
-def test_a_base_is_in_a_legend_only_where_one_is_drawn():
+def test_a_base_is_in_a_legend_only_if_one_is_drawn():
     ck = MadeUp(6, 1).with_save(3, compacted=True, chain_length=0)
     assert labels(plots.chain_lengths(ck)) == ["deltas", "base", "compacted base"]
     assert labels(plots.chain_lengths(ck.saves[1:3])) == ["deltas"]
@@ -142,7 +142,7 @@ def test_a_base_is_in_a_legend_only_where_one_is_drawn():
 
 
 @pytest.mark.parametrize("every", [1, 7, 30, 1000])
-def test_ticks_are_on_saved_steps_where_there_are_few(every):
+def test_ticks_are_on_saved_steps_if_there_are_few(every):
     ck = MadeUp(9, 1, every=every)
     for plot in OF_SAVES[:2]:
         ticks = list(plot(ck).axes[0].get_xticks())
@@ -162,7 +162,7 @@ def test_touched_fraction_is_rows_of_the_delta_over_rows_of_the_table(directory)
     assert labels(one) == ["tables/users", "base: all rows"]
 
 
-def test_touched_fraction_is_known_where_the_base_was_compacted_and_collected():
+def test_touched_fraction_is_known_if_the_base_was_compacted_and_collected():
     ck = MadeUp(10, 1, seed=1)
     ck.saves = ck.saves[1:]
     steps, shares = drawn(plots.touched_fraction(ck), "tables/C1")
@@ -170,7 +170,7 @@ def test_touched_fraction_is_known_where_the_base_was_compacted_and_collected():
     assert shares.tolist() == [save.rows / save.total_rows for save in ck.saves]
 
 
-def test_plots_of_some_saves_show_these_alone(directory):
+def test_plots_of_some_saves_show_only_these(directory):
     steps, _ = drawn(plots.timeline(directory.saves[2:]), "delta")
     assert steps.tolist() == [2, 3, 4]
 
@@ -185,7 +185,7 @@ def test_activity_is_the_share_of_each_range_that_a_delta_holds(directory):
 
 @settings(max_examples=25)
 @given(bins=st.integers(1, 300), seed=st.integers(0, 50))
-def test_activity_counts_every_row_once_whatever_the_bins(bins, seed):
+def test_activity_counts_every_row_once_for_any_bins(bins, seed):
     ck = MadeUp(4, 1, seed=seed)
     mesh = plots.activity(ck, "tables/C1", bins=bins).axes[0].collections[0]
     edges = np.asarray(mesh.get_coordinates())[:, 0, 1]
@@ -218,7 +218,7 @@ def test_drift_samples_the_same_rows_for_the_same_seed():
     assert 0 < len(asked[0]) <= 1024 and asked[0].max() < ck.shapes["tables/C1"][0]
 
 
-def test_drift_leaves_rows_out_that_are_not_finite_and_says_how_many():
+def test_drift_omits_non_finite_rows_and_states_how_many():
     ck = MadeUp(5, 1)
     history = ck.history
 
@@ -235,7 +235,7 @@ def test_drift_leaves_rows_out_that_are_not_finite_and_says_how_many():
     assert "no row is finite" in plots.drift(ck, "tables/C1", [1, 2]).axes[0].texts[0].get_text()
 
 
-def test_codec_error_is_what_the_manifests_say_and_lossless_saves_say_so(directory):
+def test_codec_error_is_that_of_the_manifests_and_lossless_saves_are_labeled(directory):
     ck = MadeUp(6, 2, codec="int4")
     steps, errors = drawn(plots.codec_error(ck), "tables/C1 (int4)")
     assert steps.tolist() == ck.steps[1:]
@@ -257,7 +257,7 @@ def test_names_are_shown_as_they_are():
     assert len(shown) == 3 and all(len(name) <= 34 for name in shown)
 
 
-def test_axes_that_are_given_are_drawn_in(directory):
+def test_given_axes_are_used(directory):
     figure = Figure(figsize=(12, 8))
     every = figure.subplots(3, 2).reshape(-1)
     for ax, plot in zip(every, OF_SAVES):
@@ -267,7 +267,7 @@ def test_axes_that_are_given_are_drawn_in(directory):
     figure.canvas.draw()
 
 
-def test_what_is_not_there_is_a_typed_error():
+def test_a_missing_table_or_save_is_a_typed_error():
     ck = MadeUp(4, 2)
     for plot in OF_TABLES:
         with pytest.raises(OptionError, match="'C9': expected one of tables/C1"):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Points and steps that go while they are restored: trimmed, compacted, or left by a window.
+"""Points and steps removed during a restore: trimmed, compacted, or left by a window.
 
-A directory becomes, at the n-th access of a restore to it, what its trainer made of it a moment
-later. What is newest then is restored and nothing is called damaged; what was asked for is
-restored whole, or the error names what can be restored instead.
+At the n-th access of a restore, the directory switches to a later state of its trainer. A restore
+of the newest state succeeds and reports no damage. A restore of a given step or point is complete,
+or its error names what can be restored instead.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from deltackpt.upkeep.verify import verify_root
 
 LOG = deltackpt.WalOptions(dense="delta")
 GONE = (StepGone, StepNotFound)
-#: Of the accesses of a restore, one in so many is tried.
+#: One in this many accesses of a restore is tested.
 STRIDE = 9
 
 
 def log(saver: deltackpt.CheckpointManager, loop: Loop, *steps: int) -> None:
-    """Trains and logs, each mark in a file of its own as soon as a step follows."""
+    """Trains and appends each step, and waits until the records are durable."""
     for step in steps:
         loop.train()
         loop.states[step] = loop.state
@@ -48,17 +48,17 @@ def log(saver: deltackpt.CheckpointManager, loop: Loop, *steps: int) -> None:
 
 
 def trimmed(saver: deltackpt.CheckpointManager) -> None:
-    """Waits for the trimming that the last committed step has begun."""
+    """Waits for the trim that the last committed step started."""
     saver.wait_until_finished()
     assert saver._recorder is not None
-    # Noted by the next call of ``log()`` or ``save()``, which here is none of either.
+    # The next ``append()`` or ``save()`` would notice the commit, but here there is neither.
     saver._recorder.recovery(fresh=True)
     if saver._recorder._trimming is not None:
         saver._recorder._trimming.result()
 
 
 class Moments(NamedTuple):
-    """A directory, and what its trainer made of it a moment later."""
+    """A directory before and after its trainer's next action."""
 
     before: Path
     after: Path
@@ -71,13 +71,13 @@ def moments_of(
     then: Callable[[Any, Loop], None],
     **options: Any,
 ) -> Moments:
-    """Lets a trainer do something, and something else.
+    """Runs two actions of a trainer and copies the directory in between.
 
     Args:
-      path: where its directory is, and the copy of it.
-      first: called with the manager and the loop.
-      then: likewise.
-      **options: of the manager.
+      path: parent of the directory and its copy.
+      first: the first action; receives the manager and the loop.
+      then: the second action; same arguments.
+      **options: options of the manager.
     """
     loop, before, root = Loop(), path / "before", path / "root"
     with opened(root, wal=LOG, **options) as saver:
@@ -93,7 +93,7 @@ def files_of(root: Path) -> set[str]:
 
 
 def become(root: Path, after: Path) -> None:
-    """What a trainer does beside readers: steps appear by a rename, and others go by one."""
+    """Applies a trainer's changes: adds new steps by rename, then removes the old files."""
     for name in sorted(os.listdir(after)):
         if name.isdecimal() and not (root / name).exists():
             shutil.copytree(after / name, root / f"{name}.coming")
@@ -110,13 +110,13 @@ def become(root: Path, after: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def nobody_at_work(monkeypatch) -> None:
-    """What goes has gone at once."""
+    """Readers do not wait to see whether a removal is under way."""
     monkeypatch.setattr(removal, "_GONE_INTERVAL_SECS", 0.0)
 
 
 @contextlib.contextmanager
 def turning(moments: Moments, root: Path, at: int) -> Iterator[Accesses]:
-    """Within, the directory turns at an access into what it is a moment later."""
+    """Within the context, an access switches the directory to its later state."""
     shutil.copytree(moments.before, root)
 
     accesses = Accesses([root], at, lambda: become(root, moments.after))
@@ -138,7 +138,7 @@ def every_turn(
     call: Callable[[deltackpt.CheckpointManager], None],
     stride: int = STRIDE,
 ) -> None:
-    """Calls something at each of the moments at which the directory may turn."""
+    """Calls ``call`` once for each tested access at which the directory switches."""
     at = 1
     while True:
         root = path / "turning"
@@ -157,13 +157,13 @@ def every_turn(
 
 
 def logged(saver: Any, loop: Loop) -> None:
-    """Step 2, and points 3 to 5 above it."""
+    """Saves steps 1 and 2, and appends points 3 to 5."""
     loop.steps(saver, 1, 2)
     log(saver, loop, 3, 4, 5)
 
 
 def saved_twice(saver: Any, loop: Loop) -> None:
-    """Two further steps, so that the points go."""
+    """Saves two more steps, so that the points are trimmed."""
     loop.steps(saver, 6)
     log(saver, loop, 7)
     loop.steps(saver, 8)
@@ -178,7 +178,7 @@ def trimming(tmp_path_factory) -> Moments:
     return found
 
 
-def test_a_newest_point_that_is_trimmed_is_followed_by_the_newer_step(trimming, tmp_path):
+def test_if_the_newest_point_is_trimmed_the_newer_step_is_restored(trimming, tmp_path):
     seen = set()
 
     def newest(reader: deltackpt.CheckpointManager) -> None:
@@ -194,7 +194,7 @@ def test_a_newest_point_that_is_trimmed_is_followed_by_the_newer_step(trimming, 
 
 
 @pytest.mark.parametrize("by", ["number", "point"])
-def test_a_point_that_is_trimmed_is_restored_whole_or_what_is_near_is_named(trimming, tmp_path, by):
+def test_a_trimmed_point_is_restored_or_the_error_names_the_nearest(trimming, tmp_path, by):
     with reading(trimming.before) as reader:
         [asked] = [point for point in reader.recovery_points() if point.step == 4]
     told: list[str] = []
@@ -216,11 +216,11 @@ def test_a_point_that_is_trimmed_is_restored_whole_or_what_is_near_is_named(trim
         ), text
 
 
-# Training that goes back.
+# Rollbacks.
 
 
 def went_back(saver: Any, loop: Loop) -> None:
-    """Training goes on from step 1: step 2, and the points above it, are left for another one."""
+    """Training resumes from step 1, which abandons step 2 and the points above it."""
     loop.states = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -231,7 +231,7 @@ def went_back(saver: Any, loop: Loop) -> None:
 
 
 def went_back_and_on(saver: Any, loop: Loop) -> None:
-    """Likewise, and two further steps are saved, so that the stretch that was left goes."""
+    """Also saves one more step, so that the abandoned WAL epoch is trimmed."""
     went_back(saver, loop)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -244,7 +244,7 @@ def going_back(tmp_path_factory, request) -> Moments:
     return moments_of(tmp_path_factory.mktemp("back"), logged, request.param)
 
 
-def test_a_newest_point_that_training_goes_back_behind_is_not_called_damaged(going_back, tmp_path):
+def test_a_newest_point_abandoned_by_a_rollback_is_not_reported_damaged(going_back, tmp_path):
     seen = set()
 
     def newest(reader: deltackpt.CheckpointManager) -> None:
@@ -258,9 +258,7 @@ def test_a_newest_point_that_training_goes_back_behind_is_not_called_damaged(goi
     assert (5, True) in seen and len(seen) >= 2
 
 
-def test_a_point_that_training_goes_back_behind_is_restored_or_said_to_be_gone(
-    going_back, tmp_path
-):
+def test_a_point_abandoned_by_a_rollback_is_restored_or_reported_gone(going_back, tmp_path):
     with reading(going_back.before) as reader:
         asked = reader.recovery_points()[0]
 
@@ -271,7 +269,7 @@ def test_a_point_that_training_goes_back_behind_is_restored_or_said_to_be_gone(
     every_turn(going_back, tmp_path, one, stride=20)
 
 
-def test_an_intact_log_is_verified_while_training_goes_back(going_back, tmp_path):
+def test_an_intact_wal_is_verified_during_a_rollback(going_back, tmp_path):
     def verified(reader: deltackpt.CheckpointManager) -> None:
         report = verify_root(tmp_path / "turning")
         assert report.problems == () and all(one.restorable for one in report.points)
@@ -287,7 +285,7 @@ def test_points_are_listed_while_they_are_trimmed(trimming, tmp_path):
     every_turn(trimming, tmp_path, listed)
 
 
-def test_a_trimmed_point_is_told_from_one_that_never_was(tmp_path):
+def test_errors_for_trimmed_and_unknown_points_name_the_nearest_steps(tmp_path):
     loop = Loop()
     with opened(tmp_path / "root", wal=LOG) as saver:
         logged(saver, loop)
@@ -298,13 +296,13 @@ def test_a_trimmed_point_is_told_from_one_that_never_was(tmp_path):
                 saver.restore(wanted, loop.state)
             near = "step 8" if wanted == 5000 else "step 2 and step 6"
             assert near in str(caught.value)
-        # It was asked for in vain: training goes on as it was.
+        # The failed restores do not affect training.
         loop.train()
         assert "rolled back" not in loop.save(saver, 9).reason
         model.assert_same(saver.restore(7, loop.state).state, loop.states[7])
 
 
-def test_marks_that_are_lost_without_a_later_step_are_damage(tmp_path):
+def test_records_lost_without_a_later_step_are_damage(tmp_path):
     root, loop = tmp_path / "root", Loop()
     with opened(root, wal=LOG) as saver:
         logged(saver, loop)
@@ -343,12 +341,12 @@ def compaction(tmp_path_factory) -> Moments:
 
 
 @pytest.mark.parametrize("asked", [None, 3, 4, 5])
-def test_a_chain_that_is_compacted_meanwhile_is_read_through_its_base(compaction, tmp_path, asked):
+def test_a_chain_compacted_during_a_restore_is_read_through_its_base(compaction, tmp_path, asked):
     assert not (compaction.after / "1").exists() and (compaction.after / "compacted/4").exists()
 
     def restore(reader: deltackpt.CheckpointManager) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # That it is read through another base.
+            warnings.simplefilter("ignore")  # The read goes through another base.
             if asked is None:
                 result = reader.restore_latest(dense_states.initial())
                 assert result is not None and result.skipped == ()
@@ -356,7 +354,7 @@ def test_a_chain_that_is_compacted_meanwhile_is_read_through_its_base(compaction
                 try:
                     result = reader.restore(asked, dense_states.initial())
                 except GONE as error:
-                    # Retention keeps two steps, and what lies before them goes with its base.
+                    # Retention keeps two steps; earlier ones are removed with their base.
                     assert asked == 3, error
                     return
         model.assert_same(result.state, compaction.states[result.step])
@@ -377,7 +375,7 @@ def window(tmp_path_factory) -> Moments:
     return moments_of(tmp_path_factory.mktemp("window"), first, then, policy=rolling, max_to_keep=1)
 
 
-def test_a_step_that_becomes_a_part_of_a_later_window_is_not_called_damaged(window, tmp_path):
+def test_a_step_that_becomes_part_of_a_later_window_is_not_reported_damaged(window, tmp_path):
     def newest(reader: deltackpt.CheckpointManager) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -388,16 +386,16 @@ def test_a_step_that_becomes_a_part_of_a_later_window_is_not_called_damaged(wind
     every_turn(window, tmp_path, newest, stride=19)
 
 
-def test_points_above_steps_that_are_parts_alone_are_not_listed(window):
+def test_points_above_steps_that_are_only_window_parts_are_not_listed(window):
     with reading(window.after) as reader:
-        # Step 4 stands, and the marks above it, too: nothing is left of what it needs.
+        # Step 4 and the records above it exist, but the steps that it needs are gone.
         assert reader.all_steps() == [4, 6, 7]
         assert reader.recovery_points() == []
         with pytest.raises(StepNotFound, match="nearest that can be restored: step 7"):
             reader.restore(5, dense_states.initial())
 
 
-def test_readers_beside_a_trainer_that_trims_retains_and_compacts(tmp_path):
+def test_readers_alongside_a_trainer_that_trims_retains_and_compacts(tmp_path):
     root, loop, stop = tmp_path / "root", Loop(), threading.Event()
     loop.states[0] = loop.state
 
@@ -474,7 +472,7 @@ def test_a_step_that_the_newest_points_need_is_not_deleted(tmp_path):
         assert_read(tmp_path, loop, 30)
 
 
-def test_marks_that_were_trimmed_below_deleted_steps_are_not_called_damaged(tmp_path):
+def test_records_trimmed_below_deleted_steps_are_not_reported_damaged(tmp_path):
     loop = Loop()
     with opened(tmp_path, wal=LOG) as saver:
         save(saver, loop, 0)
@@ -493,7 +491,7 @@ def test_marks_that_were_trimmed_below_deleted_steps_are_not_called_damaged(tmp_
         assert_read(tmp_path, loop, 22)
 
 
-def test_after_the_newest_step_was_deleted_the_log_continues_from_a_step_that_is_saved(tmp_path):
+def test_after_the_newest_step_is_deleted_the_wal_continues_from_a_saved_step(tmp_path):
     loop = Loop()
     with opened(tmp_path, wal=LOG) as saver:
         save(saver, loop, 0)

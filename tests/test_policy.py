@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base or delta, how often, and by how many bits."""
+"""Policies: base or delta, save interval, and bit width."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def history(deltas: list[int], *, one_shot: bool = False) -> History:
 
 
 @given(sizes)
-def test_intermittent_takes_a_base_when_check_n_runs_predictor_says_so(deltas):
+def test_intermittent_takes_a_base_when_check_n_runs_predictor_does(deltas):
     policy = Intermittent(max_restore_ratio=1e9, max_delta_ratio=1e9)
     decision = policy.decide(history(deltas, one_shot=True))
     shares = [size / BASE for size in deltas]
@@ -57,7 +57,7 @@ def test_one_shot_builds_on_the_base_and_consecutive_on_the_newest(deltas):
 
 @given(sizes, st.integers(1, 30), st.floats(1, 5))
 def test_no_chain_is_longer_or_larger_than_its_bounds(deltas, longest, ratio):
-    """Whatever the deltas, the next has the size of the last as far as anybody knows."""
+    """The policy assumes that the next delta has the size of the last one."""
     policy = Consecutive(max_chain=longest, max_restore_ratio=ratio)
     taken: list[int] = []
     for size in deltas:
@@ -71,11 +71,11 @@ def test_no_chain_is_longer_or_larger_than_its_bounds(deltas, longest, ratio):
 
 
 @pytest.mark.parametrize("policy", [Consecutive(), OneShot(), Intermittent()])
-def test_a_delta_of_nearly_all_rows_is_better_a_base(policy):
+def test_a_delta_of_nearly_all_rows_becomes_a_base(policy):
     for wrapped in (policy, LeftToCompaction(policy=policy)):
         assert too_large(wrapped, 800, BASE) is None
         assert "the bound is 0.8" in (too_large(wrapped, 801, BASE) or "")
-    # What the last one wrote is all that several processes know.
+    # With several processes, only the size of the last delta is known.
     assert policy.decide(history([801])).kind == "base"
 
 
@@ -88,7 +88,7 @@ def test_a_policy_without_the_bound_keeps_its_deltas():
 
 
 @pytest.mark.parametrize("policy", [Consecutive, OneShot, Intermittent])
-def test_every_decision_bears_a_reason_that_names_the_kind(policy):
+def test_every_decision_has_a_reason_that_names_the_kind(policy):
     for deltas in ([], [10], [900, 900]):
         decision = policy(max_chain=1).decide(history(deltas))
         assert decision.reason.startswith(f"{decision.kind}: ")
@@ -105,7 +105,7 @@ def test_every_decision_bears_a_reason_that_names_the_kind(policy):
     ],
 )
 @pytest.mark.parametrize("policy", [Consecutive, OneShot, Intermittent])
-def test_a_bound_that_no_chain_can_keep_is_refused(policy, bounds):
+def test_a_bound_that_no_chain_can_satisfy_is_refused(policy, bounds):
     with pytest.raises(OptionError, match=f"{next(iter(bounds))}: expected .* found"):
         policy(**bounds)
 
@@ -114,7 +114,7 @@ positive = st.floats(1e-3, 1e6)
 
 
 @given(positive, positive, positive, st.floats(1e-4, 0.99))
-def test_advice_keeps_the_budget_and_what_the_store_can_do(stall, persist, restarts, budget):
+def test_advice_respects_the_budget_and_the_speed_of_the_store(stall, persist, restarts, budget):
     advice = advise_interval(
         stall_secs=stall, persist_secs=persist, mtbr_secs=restarts, max_overhead=budget
     )
@@ -168,7 +168,7 @@ def test_an_exceeded_expectation_is_taken_as_twice_the_count():
     assert found.reason == "int8: 22 restores expected after 11 restores; 2 were expected"
 
 
-def test_failures_give_the_expected_restores():
+def test_expected_restores_are_derived_from_failures():
     policy = BitWidthPolicy.from_failures(mean_secs_between_failures=3600, run_secs=36_000)
     assert policy.expected_restores == 10
 
@@ -204,6 +204,6 @@ def test_failures_give_the_expected_restores():
         (lambda: CodecChoice(when_exceeded="warn"), "expected 'widen' or 'refuse', found 'warn'"),
     ],
 )
-def test_bit_widths_and_choices_that_cannot_work_say_so(make, message):
+def test_impossible_bit_widths_and_choices_are_refused(make, message):
     with pytest.raises(OptionError, match=message):
         make()

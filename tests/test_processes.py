@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves and restores by several real processes, some of which are killed; see ``many.py``.
 
-``test_meshes.py`` goes through many more topologies, with threads in the place of processes, and
-``long/test_process_kills.py`` through many more kills.
+``test_meshes.py`` covers many more topologies, with threads instead of processes, and
+``long/test_process_kills.py`` many more kills.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from deltackpt.storage import arrays
 from deltackpt.testing import StoredChunk, stored_chunks
 from deltackpt.upkeep import compact
 
-#: Limit of a save that misses a process: longer than processes on a busy machine are apart.
+#: Deadline of a save with a missing process; longer than the skew on a busy machine.
 PEERS_SECS = 2.0
-#: No wait that ends by itself comes near it.
+#: Far longer than any wait that ends by itself.
 HANG_SECS = 60.0
 
 
@@ -43,13 +43,13 @@ def server() -> Iterator[Server]:
 
 
 def started(job: Job, root: Path, place: dict[str, Any], **options: Any) -> None:
-    """A job that has opened its managers and made its state."""
+    """Opens the managers of a job and makes its state."""
     job.all("open", root=str(root), **options)
     job.all("start", place=place)
 
 
 def saved(job: Job, step: int, **arguments: Any) -> tuple[Answer, list[dict[str, Any]]]:
-    """What all processes say of a save that is committed, and the report of each."""
+    """Makes a committed save; returns the common answer and the report of each process."""
     job.all("train", to=step)
     answer = job.one("save", **arguments)
     reports = []
@@ -69,7 +69,7 @@ def assert_restores(
     goes_on: bool = True,
     **topology: int,
 ) -> None:
-    """A fresh job restores a step bit for bit, the newest by default, and saves the next."""
+    """A fresh job restores a step (by default the newest) bit for bit and saves the next one."""
     newest = max(step_numbers(root))
     with Job(server, root.parent / "jobs", model=model, **topology) as job:
         job.all("open", root=str(root))
@@ -94,7 +94,7 @@ def step_numbers(root: Path) -> list[int]:
 
 
 def assert_read_alone(root: Path, step: int, model: Model | None = None) -> None:
-    """The test's own process reads a step without a template."""
+    """Reads a step in the test's own process, without a template."""
     with deltackpt.CheckpointManager(
         root,
         handlers={"embeddings": many_worker.tables()},
@@ -104,11 +104,11 @@ def assert_read_alone(root: Path, step: int, model: Model | None = None) -> None
     assert many_worker.difference(found, (model or Model()).at(step)) is None
 
 
-# Saves, and restores elsewhere.
+# Saves, and restores on other topologies.
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_what_several_processes_saved_restores_on_fewer_and_on_more(server, tmp_path, processes):
+def test_a_save_of_several_processes_restores_on_fewer_and_on_more(server, tmp_path, processes):
     root, model = tmp_path / "root", Model()
     place = {"mesh": [2, 2]} if processes == 2 else {"mesh": [4, 2], "across": "y"}
     with Job(server, tmp_path / "jobs", processes=processes) as job:
@@ -121,7 +121,7 @@ def test_what_several_processes_saved_restores_on_fewer_and_on_more(server, tmp_
             assert delta["kind"] == "delta"
             changed = {name: len(ids) for name, ids in model.changed(step).items()}
             assert_counts(reports, changed, place, processes)
-        # A process reads what its shards hold, and what it reads is right.
+        # Each process reads its own shards correctly.
         for answer in job.all("restore_latest", place=place):
             assert (answer["step"], answer["chain"], answer["wrong"]) == (2, [0, 1, 2], None)
         job.close()
@@ -148,7 +148,7 @@ def assert_counts(
         values = [n for name, n in report["tables"].items() if name.endswith(":values")]
         assert report["rows"] == sum(values)
         assert report["rows"] > 0 and report["bytes"] > 0
-    # Where processes lie along y each has its own columns, and writes part of each row.
+    # Processes along y hold different columns; each writes part of every row.
     parts = processes if place.get("across") == "y" else 1
     times = {"tables/columns": min(parts, place["mesh"][1])}
     for name, count in found.items():
@@ -161,7 +161,7 @@ def test_a_process_reports_the_rows_of_its_own_shards(server, tmp_path):
     with Job(server, tmp_path, processes=2, model=model) as job:
         started(job, tmp_path / "root", {"mesh": [2, 2]})
         saved(job, 0)
-        # All rows of this table that change lie in the shards of process 0.
+        # All changed rows of this table are in the shards of process 0.
         _, reports = saved(job, 1)
         field = "tables/rows:values"
         assert [report["tables"].get(field, 0) for report in reports] == [model.batch, 0]
@@ -183,7 +183,7 @@ def test_processes_find_the_rows_that_changed_without_marks(server, tmp_path):
             assert (answer["step"], answer["wrong"]) == (1, None)
         delta, reports = saved(job, 2)
         assert delta["kind"] == "delta"
-        # Each row by as many processes as hold columns of it.
+        # A row counts once for each process that holds columns of it.
         assert max(report["rows"] for report in reports) <= len(model.rows) * model.batch
         for answer in job.all("restore_latest", place=place):
             assert (answer["step"], answer["wrong"]) == (2, None)
@@ -191,7 +191,7 @@ def test_processes_find_the_rows_that_changed_without_marks(server, tmp_path):
     assert_read_alone(root, 2)
 
 
-#: Each takes bases and deltas within a few saves.
+#: Each policy makes bases and deltas within a few saves.
 POLICIES = {
     "consecutive": {"max_chain": 2},
     "one_shot": {"max_restore_ratio": 1.2},
@@ -200,7 +200,7 @@ POLICIES = {
 
 
 def test_policies_decide_the_same_on_every_process(server, tmp_path):
-    """Though the parts differ in size: they decide by the sizes of whole saves."""
+    """Parts differ in size, but policies decide by the sizes of whole saves."""
     place = {"mesh": [2, 2]}
     with Job(server, tmp_path, processes=2, model=Model(reach=0.8, batch=240)) as job:
         for policy, bounds in POLICIES.items():
@@ -236,7 +236,7 @@ def test_retention_keeps_whole_chains_on_behalf_of_every_process(server, tmp_pat
     assert step_numbers(root) == [3, 4, 5]
 
 
-def test_processes_that_leave_bases_to_compaction_go_on_from_one_alike(server, tmp_path):
+def test_processes_that_leave_bases_to_compaction_build_on_the_same_base(server, tmp_path):
     root = tmp_path / "root"
     options = {"policy": "one_shot", "bounds": {"max_chain": 1}, "max_to_keep": 1}
     with Job(server, tmp_path / "jobs", processes=2) as job:
@@ -246,12 +246,12 @@ def test_processes_that_leave_bases_to_compaction_go_on_from_one_alike(server, t
         assert 0 in step_numbers(root)
         done = compact.compact(root)
         assert done is not None and (done.step, done.deltas) == (2, 1)
-        # The first save tells both processes of the base, the second goes on from it.
+        # The first save announces the base to both processes; the second builds on it.
         assert [saved(job, step)[0]["kind"] for step in (3, 4, 5)] == ["delta"] * 3
         for answer in job.all("restore_latest", place={"mesh": [1, 4]}, like=5):
             assert (answer["step"], answer["wrong"], answer["chain"]) == (5, None, [2, 5])
         job.close()
-    # Nothing needs the trainer's own base any more.
+    # The trainer's own base is no longer needed.
     assert step_numbers(root) == [5]
     assert_read_alone(root, 5)
 
@@ -280,7 +280,7 @@ def test_processes_agree_on_a_busy_writer(server, tmp_path, when_busy, held_up):
         if not due:
             assert job.one("save")["kind"] == "delta"
         for answer in job.all("wait"):
-            # It covers what the skipped one would have held.
+            # It includes the changes of the skipped save.
             assert [report["step"] for report in answer["reports"]] == [3]
         job.close()
     assert step_numbers(tmp_path / "root") == [0, 1, 3]
@@ -305,7 +305,7 @@ def test_a_table_that_grows_between_saves_gives_a_base_on_every_process(server, 
     assert_restores(server, root, None, turned, model=model, processes=1, devices=4)
 
 
-def test_a_table_that_grows_between_runs_is_refused_by_every_process_alike(server, tmp_path):
+def test_a_table_that_grows_between_runs_is_refused_by_every_process(server, tmp_path):
     root, place = tmp_path / "root", {"mesh": [2, 2]}
     with Job(server, tmp_path / "jobs", processes=2) as job:
         started(job, root, place)
@@ -320,7 +320,7 @@ def test_a_table_that_grows_between_runs_is_refused_by_every_process_alike(serve
             assert error["type"] == "TemplateMismatch", error
             assert "table tables/rows" in error["text"]
             assert "[3600" in error["text"] and "[2400" in error["text"]
-        # Arrays of the grown size keep their further rows; with the old size the table grows later.
+        # Arrays of the new size keep their extra rows; with the old size, the table grows later.
         for answer in job.all("restore_latest", place=place, like=2, arrays=True):
             assert (answer["step"], answer["wrong"]) == (1, None)
         for answer in job.all("restore_latest", place=place, like=1):
@@ -332,9 +332,7 @@ def test_a_table_that_grows_between_runs_is_refused_by_every_process_alike(serve
 
 
 @pytest.mark.parametrize("tracking", ["touched", "fingerprints"])
-def test_all_processes_decide_alike_whether_the_restored_step_has_changed(
-    server, tmp_path, tracking
-):
+def test_all_processes_agree_on_whether_the_restored_step_has_changed(server, tmp_path, tracking):
     root, place = tmp_path / "root", {"mesh": [2, 2]}
     with Job(server, tmp_path / "jobs", processes=2) as job:
         started(job, root, place, tracking=tracking)
@@ -356,7 +354,7 @@ def test_all_processes_decide_alike_whether_the_restored_step_has_changed(
         job.close()
 
 
-def test_dense_leaves_are_restored_without_the_handler_of_orbax(server, tmp_path):
+def test_dense_leaves_are_restored_without_the_orbax_handler(server, tmp_path):
     root, place = tmp_path / "root", {"mesh": [2, 2]}
     with Job(server, tmp_path / "jobs", processes=2) as job:
         started(job, root, place)
@@ -369,13 +367,13 @@ def test_dense_leaves_are_restored_without_the_handler_of_orbax(server, tmp_path
 
 
 def chunk_of(root: Path, step: int, process: int, field: str) -> StoredChunk:
-    """A chunk of the widest table that a process wrote."""
+    """The largest chunk of a field that a process wrote."""
     found = stored_chunks(root / str(step), field)
     own = (chunk for chunk in found if chunk.process == process)
     return max(own, key=lambda chunk: chunk.nbytes)
 
 
-def test_damage_that_one_process_reads_lets_every_process_fall_back(server, tmp_path):
+def test_damage_read_by_one_process_makes_every_process_fall_back(server, tmp_path):
     root, place = tmp_path / "root", {"mesh": [2, 2], "layout": "cut"}
     with Job(server, tmp_path / "jobs", processes=2) as job:
         started(job, root, place)
@@ -392,11 +390,11 @@ def test_damage_that_one_process_reads_lets_every_process_fall_back(server, tmp_
             [[step, error]] = answer["skipped"]
             assert step == 2
             assert re.search(chunk.name, error["text"])
-            # The process whose shards are there found it, and told the other.
+            # The process whose shards are damaged detected it and notified the other.
             assert error["type"] == ("Damaged" if number == 1 else "RestoreError")
             assert number == 1 or re.search(r"\b1:? Damaged", error["text"]), error
             assert any("step 2 is skipped" in warning for warning in answer["warnings"])
-        # Going on puts the damaged step aside, on behalf of all.
+        # The next save moves the damaged step aside for all processes.
         assert saved(job, 3)[0]["kind"] == "delta"
         for answer in job.all("restore_latest", place=place):
             assert (answer["step"], answer["wrong"], answer["skipped"]) == (3, None, [])
@@ -410,7 +408,7 @@ def test_damage_that_one_process_reads_lets_every_process_fall_back(server, tmp_
             assert "embeddings/part.0" in answer["error"]["text"]
 
 
-def test_a_damaged_base_that_one_process_reads_loses_its_steps_for_every_process(server, tmp_path):
+def test_a_damaged_base_read_by_one_process_loses_its_steps_for_every_process(server, tmp_path):
     root, place = tmp_path / "root", {"mesh": [2, 2], "layout": "cut"}
     with Job(server, tmp_path / "jobs", processes=2) as job:
         started(job, root, place)
@@ -447,21 +445,21 @@ def test_the_handlers_alone_work_under_stock_orbax(server, tmp_path, api):
     assert (root / "3" / "embeddings" / "part.1").is_dir()
 
 
-# What a restore reads.
+# Bytes that a restore reads.
 
-#: 34 MB, so that a part of it stands out against blocks and metadata; no boundary of a shard is
-#: one of a block.
+#: 34 MB, so that a part of it is large compared with blocks and metadata. No shard boundary is a
+#: block boundary.
 LARGE = Model(
     rows={"rows": 500_040, "columns": 120_008, "replicated": 60_008}, batch=30_000, reach=1.0
 )
-#: What each process reads of arrays that it needs in part: rows, accumulators, four times columns
+#: Arrays that each process reads in part: rows, accumulators, four times columns
 #: with their moments (a segment for each column range), and the replicated table.
 PIECES = 7
 
 
 @contextlib.contextmanager
 def traced(job: Job, directory: Path) -> Iterator[list[Path]]:
-    """Files to which the reads of each process go, one for each of its threads."""
+    """Yields a folder for each process, with a file of traced reads for each of its threads."""
     there = shutil.which("strace") is not None
     required(there, "strace is needed to count what a process reads")
     calls = "trace=read,readv,pread64,preadv,preadv2,mmap,sendfile,copy_file_range"
@@ -502,7 +500,7 @@ _CALL = re.compile(r"(\w+)\((?:[^<>]*?)\d+<([^>]*)>.*\)\s+= (-?\w+)")
 
 
 def bytes_read(folder: Path, root: Path) -> collections.Counter[str]:
-    """File below the root to the bytes that a process read of it, by its system calls."""
+    """Maps each file in the root to the bytes read from it, according to system calls."""
     found: collections.Counter[str] = collections.Counter()
     for path in folder.glob("calls.*"):
         for line in path.read_text(errors="replace").splitlines():
@@ -516,11 +514,11 @@ def bytes_read(folder: Path, root: Path) -> collections.Counter[str]:
 
 @pytest.mark.parametrize(("savers", "readers"), [(2, 4), (4, 2)])
 def test_a_process_reads_only_the_byte_ranges_of_its_shards(server, tmp_path, savers, readers):
-    """At the boundary of the system: metadata, gap arrays and dense leaves included.
+    """Counts reads at the system-call level, including metadata, gap arrays and dense leaves.
 
-    Of an array that a process needs in part it reads whole blocks, so up to two more than its rows
-    take; and besides the small files of a step at most twice: the dense ones are digested as well
-    as restored.
+    If a process needs part of an array, it reads whole blocks: up to two blocks more than its rows
+    take. It also reads the small files of a step at most twice, because dense files are both
+    digested and restored.
     """
     root = tmp_path / "root"
     with Job(server, tmp_path / "jobs", processes=savers, model=LARGE) as job:
@@ -541,14 +539,14 @@ def test_a_process_reads_only_the_byte_ranges_of_its_shards(server, tmp_path, sa
     total = sum(files[path] for path in chunks)
     small = sum(size for path, size in files.items() if path not in chunks)
     assert total > 35e6 and small < 0.02 * total, (total, small)
-    # What they hold together is all that there is, once.
+    # The shares cover everything exactly once.
     assert abs(sum(shares) - total) < 0.01 * total, (shares, total)
     for folder, share in zip(folders, shares):
         by_file = bytes_read(folder, root)
         read = sum(by_file.values())
         allowed = share + 2 * (2 * PIECES * arrays.BLOCK_BYTES) + 2 * small
         assert share <= read <= allowed, (share, read, allowed, total, by_file)
-        # Each byte range is read once, but for blocks of a layer that two pieces share.
+        # Each byte range is read once, except for layer blocks that two pieces share.
         for path in chunks:
             shared = 2 * PIECES * arrays.BLOCK_BYTES if path.name.startswith("layer.") else 0
             assert by_file[str(path)] <= files[path] + shared, path
@@ -558,7 +556,7 @@ def test_a_process_reads_only_the_byte_ranges_of_its_shards(server, tmp_path, sa
 
 
 def missing_of(error: dict[str, Any] | None) -> dict[str, Any]:
-    """The error that says which process is missing: this one, or the one that it comes from."""
+    """The ``ProcessMissing`` error: this one, or the one in its chain of causes."""
     assert error is not None
     if error["type"] == "ProcessMissing":
         return error
@@ -566,7 +564,7 @@ def missing_of(error: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def assert_misses(answer: Answer, victim: int) -> None:
-    """A survivor gave up in time, and names the victim."""
+    """Asserts that a survivor gave up in time and named the victim."""
     assert "ended" not in answer, answer
     error = missing_of(answer["error"])
     assert error["processes"] == [victim]
@@ -576,14 +574,14 @@ def assert_misses(answer: Answer, victim: int) -> None:
 
 
 def assert_missed_again(left: many.Process, victim: int) -> None:
-    """A save of a survivor begins without a wait, and names the victim when it is waited for."""
+    """Asserts that a survivor's save starts without waiting and its wait names the victim."""
     left.ask("save")
     assert "error" not in left.answer()
     left.ask("wait")
     assert_misses(left.answer(), victim)
 
 
-#: Phase to the point of a save that process 0 comes to in it, and the others.
+#: Maps a phase to the points of a save that process 0 and the other processes reach in it.
 PHASES = {
     "before": ("before its part", "before its part"),
     "during": ("during its part", "during its part"),
@@ -593,9 +591,9 @@ PHASES = {
 
 
 def kill_in_a_save(job: Job, victim: int, phase: str) -> list[Answer]:
-    """Saves, kills one process on the way, and gives what the processes answer to ``wait``.
+    """Kills one process during a save and returns the answers of all processes to ``wait``.
 
-    Process 0 alone commits. To kill another one meanwhile, process 0 is held up in its commit
+    Only process 0 commits. To kill another process during the commit, process 0 is held up in it
     until the other is dead.
     """
     primary, other = PHASES[phase]
@@ -621,14 +619,14 @@ def kill_in_a_save(job: Job, victim: int, phase: str) -> list[Answer]:
 @pytest.mark.parametrize("phase", ["before", "during", "after", "commit"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_is_named_and_nothing_committed_is_lost(server, tmp_path, victim, phase):
-    """The coordinator of jax lives elsewhere here, as under a cluster's own launcher."""
+    """JAX's coordinator runs elsewhere here, as it does under a cluster's own launcher."""
     root, survivor = tmp_path / "root", 1 - victim
     with Job(server, tmp_path / "jobs", processes=2, apart=True) as job:
         started(job, root, {"mesh": [2, 2]})
         saved(job, 0)
         saved(job, 1)
         job.all("train", to=2)
-        # Process 0 has all that the other wrote, and commits without it.
+        # Process 0 already has the other's part and commits without it.
         committed = victim == 1 and phase == "commit"
         job.all("limit", processes_secs=HANG_SECS if committed else PEERS_SECS)
         waits = kill_in_a_save(job, victim, phase)
@@ -651,7 +649,7 @@ def test_a_killed_process_is_named_and_nothing_committed_is_lost(server, tmp_pat
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_died_before_a_save_is_named(server, tmp_path, victim):
-    """The training thread meets nobody in ``save()``: it is named by the wait."""
+    """``save()`` does not wait for other processes, so the wait names the missing one."""
     root = tmp_path / "root"
     with Job(server, tmp_path / "jobs", processes=2, apart=True) as job:
         started(job, root, {"mesh": [2, 2]})
@@ -670,12 +668,12 @@ def test_a_process_that_died_before_a_save_is_named(server, tmp_path, victim):
 
 
 @pytest.mark.parametrize("phase", ["during", "commit"])
-def test_jax_ends_the_survivors_where_process_0_dies_with_the_coordinator(server, tmp_path, phase):
-    """By default jax's coordinator is a part of process 0.
+def test_jax_aborts_the_survivors_if_process_0_dies_with_the_coordinator(server, tmp_path, phase):
+    """By default, JAX's coordinator runs in process 0.
 
-    When it goes, jax aborts the other processes from C++ at once (SIGABRT, "the JAX distributed
-    service detected fatal errors", with ``jax_enable_recoverability`` too), before any timeout of
-    ours: no Python error can say which process was missing. What is committed is not affected.
+    When it dies, JAX immediately aborts the other processes from C++ (SIGABRT, "the JAX distributed
+    service detected fatal errors", with ``jax_enable_recoverability`` too), before any of our
+    timeouts. No Python error can report the missing process. Committed steps are not affected.
     """
     root = tmp_path / "root"
     with Job(server, tmp_path / "jobs", processes=2) as job:
@@ -690,7 +688,7 @@ def test_jax_ends_the_survivors_where_process_0_dies_with_the_coordinator(server
 
 
 @pytest.mark.parametrize("stalled", [0, 1])
-def test_a_stalled_process_is_named_and_cannot_commit_once_it_goes_on(server, tmp_path, stalled):
+def test_a_stalled_process_is_named_and_cannot_commit_after_it_resumes(server, tmp_path, stalled):
     root, other = tmp_path / "root", 1 - stalled
     with Job(server, tmp_path / "jobs", processes=2, apart=True) as job:
         started(job, root, {"mesh": [2, 2]})
@@ -708,7 +706,7 @@ def test_a_stalled_process_is_named_and_cannot_commit_once_it_goes_on(server, tm
         process.kill(signal.SIGCONT)
         assert "error" not in process.answer()
         answer = process.answer()
-        # It finds what the other noted, or is missed by the other at the commit.
+        # It finds the failure that the other noted, or the other misses it at the commit.
         assert answer["error"]["type"] in ("ProcessMissing", "ProcessFailed", "SaveFailed"), answer
         assert step_numbers(root) == [0]
     assert_restores(server, root, None, {"mesh": [2, 1]}, processes=1, devices=2)

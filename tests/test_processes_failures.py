@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fails on one of several real processes is told by all, and stands in nobody's way."""
+"""All processes report a failure of one of several real processes, and none hangs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from many import Answer, Job, Server
 from deltackpt.save import exits
 
 PLACE = {"mesh": [2, 2]}
-#: Nothing here ends by this limit: a test that comes near it would hang without it.
+#: No test reaches this limit: one that comes near it would hang without it.
 PEERS_SECS = 20.0
 
 
@@ -49,7 +49,7 @@ def root_cause(answer: Answer) -> dict[str, Any]:
 
 
 def assert_goes_on(job: Job, step: int) -> None:
-    """A step is saved and restored by both, as if nothing had been."""
+    """Checks that both processes can save and restore a step."""
     job.all("train", to=step)
     job.all("save")
     job.all("wait")
@@ -59,7 +59,7 @@ def assert_goes_on(job: Job, step: int) -> None:
 
 
 def assert_told_by_the_other(job: Job, process: int, at: str, step: int) -> None:
-    """An I/O error of one process in a restore is told by the other, and both may restore again."""
+    """Checks that the other process reports an I/O error in a restore; both can restore again."""
     of_one(job, process, "fault", at=at, number=5)
     errors = [answer["error"] for answer in job.each("restore_latest", place=PLACE, like=step)]
     own, told = errors[process], errors[1 - process]
@@ -70,7 +70,7 @@ def assert_told_by_the_other(job: Job, process: int, at: str, step: int) -> None
 
 
 @pytest.mark.parametrize("process", [0, 1])
-def test_a_full_disk_of_one_process_is_told_by_the_other(job, tmp_path, process):
+def test_a_full_disk_of_one_process_is_reported_by_the_other(job, tmp_path, process):
     of_one(job, process, "fault", at="during its part")
     job.all("save")
     waits = job.each("wait")
@@ -82,7 +82,7 @@ def test_a_full_disk_of_one_process_is_told_by_the_other(job, tmp_path, process)
     assert_goes_on(job, 2)
 
 
-def test_a_commit_that_fails_says_why_on_both_processes(job, tmp_path):
+def test_a_commit_that_fails_reports_the_cause_on_both_processes(job, tmp_path):
     of_one(job, 0, "fault", at="commit: digests")
     job.all("save")
     waits = job.each("wait")
@@ -96,7 +96,7 @@ def test_a_commit_that_fails_says_why_on_both_processes(job, tmp_path):
     assert_goes_on(job, 2)
 
 
-def test_a_snapshot_that_one_process_cannot_take_leaves_nobody_at_a_barrier(job, tmp_path):
+def test_a_snapshot_that_fails_on_one_process_leaves_none_at_a_barrier(job, tmp_path):
     of_one(job, 1, "fault", at="snapshot")
     saves = job.each("save")
     assert "error" not in saves[0] and "No space left" in saves[1]["error"]["text"]
@@ -106,10 +106,8 @@ def test_a_snapshot_that_one_process_cannot_take_leaves_nobody_at_a_barrier(job,
     assert_goes_on(job, 2)
 
 
-def test_a_process_that_ends_by_an_exception_finishes_its_part_while_the_other_goes_on(
-    job, tmp_path
-):
-    """It waits for process 0 no longer than for its own save."""
+def test_a_process_that_ends_by_an_exception_finishes_its_part_while_the_other_runs(job, tmp_path):
+    """It waits for process 0 only until its own save is committed."""
     of_one(job, 0, "arm", at="before its part", action="hold")
     job.all("save")
     job.processes[0].wait_reached("before its part")
@@ -139,7 +137,7 @@ def test_a_process_that_ends_waits_for_a_dead_one_no_longer_than_processes_secs(
         assert not (tmp_path / "root" / "1").exists()
 
 
-def test_a_trainer_that_lost_its_directory_says_so_on_every_process(job, tmp_path):
+def test_a_trainer_that_lost_its_directory_reports_it_on_every_process(job, tmp_path):
     of_one(job, 0, "usurp", root=str(tmp_path / "root"))
     job.all("save")
     waits = job.each("wait")
@@ -161,7 +159,7 @@ def test_a_trainer_that_lost_its_directory_moves_no_steps_of_its_successor(job, 
     assert (root / "1").exists() and not (root / "rolled-back").exists()
 
 
-def test_nobody_goes_on_before_later_steps_are_moved_aside(job, tmp_path):
+def test_no_process_continues_before_later_steps_are_moved_aside(job, tmp_path):
     root = tmp_path / "root"
     for step in (1, 2, 3):
         job.all("train", to=step)
@@ -176,14 +174,14 @@ def test_nobody_goes_on_before_later_steps_are_moved_aside(job, tmp_path):
     assert_goes_on(job, 2)
 
 
-def test_storage_that_one_process_cannot_read_lets_nobody_fall_back(job):
+def test_no_process_falls_back_if_one_cannot_read_the_storage(job):
     job.all("save")
     job.all("wait")
     assert_told_by_the_other(job, 1, "reading arrays", step=1)
     assert_goes_on(job, 2)
 
 
-def test_a_directory_that_process_0_cannot_list_is_told_by_the_other(job):
+def test_a_directory_that_process_0_cannot_list_is_reported_by_the_other(job):
     assert_told_by_the_other(job, 0, "listing steps", step=0)
 
 
@@ -194,10 +192,10 @@ def test_one_process_alone_may_read_beside_the_job(job, tmp_path):
 
 @pytest.mark.parametrize("at", ["checking the options", "the end of a start"])
 @pytest.mark.parametrize("process", [0, 1])
-def test_a_manager_that_one_process_cannot_make_is_made_by_none_and_fences_none(
+def test_a_manager_that_one_process_cannot_create_fails_on_all_and_fences_none(
     job, tmp_path, at, process
 ):
-    """Later managers meet as before."""
+    """Later managers can still be created."""
     again = {"root": str(tmp_path / "root"), "processes_secs": PEERS_SECS}
     of_one(job, process, "fault", at=at)
     errors = [answer["error"]["type"] for answer in job.each("open", **again)]
@@ -212,8 +210,8 @@ def test_a_manager_that_one_process_cannot_make_is_made_by_none_and_fences_none(
 
 
 @pytest.mark.parametrize("process", [0, 1])
-def test_arguments_that_one_process_has_wrong_stand_in_nobodys_way(job, tmp_path, process):
-    """Neither those that the manager refuses, nor options that cannot even be made."""
+def test_wrong_arguments_of_one_process_block_no_other(job, tmp_path, process):
+    """Includes arguments that the manager refuses, and options that cannot be constructed."""
     right = {"root": str(tmp_path / "root"), "processes_secs": PEERS_SECS}
     for wrong in {"event_handlers": [1]}, {"max_to_keep": -1}:
         short = {} if "event_handlers" in wrong else {"processes_secs": 2.0}
@@ -227,7 +225,7 @@ def test_arguments_that_one_process_has_wrong_stand_in_nobodys_way(job, tmp_path
         else:
             assert errors[1 - process]["type"] == "ProcessMissing"
             assert f"expected process {process} to arrive" in errors[1 - process]["text"]
-        # Neither is shifted against the other from now on.
+        # The processes are still in step with each other.
         job.all("open", **right)
     found = job.all("restore_latest", place=PLACE, like=0)
     assert {(answer["step"], answer["wrong"]) for answer in found} == {(0, None)}
@@ -236,10 +234,10 @@ def test_arguments_that_one_process_has_wrong_stand_in_nobodys_way(job, tmp_path
 
 @pytest.mark.parametrize("what", ["dense leaves", "notes"])
 @pytest.mark.parametrize("process", [0, 1])
-def test_what_one_process_cannot_read_by_orbax_stops_the_other_in_time(
+def test_an_orbax_item_that_one_process_cannot_read_stops_the_other_in_time(
     server, tmp_path, what, process
 ):
-    """Orbax has the others wait for it at a barrier of its own, for as long as the timeouts say."""
+    """Orbax makes the others wait for it at its own barrier, up to the timeouts."""
     with Job(server, tmp_path / "jobs", processes=2) as job:
         job.all("open", root=str(tmp_path / "root"), notes=True)
         job.all("start", place=PLACE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real processes whose marks are not what the parent saw, or not what the others have."""
+"""Real processes whose marks differ from those of the parent save or of other processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def server() -> Iterator[Server]:
 
 
 def assert_given_up(job: Job, root: Path, step: int) -> None:
-    """The save in flight is committed nowhere, and each process says that it was the tracking."""
+    """The save in flight is not committed, and each process reports that tracking failed."""
     for answer in job.each("wait"):
         assert answer["error"]["type"] == "TrackingFailed", answer
     assert step not in step_numbers(root)
@@ -31,11 +31,11 @@ def assert_given_up(job: Job, root: Path, step: int) -> None:
     job.all("wait")
 
 
-# Without the proof, replicas still compare what they marked.
+# Without the audit, replicas still compare their marks.
 @pytest.mark.parametrize(
     ("forget", "proof"), [([0, 1], True), ([1], True), ([0], True), ([1], False), ([0], False)]
 )
-def test_a_process_that_forgets_its_marks_makes_no_wrong_step(server, tmp_path, forget, proof):
+def test_a_process_that_forgets_its_marks_commits_no_wrong_step(server, tmp_path, forget, proof):
     root = tmp_path / "root"
     with Job(server, tmp_path / "jobs", processes=2) as job:
         started(job, root, PLACE, sampled_proof=proof)
@@ -49,7 +49,7 @@ def test_a_process_that_forgets_its_marks_makes_no_wrong_step(server, tmp_path, 
     assert_restores(server, root, 4, PLACE, processes=2)
 
 
-def test_marks_made_anew_by_all_processes_give_a_base_with_its_reason(server, tmp_path):
+def test_marks_recreated_by_all_processes_cause_a_base_with_a_reason(server, tmp_path):
     root = tmp_path / "root"
     with Job(server, tmp_path / "jobs", processes=2) as job:
         started(job, root, PLACE)
@@ -63,7 +63,7 @@ def test_marks_made_anew_by_all_processes_give_a_base_with_its_reason(server, tm
     assert_restores(server, root, 6, PLACE, processes=2)
 
 
-def test_processes_that_only_look_at_a_step_go_on_from_their_own(server, tmp_path):
+def test_processes_that_only_look_at_a_step_continue_from_their_own_state(server, tmp_path):
     root = tmp_path / "root"
     with Job(server, tmp_path / "jobs", processes=2) as job:
         started(job, root, PLACE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves through lossy codecs: what comes back, what is recorded, and what widens or refuses."""
+"""Saves with lossy codecs: restored values, recorded errors, and widened or refused codecs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def state_of(seed: int = 0, dtype=jnp.float32) -> dict:
 
 
 def marked(state: dict, seed: int, rows: np.ndarray, **odd: float):
-    """The state after an update of ``rows`` of table a, some of which become odd."""
+    """The state after an update of ``rows`` of table a, some of which get odd values."""
     change = np.random.default_rng(seed).normal(size=(len(rows), WIDTH)).astype(np.float32)
     for place, value in odd.items():
         change[int(place.removeprefix("row"))] = value
@@ -75,7 +75,7 @@ def marked(state: dict, seed: int, rows: np.ndarray, **odd: float):
 
 
 def saved(root, codec, rows=None, *, base=None, marks=None, options=None, **odd):
-    """Saves a base and a delta; (base state, delta state, what the delta's save reported)."""
+    """Saves a base and a delta; returns both states and the report of the delta."""
     rows = np.arange(0, ROWS, 3) if rows is None else rows
     base = state_of() if base is None else base
     state = marked(base, 1, rows, **odd)
@@ -109,7 +109,7 @@ def encodings(root, step: int) -> dict[tuple[str, str], Encoding]:
 
 
 @pytest.mark.parametrize("codec", LOSSY)
-def test_a_delta_restores_what_decoding_gives_and_all_else_bit_for_bit(codec, tmp_path):
+def test_a_delta_restores_decoded_rows_and_everything_else_bit_for_bit(codec, tmp_path):
     base, state, report = saved(tmp_path, codec, row5=np.nan, row700=np.inf, row9=0.0)
     found = restored(tmp_path, state)
     rows = np.arange(0, ROWS, 3)
@@ -120,7 +120,7 @@ def test_a_delta_restores_what_decoding_gives_and_all_else_bit_for_bit(codec, tm
     state["tables"]["a"] = jnp.asarray(expected)
     model.assert_same(found, state)
     model.assert_same(restored(tmp_path, base, 0), base)
-    # The figures are those of what was saved.
+    # The reported figures match the saved rows.
     values = next(figures for figures in report.tables if figures.field == "values")
     finite = np.isfinite(expected[rows]).all(axis=1)
     truth = np.asarray(marked(base, 1, rows)["tables"]["a"])[rows]
@@ -150,7 +150,7 @@ def contents(chunk: StoredChunk) -> bytes:
     return chunk.path.read_bytes()[chunk.offset : chunk.offset + chunk.nbytes]
 
 
-def test_bases_and_slots_are_quantized_where_asked(tmp_path):
+def test_bases_and_slots_are_quantized_on_request(tmp_path):
     choice = deltackpt.policies.CodecChoice(delta="int4", base="int8")
     slots = {"tables/a": "bf16", "**": "lossless"}
     base, state, _ = saved(tmp_path, tables(choice, slot_codec=slots))
@@ -168,7 +168,7 @@ def test_bases_and_slots_are_quantized_where_asked(tmp_path):
     assert np.asarray(found["slots"]["b"]).tobytes() == np.asarray(base["slots"]["b"]).tobytes()
 
 
-def test_lossless_slots_and_rows_come_back_bit_for_bit_and_smaller(tmp_path):
+def test_lossless_slots_and_rows_are_smaller_and_restore_bit_for_bit(tmp_path):
     _, state, report = saved(tmp_path, tables("lossless", slot_codec="lossless"), row5=np.nan)
     model.assert_same(restored(tmp_path, state), state)
     assert all(figures.ratio < 0.95 for figures in report.tables)
@@ -176,7 +176,7 @@ def test_lossless_slots_and_rows_come_back_bit_for_bit_and_smaller(tmp_path):
     assert part["values"].tobytes() == np.asarray(state["tables"]["a"])[100:200].tobytes()
 
 
-def test_ranges_of_rows_are_read_with_those_that_stand_beside(tmp_path):
+def test_row_ranges_are_read_with_rows_that_are_stored_raw(tmp_path):
     _, state, _ = saved(tmp_path, "int4", row5=np.nan, row30=np.inf, row31=-np.inf)
     whole = np.asarray(restored(tmp_path, state)["tables"]["a"])
     for span in ((0, 16), (15, 16), (16, 90), (90, 94), (2000, 3000), (40, 40)):
@@ -184,7 +184,7 @@ def test_ranges_of_rows_are_read_with_those_that_stand_beside(tmp_path):
         assert part.tobytes() == whole[slice(*span)].tobytes()
 
 
-def test_rows_of_a_table_that_is_split_by_columns(tmp_path):
+def test_rows_of_a_column_sharded_table(tmp_path):
     if jax.device_count() < 8:
         pytest.skip("needs 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8")
     state = state_of()
@@ -206,7 +206,7 @@ def test_rows_of_a_table_that_is_split_by_columns(tmp_path):
     assert [figures.rows for figures in report.tables if figures.field == "values"] == [len(rows)]
 
 
-def test_a_table_whose_rows_no_codec_holds_is_stored_raw_with_the_reason(tmp_path):
+def test_a_table_whose_rows_the_codec_cannot_represent_is_stored_raw_with_the_reason(tmp_path):
     rows = np.arange(10)
     odd = {f"row{i}": np.nan for i in range(10)}
     _, state, report = saved(tmp_path, "int4", rows, **odd)
@@ -216,13 +216,13 @@ def test_a_table_whose_rows_no_codec_holds_is_stored_raw_with_the_reason(tmp_pat
     assert values.reason.startswith("raw: int4 cannot represent 10 of 10 rows")
 
 
-def test_raw_steps_ask_no_feature_of_their_reader(tmp_path):
+def test_raw_steps_require_no_codec_feature_of_their_reader(tmp_path):
     saved(tmp_path, "raw")
     found = [saves.read_save(tmp_path / step).manifests[0].features for step in ("0", "1")]
     assert found == [(), (manifest.DENSE_BLOCKS, manifest.LAYERS)]
 
 
-def test_many_rows_beyond_a_codec_are_not_collected_in_memory(tmp_path):
+def test_many_rows_beyond_the_range_of_a_codec_are_not_collected_in_memory(tmp_path):
     state = {"tables": {"a": jnp.full((100_000, 16), 1e-6)}, "slots": {}}
     chosen = deltackpt.Tables(
         select="tables/*", slots={}, codec=deltackpt.policies.CodecChoice(base="fp16")
@@ -267,7 +267,7 @@ def test_slots_named_like_arrays_of_a_codec_are_refused(name, tmp_path):
             manager.save(0, state)
 
 
-def test_rows_beyond_the_range_of_a_codec_come_back_bit_for_bit(tmp_path):
+def test_rows_beyond_the_range_of_a_codec_restore_bit_for_bit(tmp_path):
     _, state, _ = saved(tmp_path, "fp16", row3=1e5, row4=1e-30, row6=3e38)
     found = np.asarray(restored(tmp_path, state)["tables"]["a"])
     for row in (9, 12, 18):
@@ -289,7 +289,7 @@ def test_a_save_over_its_budget_is_widened_until_it_fits(tmp_path):
     assert (recorded.codec, recorded.reason) == (values.codec, values.reason)
 
 
-def test_a_budget_of_nothing_ends_in_raw(tmp_path):
+def test_a_budget_of_zero_ends_in_raw(tmp_path):
     choice = deltackpt.policies.CodecChoice(delta="int8", base="bf16", max_error=0)
     base, state, report = saved(tmp_path, choice)
     # A reader that does not know encodings would decode by the planned codec.
@@ -299,7 +299,7 @@ def test_a_budget_of_nothing_ends_in_raw(tmp_path):
     assert {figures.codec for figures in report.tables} == {"raw"}
 
 
-def test_the_budget_is_of_every_table_by_itself(tmp_path):
+def test_the_budget_applies_to_each_table_separately(tmp_path):
     base = state_of()
     base["tables"]["b"] = base["tables"]["b"].at[:, 0].set(1000.0)
     touched = deltackpt.touched.init(base["tables"])
@@ -347,7 +347,7 @@ def test_a_change_of_codec_needs_no_base(tmp_path):
     assert (result.kind, encodings(tmp_path, 2)["g0", "values"].codec) == ("delta", "adaptive2")
 
 
-def test_bits_grow_with_the_restores_that_are_counted(tmp_path):
+def test_bits_grow_with_the_number_of_restores(tmp_path):
     policy = deltackpt.policies.BitWidthPolicy(
         expected_restores=1, codecs=deltackpt.policies.CHECK_N_RUN
     )
@@ -372,7 +372,7 @@ def test_bits_grow_with_the_restores_that_are_counted(tmp_path):
     assert found[2][2] == "adaptive4: 4 restores expected after 2 restores; 1 were expected"
 
 
-def test_reading_only_is_no_restore(tmp_path):
+def test_reading_does_not_count_as_a_restore(tmp_path):
     base, state, _ = saved(tmp_path, "raw")
     restored(tmp_path, state)
     with deltackpt.CheckpointManager(tmp_path, handlers=tables()) as manager:
@@ -382,7 +382,7 @@ def test_reading_only_is_no_restore(tmp_path):
     assert saves.read_save(tmp_path / "2").manifests[0].restores == 0
 
 
-def test_metrics_and_events_tell_bytes_and_errors_of_each_table(tmp_path):
+def test_metrics_and_events_report_bytes_and_errors_of_each_table(tmp_path):
     registry = prometheus_client.CollectorRegistry()
     base = state_of()
     touched = deltackpt.touched.init(base["tables"])
@@ -406,7 +406,7 @@ def test_metrics_and_events_tell_bytes_and_errors_of_each_table(tmp_path):
     assert stated == pytest.approx(report.bytes_written, rel=0.25)
 
 
-# What cannot work.
+# Errors.
 
 
 def with_codec(root: Path, name: str) -> None:
@@ -433,7 +433,7 @@ def test_a_codec_of_a_newer_version_is_named(tmp_path):
                 read(manager)
 
 
-def test_damaged_codes_are_named_and_the_step_before_is_taken(tmp_path):
+def test_damaged_codes_are_named_and_the_previous_step_is_restored(tmp_path):
     base, state, _ = saved(tmp_path, "int4", row5=np.nan)
     [segment] = saves.read_save(tmp_path / "1").parts()[0].segments
     arrays = sorted(entry.name for entry in segment.arrays)
@@ -475,7 +475,7 @@ def test_damaged_codes_are_named_and_the_step_before_is_taken(tmp_path):
         ),
     ],
 )
-def test_codecs_that_cannot_work_are_refused_before_anything_is_written(
+def test_unusable_codecs_are_refused_before_anything_is_written(
     codec, slot_codec, error, message, tmp_path
 ):
     state = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cluster files: their structure, and the sums that their comments ask for."""
+"""The cluster files: their structure, and the size limits that their comments require."""
 
 # ruff: noqa: E402
 from __future__ import annotations
@@ -22,7 +22,7 @@ def nbytes(text: str) -> int:
     return int(text[:-2]) * UNITS[text[-2:]]
 
 
-def test_the_launcher_takes_the_cluster_file_of_machines(repository):
+def test_the_launcher_accepts_the_cluster_file_of_vms(repository):
     util.validate_config(util.prepare_config(loaded(repository, "vms.yml")))
 
 
@@ -39,7 +39,7 @@ def test_the_memory_of_each_pod_holds_the_object_store_and_its_volume(repository
         assert 4 * shared_memory <= nbytes(container["resources"]["limits"]["memory"])
 
 
-def test_accelerators_stand_by_until_they_are_asked_for(repository):
+def test_accelerators_are_not_started_until_requested(repository):
     spec = loaded(repository, "kuberay.yml")["spec"]
     replicas = {group["groupName"]: group["replicas"] for group in spec["workerGroupSpecs"]}
     assert replicas == {"cpu": 2, "gpu": 0, "tpu": 0}

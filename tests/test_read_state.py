@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A part of a step, or a step in a state of another structure."""
+"""Reads of a part of a step, or of a step into a state with another structure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOT
 
 @pytest.fixture
 def saved(tmp_path):
-    """Three steps, and the state of the last."""
+    """A manager with three steps, and the state and TouchState of the last."""
     state = model.initial()
     touched = model.new_touched(state)
     with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as manager:
@@ -40,7 +40,7 @@ def same(one, other) -> bool:
     return np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
-def test_a_subtree_is_read_and_what_is_left_is_said(saved):
+def test_a_subtree_is_read_and_unused_leaves_are_reported(saved):
     manager, state, _ = saved
     template = {"tables": {"users": jnp.zeros((700, 8))}, "step": 0}
     found = manager.read_state(2, template)
@@ -49,7 +49,7 @@ def test_a_subtree_is_read_and_what_is_left_is_said(saved):
     assert found.missing == () and "tables/items" in found.unused and "key" in found.unused
 
 
-def test_placeholders_and_what_the_step_lacks_stay(saved):
+def test_placeholders_and_leaves_that_the_step_lacks_stay(saved):
     manager, state, touched = saved
     new = jnp.full((5, 2), 7.0)
     template = {
@@ -69,7 +69,7 @@ def test_placeholders_and_what_the_step_lacks_stay(saved):
     assert (found.state["key"] == state["key"]).all()
 
 
-def test_dtypes_of_a_kind_are_cast_and_said(saved):
+def test_dtypes_of_the_same_kind_are_cast_and_reported(saved):
     manager, state, _ = saved
     template = {"tables": {"users": jax.ShapeDtypeStruct((700, 8), jnp.bfloat16)}}
     found = manager.read_state(2, template)
@@ -91,7 +91,7 @@ def saved_once(tmp_path, leaves) -> deltackpt.CheckpointManager:
 
 
 @pytest.mark.parametrize("kind", ["jax", "numpy", "sharded"])
-def test_a_table_that_has_grown_keeps_the_further_rows_of_the_template(saved, kind):
+def test_a_grown_table_keeps_the_additional_rows_of_the_template(saved, kind):
     manager, state, _ = saved
     grown = np.full((704, 8), 7.0, np.float32)
     if kind != "numpy":
@@ -111,7 +111,7 @@ def test_a_table_that_has_grown_keeps_the_further_rows_of_the_template(saved, ki
         manager.read_state(2, template)
 
 
-def test_a_key_that_reads_like_two_is_another_leaf(tmp_path):
+def test_a_key_with_a_slash_is_another_leaf(tmp_path):
     leaves = {"a": {"b": np.ones(2)}, "a/b": np.zeros(2)}
     with saved_once(tmp_path, leaves) as manager:
         new = np.full(2, 9.0)
@@ -132,7 +132,7 @@ def test_a_key_that_reads_like_two_is_another_leaf(tmp_path):
         (np.zeros(3, np.uint32), jax.random.key(1)),
     ],
 )
-def test_what_the_template_cannot_hold_is_refused_and_not_cut(stored, wanted, tmp_path):
+def test_values_that_the_template_cannot_represent_are_refused(stored, wanted, tmp_path):
     with saved_once(tmp_path, {"leaf": stored}) as manager:
         with pytest.raises(TemplateMismatch, match="leaf: expected .* (?:as in|fit) the template"):
             manager.read_state(0, {"leaf": wanted})
@@ -141,13 +141,13 @@ def test_what_the_template_cannot_hold_is_refused_and_not_cut(stored, wanted, tm
 @pytest.mark.parametrize(
     ("stored", "wanted"), [(True, 3), (3, 1.5), (np.int8(3), 7), (0.5, 1.0), ("a", "b")]
 )
-def test_numbers_of_python_are_read_where_nothing_is_lost(stored, wanted, tmp_path):
+def test_python_scalars_are_read_if_the_conversion_is_exact(stored, wanted, tmp_path):
     with saved_once(tmp_path, {"leaf": stored}) as manager:
         found = manager.read_state(0, {"leaf": wanted}).state["leaf"]
         assert type(found) is type(wanted) and found == stored
 
 
-def test_what_was_a_table_may_be_dense_now_and_shardings_are_the_templates(saved, tmp_path):
+def test_a_former_table_may_be_dense_and_shardings_are_the_templates(saved, tmp_path):
     manager, state, _ = saved
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("x",)), PartitionSpec("x"))
     template = {"tables": {"users": jax.ShapeDtypeStruct((700, 8), jnp.float32, sharding=sharding)}}
@@ -159,7 +159,7 @@ def test_what_was_a_table_may_be_dense_now_and_shardings_are_the_templates(saved
     np.testing.assert_array_equal(found, manager.read_state(1, template).state["tables"]["users"])
 
 
-def test_the_run_goes_on_as_if_nothing_had_been_read(saved):
+def test_a_read_does_not_affect_the_run(saved):
     manager, state, touched = saved
     manager.read_state(0, {"step": 0})
     state, touched = model.train(state, touched, 3)
@@ -167,7 +167,7 @@ def test_the_run_goes_on_as_if_nothing_had_been_read(saved):
     assert same(manager.restore_latest(state).state["tables"]["users"], state["tables"]["users"])
 
 
-def test_a_step_that_is_not_there_or_not_intact_is_said(saved, tmp_path):
+def test_a_missing_or_damaged_step_raises_an_error(saved, tmp_path):
     manager, *_ = saved
     with pytest.raises(StepNotFound):
         manager.read_state(8, {"step": 0})
@@ -178,7 +178,7 @@ def test_a_step_that_is_not_there_or_not_intact_is_said(saved, tmp_path):
 
 
 def masked_state() -> dict:
-    """Optax's placeholders among the state: many that hold nothing."""
+    """A state with many of Optax's placeholders, which have no value."""
     params = {"table": jnp.ones((20, 2)), "w": jnp.ones(3), "b": jnp.ones(3)}
     frozen = {"table": "rows", "w": "frozen", "b": "frozen"}
     rules = {"rows": optax.adagrad(0.1), "frozen": optax.set_to_zero()}
@@ -187,7 +187,7 @@ def masked_state() -> dict:
 
 
 @pytest.mark.parametrize("deltas", ["whole", "blocks"])
-def test_what_has_no_value_is_not_among_the_unused_nor_shown(tmp_path, deltas):
+def test_leaves_without_a_value_are_neither_unused_nor_shown(tmp_path, deltas):
     handlers = {"embeddings": deltackpt.Tables(select="params/table")}
     options = deltackpt.ManagerOptions(dense=deltackpt.Dense(deltas=deltas))
     state = masked_state()
@@ -197,7 +197,7 @@ def test_what_has_no_value_is_not_among_the_unused_nor_shown(tmp_path, deltas):
             manager.save(step, state, touched=touched)
             manager.wait_until_finished()
         names = [*deltackpt.inspect.open(tmp_path).at(1).dense]
-        assert sum("opt_state" in name for name in names) > 3  # Orbax has each of them.
+        assert sum("opt_state" in name for name in names) > 3  # Orbax stores each of them.
         found = manager.read_state(1, {"params": state["params"]})
         slot = "opt_state/1/inner_states/rows/inner_state/0/sum_of_squares/table"
         assert found.unused == ("old", slot), found.unused
@@ -209,7 +209,7 @@ def test_what_has_no_value_is_not_among_the_unused_nor_shown(tmp_path, deltas):
     assert any(line.startswith("and ") and "without a value" in line for line in lines)
 
 
-def test_what_a_restore_gives_is_printed_in_a_line(saved):
+def test_results_of_restores_are_printed_in_a_line(saved):
     manager, state, _ = saved
     with_point = dataclasses.replace(
         manager.restore_latest(state), point=RecoveryPoint(1, SaveId("run", 7, 3), True, 0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reader on made-up records, in a store of memory and in one of files: no trainer, no jax."""
+"""The reader on synthetic records, in a memory store and a file store: no trainer, no jax."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def put_save(
     parent: int | None = None,
     chunk: int = 7,
 ) -> Manifest:
-    """Puts a save of some rows of the table; all of them make a base."""
+    """Puts a save of some rows of the table; without a parent, a base of all rows."""
     item = root / str(step) / names.EMBEDDINGS_ITEM
     base = parent is None
     entry, found = put_array(item, "g0.0", "values", values, scratch / str(step), chunk)
@@ -114,7 +114,7 @@ def put_head(root: Spot, head: Manifest) -> None:
 
 
 def put_chain(root: Spot, scratch: Path, touched=((3, 9, 39), (0, 9))) -> list[np.ndarray]:
-    """A base and deltas of such rows; the table after each."""
+    """Puts a base and deltas of these rows; returns the table after each."""
     rng = np.random.default_rng(0)
     current = rng.normal(size=(ROWS, WIDTH)).astype(np.float32)
     put_save(root, 0, np.arange(ROWS), current, scratch)
@@ -138,7 +138,7 @@ def test_a_chain_is_merged_newest_row_wins(root, tmp_path):
         assert [save.name for save in chain] == [f"{n}/embeddings" for n in range(step + 1)]
 
 
-def test_what_is_wanted_alone_is_read(root, tmp_path):
+def test_only_the_wanted_boxes_are_read(root, tmp_path):
     states = put_chain(root, tmp_path)
     chain = chains.read_chain(root / "2")
     told: list[tuple[int, int]] = []
@@ -155,7 +155,7 @@ def test_what_is_wanted_alone_is_read(root, tmp_path):
 
 @settings(max_examples=20)
 @given(data=st.data())
-def test_any_rows_of_any_chain_are_those_of_its_states(tmp_path_factory, data):
+def test_any_rows_of_any_chain_equal_those_of_its_states(tmp_path_factory, data):
     scratch = tmp_path_factory.mktemp("scratch")
     rows = st.sets(st.integers(0, ROWS - 1), min_size=1)
     root = Spot(MemoryStore(), "")
@@ -168,7 +168,7 @@ def test_any_rows_of_any_chain_are_those_of_its_states(tmp_path_factory, data):
     assert np.array_equal(found, states[-1][start:stop])
 
 
-def test_row_numbers_are_read_in_pieces_that_go_on_from_each_other(root, tmp_path):
+def test_row_indices_are_read_in_consecutive_pieces(root, tmp_path):
     rows = tuple(range(0, ROWS, 3))
     put_chain(root, tmp_path, [rows])
     [part] = saves.read_save(root / "1").parts()
@@ -216,7 +216,7 @@ def test_a_base_that_lacks_rows_is_damage(root, tmp_path):
         reader.restore_tables(chains.read_chain(root / "0"))
 
 
-def test_a_compacted_base_stands_for_a_save_and_for_no_other(root, tmp_path):
+def test_a_compacted_base_replaces_its_own_save_only(root, tmp_path):
     states = put_chain(root, tmp_path)
     aside = Spot(MemoryStore(), "")
     head = put_save(aside, 1, np.arange(ROWS), states[1], tmp_path / "again")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which saves held near a lost stage come back: those that training goes on from."""
+"""Recovery of bundles after a staging directory is lost: abandoned saves are not revived."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def claim(epoch: int, holder: str, *, began: bool = False, goes_on: SaveId | Non
 
 @dataclasses.dataclass
 class History:
-    """What trainers did, and what every moment of it knew."""
+    """The actions of trainers, and the saves that each moment built on."""
 
     drawn: random.Random
     claims: list[Claim] = dataclasses.field(default_factory=list)
     packs: list[Contents] = dataclasses.field(default_factory=list)
-    #: What training stands on now, oldest first; and so for each moment that made something.
+    #: Saves that training builds on, oldest first: now, and at each moment that made one.
     line: list[SaveId] = dataclasses.field(default_factory=list)
     lines: dict[tuple[int, int], list[SaveId]] = dataclasses.field(default_factory=dict)
     at_root: int = 0
@@ -47,7 +47,7 @@ class History:
         return len(self.claims), self.era
 
     def take_over(self) -> None:
-        """Another trainer takes the root and restores what is newest, or an older step."""
+        """Another trainer takes the root and restores the newest or an older step."""
         self.claims.append(claim(len(self.claims) + 1, f"holder{len(self.claims)}"))
         self.era = 0
         self._go_on(self.drawn.randint(self.at_root, len(self.line)))
@@ -123,7 +123,7 @@ STEPS = st.lists(
 
 @hypothesis.settings(max_examples=500)
 @hypothesis.given(steps=STEPS, seed=st.integers(0, 1 << 32))
-def test_what_training_stands_on_comes_back_and_nothing_that_it_left(steps, seed):
+def test_saves_that_training_builds_on_are_recovered_and_no_others(steps, seed):
     history = History(random.Random(seed))
     for step in steps:
         if history.claims or step in ("save", "take_over"):
@@ -132,7 +132,7 @@ def test_what_training_stands_on_comes_back_and_nothing_that_it_left(steps, seed
     verdict = recall.judge(packs, history.state(), lines_of(packs))
     counting = {one.save_id for one in verdict.counting}
     assert counting | {one.save_id for one, _ in verdict.orphans} == {one.save_id for one in packs}
-    # What the newest moment stood on of which there is any trace: its own saves, or its claim.
+    # Expected: the saves behind the newest moment of which a save or a claim is left.
     if packs:
         traces = {one.line.moment for one in packs} & history.lines.keys()
         traces |= {(one.lease.epoch, 0) for one in history.claims if one.began}
@@ -142,7 +142,7 @@ def test_what_training_stands_on_comes_back_and_nothing_that_it_left(steps, seed
 
 
 @hypothesis.given(steps=STEPS, seed=st.integers(0, 1 << 32), lost=st.integers(0, 1 << 32))
-def test_lost_packs_never_bring_back_what_training_left(steps, seed, lost):
+def test_lost_bundles_never_revive_abandoned_saves(steps, seed, lost):
     history = History(random.Random(seed))
     for step in steps:
         if history.claims or step in ("save", "take_over"):
@@ -171,14 +171,14 @@ def state_of(*claims: Claim) -> State:
     return State(entry=_as_entry(types.SimpleNamespace(claims=claims)), standings={}, pages={})
 
 
-def test_packs_of_another_root_under_the_url_do_not_count():
+def test_bundles_of_another_root_under_the_url_do_not_count():
     pack = one_pack()
     verdict = recall.judge([pack], state_of(claim(1, "somebody else")), lines_of([pack]))
     assert verdict.counting == () and "another checkpoint directory" in verdict.orphans[0][1]
     assert recall.judge([pack], state_of(), lines_of([pack])).counting == ()
 
 
-def test_a_stage_that_is_there_says_that_training_went_back():
+def test_an_existing_staging_directory_shows_that_training_rolled_back():
     pack = one_pack()
     later = Line(run="later", epoch=1, holder=pack.holder, era=1, past={})
     state = state_of(claim(1, pack.holder, began=True))
@@ -188,14 +188,14 @@ def test_a_stage_that_is_there_says_that_training_went_back():
     assert recall.judge([pack], state, [pack.line, after]).counting == (pack,)
 
 
-def test_a_line_that_training_went_on_without_says_nothing():
+def test_the_lineage_of_a_fenced_run_is_ignored():
     pack = one_pack()
     fenced = Line(run="fenced", epoch=1, holder=pack.holder, era=1, past={})
     state = state_of(claim(1, pack.holder), claim(2, "next", began=True, goes_on=pack.save_id))
     assert recall.judge([pack], state, [pack.line, fenced]).counting == (pack,)
 
 
-def test_steps_at_the_root_that_training_went_back_behind_are_named():
+def test_rolled_back_steps_at_the_root_are_named():
     pack = one_pack(save_id=SaveId("new", 2, 1), epoch=1, era=1, past={"old": 2}, holder="somebody")
     old = [
         Standing(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of marks, deltas and bases, and how often: the least loss of a model, within its bounds."""
+"""Intervals of WAL records, deltas and bases: the least loss of a model, within its bounds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RUN = {"mtbr_secs": 6 * 3600.0, "step_secs": 0.5, "max_overhead": 0.01}
 def expected_loss(
     steps: dict[str, int], cost: dict[str, Cost], *, mtbr_secs: float, step_secs: float
 ) -> tuple[float, float]:
-    """The model once more, for one schedule: the stalls' share of time, and all that is lost."""
+    """Recomputes the model for one schedule: the stalls' share of time, and the total loss."""
     every = {kind: count * step_secs for kind, count in steps.items()}
     rate = {kind: 1 / secs for kind, secs in every.items()}
     if "delta" in every:
@@ -63,7 +63,7 @@ def schedule(regime: Regime) -> dict[str, int]:
 
 
 def brute_force(cost: dict[str, Cost], most: int, run: dict[str, float]) -> float:
-    """The least loss of all schedules whose ratios are at most ``most``."""
+    """The least loss of all schedules whose ratios are below ``most``."""
     least = math.inf
     for kinds in (("base",), ("delta", "base"), ("wal", "base"), ("wal", "delta", "base")):
         if not cost.keys() >= set(kinds):
@@ -102,7 +102,7 @@ def test_no_schedule_loses_less_than_the_advised_one(base, delta, mark, mtbr_sec
 
 
 @given(costs, maybe, maybe, runs)
-def test_the_loss_told_is_that_of_the_schedule_told(base, delta, wal, run):
+def test_the_reported_loss_is_that_of_the_reported_schedule(base, delta, wal, run):
     given_ = {"base": base, "delta": delta, "wal": wal}
     cost = {kind: one for kind, one in given_.items() if one is not None}
     for regime in advise_regime(**given_, **run).regimes:
@@ -115,9 +115,7 @@ def test_the_loss_told_is_that_of_the_schedule_told(base, delta, wal, run):
 
 
 @given(costs, maybe, maybe, runs)
-def test_no_kind_is_taken_more_often_than_steps_persists_and_the_budget_allow(
-    base, delta, wal, run
-):
+def test_no_kind_is_more_frequent_than_steps_persists_and_budget_allow(base, delta, wal, run):
     given_ = {"base": base, "delta": delta, "wal": wal}
     advice = advise_regime(**given_, **run)
     for regime in advice.regimes:
@@ -145,11 +143,11 @@ def test_fewer_restarts_never_lose_more(base, delta, wal, run, factor):
 
 
 @given(costs, maybe, maybe, runs, st.floats(1, 100), st.data())
-def test_a_cost_that_rises_never_makes_the_loss_less(base, delta, wal, run, factor, data):
+def test_a_higher_cost_never_reduces_the_loss(base, delta, wal, run, factor, data):
     kinds = {"base": base, "delta": delta, "wal": wal}
     kind = data.draw(st.sampled_from([kind for kind, cost in kinds.items() if cost is not None]))
     name = data.draw(st.sampled_from(["stall_secs", "persist_secs", "restore_secs"]))
-    # A WAL that is no cheaper than deltas is not looked at, and is once these have become dearer.
+    # A WAL that costs as much as deltas is ignored until deltas become more expensive.
     assume(kind != "delta" or wal is None or wal.stall_secs < delta.stall_secs)
     dearer = dataclasses.replace(kinds[kind], **{name: getattr(kinds[kind], name) * factor})
     assert overhead(**{**kinds, kind: dearer}, **run) >= overhead(**kinds, **run) * (1 - 1e-9)
@@ -157,7 +155,7 @@ def test_a_cost_that_rises_never_makes_the_loss_less(base, delta, wal, run, fact
 
 @given(costs, maybe, runs)
 def test_a_free_wal_has_a_record_at_every_step(base, delta, run):
-    # Bases are rare then, but not rarer than one for 1e9 marks.
+    # Bases are rare then, but there is at least one per 1e9 records.
     assume(2 * run["mtbr_secs"] * base.stall_secs / 1e9 < run["step_secs"] ** 2)
     advice = advise_regime(base=base, delta=delta, wal=FREE, **run)
     finest = getattr(advice.regime, advice.regime.kinds[0])
@@ -167,7 +165,7 @@ def test_a_free_wal_has_a_record_at_every_step(base, delta, run):
 
 @given(costs, costs, runs, st.tuples(*[st.floats(1, 10)] * 3))
 @example(BASE, DELTA, RUN, (1.0, 1.0, 1.0))
-def test_a_wal_as_dear_as_deltas_is_not_advised(base, delta, run, factors):
+def test_a_wal_as_expensive_as_deltas_is_not_advised(base, delta, run, factors):
     wal = Cost(
         stall_secs=delta.stall_secs * factors[0],
         persist_secs=delta.persist_secs * factors[1],
@@ -180,7 +178,7 @@ def test_a_wal_as_dear_as_deltas_is_not_advised(base, delta, run, factors):
 
 
 @given(costs, runs, st.tuples(*[st.floats(1, 10)] * 3))
-def test_a_delta_or_a_record_as_dear_as_a_base_is_not_advised(base, run, factors):
+def test_a_delta_or_a_record_as_expensive_as_a_base_is_not_advised(base, run, factors):
     dear = Cost(
         stall_secs=base.stall_secs * factors[0],
         persist_secs=base.persist_secs * factors[1],
@@ -190,7 +188,7 @@ def test_a_delta_or_a_record_as_dear_as_a_base_is_not_advised(base, run, factors
         assert advise_regime(base=base, **kinds, **run).regime.kinds == ("base",)
 
 
-def test_the_usual_case_is_all_three_and_each_bears_its_reason():
+def test_the_usual_case_uses_all_three_kinds_each_with_a_reason():
     advice = advise_regime(base=BASE, delta=DELTA, wal=MARK, **RUN)
     assert advice.regime.kinds == ("wal", "delta", "base")
     assert [reason.split(":")[0] for reason in advice.reasons] == ["wal", "delta", "base"]
@@ -198,7 +196,7 @@ def test_the_usual_case_is_all_three_and_each_bears_its_reason():
     assert alone["wal", "delta", "base"] < alone["delta", "base"] < alone["base",]
 
 
-def test_a_kind_that_does_not_pay_is_named_with_both_losses():
+def test_a_kind_that_does_not_pay_off_is_reported_with_both_losses():
     slow = dataclasses.replace(MARK, restore_secs=500.0)
     advice = advise_regime(base=BASE, delta=DELTA, wal=slow, **RUN)
     assert advice.regime.wal is None
@@ -214,7 +212,7 @@ def test_advice_on_nonsense_is_refused_by_name(name, value):
 
 @pytest.mark.parametrize("name", ["stall_secs", "persist_secs", "restore_secs"])
 @pytest.mark.parametrize("value", [-1, math.inf, math.nan])
-def test_a_cost_that_is_no_duration_is_refused_by_name(name, value):
+def test_a_cost_that_is_not_a_duration_is_refused_by_name(name, value):
     with pytest.raises(OptionError, match=f"Cost.{name}: expected .* found"):
         dataclasses.replace(BASE, **{name: value})
 
@@ -255,7 +253,7 @@ def restored(*, total_secs: float, nbytes: int) -> RestoreEvent:
     )
 
 
-def test_measured_costs_are_medians_by_kind_and_a_restore_is_shared_by_bytes():
+def test_measured_costs_are_medians_by_kind_and_restores_are_split_by_bytes():
     measured = MeasuredCosts()
     measured.receive(restored(total_secs=4.0, nbytes=2000))
     for blocked in (0.02, 9.0, 0.01):
@@ -269,7 +267,7 @@ def test_measured_costs_are_medians_by_kind_and_a_restore_is_shared_by_bytes():
 
 
 def marked(kind: Literal["full", "soft"], *, blocked_secs: float = 0.002) -> AppendEvent:
-    """The event of a mark of 1,500 bytes, 500 of them dense leaves."""
+    """The event of a WAL record of 1,500 bytes, 500 of them dense leaves."""
     return AppendEvent(
         step=7,
         process=0,
@@ -287,7 +285,7 @@ def marked(kind: Literal["full", "soft"], *, blocked_secs: float = 0.002) -> App
     )
 
 
-def test_only_full_marks_are_measured_and_their_dense_leaves_are_not_replayed():
+def test_only_full_records_are_measured_and_dense_leaves_are_not_replayed():
     measured = MeasuredCosts()
     measured.receive(restored(total_secs=4.0, nbytes=2000))
     measured.receive(marked("soft", blocked_secs=9.0))
@@ -296,14 +294,14 @@ def test_only_full_marks_are_measured_and_their_dense_leaves_are_not_replayed():
     assert measured.cost("wal") == Cost(stall_secs=0.002, persist_secs=0.02, restore_secs=2.0)
 
 
-def test_before_any_restore_a_save_is_taken_to_be_read_as_slowly_as_it_was_written():
+def test_before_any_restore_the_read_time_is_estimated_by_the_write_time():
     measured = MeasuredCosts()
     measured.receive(restored(total_secs=0.1, nbytes=0))
     measured.receive(saved("base", blocked_secs=1.0, total_secs=30.0, nbytes=1500))
     assert measured.cost("base") == Cost(stall_secs=1.0, persist_secs=30.0, restore_secs=30.0)
 
 
-def test_measured_costs_without_a_base_say_what_to_do():
+def test_measured_costs_without_a_base_name_the_remedy():
     measured = MeasuredCosts()
     measured.receive(saved("delta", blocked_secs=0.1, total_secs=0.5, nbytes=100))
     with pytest.raises(OptionError, match="force_base=True"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of one save meet in its directory; their manifests are made up, nobody waits."""
+"""Processes of one save coordinate in its directory; synthetic manifests, no waits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAVE_ID = SaveId("run", 3, 1)
 
 
 class Job:
-    """Processes that write their parts of step 3; by default each a like share of the rows."""
+    """Processes that write their parts of step 3; by default each an equal share of the rows."""
 
     def __init__(self, tmp_path, count: int):
         self.count = count
@@ -82,7 +82,7 @@ def test_process_0_names_the_processes_whose_parts_are_missing(job):
         job.collect()
 
 
-def test_of_many_missing_processes_a_few_are_named(tmp_path):
+def test_an_error_names_a_few_of_many_missing_processes(tmp_path):
     with pytest.raises(ProcessMissing, match=r"process 1, 2, .*, 8 and 11 more to") as caught:
         Job(tmp_path, 20).collect()
     assert caught.value.processes == tuple(range(1, 20))
@@ -114,7 +114,7 @@ def test_a_part_that_was_altered_is_damage(job):
 
 
 @pytest.mark.parametrize("cells", [0, 50 * WIDTH])
-def test_cells_that_nobody_or_two_processes_write_are_refused(job, cells):
+def test_cells_that_no_process_or_two_processes_write_are_refused(job, cells):
     for process in (1, 2, 3):
         job.write(process, **({"owned_cells": {"g0": cells}} if process == 3 else {}))
     with pytest.raises(Disagreement, match=r"tables \['t'\]: expected 400 cells"):
@@ -131,7 +131,7 @@ def test_processes_that_hold_the_same_rows_must_have_marked_the_same(job):
     assert len(job.collect(shared_stamps={"t[0:50]@": 1})) == 4
 
 
-def test_a_failure_is_told_at_once_instead_of_waited_for(job):
+def test_a_failure_is_raised_at_once_without_a_wait(job):
     job.at(2).fail(OutOfSpace("no room"))
     with pytest.raises(ProcessFailed, match="process 2 failed: OutOfSpace: no room") as caught:
         job.collect()
@@ -140,7 +140,7 @@ def test_a_failure_is_told_at_once_instead_of_waited_for(job):
         job.at(0).await_written()
 
 
-def test_the_first_failure_of_a_process_is_the_one_that_is_told(job):
+def test_only_the_first_failure_of_a_process_is_reported(job):
     job.at(1).fail(OutOfSpace("no room"))
     job.at(1).fail(RuntimeError("what follows from it"))
     with pytest.raises(ProcessFailed, match="no room"):
@@ -165,7 +165,7 @@ def test_processes_hear_from_process_0_who_is_missing_but_not_that_they_are(job)
         assert caught.value.processes == others
 
 
-def test_processes_listen_to_process_0_alone(job):
+def test_processes_listen_only_to_process_0(job):
     job.at(2).fail(OutOfSpace("no room"))
     with pytest.raises(ProcessMissing):
         job.at(1).await_index(job.item)
@@ -179,19 +179,19 @@ def test_a_lone_process_leaves_no_note(tmp_path):
     assert [path.name for path in job.temporary.iterdir()] == [names.EMBEDDINGS_ITEM]
 
 
-def test_a_note_that_cannot_be_written_is_no_error_of_its_own(job):
+def test_a_note_that_cannot_be_written_raises_no_second_error(job):
     shutil.rmtree(job.temporary)
     job.at(1).fail(OutOfSpace("no room"))
 
 
-def test_an_item_that_was_finished_or_given_up_needs_no_index(job):
+def test_an_item_that_was_finished_or_abandoned_needs_no_index(job):
     with pytest.raises(ProcessMissing, match="or the index"):
         job.at(1).await_index(job.item)
     shutil.rmtree(job.item)
     job.at(1).await_index(job.item)
 
 
-def test_all_that_processes_write_of_a_step_is_waited_for(job):
+def test_process_0_waits_for_everything_that_processes_write_of_a_step(job):
     for process in (0, 1, 3):
         (job.temporary / names.step_digests_name(process)).touch()
     with pytest.raises(ProcessMissing, match="expected process 2 to write its dense leaves"):
@@ -200,7 +200,7 @@ def test_all_that_processes_write_of_a_step_is_waited_for(job):
     job.at(0).await_written()
 
 
-def test_a_step_that_is_gone_without_a_commit_was_given_up(job):
+def test_a_step_that_is_gone_without_a_commit_was_abandoned(job):
     with pytest.raises(ProcessMissing, match="commit the step") as caught:
         job.at(1).await_commit(lambda: True)
     assert 0 in caught.value.processes

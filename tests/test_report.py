@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report: one page that needs nothing else, and says first what matters."""
+"""The report: one self-contained page that shows first what matters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from deltackpt.units import size
 
 
 class Page(html.parser.HTMLParser):
-    """What a page says, and what it would ask for."""
+    """The text of a page, and the resources that it would request."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -64,7 +64,7 @@ def test_page_is_self_contained_and_small_for_1000_saves_of_200_tables(tmp_path)
     assert "default-src 'none'" in path.read_text()
 
 
-def test_page_says_what_the_directory_holds(tmp_path):
+def test_page_shows_what_the_directory_holds(tmp_path):
     write_chain(tmp_path / "run")
     ck = inspect.open(tmp_path / "run")
     written = report.write(ck, tmp_path / "report.html")
@@ -75,7 +75,7 @@ def test_page_says_what_the_directory_holds(tmp_path):
     assert "700 × 8" in text and "accumulator" in text
 
 
-def test_compacted_bases_are_counted_and_what_is_read_of_them_is_said(tmp_path):
+def test_compacted_bases_are_counted_and_their_reads_are_reported(tmp_path):
     write_chain(tmp_path / "run")
     fold(tmp_path / "run", 3)
     ck = inspect.open(tmp_path / "run")
@@ -112,7 +112,7 @@ def test_page_begins_with_the_step_that_cannot_be_restored(tmp_path):
     assert written.warnings[0] in Page(tmp_path / "report.html").text
 
 
-def test_page_shows_the_log_and_the_dense_leaves(tmp_path):
+def test_page_shows_the_wal_and_the_dense_leaves(tmp_path):
     write_log(tmp_path / "run")
     written = report.write(inspect.open(tmp_path / "run"), tmp_path / "report.html")
     page = Page(tmp_path / "report.html")
@@ -123,7 +123,7 @@ def test_page_shows_the_log_and_the_dense_leaves(tmp_path):
     assert "dense/kernel" in page.text and "placeholder without a value" in page.text
 
 
-def test_damage_beside_the_tables_costs_a_section_and_not_the_page(tmp_path):
+def test_damage_outside_the_tables_costs_a_section_and_not_the_page(tmp_path):
     write_log(tmp_path / "run")
     head = max((tmp_path / "run" / "log").glob("*.msgpack"))
     for path in (head, *(tmp_path / "run" / "log").glob("*/head.msgpack")):
@@ -136,8 +136,8 @@ def test_damage_beside_the_tables_costs_a_section_and_not_the_page(tmp_path):
     assert "tables/users" in Page(tmp_path / "report.html").text
 
 
-def test_nothing_is_scrolled_sideways(tmp_path):
-    """As a browser lays it out: checked by hand at 1,300 to 320 pixels, here by its rules."""
+def test_the_page_never_scrolls_sideways(tmp_path):
+    """Checked by hand in a browser at 1,300 to 320 pixels, and here by the CSS rules."""
     report.write(MadeUp(4, 1, prefix="a_prefix_of_many_characters/" * 4), tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
     assert "overflow: hidden auto" in text and "overflow: auto" not in text
@@ -159,7 +159,7 @@ def test_damaged_rows_cost_a_picture_and_not_the_page(tmp_path):
 
 
 @pytest.mark.parametrize("saves", [0, 1])
-def test_a_directory_with_hardly_a_step_has_a_page(tmp_path, saves):
+def test_a_directory_with_at_most_one_step_has_a_page(tmp_path, saves):
     written = report.write(MadeUp(saves, saves), tmp_path / "report.html")
     assert written.steps == saves
     assert written.warnings == (() if saves else ("No step was saved yet.",))
@@ -173,7 +173,7 @@ def test_names_are_text_on_the_page(tmp_path):
     assert f"{name}C1" in page.text
 
 
-def test_failed_write_keeps_the_page_that_was_there(tmp_path, monkeypatch):
+def test_failed_write_keeps_the_old_page(tmp_path, monkeypatch):
     path = tmp_path / "report.html"
     path.write_text("before")
 
@@ -189,7 +189,7 @@ def test_failed_write_keeps_the_page_that_was_there(tmp_path, monkeypatch):
         report.write(MadeUp(2, 1), tmp_path / "missing" / "report.html")
 
 
-def test_command_writes_the_page_and_says_what_matters(tmp_path):
+def test_command_writes_the_page_and_reports_what_matters(tmp_path):
     write_chain(tmp_path / "run")
     path = tmp_path / "page.html"
     found = run("report", tmp_path / "run", "-o", path)
@@ -205,7 +205,7 @@ def test_command_writes_the_page_and_says_what_matters(tmp_path):
 
 @pytest.fixture
 def chromium(tmp_path):
-    """Runs headless Chromium on a page, cut off from every network; its complaints."""
+    """Runs headless Chromium on a page without a network; returns its output."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no Chromium is installed")
@@ -235,7 +235,7 @@ def test_browser_shows_the_page_without_complaint_in_light_and_dark_and_prints_i
 ):
     page = tmp_path / "report.html"
     report.write(MadeUp(60, 12, codec="adaptive4"), page)
-    # What the policy of the page or the network refused would be a line of the console.
+    # Chromium logs everything that the page's policy or the network refuses to the console.
     said = chromium(page, "--dump-dom", "--virtual-time-budget=5000")
     assert "CONSOLE" not in said and "<svg" in said
     asking = tmp_path / "asking.html"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Restored arrays are placed like the template: devices, memory, layout, and committed or not.
 
-JAX refuses programs whose arguments are committed to different devices, so the first step of a
-resumed run fails if an array that was never placed comes back committed.
+JAX refuses programs whose arguments are committed to different devices. So the first step of a
+resumed run fails if an array that was never placed is restored as committed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def auto_mesh() -> jax.sharding.Mesh:
 
 
 def trainer() -> dict[str, Any]:
-    """A state as programs build it: parameters are sharded, all else is where JAX made it."""
+    """A state as programs build it: sharded parameters, and all else where JAX made it."""
     mesh = auto_mesh()
     rows = jax.sharding.NamedSharding(mesh, P("x"))
     params = {
@@ -96,14 +96,14 @@ def committed(tree: Any) -> dict[str, bool]:
 
 
 def abstract(state: Any) -> Any:
-    """A template as JAX's own documentation makes them."""
+    """A template as in JAX's own documentation."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
     )
 
 
 def shapes(state: Any) -> Any:
-    """The same, of which only what is sharded names a sharding."""
+    """The same, but only committed leaves name a sharding."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=leaf.sharding if leaf.committed else None
@@ -122,12 +122,12 @@ OPTIONS = deltackpt.ManagerOptions(wal=deltackpt.WalOptions())
 
 
 def without_touched(state: dict[str, Any]) -> dict[str, Any]:
-    """A restore makes the TouchState anew."""
+    """Drops the TouchState, which a restore recreates."""
     return {**state, "opt": state["opt"].inner}
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-def test_a_resumed_run_goes_on_as_the_run_that_was_not_interrupted(tmp_path, template):
+def test_a_resumed_run_equals_the_uninterrupted_run(tmp_path, template):
     """With optax counts, schedules and slots, keys, nnx variables and sharded parameters."""
     fresh = trainer()
     state = trained(fresh)
@@ -148,7 +148,7 @@ def test_a_resumed_run_goes_on_as_the_run_that_was_not_interrupted(tmp_path, tem
 
 
 @pytest.mark.parametrize("deltas", ["whole", "blocks"])
-def test_a_typed_key_comes_back_with_its_implementation_however_it_is_read(tmp_path, deltas):
+def test_a_typed_key_keeps_its_implementation_however_it_is_read(tmp_path, deltas):
     state = in_memory(MEMORIES[0], sharded=False)
     state |= {"key": jax.random.key(1), "rbg": jax.random.split(jax.random.key(2, impl="rbg"), 3)}
     marks = touched.init({"tables/t": state["tables"]["t"]})
@@ -224,7 +224,7 @@ IN_MEMORY = deltackpt.Tables(select="tables/*", slots={"tables/*": {"sum": "sums
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("tracking", ["touched", "fingerprints"])
 @pytest.mark.parametrize("kind", MEMORIES)
-def test_tables_slots_and_dense_leaves_come_back_in_their_memory(tmp_path, kind, tracking, sharded):
+def test_tables_slots_and_dense_leaves_keep_their_memory(tmp_path, kind, tracking, sharded):
     state = in_memory(kind, sharded=sharded)
     marks = touched.init({"tables/t": state["tables"]["t"]}) if tracking == "touched" else None
     options = deltackpt.ManagerOptions(deltas=deltackpt.DeltaOptions(tracking=tracking))
@@ -258,7 +258,7 @@ def test_a_table_in_host_memory_is_saved_beside_slots_on_an_accelerator(tmp_path
     handlers = {"embeddings": dataclasses.replace(IN_MEMORY, codec=codec)}
 
     def on_host(array: Any) -> bool:
-        """As if the CPU were an accelerator."""
+        """Treats the CPU as an accelerator."""
         return not isinstance(array, jax.Array) or array.sharding.memory_kind == "pinned_host"
 
     with (
@@ -276,7 +276,7 @@ def formats(tree: Any) -> Any:
 
 @pytest.mark.parametrize("dense", ["whole", "blocks"])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_arrays_come_back_in_their_layouts(tmp_path, sharded, dense):
+def test_arrays_keep_their_layouts(tmp_path, sharded, dense):
     state = in_memory(MEMORIES[0], sharded=sharded)
 
     def by_columns(leaf: jax.Array) -> jax.Array:
@@ -307,14 +307,14 @@ def explicit_mesh(rows: int = 8) -> jax.sharding.Mesh:
 
 
 def begun() -> dict[str, Any]:
-    """As a program begins under a mesh in force."""
+    """An initial state under the current mesh."""
     tables = {"t": jax.sharding.reshard(jnp.arange(64.0).reshape(16, 4), P("x"))}
     sums = {"t": jnp.zeros_like(tables["t"][:, 0])}
     marks = touched.init({"tables/t": tables["t"]})
     return {"tables": tables, "sums": sums, "kernel": jnp.ones((8, 3)), "marks": marks}
 
 
-def test_a_template_of_eval_shape_is_over_the_mesh_in_force(tmp_path):
+def test_a_template_of_eval_shape_uses_the_current_mesh(tmp_path):
     with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": IN_MEMORY}) as manager:
         with jax.set_mesh(explicit_mesh()):
             state, template = jax.jit(begun)(), jax.eval_shape(begun)
@@ -338,7 +338,7 @@ def test_a_template_of_eval_shape_is_over_the_mesh_in_force(tmp_path):
 
 
 @pytest.mark.parametrize("mesh", [None, explicit_mesh(4)])
-def test_a_template_over_a_mesh_that_is_not_in_force_names_its_leaves(tmp_path, mesh):
+def test_an_error_about_a_template_over_another_mesh_names_its_leaves(tmp_path, mesh):
     with jax.set_mesh(explicit_mesh()):
         state, template = jax.jit(begun)(), jax.eval_shape(begun)
         alone = jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=P("x"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Retention that is cut: whatever moment it ends at, what stays restores."""
+"""If retention is interrupted at any moment, the remaining steps restore."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from deltackpt.ledger.directory import Root
 from deltackpt.reading import chains, reader
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
-#: What changes names, or removes them.
+#: Audit events that change or remove names.
 _CHANGES = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
 _watchers: list[Callable[[str, tuple[object, ...]], None]] = []
 
@@ -61,7 +61,7 @@ def users(state: dict) -> bytes:
 
 
 def check_listed_steps_restore(root: Path, expected: dict[int, bytes]) -> list[int]:
-    """Every step that is listed restores what was saved."""
+    """Asserts that every listed step restores what was saved; returns the steps."""
     steps = sorted(Root.open(root, read_only=True).steps())
     for step in steps:
         found = reader.restore_tables(chains.read_chain(root / str(step)))
@@ -77,7 +77,7 @@ def test_at_every_call_of_a_retention_every_listed_step_restores(tmp_path):
     problems: list[BaseException] = []
 
     def check(event: str, args: tuple[object, ...]) -> None:
-        # A kill just before this call would leave what stands now.
+        # A kill just before this call would leave the current files.
         if event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir"):
             try:
                 listed.append(check_listed_steps_restore(tmp_path, expected))
@@ -96,7 +96,7 @@ def test_at_every_call_of_a_retention_every_listed_step_restores(tmp_path):
             manager.wait_until_finished()
         manager.close()
     assert not problems, problems[0]
-    # Base 0 and its deltas went one by one as soon as the next base stood.
+    # Base 0 and its deltas were removed one by one after the next base was committed.
     assert [0, 1, 2, 3, 4] in listed and [0, 1, 4] in listed and [4] in listed
     assert sorted(Root.open(tmp_path, read_only=True).steps()) == [4, 5]
 
@@ -128,7 +128,7 @@ for step in range(6):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("at", [2, 4])
-def test_a_kill_during_retention_leaves_only_what_restores(at, tmp_path):
+def test_a_kill_during_retention_leaves_only_steps_that_restore(at, tmp_path):
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     run = subprocess.run(
         [sys.executable, "-c", _KILLED, str(tmp_path), str(at)],
@@ -145,7 +145,7 @@ def test_a_kill_during_retention_leaves_only_what_restores(at, tmp_path):
         expected[step] = users(state)
     steps = check_listed_steps_restore(tmp_path, expected)
     assert steps == [*range(5 - at), 4]
-    # The next trainer goes on, and finishes the deletion.
+    # The next trainer resumes and finishes the deletion.
     with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS, options=options()) as manager:
         result = manager.restore_latest(state)
         assert result is not None and result.step == 4
@@ -155,7 +155,7 @@ def test_a_kill_during_retention_leaves_only_what_restores(at, tmp_path):
 
 
 def test_a_fenced_trainer_does_not_delete_the_steps_of_its_successor(tmp_path):
-    """It was committed, and lost the directory before its retention."""
+    """Its save was committed, but it lost the directory before retention."""
     state = model.initial()
     touched = model.new_touched(state)
     real, taken = Root.remove_steps, []

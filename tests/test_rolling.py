@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rolling bases: any few saves hold every row, and none but the first is a base."""
+"""Rolling bases: any window of saves contains every row, and only the first is a base."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def manager(root: Path, window: int = WINDOW, *, codec: Any = "raw", always=(), 
 
 
 class Loop:
-    """A training loop, and what it gave to each save."""
+    """A training loop that remembers the state of each save."""
 
     def __init__(self, state: dict | None = None, touched: deltackpt.TouchState | None = None):
         self.state = model.initial() if state is None else state
@@ -95,7 +95,7 @@ def test_retention_keeps_the_window_and_nothing_else(tmp_path):
         assert_equal(one.restore(8, loop.state).state, loop.states[8])
 
 
-def test_cursor_goes_on_after_a_restore(tmp_path):
+def test_cursor_continues_after_a_restore(tmp_path):
     loop = Loop()
     with manager(tmp_path) as one:
         loop.save(one, *range(5))
@@ -124,7 +124,7 @@ def test_failed_save_leaves_the_cursor_where_it_was(tmp_path):
     assert [share_of(tmp_path, step).number for step in (3, 5, 6, 7)] == [2, 0, 1, 2]
 
 
-def test_another_window_begins_anew(tmp_path):
+def test_another_window_size_starts_a_new_cycle(tmp_path):
     loop = Loop()
     with manager(tmp_path) as one:
         loop.save(one, *range(5))
@@ -135,11 +135,11 @@ def test_another_window_begins_anew(tmp_path):
         again.save(two, 5, 6, 7)
         read = [two.restore(step, again.states[step]).chain for step in (5, 6, 7)]
         assert_equal(two.restore(7, again.states[7]).state, again.states[7])
-    # The window of step 4, its parent, until its own is full.
+    # Step 5 needs the window of its parent, step 4, until its own is full.
     assert read == [(2, 3, 4, 5), (5, 6), (6, 7)]
 
 
-def test_plain_deltas_go_on_from_a_window(tmp_path):
+def test_plain_deltas_continue_from_a_window(tmp_path):
     loop = Loop()
     with manager(tmp_path) as one:
         loop.save(one, *range(5))
@@ -206,7 +206,7 @@ def test_damage_in_the_window_is_found_and_older_steps_restore(tmp_path):
         assert_equal(result.state, loop.states[4])
 
 
-def test_verify_takes_what_only_a_window_needs_for_sound(tmp_path):
+def test_verify_accepts_steps_that_only_a_window_needs(tmp_path):
     loop = Loop()
     with manager(tmp_path, max_to_keep=2) as one:
         loop.save(one, *range(9))
@@ -216,7 +216,7 @@ def test_verify_takes_what_only_a_window_needs_for_sound(tmp_path):
     assert restorable == {5: False, 6: False, 7: True, 8: True}
 
 
-def test_compaction_folds_a_window(tmp_path):
+def test_compaction_merges_a_window(tmp_path):
     loop = Loop()
     with manager(tmp_path) as one:
         loop.save(one, *range(6))
@@ -262,7 +262,7 @@ def test_rows_gathered_on_devices_are_those_of_the_share_too(tmp_path, monkeypat
         assert_equal(found, reading.restore(4, again.states[4]).state)
 
 
-def test_options_that_contradict_are_refused():
+def test_contradictory_options_are_refused():
     with pytest.raises(OptionError, match="at least 2"):
         Rolling(window=1)
     with pytest.raises(OptionError, match="compacted"):
@@ -300,7 +300,7 @@ def test_live_set_ends_with_the_window():
 
 
 @pytest.mark.processes
-def test_several_processes_roll_alike_and_restore_on_others(tmp_path):
+def test_several_processes_roll_alike_and_restore_on_another_mesh(tmp_path):
     root, server = tmp_path / "root", Server()
     try:
         with Job(server, tmp_path / "jobs", processes=2) as job:
@@ -313,7 +313,7 @@ def test_several_processes_roll_alike_and_restore_on_others(tmp_path):
             assert job.one("steps")["steps"] == [3, 4]
             for answer in job.all("restore_latest", place={"mesh": [1, 4]}, like=4):
                 assert (answer["step"], answer["wrong"], answer["chain"]) == (4, None, [3, 4])
-            # Both go on from the restored step's share.
+            # Both continue from the restored step's share.
             job.all("train", to=5)
             assert job.one("save")["kind"] == "delta"
             job.all("wait")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directory as a whole: opening, lease, rollback, collection."""
+"""The checkpoint directory: opening, lease, rollback, collection."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_tilde_is_the_home_directory_wherever_a_path_is_given(tmp_path, monkey
     assert not [*elsewhere.iterdir()]
 
 
-def test_a_tilde_of_nobody_is_refused(tmp_path, monkeypatch):
+def test_a_tilde_of_an_unknown_user_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OptionError, match=r"'~user' of a user .* or \./~nobody\.here/run"):
         deltackpt.CheckpointManager("~nobody.here/run", handlers=HANDLERS)
@@ -86,7 +86,7 @@ def test_a_tilde_of_nobody_is_refused(tmp_path, monkeypatch):
 
 @contextlib.contextmanager
 def mounted_tmpfs(path: Path, size: str) -> Iterator[Path]:
-    """A small file system of its own; needs root."""
+    """Mounts a small file system; needs root."""
     able = os.geteuid() == 0 and shutil.which("mount") is not None
     required(able, "mounting a small tmpfs needs root and mount")
     path.mkdir()
@@ -126,14 +126,14 @@ def test_a_foreign_directory_is_refused_and_left_alone(name, read_only, tmp_path
 
 
 @pytest.mark.parametrize("name", ["100", "7.orbax-checkpoint-tmp", "lost+found", "rolled-back"])
-def test_a_directory_with_something_of_ours_or_orbax_is_taken(name, tmp_path):
+def test_a_directory_with_our_or_orbax_files_is_accepted(name, tmp_path):
     (tmp_path / name).mkdir()
     (tmp_path / "notes.txt").write_text("beside it")
     Root.open(tmp_path).close()
     assert (tmp_path / "notes.txt").exists()
 
 
-def test_opening_makes_a_directory_with_all_above_it(tmp_path):
+def test_opening_creates_a_directory_and_its_parents(tmp_path):
     with Disk(tmp_path) as disk:
         Root.open(tmp_path / "a" / "b").close()
     # The names of both directories, then the lease in the second.
@@ -231,7 +231,7 @@ def test_a_restart_after_close_or_kill_takes_over_at_once(tmp_path):
     assert leases == [names.lease_name(4)]
 
 
-def test_of_trainers_that_start_at_once_exactly_one_holds_the_lease(tmp_path):
+def test_exactly_one_of_the_trainers_that_start_at_once_holds_the_lease(tmp_path):
     starters, rounds = 8, 12
     for number in range(rounds):
         path = tmp_path / str(number)
@@ -256,8 +256,8 @@ def test_of_trainers_that_start_at_once_exactly_one_holds_the_lease(tmp_path):
         assert holders == 1
 
 
-def test_an_old_listing_never_claims_an_epoch_that_was_passed(tmp_path):
-    """A starter that was held up between its listing and its claim."""
+def test_an_outdated_listing_never_claims_a_past_epoch(tmp_path):
+    """A trainer is delayed between its listing and its claim."""
     Root.open(tmp_path)
     real, calls = lease.epochs, iter([True])
 
@@ -275,7 +275,7 @@ def test_an_old_listing_never_claims_an_epoch_that_was_passed(tmp_path):
 
 
 @pytest.mark.parametrize("contents", [b"", b"half"])
-def test_a_claim_cut_before_it_was_signed_still_counts(contents, tmp_path, monkeypatch):
+def test_a_claim_interrupted_before_it_was_signed_still_counts(contents, tmp_path, monkeypatch):
     monkeypatch.setattr(lease, "GRACE_SECS", 0.1)
     older = Root.open(tmp_path)
     (tmp_path / names.lease_name(2)).write_bytes(contents)
@@ -286,7 +286,7 @@ def test_a_claim_cut_before_it_was_signed_still_counts(contents, tmp_path, monke
 
 
 def test_a_removed_lease_fences_its_holder(tmp_path):
-    """Somebody cleaned up by hand: the next starter begins at epoch 1 again."""
+    """After a manual cleanup, the next trainer starts at epoch 1 again."""
     for _ in range(3):
         holder = Root.open(tmp_path)
     (tmp_path / names.lease_name(3)).unlink()
@@ -298,7 +298,7 @@ def test_a_removed_lease_fences_its_holder(tmp_path):
 
 
 def test_a_switched_root_is_fenced(tmp_path):
-    """Both directories are at epoch 1: who holds them tells them apart."""
+    """Both directories are at epoch 1; only their holders differ."""
     link = tmp_path / "current"
     link.symlink_to("one")
     (tmp_path / "one").mkdir()
@@ -349,7 +349,7 @@ def test_a_save_in_flight_while_its_root_is_switched_is_not_committed_elsewhere(
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_backup_moved_into_place_is_fenced(tmp_path, in_place):
-    """The backup has the same epoch, and another holder."""
+    """The backup has the same epoch but another holder."""
     Root.open(tmp_path / "backup").close()
     state = model.initial()
     touched = model.new_touched(state)
@@ -429,7 +429,7 @@ def test_two_trainers_on_one_directory_the_older_is_fenced_and_its_save_is_not_c
     older = deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS)
     older.save(1, state, touched=touched)
     older.wait_until_finished()
-    Root.open(tmp_path)  # Another process: in this one the older manager would be ended first.
+    Root.open(tmp_path)  # Like another process: here, the older manager would be closed first.
     with pytest.raises(FencedError, match="held by process"):
         older.save(2, state, touched=touched)
     older.close()
@@ -442,7 +442,7 @@ def test_two_trainers_on_one_directory_the_older_is_fenced_and_its_save_is_not_c
 
 
 def test_a_save_in_flight_while_another_trainer_starts_is_not_committed(tmp_path):
-    """The check at the commit, not only at save(): a newer trainer came in between."""
+    """The commit checks the lease too, not only save(): a newer trainer starts in between."""
     state = model.initial()
     touched = model.new_touched(state)
     older = deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS)
@@ -514,7 +514,7 @@ def test_rolling_back_to_the_newest_step_moves_nothing(tmp_path):
     assert not (tmp_path / names.ROLLED_BACK).exists()
 
 
-def test_a_step_number_saved_again_after_a_rollback_is_read_anew(tmp_path):
+def test_a_step_number_saved_again_after_a_rollback_is_read_again(tmp_path):
     state = model.initial()
     touched = model.new_touched(state)
     with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as manager:
@@ -536,7 +536,7 @@ def test_a_step_number_saved_again_after_a_rollback_is_read_anew(tmp_path):
 # Collection.
 
 
-def test_leftovers_of_cut_saves_and_deletions_are_removed_at_open(tmp_path):
+def test_leftovers_of_interrupted_saves_and_deletions_are_removed_at_open(tmp_path):
     for name in ("5.orbax-checkpoint-tmp", "deleted/3", "deleted/abc/4", "4"):
         (tmp_path / name / "embeddings" / "part.0").mkdir(parents=True)
         (tmp_path / name / "embeddings" / "part.0" / "chunk").write_bytes(b"bytes")
@@ -547,7 +547,7 @@ def test_leftovers_of_cut_saves_and_deletions_are_removed_at_open(tmp_path):
     opened.close()
 
 
-def test_a_deletion_cut_half_way_is_no_step(tmp_path):
+def test_an_interrupted_deletion_is_not_a_step(tmp_path):
     opened = Root.open(tmp_path)
     removed = tmp_path / opened.new_trash() / "8"
     removed.mkdir(parents=True)
@@ -555,7 +555,7 @@ def test_a_deletion_cut_half_way_is_no_step(tmp_path):
     assert opened.saves() == {}
 
 
-def test_removals_are_on_disk_as_renames_before_anything_goes(tmp_path):
+def test_renames_of_removals_are_durable_before_anything_is_deleted(tmp_path):
     opened = Root.open(tmp_path)
     removed = tmp_path / opened.new_trash() / "8"
     removed.mkdir(parents=True)
@@ -567,7 +567,7 @@ def test_removals_are_on_disk_as_renames_before_anything_goes(tmp_path):
     assert [call.name == "fsync" for call in disk.calls[:4]] == [True, True, True, False]
 
 
-def test_what_a_damaged_step_is_stays_unknown(tmp_path):
+def test_a_damaged_step_is_listed_as_unknown(tmp_path):
     state = model.initial()
     with deltackpt.CheckpointManager(tmp_path, handlers=HANDLERS) as manager:
         for step in (1, 2):
@@ -591,7 +591,7 @@ def test_a_long_run_does_not_pile_up_removed_steps(tmp_path):
         for step in range(1, 13):
             manager.save(step, state, touched=touched)
             manager.wait_until_finished()
-            # Removed in the background, in as long as that takes: a machine may be busy.
+            # Background removal may take long on a busy machine.
             while len(list((tmp_path / names.TRASH).glob("*/*"))) > 2:
                 time.sleep(0.01)
     assert list((tmp_path / names.TRASH).glob("*/*")) == []

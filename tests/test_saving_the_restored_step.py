@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving the restored step again saves nothing if the state is unchanged, and fails if it is not.
 
-A loop that finds no work left restores a step and saves it at its end. What counts is the value of
-each leaf, not whether it is the restored object.
+A loop without work left restores a step and saves it at its end. Leaves are compared by value, not
+by identity.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def each(change: Any) -> Any:
     return lambda state: jax.tree.map(changed, state)
 
 
-#: All keep each bit; the first four make new arrays.
+#: All preserve every bit; the first four create new arrays.
 COPIES = {
     "jit": each(jax.jit(lambda leaf: leaf)),
     "copied": each(lambda leaf: leaf.copy()),
@@ -150,7 +150,7 @@ def test_any_bit_that_changed_makes_it_another_state(tmp_path, tracking):
 
 
 @pytest.mark.parametrize("leaf", ["host", "table"])
-def test_an_array_of_the_host_that_was_modified_in_place_makes_it_another_state(tmp_path, leaf):
+def test_a_host_array_that_was_modified_in_place_makes_it_another_state(tmp_path, leaf):
     state = {"tables": {"t": np.ones((4, 2))}, "sums": {"t": np.zeros(4)}, "host": np.ones(3)}
     marks = touched.init({"tables/t": state["tables"]["t"]})
     with manager_of(tmp_path) as manager:
@@ -225,7 +225,7 @@ def test_the_step_is_read_only_if_it_is_saved_again_with_other_arrays(tmp_path):
         assert manager.save(21, COPIES["copied"](found.state), touched=moved).kind is not None
 
 
-def test_a_step_that_was_damaged_since_is_not_taken_for_the_state(tmp_path):
+def test_a_step_that_was_damaged_since_does_not_equal_the_state(tmp_path):
     state = state_of()
     with manager_of(tmp_path, "fingerprints") as manager:
         manager.save(20, state)

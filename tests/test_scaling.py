@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a save costs each process: the counts of docs/project/design.md."""
+"""Cost of a save per process: the counts of docs/project/design.md."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from deltackpt.state import tables
 
 ROWS, WIDTH = 64, 4
 FEW, MANY = 6, 60
-#: Bytes of metadata for each table of which a process writes rows: its ranges and figures.
+#: Metadata bytes per table that a process writes rows of: its ranges and figures.
 PART_BYTES_PER_TABLE = 60
-#: Bytes of process 0's manifest for each table, whatever the number of processes.
+#: Bytes of process 0's manifest per table, independent of the number of processes.
 HEAD_BYTES_PER_TABLE = 330
-#: Bytes of process 0's manifest for each process, whatever the number of tables.
+#: Bytes of process 0's manifest per process, independent of the number of tables.
 HEAD_BYTES_PER_PROCESS = 80
 
 
 def sharded(count: int, ids: np.ndarray) -> tuple[dict, deltackpt.TouchState]:
-    """As many row-sharded tables with row-wise slots; in each the ids are touched."""
+    """``count`` row-sharded tables with row-wise slots; the ids are touched in each."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
     by_rows = jax.sharding.NamedSharding(mesh, P("x"))
     names = [f"t{number:04d}" for number in range(count)]
@@ -55,7 +55,7 @@ TABLES = deltackpt.Tables(
 
 
 def save(root: Path, processes: int, count: int) -> None:
-    """A base and a delta."""
+    """Saves a base and a delta."""
     job = Job(processes)
     with job.running():
         lineages = [lineage.Lineage(run="00" * 16) for _ in range(processes)]
@@ -112,7 +112,7 @@ def size(item: Path, process: int, kind: str = "manifest") -> int:
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_objects_of_a_process_depend_neither_on_processes_nor_on_tables(saved, step):
+def test_objects_per_process_do_not_depend_on_processes_or_tables(saved, step):
     for processes in (1, 2, 4):
         for count in (FEW, MANY):
             item = saved[step, processes, count]
@@ -123,7 +123,7 @@ def test_objects_of_a_process_depend_neither_on_processes_nor_on_tables(saved, s
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_payload_is_divided_by_the_processes(saved, step):
+def test_payload_is_divided_among_the_processes(saved, step):
     for count in (FEW, MANY):
         for processes in (1, 2, 4):
             item = saved[step, processes, count]
@@ -152,13 +152,13 @@ def test_metadata_of_a_part_grows_with_its_tables_only(saved, step):
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_the_index_grows_with_processes_and_tables_but_not_with_both(saved, step):
+def test_the_index_grows_with_processes_and_tables_but_not_their_product(saved, step):
     grown = {
         count: size(saved[step, 4, count], 0) - size(saved[step, 2, count], 0)
         for count in (FEW, MANY)
     }
-    # Two more processes cost the same beside few tables and beside ten times as many; what
-    # varies are digits of process 0's own ranges.
+    # Two more processes cost the same with few tables and with ten times as many; only the
+    # digits of process 0's own ranges vary.
     assert all(abs(cost) <= 2 * HEAD_BYTES_PER_PROCESS + 2 * MANY for cost in grown.values()), grown
     assert abs(grown[MANY] - grown[FEW]) <= 2 * (MANY - FEW), grown
     for processes in (1, 2, 4):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No token and no password is in an error or on it, in a warning, in a log or in a file."""
+"""Tokens and passwords never appear in errors, warnings, logs or files."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from deltackpt.storage.store import Refused
 from deltackpt.tiers import copy
 
 SECRET = "hush0hush0hush0hush0"
-#: It may be shown as it is, quoted, or in part: where it holds what ends the password of a URL.
+#: Some contain characters that end the password of a URL, so that a part could be shown.
 PASSWORDS = [SECRET, f"{SECRET}/x", f"a/{SECRET}", f"a@{SECRET}", f"a:{SECRET}", f"a?{SECRET}"]
 
 
 def everything_of(value: object, seen: set[int]) -> Iterator[str]:
-    """What a debugger, or a service that collects errors, finds on an exception."""
+    """Everything that a debugger or an error tracker finds on an exception."""
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -59,7 +59,7 @@ def everything_of(value: object, seen: set[int]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def nothing_told(caplog, *secrets: str) -> Iterator[None]:
-    """Raises what is raised; no secret is in it, in a warning, or in a record of the log."""
+    """Checks that no secret is in a raised error, a warning, or a log record."""
     with caplog.at_level(logging.DEBUG), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
@@ -89,7 +89,7 @@ BAD_TOKENS = {
 
 
 @pytest.mark.parametrize("token", BAD_TOKENS.values(), ids=BAD_TOKENS)
-def test_a_token_that_cannot_be_sent_is_refused_when_it_is_given(token, caplog, monkeypatch):
+def test_an_invalid_token_is_refused_when_it_is_given(token, caplog, monkeypatch):
     for make in (
         lambda: Node("127.0.0.1:1", token),
         lambda: NodesStore(["127.0.0.1:1"], "run", token),
@@ -104,14 +104,14 @@ def test_a_token_that_cannot_be_sent_is_refused_when_it_is_given(token, caplog, 
             open_steps("nodes://127.0.0.1:1/run")
 
 
-def test_no_field_of_a_request_injects_another_one():
+def test_no_header_field_injects_another_one():
     for value in ("a\r\nb: c", "a\n", "ä", "\0"):
         with pytest.raises(wire.Malformed) as caught:
             wire.head("GET / HTTP/1.1", [("X", value)])
         assert value not in "".join(everything_of(caught.value, set()))
 
 
-def test_a_token_is_on_nothing_that_a_refusal_or_an_outage_raises(caplog):
+def test_no_error_of_a_refusal_or_an_outage_contains_the_token(caplog):
     shelf = MemoryShelf(1 << 20)
     with contextlib.closing(shelf):
         server = NodeServer(shelf, bind="127.0.0.1", tokens=Tokens("x" * 20))
@@ -131,17 +131,17 @@ def test_a_token_is_on_nothing_that_a_refusal_or_an_outage_raises(caplog):
         assert SECRET not in repr(node) + repr(server)
 
 
-# ---- places
+# ---- locations
 
 
 def places(secret: str) -> Iterator[str]:
-    """Places with credentials in them, as users write them by mistake."""
+    """Locations with credentials, as users write them by mistake."""
     for password in {secret, urllib.parse.quote(secret, safe="")}:
         for scheme in ("http", "https", "ftp", "s3", "gs", "az", "nodes", "file", "hdfs", "S3"):
             yield f"{scheme}://user:{password}@10.0.0.1:9470/run"
-            if scheme != "file":  # Else it is a path.
+            if scheme != "file":  # Otherwise it is a path.
                 yield f"{scheme}:/user:{password}@10.0.0.1:9470/run"
-            if "/" not in password:  # Else it may be a bucket and a path.
+            if "/" not in password:  # Otherwise it may be a bucket and a path.
                 yield f"{scheme}://{password}@10.0.0.1/run"
     for query in (f"token={secret}", f"a=1&X-Amz-Signature={secret}", f"sig={secret}#x"):
         for scheme in ("http", "s3", "gs", "az", "nodes", "ftp"):
@@ -191,14 +191,16 @@ ASKED: dict[str, Callable[[str], object]] = {
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_credentials_in_a_place_are_refused_and_not_repeated(asked, caplog, tmp_path, monkeypatch):
+def test_credentials_in_a_location_are_refused_and_not_repeated(
+    asked, caplog, tmp_path, monkeypatch
+):
     monkeypatch.setenv("DELTACKPT_NODES_TOKEN", "x" * 20)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     for password in PASSWORDS if asked == "reading" else PASSWORDS[1:2]:
         for where in places(password):
             if asked in ("a directory", "a stage", "export") and where.startswith("{"):
-                continue  # It is the name of a directory there.
+                continue  # Here it is the name of a directory.
             with pytest.raises(DeltackptError), nothing_told(caplog, SECRET):
                 ASKED[asked](where)
     assert SECRET not in "".join(map(str, tmp_path.rglob("*")))
@@ -225,9 +227,7 @@ def test_no_command_repeats_credentials(name):
         f"http://[{SECRET}@",
     ],
 )
-def test_credentials_in_an_endpoint_are_on_no_error_and_in_no_options(
-    endpoint, caplog, monkeypatch
-):
+def test_credentials_in_an_endpoint_are_in_no_error_and_no_options(endpoint, caplog, monkeypatch):
     for make in (
         lambda: Tiers(endpoint=endpoint),
         lambda: buckets.place("s3://bucket/run", endpoint=endpoint),
@@ -263,7 +263,7 @@ def test_credentials_in_an_endpoint_are_on_no_error_and_in_no_options(
         ('{"token": "a", "x": ["http://a:b@c/"]}', '{"token": "...", "x": ["..."]}'),
     ],
 )
-def test_places_are_shown_without_credentials(where, shown):
+def test_locations_are_shown_without_credentials(where, shown):
     assert redaction.shown(where) == shown
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The service on a real cluster of three nodes: whatever happens to it, never wrong bits."""
+"""The restore service on a real cluster of three nodes: faults never cause wrong bits."""
 
 # ruff: noqa: E402
 from __future__ import annotations
@@ -71,7 +71,7 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def stopped(cluster, standing) -> Iterator[None]:
-    """No service outlives its test, but the standing one."""
+    """Kills the services of a test, except the standing one."""
     yield
     for name in names.listed():
         if standing.key not in name:
@@ -80,7 +80,7 @@ def stopped(cluster, standing) -> Iterator[None]:
 
 
 class Standing:
-    """A service of a directory whose rows are gone from disk."""
+    """A service of a directory whose arrays are gone from disk."""
 
     def __init__(self, path: Path):
         self.root, self.whole = path / "root", path / "whole"
@@ -94,7 +94,7 @@ class Standing:
         remove_arrays(self.root)
 
     def renew(self, gone: str) -> None:
-        """Replicas that lost their rows with a node load them again on others."""
+        """Lets replicas of a lost node reload their rows on other nodes."""
         shutil.copytree(self.whole, self.root, dirs_exist_ok=True)
         wait_until(lambda: elsewhere(self.service, gone), "its replicas come back on others")
         self.service.wait_ready(3, HANG_SECS)
@@ -102,7 +102,7 @@ class Standing:
 
 
 def elsewhere(found: RestoreService, node: str) -> bool:
-    # Processes may outlive their node for a moment, and still answer.
+    # Processes may briefly outlive their node and still answer.
     told = [one.found for one in found.status().replicas]
     return all(one is not None and one.node != node for one in told)
 
@@ -139,7 +139,7 @@ def assert_from_storage(found: Any, state: dict, problem: type[Exception] | None
 
 @contextlib.contextmanager
 def on_another_machine(every: int = 1) -> Iterator[list]:
-    """Replicas look as if they were on another machine, all of them or every n-th."""
+    """Makes every n-th replica appear to be on another machine."""
     count = iter(range(1 << 30))
     fetched = []
     real, fetch = memory.machine, reading._Read._fetch
@@ -159,10 +159,10 @@ def on_another_machine(every: int = 1) -> Iterator[list]:
         yield fetched
 
 
-# Where the tables come from.
+# Sources of tables.
 
 
-def test_tables_come_from_memory_where_storage_cannot_be_read(standing):
+def test_tables_come_from_memory_if_storage_cannot_be_read(standing):
     found = restored(standing.root, standing.state)
     assert_from_service(found, standing.state)
     again = restored(standing.whole, standing.state)
@@ -199,8 +199,8 @@ def test_any_topology_is_filled_from_memory(standing, machine, mesh, spec, narro
 
 
 @pytest.mark.parametrize("machine", ["here", "another", "mixed"])
-def test_a_point_of_the_log_comes_from_memory_whole(cluster, tmp_path, machine):
-    """Dense leaves, items and the numbers of replayed rows come with it: no mark is read."""
+def test_a_recovery_point_comes_completely_from_memory(cluster, tmp_path, machine):
+    """Dense leaves, items and replayed row indices come with it: no WAL record is read."""
     root = tmp_path / "root"
     with Trainer(root, wal=deltackpt.WalOptions()) as trainer:
         trainer.save()
@@ -231,7 +231,7 @@ def test_a_point_of_the_log_comes_from_memory_whole(cluster, tmp_path, machine):
             flip(*place)
     assert_from_service(found, trainer.state)
     assert (found.step, found.chain, found.items) == (4, (1,), {"at": 4})
-    # The step below it is in storage alone.
+    # The step below it is only in storage.
     with ray_nodes.reader(root) as manager:
         assert_from_storage(manager.restore(1, wanted), trainer.states[1], ServiceUnavailable)
     with Trainer(root, wal=deltackpt.WalOptions()) as trainer:
@@ -243,13 +243,13 @@ def test_a_point_of_the_log_comes_from_memory_whole(cluster, tmp_path, machine):
 
 
 def held_points(standing: RestoreService) -> set[int | None]:
-    """The steps of the points that replicas are at."""
+    """Returns the steps of the replicas' recovery points."""
     told = [one.found.point for one in standing.status().replicas if one.found is not None]
     return {None if point is None else point.step for point in told}
 
 
-def test_what_lies_in_one_place_is_mapped_and_not_copied(cluster, tmp_path):
-    # Eight shards, of replicas of four: every box is in one place.
+def test_arrays_in_one_replica_are_mapped_and_not_copied(cluster, tmp_path):
+    # Eight device shards on four service shards: every box is in one replica.
     with Trainer(tmp_path / "root") as trainer:
         trainer.save()
         started(trainer.root, shards=4)
@@ -261,7 +261,7 @@ def test_what_lies_in_one_place_is_mapped_and_not_copied(cluster, tmp_path):
 
 
 def test_real_processes_are_filled_from_memory(cluster, tmp_path):
-    """Each is connected to the cluster, on another topology than the one that saved."""
+    """Each connects to the cluster, on a topology other than the saved one."""
     server, root, model = many.Server(), tmp_path / "root", many_worker.Model()
     try:
         with Job(server, tmp_path / "jobs", processes=2, model=model) as job:
@@ -281,7 +281,7 @@ def test_real_processes_are_filled_from_memory(cluster, tmp_path):
             for answer in job.all("restore_latest", place=place, like=1):
                 assert {*answer["source"]} == {"service"}, answer
                 assert (answer["step"], answer["wrong"]) == (1, None)
-            # They agree on what follows.
+            # They agree on the next save.
             job.all("train", to=2)
             assert job.one("save")["kind"] == "delta"
             job.all("wait")
@@ -291,8 +291,8 @@ def test_real_processes_are_filled_from_memory(cluster, tmp_path):
         server.close()
 
 
-def test_what_was_restored_stays_when_the_service_goes_on(cluster, tmp_path):
-    """And what becomes of it does nothing to what the service holds."""
+def test_a_restored_state_stays_when_the_service_advances(cluster, tmp_path):
+    """And changes to it do not affect the service."""
     with Trainer(tmp_path / "root") as trainer:
         trainer.save()
         found = started(trainer.root, shards=1)
@@ -328,10 +328,10 @@ def test_grown_tables_keep_the_rows_of_the_template(standing):
     assert_from_service(found, grown)
 
 
-# Who else may be asked, and who may not.
+# Other services, and versions.
 
 
-def test_an_explicit_service_is_asked_and_that_of_another_directory_refused(standing, tmp_path):
+def test_an_explicit_service_is_used_and_one_of_another_directory_rejected(standing, tmp_path):
     assert_from_service(
         restored(standing.root, standing.state, service=service.connect(standing.root)),
         standing.state,
@@ -346,14 +346,14 @@ def test_an_explicit_service_is_asked_and_that_of_another_directory_refused(stan
     assert service.find(standing.whole) is None
 
 
-def test_a_service_that_sees_another_run_under_the_same_path_is_refused(cluster, tmp_path):
-    """Such as a directory that is not shared by the nodes."""
+def test_a_service_that_sees_another_run_under_the_same_path_is_rejected(cluster, tmp_path):
+    """For example, a directory that the nodes do not share."""
     theirs = Path(cluster.head_node.get_temp_dir_path()) / "cwd" / "run"
     for place, seed in ((theirs, 1), (tmp_path / "run", 2)):
         with Trainer(place) as trainer:
             trainer.step = 10 * seed
             trainer.save()
-    # Every process has its own: the nodes' working directory is not ours.
+    # The nodes have another working directory than this process.
     root = Path("/proc/self/cwd/run")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
@@ -364,7 +364,7 @@ def test_a_service_that_sees_another_run_under_the_same_path_is_refused(cluster,
     shutil.rmtree(theirs)
 
 
-def test_a_member_of_another_version_is_refused(standing):
+def test_a_replica_of_another_version_is_rejected(standing):
     with mock.patch.object(protocol, "PROTOCOL", protocol.PROTOCOL + 1):
         found = restored(standing.whole, standing.state, service=None)
         assert found.service_error is None
@@ -378,7 +378,7 @@ def test_a_member_of_another_version_is_refused(standing):
     assert_from_service(restored(standing.root, standing.state), standing.state)
 
 
-def test_a_version_mismatch_leaves_storage(cluster, tmp_path):
+def test_a_version_mismatch_falls_back_to_storage(cluster, tmp_path):
     with Trainer(tmp_path / "root") as trainer:
         trainer.save()
     started(trainer.root, shards=1)
@@ -388,7 +388,7 @@ def test_a_version_mismatch_leaves_storage(cluster, tmp_path):
     assert "install one version of deltackpt everywhere" in str(found.service_error)
 
 
-def test_too_little_memory_is_said_and_storage_still_works(cluster, tmp_path):
+def test_too_little_memory_is_reported_and_storage_still_works(cluster, tmp_path):
     with Trainer(tmp_path / "root") as trainer:
         trainer.save()
     found = service.start(trainer.root, options=ServiceOptions(memory_bytes=1 << 20, shards=2))
@@ -450,7 +450,7 @@ def test_a_process_that_is_not_connected_restores_from_storage(tmp_path):
 # Starting and stopping.
 
 
-def test_start_is_idempotent_and_refuses_what_it_cannot_do(cluster, tmp_path):
+def test_start_is_idempotent_and_rejects_invalid_options(cluster, tmp_path):
     with Trainer(tmp_path / "root") as trainer:
         trainer.save()
     found = started(trainer.root, shards=2)
@@ -487,7 +487,7 @@ def test_a_service_that_is_started_first_waits_for_the_first_step(cluster, tmp_p
         assert_from_service(restored(trainer.root, trainer.state), trainer.state)
 
 
-def test_status_says_what_each_member_is(standing):
+def test_status_describes_each_replica(standing):
     status = standing.service.status(HANG_SECS)
     assert (status.step, status.newest_step, status.compactor) == (3, 3, None)
     assert [(one.replica.shard, one.replica.shards) for one in status.replicas] == [
@@ -506,10 +506,10 @@ def test_status_says_what_each_member_is(standing):
 
 
 class WithKernel(Trainer):
-    """One that has a dense leaf of many blocks, too, of which a step changes few numbers."""
+    """A trainer with a dense leaf of many blocks, of which a step changes few elements."""
 
     def train(self) -> None:
-        """See there."""
+        """Trains a step that also changes the kernel."""
         kernel = np.array(self.state.get("kernel", np.zeros((20, 256), np.float32)))
         super().train()
         kernel.reshape(-1)[np.random.default_rng(self.step).integers(0, kernel.size, 5)] = self.step
@@ -530,11 +530,11 @@ def test_a_trainer_that_leaves_bases_to_the_service_writes_one(cluster, tmp_path
             reasons.append(trainer.manager.next_save(trainer.state, touched=trainer.marks).kind)
             trainer.save()
             chain = restored(trainer.root, trainer.state, service=None).chain
-            # Retention has dropped what a compacted base replaces, the trainer's own base too.
+            # Retention drops the steps that a compacted base replaces, the trainer's base included.
             return chain[0] > 3 and 1 not in trainer.manager.all_steps()
 
         wait_until(folded, "a base is compacted and replaces what it stands for")
-        # Dense leaves are folded with the rows.
+        # Dense leaves are merged with the rows.
         assert [*(trainer.root / "compacted").glob("[0-9]*/embeddings/dense")]
         assert {*reasons} == {"delta"}
         for _ in range(3):
@@ -547,10 +547,10 @@ def test_a_trainer_that_leaves_bases_to_the_service_writes_one(cluster, tmp_path
         assert found.status().compactor is not None
 
 
-# What is killed, stopped, gone or full.
+# Faults.
 
 
-def test_killed_actors_come_back_and_are_the_source_again(cluster, tmp_path):
+def test_killed_actors_restart_and_are_the_source_again(cluster, tmp_path):
     with Trainer(tmp_path / "root") as trainer:
         trainer.save()
         found = started(trainer.root, shards=2)
@@ -558,7 +558,7 @@ def test_killed_actors_come_back_and_are_the_source_again(cluster, tmp_path):
             before = pids(found.status())
             for pid in before:
                 os.kill(pid, signal.SIGKILL)
-            # Whatever is there meanwhile.
+            # Any source is fine during the restart.
             trainer.save()
             assert_same(restored(trainer.root, trainer.state, secs=2).state, trainer.state)
             found.wait_ready(trainer.step, HANG_SECS)
@@ -566,14 +566,14 @@ def test_killed_actors_come_back_and_are_the_source_again(cluster, tmp_path):
             assert_from_service(restored(trainer.root, trainer.state), trainer.state)
 
 
-def test_a_killed_actor_is_replaced_by_another_replica(cluster, tmp_path):
+def test_another_replica_replaces_a_killed_actor(cluster, tmp_path):
     with Trainer(tmp_path / "root") as trainer:
         trainer.save()
     shutil.copytree(trainer.root, tmp_path / "whole")
     found = started(trainer.root, shards=2, replicas=2)
     status = found.status()
     assert len({(one.replica.shard, one.found.node) for one in status.replicas}) == 4
-    # What they hold is all that there is.
+    # Only the replicas have the rows.
     remove_arrays(trainer.root)
     for replica in (0, 1):
         for one in status.replicas:
@@ -586,7 +586,7 @@ def test_a_killed_actor_is_replaced_by_another_replica(cluster, tmp_path):
         remove_arrays(trainer.root)
 
 
-def test_a_killed_node_is_survived_and_its_members_come_back_elsewhere(cluster, standing, tmp_path):
+def test_replicas_of_a_killed_node_restart_elsewhere(cluster, standing, tmp_path):
     with Trainer(tmp_path / "root") as trainer:
         trainer.save()
     shutil.copytree(trainer.root, tmp_path / "whole")
@@ -623,7 +623,7 @@ def test_the_service_outlives_the_driver_that_started_it(cluster, tmp_path):
     assert_from_service(restored(trainer.root, trainer.state), trainer.state)
 
 
-def test_members_that_do_not_answer_are_waited_for_as_long_as_stated(cluster, tmp_path):
+def test_replicas_that_do_not_answer_are_waited_for_until_the_timeout(cluster, tmp_path):
     with Trainer(tmp_path / "root") as trainer:
         trainer.save()
         found = started(trainer.root, shards=2)
@@ -660,8 +660,8 @@ def test_one_of_two_replicas_that_does_not_answer_is_replaced_in_time(cluster, t
         wait_until(lambda: len(pids(found.status())) == 2, "both answer again")
 
 
-def test_a_state_that_goes_away_while_it_is_taken_comes_from_another_replica(cluster, tmp_path):
-    """Nothing stays of what the first one has given."""
+def test_a_state_that_vanishes_while_it_is_read_comes_from_another_replica(cluster, tmp_path):
+    """Nothing remains of the first replica's data."""
     with Trainer(tmp_path / "root") as trainer:
         trainer.save()
     replicas = started(trainer.root, shards=1, replicas=2)
@@ -681,7 +681,7 @@ def test_a_state_that_goes_away_while_it_is_taken_comes_from_another_replica(clu
         if lost:
             raise OSError("elsewhere")
         view = real(place)
-        # What it held is something else by now.
+        # Its contents have changed.
         view._bytes = np.full_like(view._bytes, 99)
         return view
 
@@ -702,8 +702,8 @@ def test_a_state_that_goes_away_while_it_is_taken_comes_from_another_replica(clu
     assert lost
 
 
-def test_what_is_mapped_is_the_readers_to_write_to(standing):
-    """Whatever becomes of it, the replica's memory and the next reader's are what they were."""
+def test_a_reader_may_write_to_its_mapping(standing):
+    """Writes to it change neither the replica's memory nor the next reader's."""
     save = saves.read_save(standing.root / "3")
     wanted = {"tables/d": {"values": [Box((0, ROWS["d"] // 3), (0, ray_nodes.WIDTH))]}}
     for _ in range(2):
@@ -713,8 +713,8 @@ def test_what_is_mapped_is_the_readers_to_write_to(standing):
         mapped[:] = 7
 
 
-def test_what_training_donates_is_the_mapping_and_the_service_goes_on_beside_it(cluster, tmp_path):
-    """Pages that it writes to become its own; the replica changes a copy, and only once."""
+def test_training_donates_the_mapping_while_the_service_advances(cluster, tmp_path):
+    """Pages that training writes become private; the replica copies its state, and only once."""
     with Trainer(tmp_path / "root") as trainer:
         trainer.save()
         replicas = started(trainer.root, shards=1)
@@ -745,7 +745,7 @@ def test_what_training_donates_is_the_mapping_and_the_service_goes_on_beside_it(
 
 
 def test_the_whole_step_comes_from_memory(cluster, tmp_path):
-    """Of storage nothing but records is opened: dense leaves and further items are gone there."""
+    """Only manifests are read from storage: dense leaves and other items are removed there."""
     with Trainer(tmp_path / "root") as trainer:
         trainer.save(items={"progress": ocp.args.JsonSave({"epoch": 3})})
         started(trainer.root)
@@ -753,7 +753,7 @@ def test_the_whole_step_comes_from_memory(cluster, tmp_path):
             if path.is_file() and not path.name.startswith("manifest."):
                 path.unlink()
         items = {"progress": ocp.args.JsonRestore()}
-        place = tmp_path / "memory"  # Of this test alone, whatever else runs.
+        place = tmp_path / "memory"  # Only this test uses it.
         place.mkdir()
         for machine in (contextlib.nullcontext(), on_another_machine()):
             with machine, mock.patch.object(step_files, "_MEMORY", place):
@@ -763,7 +763,7 @@ def test_the_whole_step_comes_from_memory(cluster, tmp_path):
         assert not [*place.iterdir()]
 
 
-def test_dense_leaves_that_are_blocks_come_from_memory(cluster, tmp_path):
+def test_dense_leaves_in_blocks_come_from_memory(cluster, tmp_path):
     dense = deltackpt.Dense(deltas="blocks", codec={"weights": "ef4"}, max_error=None)
     with Trainer(tmp_path / "root", dense=dense) as trainer:
         rng = np.random.default_rng(0)
@@ -788,8 +788,8 @@ def test_dense_leaves_that_are_blocks_come_from_memory(cluster, tmp_path):
             assert_from_service(found, expected)
 
 
-def test_files_that_changed_in_memory_are_not_taken(standing):
-    """They are checked as those of storage are."""
+def test_files_that_changed_in_memory_are_rejected(standing):
+    """They are verified like files in storage."""
     real = reading._Read._files_of
 
     def changed(self, pin):
@@ -824,7 +824,7 @@ class Filler:
         return len(self.held)
 
 
-def test_a_full_object_store_costs_the_service_at_most(cluster, tmp_path):
+def test_restores_work_with_a_full_object_store(cluster, tmp_path):
     with Trainer(tmp_path / "root", {"a": 80_000}) as trainer:
         trainer.save()
     started(trainer.root)
@@ -843,17 +843,17 @@ def test_a_full_object_store_costs_the_service_at_most(cluster, tmp_path):
                 found = restored(trainer.root, trainer.state, secs=5)
         assert fetched
         assert_same(found.state, trainer.state)
-        # From memory it needs no object store.
+        # Reads from local memory need no object store.
         assert_from_service(restored(trainer.root, trainer.state), trainer.state)
     finally:
         for filler in fillers:
             ray.kill(filler)
 
 
-# Beside a trainer.
+# Concurrent with a trainer.
 
 
-def test_a_reader_beside_a_trainer_sees_whole_steps_only(cluster, tmp_path):
+def test_a_reader_beside_a_trainer_sees_only_whole_steps(cluster, tmp_path):
     options = {"max_to_keep": 1, "policy": deltackpt.policies.Consecutive(max_chain=4)}
     with Trainer(tmp_path / "root", **options) as trainer:
         trainer.save()
@@ -892,7 +892,7 @@ def test_a_reader_beside_a_trainer_sees_whole_steps_only(cluster, tmp_path):
 
 @ray.remote(num_cpus=0)
 def restore_there(root: str, rows: int) -> str:
-    """A trainer process on the cluster."""
+    """Restores in a trainer process on the cluster."""
     found = restored(Path(root), ray_nodes.initial({"a": rows}))
     return json.dumps([found.source[0], float(np.asarray(found.state["tables"]["a"]).sum())])
 

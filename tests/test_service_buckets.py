@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A restore service that follows a bucket, in a Ray cluster."""
+"""A hot standby that follows a bucket, in a Ray cluster."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def bucket(tmp_path_factory) -> Iterator[servers.Server]:
 
 @pytest.fixture(scope="module")
 def cluster(bucket) -> Iterator[Any]:
-    """Its nodes find the credentials where the first process of each was started."""
+    """Two nodes, which inherit the credentials from the environment."""
     with ray_nodes.nodes(2) as found:
         yield found
 

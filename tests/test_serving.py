@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that are followed: whole versions of what the trainer had, whatever happens beside."""
+"""Followed weights: every version is one complete state of the trainer, despite failures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from deltackpt.upkeep.compact import compact
 #: Guards against hangs only.
 HANG_SECS = 60.0
 HANDLERS = {"embeddings": deltackpt.Tables(select="table", slots={})}
-#: Numbers of the larger leaf: a MiB of bf16.
+#: Elements of the larger leaf: 1 MiB of bf16.
 COUNT = 1 << 19
 
 
@@ -63,7 +63,7 @@ def initial(seed: int = 0) -> dict[str, Any]:
 
 
 class Trainer:
-    """A manager, and the states that it saved or logged."""
+    """A manager, and the states that it saved or appended."""
 
     def __init__(self, root: Path, codec: Any = "lossless", **options: Any):
         self.root = root
@@ -83,7 +83,7 @@ class Trainer:
         self.manager.close()
 
     def train(self, share: float = 0.01) -> None:
-        """Some numbers of the weights change, and all of the moments."""
+        """Changes some elements of the weights, and all of the moments."""
         self.step += 1
         rng = np.random.default_rng(self.step)
         params = dict(self.state["params"])
@@ -148,7 +148,7 @@ def chunks_of(step_dir: Path) -> list[StoredChunk]:
 
 
 @pytest.mark.parametrize("codec", ["lossless", {"params/w": "ef4", "params/odd": "ef8"}])
-def test_each_version_is_what_a_restore_gives(tmp_path, codec):
+def test_each_version_equals_a_restore(tmp_path, codec):
     with Trainer(tmp_path, codec) as trainer:
         trainer.save()
         live, late = opened(tmp_path), opened(tmp_path)
@@ -161,14 +161,14 @@ def test_each_version_is_what_a_restore_gives(tmp_path, codec):
             assert_shows(live, restored, trainer.step)
             if codec == "lossless":
                 assert_shows(live, trainer.state, trainer.step)
-            if number % 3 == 2:  # It finds several at once.
+            if number % 3 == 2:  # It catches up on several at once.
                 late.advance()
                 assert_shows(late, restored, trainer.step)
             trainer.save(force_base=number == 4)
         assert live.problem is None
 
 
-def test_a_tree_is_nested_as_the_state_is(tmp_path):
+def test_a_tree_is_nested_like_the_state(tmp_path):
     with Trainer(tmp_path) as trainer:
         trainer.save()
     live = opened(tmp_path, ["params/layers/*", "params/b", "step"])
@@ -196,9 +196,7 @@ def test_only_blocks_that_changed_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(("deltas", "dense"), [("whole", "whole"), ("blocks", "delta")])
-def test_a_short_leaf_beside_a_long_one_is_followed_without_it(
-    tmp_path, monkeypatch, deltas, dense
-):
+def test_following_a_short_leaf_does_not_read_a_long_one(tmp_path, monkeypatch, deltas, dense):
     read, real = [], FileStore.read_into
 
     def counted(store: Any, key: str, start: int, out: Any, **how: Any) -> Any:
@@ -220,11 +218,11 @@ def test_a_short_leaf_beside_a_long_one_is_followed_without_it(
             with live.version() as version:
                 assert [*version] == ["short"] and np.array_equal(version["short"], short)
                 assert version.bytes_read < long.nbytes / 16
-            # Heads and manifests come on top.
+            # Includes headers and manifests.
             assert sum(read) < long.nbytes / 8
 
 
-def test_a_flipped_bit_of_what_is_followed_is_found_among_what_is_not(tmp_path):
+def test_a_flipped_bit_is_detected_only_in_leaves_that_are_followed(tmp_path):
     with Trainer(tmp_path, dense=deltackpt.Dense(deltas="whole")) as trainer:
         marked = np.arange(1024, dtype=np.int32) + 123_456_789
         trainer.state |= {"long": jnp.ones(1 << 20), "short": jnp.asarray(marked)}
@@ -238,13 +236,13 @@ def test_a_flipped_bit_of_what_is_followed_is_found_among_what_is_not(tmp_path):
             if is_found:
                 with pytest.raises(Damaged, match=f"1/dense/d/{file.name}"):
                     live.advance()
-            else:  # It is nobody's business here; whoever reads it finds it.
+            else:  # This reader does not read it; a reader of ``long`` detects it.
                 assert live.advance()
                 with pytest.raises(Damaged):
                     opened(tmp_path, "long").advance()
 
 
-def test_leaves_that_do_not_change_are_held_once(tmp_path):
+def test_versions_share_the_memory_of_unchanged_leaves(tmp_path):
     with Trainer(tmp_path) as trainer:
         trainer.save()
         live = opened(tmp_path, "**")
@@ -259,7 +257,7 @@ def test_leaves_that_do_not_change_are_held_once(tmp_path):
         assert sorted(changed) == ["nu", "params/layers/0", "params/odd", "params/w"]
 
 
-def test_memory_that_nobody_reads_is_used_again(tmp_path):
+def test_memory_without_readers_is_reused(tmp_path):
     with Trainer(tmp_path) as trainer:
         trainer.save()
         live = opened(tmp_path)
@@ -274,7 +272,7 @@ def test_memory_that_nobody_reads_is_used_again(tmp_path):
         assert len({*places}) == 2
 
 
-def test_an_array_that_somebody_keeps_stays_what_it_was(tmp_path):
+def test_an_array_that_is_kept_does_not_change(tmp_path):
     with Trainer(tmp_path) as trainer:
         trainer.save()
         live = opened(tmp_path)
@@ -290,7 +288,7 @@ def test_an_array_that_somebody_keeps_stays_what_it_was(tmp_path):
         assert kept.tobytes() == expected
 
 
-def test_a_reader_beside_sees_whole_versions_only(tmp_path):
+def test_a_concurrent_reader_sees_only_complete_versions(tmp_path):
     with Trainer(tmp_path) as trainer:
         trainer.save()
         with serving.follow(tmp_path, "params/**", poll_secs=0.001) as live:
@@ -303,7 +301,7 @@ def test_a_reader_beside_sees_whole_versions_only(tmp_path):
                 while not stop.is_set():
                     with live.version() as version:
                         step = version.step
-                        # Of the same moment, whatever is applied meanwhile.
+                        # From the same step, even during an update.
                         number = float(version["params/layers/0"])
                         seen[step] = hash(version["params/w"].tobytes())
                         if number != step:
@@ -314,7 +312,7 @@ def test_a_reader_beside_sees_whole_versions_only(tmp_path):
                 one.start()
             for number in range(12):
                 trainer.save(force_base=number == 6)
-                # A machine may be too busy to show one before the next replaces it.
+                # On a busy machine, a version may be replaced before a reader sees it.
                 end = time.monotonic() + HANG_SECS
                 while len(seen) <= min(number, 2):
                     assert time.monotonic() < end, "no reader sees a new version"
@@ -328,7 +326,7 @@ def test_a_reader_beside_sees_whole_versions_only(tmp_path):
             assert found == hash(np.asarray(trainer.states[step]["params"]["w"]).tobytes())
 
 
-def test_a_step_of_another_format_of_dense_leaves_is_followed_too(tmp_path):
+def test_a_step_with_another_dense_format_is_followed_too(tmp_path):
     with Trainer(tmp_path, dense=deltackpt.Dense()) as trainer:
         live = opened(tmp_path)
         for _ in range(3):
@@ -337,9 +335,9 @@ def test_a_step_of_another_format_of_dense_leaves_is_followed_too(tmp_path):
             assert_shows(live, trainer.state, trainer.step)
 
 
-def test_leaves_that_orbax_writes_in_its_own_way_are_read_by_it(tmp_path):
+def test_leaves_that_orbax_writes_are_read_by_orbax(tmp_path):
     with Trainer(tmp_path) as trainer:
-        # A leaf that our writer leaves to Orbax's.
+        # Our writer leaves these leaves to Orbax's.
         trainer.state = {**trainer.state, "name": "a text", "number": 3}
         live = opened(tmp_path, ["params/**", "number", "name"])
         for _ in range(2):
@@ -353,7 +351,7 @@ def test_leaves_that_orbax_writes_in_its_own_way_are_read_by_it(tmp_path):
                 assert version["number"] == 3
 
 
-def test_leaves_that_orbax_alone_can_write_are_shown_as_they_are(tmp_path):
+def test_leaves_that_only_orbax_can_write_are_shown_unchanged(tmp_path):
     with Trainer(tmp_path, dense=deltackpt.Dense()) as trainer:
         further = {"complex": np.array(1j), "a/b": "a text", "c/d": np.float32(1)}
         trainer.state = {**trainer.state, **further}
@@ -367,7 +365,7 @@ def test_leaves_that_orbax_alone_can_write_are_shown_as_they_are(tmp_path):
                 assert version["complex"] == 1j and version["c/d"] == 1
 
 
-def test_two_leaves_of_one_path_are_not_taken_for_each_other(tmp_path):
+def test_two_leaves_with_the_same_path_are_not_confused(tmp_path):
     with Trainer(tmp_path, dense=deltackpt.Dense()) as trainer:
         trainer.state = {**trainer.state, "a": {"b": np.ones(2)}, "a/b": np.zeros(2)}
         trainer.save()
@@ -379,7 +377,7 @@ def test_two_leaves_of_one_path_are_not_taken_for_each_other(tmp_path):
 
 
 @pytest.mark.parametrize("before", [None, ..., "a text"])
-def test_leaves_that_come_or_become_arrays_between_two_deltas_are_shown(tmp_path, before):
+def test_leaves_that_appear_or_become_arrays_between_two_deltas_are_shown(tmp_path, before):
     with Trainer(tmp_path) as trainer:
         if before is not ...:
             trainer.state = {**trainer.state, "late": before}
@@ -407,7 +405,7 @@ def test_leaves_without_elements_are_left_out(tmp_path, deltas):
             assert_shows(live, trainer.state, trainer.step)
 
 
-def test_sharded_leaves_are_put_together(tmp_path):
+def test_sharded_leaves_are_assembled(tmp_path):
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", "y"))
     with Trainer(tmp_path) as trainer:
@@ -421,7 +419,7 @@ def test_sharded_leaves_are_put_together(tmp_path):
             assert_shows(live, trainer.state, trainer.step)
 
 
-# What goes wrong.
+# Failures.
 
 
 @pytest.mark.parametrize(
@@ -432,7 +430,7 @@ def test_sharded_leaves_are_put_together(tmp_path):
         ("params/none", "found only other leaves that match\n  params/none"),
     ],
 )
-def test_leaves_that_are_not_there_are_an_error(tmp_path, leaves, found):
+def test_missing_leaves_are_an_error(tmp_path, leaves, found):
     with Trainer(tmp_path) as trainer:
         trainer.save()
         with pytest.raises(OptionError, match=found):
@@ -441,7 +439,7 @@ def test_leaves_that_are_not_there_are_an_error(tmp_path, leaves, found):
             live.wait_ready(HANG_SECS)
 
 
-def test_a_pattern_that_matches_nothing_beside_others_is_warned_of_once(tmp_path, caplog):
+def test_one_of_several_patterns_without_a_match_warns_once(tmp_path, caplog):
     with Trainer(tmp_path) as trainer:
         live = opened(tmp_path, ["params/**", "heads/*"])
         for _ in range(2):
@@ -452,7 +450,7 @@ def test_a_pattern_that_matches_nothing_beside_others_is_warned_of_once(tmp_path
     ]
 
 
-def test_nothing_is_shown_before_there_is_a_step(tmp_path):
+def test_nothing_is_shown_before_the_first_step(tmp_path):
     with Trainer(tmp_path) as trainer:
         live = opened(tmp_path)
         assert not live.advance()
@@ -493,8 +491,8 @@ def test_a_damaged_version_is_never_shown_and_the_next_one_is(tmp_path, caplog):
         assert_shows(live, trainer.state, trainer.step)
 
 
-def test_a_failure_in_the_middle_leaves_what_is_shown(tmp_path):
-    """Of two saves that are applied at once the second fails, after the first was."""
+def test_a_failure_midway_does_not_change_a_version_in_use(tmp_path):
+    """Two saves are applied at once; the second fails after the first is applied."""
     with Trainer(tmp_path) as trainer:
         trainer.save()
         live = opened(tmp_path)
@@ -546,7 +544,7 @@ def test_a_rollback_is_followed(tmp_path):
         assert_shows(live, trainer.state, trainer.step)
 
 
-def test_a_step_that_goes_while_it_is_read_leads_to_the_next(tmp_path):
+def test_a_step_that_is_removed_while_it_is_read_is_not_shown(tmp_path):
     with Trainer(tmp_path) as trainer:
         trainer.save()
         live = opened(tmp_path)
@@ -560,7 +558,7 @@ def test_a_step_that_goes_while_it_is_read_leads_to_the_next(tmp_path):
         assert live.problem is not None
 
 
-def test_retention_removes_what_was_gone_on_from(tmp_path):
+def test_retention_may_remove_the_steps_that_a_version_was_built_from(tmp_path):
     policy = deltackpt.policies.Consecutive(max_chain=2)
     options = {"max_to_keep": 1, "deltas": deltackpt.DeltaOptions(policy=policy)}
     with Trainer(tmp_path, **options) as trainer:
@@ -573,7 +571,7 @@ def test_retention_removes_what_was_gone_on_from(tmp_path):
                 assert_shows(live, trainer.state, trainer.step)
 
 
-def test_a_chain_that_was_compacted_is_read_through_its_new_base(tmp_path):
+def test_a_compacted_chain_is_read_through_its_new_base(tmp_path):
     with Trainer(tmp_path, {"params/w": "ef4"}) as trainer:
         for _ in range(4):
             trainer.save()
@@ -609,11 +607,11 @@ def test_after_closing_nothing_is_followed_and_versions_stay(tmp_path):
         assert_shows(live, trainer.state, trainer.step)
 
 
-# The log.
+# The WAL.
 
 
 @pytest.mark.parametrize("dense", ["whole", "delta"])
-def test_marks_of_the_log_are_followed(tmp_path, dense):
+def test_wal_records_are_followed(tmp_path, dense):
     with Trainer(tmp_path, wal=deltackpt.WalOptions(dense=dense)) as trainer:
         trainer.save()
         live, steps_alone = opened(tmp_path), opened(tmp_path, wal=False)
@@ -632,7 +630,7 @@ def test_marks_of_the_log_are_followed(tmp_path, dense):
 # On devices.
 
 
-def test_only_leaves_that_changed_are_placed_again(tmp_path):
+def test_only_changed_leaves_are_placed_again(tmp_path):
     with Trainer(tmp_path) as trainer:
         trainer.save()
         live = opened(tmp_path)
@@ -650,7 +648,7 @@ def test_only_leaves_that_changed_are_placed_again(tmp_path):
         assert last.tree["params"]["layers"][1] is first.tree["params"]["layers"][1]
         assert last.tree["params"]["w"].devices() == {device}
         np.testing.assert_array_equal(last.tree["params"]["w"], trainer.state["params"]["w"])
-        # jax may have aliased the memory, which is therefore not used again.
+        # jax may have aliased the memory, so it is not reused.
         assert np.asarray(first.tree["params"]["w"]).tobytes() == kept
 
 
@@ -703,7 +701,7 @@ READER = """
 """
 
 
-def test_another_process_follows_without_jax_beside_the_trainer(tmp_path):
+def test_another_process_follows_the_trainer_without_jax(tmp_path):
     with Trainer(tmp_path) as trainer:
         trainer.save()
         last = 8

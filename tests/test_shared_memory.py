@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that readers keep: what they see and write is theirs, whatever owners and others do."""
+"""Shared memory: owners and other readers never change what a reader sees."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deltackpt.standby.memory import MemoryAddress, MemoryReader, SharedMemory
 HANG_SECS = 60.0
 NBYTES = (1 << 20) + 12345
 WORD = np.dtype("u8")
-#: Reads the address of some memory, maps it, and says so; ends with its input.
+#: Reads a memory address, maps it, and reports that; exits at the end of its input.
 READER = (
     "import sys\n"
     "from deltackpt.standby.memory import MemoryAddress, MemoryReader\n"
@@ -29,7 +29,7 @@ READER = (
 
 
 def handed(value: int = 1) -> SharedMemory:
-    """Memory that counts up from a value, and may be kept."""
+    """Memory that counts up from a value and that readers may keep."""
     one = SharedMemory(NBYTES)
     one.begin_write()
     words(one)[:] = numbers(value)
@@ -47,7 +47,7 @@ def numbers(value: int) -> np.ndarray:
 
 
 def reader_of(one: SharedMemory) -> subprocess.Popen[str]:
-    """Another process that keeps a mapping."""
+    """Starts another process that keeps a mapping."""
     process = subprocess.Popen(
         [sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -90,7 +90,7 @@ def test_the_owner_leaves_memory_alone_while_a_reader_keeps_it(processes):
     one.close()
 
 
-def test_who_maps_the_memory_after_the_owner_asked_sees_that_it_changes():
+def test_a_mapping_made_after_begin_write_sees_that_the_memory_changes():
     one = handed()
     assert one.begin_write()
     view = MemoryReader(one.place)
@@ -98,7 +98,7 @@ def test_who_maps_the_memory_after_the_owner_asked_sees_that_it_changes():
     one.close()
 
 
-def test_a_copy_goes_on_from_the_sequence_of_what_it_copies():
+def test_a_copy_continues_the_sequence_of_its_source():
     one, copy = handed(), SharedMemory(NBYTES)
     view = MemoryReader(one.place)
     assert not one.begin_write()
@@ -145,7 +145,7 @@ def test_the_owner_survives_readers_that_open_while_it_asks(processes):
 # The reader.
 
 
-def test_what_a_reader_writes_is_its_own():
+def test_writes_of_a_reader_are_private():
     one = handed()
     views = [MemoryReader(one.place) for _ in range(2)]
     words(views[0])[:] = 7
@@ -163,7 +163,7 @@ def test_an_address_of_other_memory_is_refused():
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_memory_that_is_dropped_keeps_no_descriptor_and_its_arrays_stay(closed):
+def test_dropped_memory_keeps_no_descriptor_and_its_arrays_stay_valid(closed):
     one = handed()
     array, place = words(one), one.place
     if closed:

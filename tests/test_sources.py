@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Restores whose tables come from elsewhere than storage."""
+"""Restores whose tables do not come from storage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def state(value: float) -> dict[str, Any]:
 
 
 def save(root: Path, step: int, value: float) -> None:
-    """Saves a step as the first of a run; what is there is rolled back."""
+    """Saves a step in a new run; an existing one is rolled back."""
     with deltackpt.CheckpointManager(root, handlers=HANDLERS) as manager:
         steps = [found for found in manager.all_steps() if found < step]
         if steps:
@@ -40,7 +40,7 @@ def save(root: Path, step: int, value: float) -> None:
 
 
 class Source:
-    """Reads storage, and does something before or after it."""
+    """Reads storage, and calls a hook before or after it."""
 
     def __init__(self, before: Any = None, after: Any = None):
         self.before, self.after = before, after
@@ -70,14 +70,14 @@ def test_a_step_that_is_replaced_while_it_is_restored_is_never_mixed(tmp_path, m
 
     options = deltackpt.ManagerOptions(access="read")
     with deltackpt.CheckpointManager(root, handlers=HANDLERS, options=options) as manager:
-        # The step that came in its place is restored: nothing is skipped.
+        # The step that replaced it is restored: nothing is skipped.
         found = manager.restore_latest(state(0.0), service=Source(**{moment: replace}))
     assert found is not None and replaced and found.skipped == ()
     values = {float(leaf.max()) for leaf in (found.state["tables"]["words"], found.state["bias"])}
     assert len(values) == 1, values
 
 
-def test_a_source_that_fails_is_told_and_keeps_nothing_alive(tmp_path):
+def test_a_failed_source_is_reported_and_keeps_nothing_alive(tmp_path):
     save(tmp_path, 0, 3.0)
     kept = []
 
@@ -94,7 +94,7 @@ def test_a_source_that_fails_is_told_and_keeps_nothing_alive(tmp_path):
     assert kept[0]() is None
 
 
-def test_whatever_a_source_raises_storage_serves(tmp_path):
+def test_storage_is_read_after_any_error_of_a_source(tmp_path):
     save(tmp_path, 0, 3.0)
 
     def fail() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy of retention keeps, and what only a chain needs, is told to those who look."""
+"""Inspection reports which steps the retention policy keeps and which only a chain needs."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ def save_steps(root: Path, steps: range, **options: Any) -> None:
             manager.wait_until_finished()
 
 
-def test_what_the_policy_keeps_is_told_from_what_a_chain_needs(tmp_path):
+def test_steps_that_the_policy_keeps_are_distinguished_from_those_of_a_chain(tmp_path):
     save_steps(tmp_path, range(5), max_to_keep=2)
     found = inspect.open(tmp_path).stays_for
     assert found == {0: "chain", 1: "chain", 2: "chain", 3: "policy", 4: "policy"}
     assert kept.noted(spot(tmp_path)) == kept.Kept(policy="LatestN", newest=4, steps=(3, 4))
 
 
-def test_a_policy_with_a_function_is_told_too(tmp_path):
+def test_a_policy_with_a_function_is_reported_too(tmp_path):
     best = ocp.checkpoint_managers.BestN(get_metric_fn=lambda m: m["loss"], reverse=True, n=1)
     save_steps(tmp_path, range(6), preservation_policy=best)
     found = inspect.open(tmp_path).stays_for
-    # The next save goes on from step 5.
+    # The next save builds on step 5.
     assert found[3] == "policy"
     assert {step for step, reason in found.items() if reason == "chain"} == {0, 1, 2, 4, 5}
 
 
-def test_a_step_that_a_compacted_base_stands_for_is_needed_no_more(tmp_path):
+def test_a_step_that_a_compacted_base_replaces_is_no_longer_needed(tmp_path):
     save_steps(tmp_path, range(5), max_to_keep=1)
     assert command.run("compact", tmp_path, "--step", 3).returncode == 0
     assert inspect.open(tmp_path).stays_for == {
@@ -67,7 +67,7 @@ def test_a_step_that_a_compacted_base_stands_for_is_needed_no_more(tmp_path):
     }
 
 
-def test_ls_prints_it(tmp_path):
+def test_ls_prints_the_reasons(tmp_path):
     save_steps(tmp_path, range(3), max_to_keep=1)
     told = json.loads(command.run("ls", tmp_path, "--json").stdout)
     assert [one["kept_because"] for one in told] == ["chain", "chain", "policy"]
@@ -75,7 +75,7 @@ def test_ls_prints_it(tmp_path):
     assert "kept because" in table and "policy" in table and "chain " not in table
 
 
-def test_without_a_policy_nothing_is_told(tmp_path):
+def test_without_a_policy_nothing_is_reported(tmp_path):
     save_steps(tmp_path, range(2), max_to_keep=1)
     save_steps(tmp_path, range(2, 4))
     assert not (tmp_path / names.KEPT).exists()
@@ -85,14 +85,14 @@ def test_without_a_policy_nothing_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("data", [b"", b"half of it"])
-def test_a_note_that_nobody_can_read_says_nothing(tmp_path, data):
+def test_an_unreadable_note_is_ignored(tmp_path, data):
     save_steps(tmp_path, range(2), max_to_keep=1)
     (tmp_path / names.KEPT).write_bytes(data)
     assert inspect.open(tmp_path).stays_for == {}
     assert command.run("ls", tmp_path).returncode == 0
 
 
-def test_nothing_is_told_of_steps_newer_than_the_note_or_of_what_cannot_be_read(tmp_path):
+def test_steps_newer_than_the_note_and_unreadable_chains_are_not_reported(tmp_path):
     save_steps(tmp_path, range(4), max_to_keep=1)
     kept.note(tmp_path, kept.Kept(policy="LatestN", newest=2, steps=(2,)))
     assert inspect.open(tmp_path).stays_for == {0: "chain", 1: "chain", 2: "policy"}
@@ -100,7 +100,7 @@ def test_nothing_is_told_of_steps_newer_than_the_note_or_of_what_cannot_be_read(
     assert inspect.open(tmp_path).stays_for == {2: "policy"}
 
 
-def test_retention_goes_before_its_note_and_a_lost_note_fails_no_save(tmp_path):
+def test_retention_precedes_its_note_and_a_lost_note_fails_no_save(tmp_path):
     def refuse(*_: Any) -> None:
         raise StorageError("the disk is full")
 

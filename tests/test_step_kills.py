@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGKILL of real processes, one and two, at each moment at which a step is not all there yet.
+"""SIGKILL of one or two real processes at each point at which a step is incomplete.
 
 ``test_step_transaction.py`` does the same with copies; ``long/test_kills.py`` at any I/O call.
 """
@@ -28,7 +28,7 @@ import deltackpt
 
 pytestmark = pytest.mark.processes
 
-#: Moments of process 0, how often it passes the place before, and whether the step is committed.
+#: Points of process 0, how many passes to skip, and whether the step is committed.
 COMMIT = [
     ("commit: digests", 0, False),
     ("commit: after the digests", 0, False),
@@ -43,7 +43,7 @@ ALONE = [
     ("after a force", 0, False),
     *COMMIT,
 ]
-#: It forces while the others write the tables, then what it has of the rest, then all again.
+#: It fsyncs while the others write the tables, then its other files, then everything again.
 FIRST = [
     *(
         (moment, after, False)
@@ -53,7 +53,7 @@ FIRST = [
     ("before the merge", 0, False),
     *COMMIT,
 ]
-#: With its word process 0 has all that it needs.
+#: After its message process 0 has all that it needs to commit.
 SECOND = [
     ("before a force", 0, False),
     ("after a force", 0, False),
@@ -77,7 +77,7 @@ def server() -> Iterator[Server]:
         *((2, 1, *case) for case in SECOND),
     ],
 )
-def test_killed_at_any_moment_every_committed_step_is_intact(
+def test_every_committed_step_is_intact_after_a_kill_at_any_point(
     server, tmp_path, processes, victim, moment, after, committed
 ):
     root = tmp_path / "root"
@@ -90,7 +90,7 @@ def test_killed_at_any_moment_every_committed_step_is_intact(
         armed = job.processes[victim]
         armed.ask("arm", at=moment, action="kill", after=after)
         assert "error" not in armed.answer()
-        # Only bases have dense leaves in databases of each process, which are merged.
+        # Only bases have per-process databases of dense leaves, which are merged.
         job.ask("save", force_base=moment == "before the merge")
         job.ask("wait")
         armed.wait_reached(moment)
@@ -108,8 +108,8 @@ def test_killed_at_any_moment_every_committed_step_is_intact(
     assert_goes_on_alone(root)
 
 
-def test_a_step_of_two_whose_very_last_fsync_failed_stands_for_both(server, tmp_path):
-    """Process 0 is told that it may not survive a power cut; both go on from it."""
+def test_a_step_of_two_processes_whose_last_fsync_failed_is_valid_for_both(server, tmp_path):
+    """Process 0 gets an error that it may not survive a power cut; both continue from it."""
     root, place = tmp_path / "root", {"mesh": [2, 1]}
     with Job(server, tmp_path / "jobs", processes=2, devices=1) as job:
         started(job, root, place)
@@ -129,7 +129,7 @@ def test_a_step_of_two_whose_very_last_fsync_failed_stands_for_both(server, tmp_
 
 
 def assert_goes_on_alone(root: Path) -> None:
-    """The next manager finds nothing but steps, and goes on from the newest with a delta."""
+    """The next manager finds only steps, and continues from the newest with a delta."""
     newest, known = max(step_numbers(root)), Model()
     with deltackpt.CheckpointManager(root, handlers={"embeddings": many_worker.tables()}) as saver:
         assert not list(root.glob("*.orbax-checkpoint-tmp*"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step that is cut, refused or forced at each of its moments: all of it is there, or nothing."""
+"""Atomicity of a step: kills, I/O errors and fsyncs at each moment of a save."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def opened(root: Path, **options: Any) -> deltackpt.CheckpointManager:
 
 
 def states(count: int) -> list[tuple[Any, Any]]:
-    """Steps 0 to ``count``: the state and its TouchState."""
+    """Returns the state and its TouchState at steps 0 to ``count``."""
     state = model.initial()
     found = [(state, model.new_touched(state))]
     for step in range(1, count + 1):
@@ -55,15 +55,15 @@ def names_in(root: Path) -> set[str]:
 
 
 def assert_only(root: Path, committed: list[int]) -> None:
-    """The directory holds these steps, and nothing else of a save."""
+    """Asserts that the directory holds these steps and nothing else of a save."""
     found = names_in(root) - {"deleted"}
     assert found == {str(step) for step in committed}, found
 
 
-# A cut at each moment: what a process leaves that is killed there is copied.
+# A kill at each moment, simulated by a copy of the directory.
 
 
-#: Calls of a save of step 2 in their order, and whether it is committed there.
+#: Calls of a save of step 2 in order, and whether it is committed then.
 MOMENTS = {
     "before anything": ("mkdir", r"^2[.][^/]*$", False),
     "before the tables": ({"mkdir", "open"}, "embeddings/", False),
@@ -80,7 +80,7 @@ MOMENTS = {
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("kind", ["base", "delta"])
-def test_cut_at_any_moment_every_committed_step_is_intact(tmp_path, kind, moment):
+def test_a_kill_at_any_moment_leaves_every_committed_step_intact(tmp_path, kind, moment):
     call, path, committed = MOMENTS[moment]
     root, image, known = tmp_path / "root", tmp_path / "image", states(3)
     with opened(root) as saver:
@@ -94,7 +94,7 @@ def test_cut_at_any_moment_every_committed_step_is_intact(tmp_path, kind, moment
     standing = [0, 1, 2] if committed else [0, 1]
     left = names_in(image) - {str(step) for step in standing}
     assert all(name.startswith("2.orbax-checkpoint-tmp") for name in left)
-    # Beside a trainer nobody is disturbed by what is under way.
+    # A reader beside a trainer ignores the save in flight.
     with opened(image, access="read") as reader:
         assert reader.all_steps() == standing
         for step in standing:
@@ -110,21 +110,21 @@ def test_cut_at_any_moment_every_committed_step_is_intact(tmp_path, kind, moment
         model.assert_same(saver.restore_latest(known[0][0]).state, after_it[0])
 
 
-# What is refused.
+# I/O errors.
 
 
 def descriptors_of(step: Path) -> list[str]:
-    """What this process holds open of a step; what was removed counts."""
+    """Returns the open files of a step in this process, removed files included."""
     found = []
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # Of another thread, or of the listing itself.
+        with contextlib.suppress(FileNotFoundError):  # Another thread's, or the listing's.
             found.append(os.readlink(f"/proc/self/fd/{name}"))
     return [path for path in found if path.startswith(f"{step}.")]
 
 
 @contextlib.contextmanager
 def closes_refused(number: int, root: Path) -> Iterator[None]:
-    """Each ``os.close`` of a file of step 2 fails, and closes it like the kernel does."""
+    """Makes each ``os.close`` of a file of step 2 fail after closing it, as the kernel does."""
     real = os.close
 
     def failing(descriptor: int) -> None:
@@ -139,7 +139,7 @@ def closes_refused(number: int, root: Path) -> Iterator[None]:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO], ids=errno.errorcode.get)
 @pytest.mark.parametrize("call", ["open", "mkdir", "write", "truncate", "fsync", "close", "rename"])
-def test_what_is_refused_is_a_typed_error_and_the_next_save_has_the_rows(tmp_path, call, number):
+def test_an_io_error_is_typed_and_the_next_save_has_the_rows(tmp_path, call, number):
     root, known = tmp_path / "root", states(3)
     with opened(root) as saver:
         for step in (0, 1):
@@ -153,7 +153,7 @@ def test_what_is_refused_is_a_typed_error_and_the_next_save_has_the_rows(tmp_pat
                 disk = stack.enter_context(Disk(root))
                 disk.fail(call, r"^2([.]|$)", errno=number, times=None)
             with pytest.raises(SaveFailed, match="no touched row is lost") as raised:
-                # Only files of a base are truncated.
+                # Only a base truncates files.
                 is_base = call == "truncate"
                 saver.save(2, known[2][0], touched=known[2][1], force_base=is_base)
                 saver.wait_until_finished()
@@ -169,7 +169,7 @@ def test_what_is_refused_is_a_typed_error_and_the_next_save_has_the_rows(tmp_pat
         model.assert_same(saver.restore_latest(known[0][0]).state, known[3][0])
 
 
-def test_a_step_whose_very_last_fsync_failed_stands_and_is_gone_on_from(tmp_path):
+def test_a_step_whose_last_fsync_failed_exists_and_training_continues_from_it(tmp_path):
     known = states(3)
     with opened(tmp_path) as saver:
         saver.save(1, known[1][0], touched=known[1][1])
@@ -186,8 +186,8 @@ def test_a_step_whose_very_last_fsync_failed_stands_and_is_gone_on_from(tmp_path
         model.assert_same(saver.restore(3, known[0][0]).state, known[3][0])
 
 
-def test_host_rows_are_released_though_nothing_could_be_written(tmp_path):
-    """The training thread waits for that where arrays are numpy's."""
+def test_host_rows_are_released_even_if_nothing_can_be_written(tmp_path):
+    """The training thread waits for that if arrays are numpy arrays."""
     state, marks = states(0)[0]
     state["tables"]["users"] = np.array(state["tables"]["users"])
     with opened(tmp_path) as saver:
@@ -204,7 +204,7 @@ def test_host_rows_are_released_though_nothing_could_be_written(tmp_path):
 
 
 class Written:
-    """An item: one file of each process below a directory of its own, and one of process 0."""
+    """An item with files in a directory per process, and one file of process 0."""
 
     def __init__(self, started: threading.Event | None = None):
         self._started = started
@@ -222,8 +222,8 @@ class Written:
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_nothing_is_told_before_it_is_forced_however_late_a_process_is(tmp_path, late):
-    """After a power cut nothing is left but what was forced: followed call by call."""
+def test_nothing_is_reported_before_it_is_fsynced_even_if_a_process_is_late(tmp_path, late):
+    """A power cut leaves only fsynced data, so the test tracks every fsync."""
     final = tmp_path / "5"
     temporary = steps.temporary_dir(final, "run-1")
     others_wrote, lock = threading.Event(), threading.Lock()
@@ -244,7 +244,7 @@ def test_nothing_is_told_before_it_is_forced_however_late_a_process_is(tmp_path,
             forced[path] = names
 
     def unforced() -> set[str]:
-        """Files and directories below the step of which something was never forced."""
+        """Returns files and directories of the step that are not completely fsynced."""
         with lock:
             return {
                 path
@@ -299,8 +299,8 @@ def test_nothing_is_told_before_it_is_forced_however_late_a_process_is(tmp_path,
     assert not temporary.exists() and (final / "item" / "of.1" / "chunk").exists()
 
 
-def test_a_save_ahead_of_process_0_is_not_taken_for_what_a_failed_one_left(tmp_path):
-    """Another process may write the next step before process 0 has settled the one before it."""
+def test_a_save_ahead_of_process_0_is_not_removed_as_a_failed_one(tmp_path):
+    """Another process may write the next step before process 0 has finished the previous one."""
     known = states(3)
     with opened(tmp_path) as saver:
         with Disk(tmp_path) as disk:
@@ -317,8 +317,8 @@ def test_a_save_ahead_of_process_0_is_not_taken_for_what_a_failed_one_left(tmp_p
         assert ahead.is_dir()
 
 
-def test_what_another_process_removes_meanwhile_needs_no_force(tmp_path):
-    """A handler of Orbax on process 0 writes beside, and renames what it wrote."""
+def test_files_that_another_process_removes_need_no_fsync(tmp_path):
+    """An Orbax handler on process 0 writes concurrently and renames its files."""
     (tmp_path / "item" / "inner").mkdir(parents=True)
     for name in ("item/there", "item/inner/there"):
         (tmp_path / name).write_text("x")
@@ -346,9 +346,9 @@ def test_what_another_process_removes_meanwhile_needs_no_force(tmp_path):
 # Memory.
 
 
-def test_a_thread_that_writes_into_a_numpy_leaf_during_a_base_is_found(tmp_path):
+def test_a_write_into_a_numpy_leaf_during_a_base_is_detected(tmp_path):
     state, marks = states(0)[0]
-    # Of a group of its own, so that it is written from where it is.
+    # In its own group, so that it is written in place, without a copy.
     leaf = state["tables"]["tiny"] = np.array(state["tables"]["tiny"])
 
     def train(_: DiskCall) -> None:
@@ -356,7 +356,7 @@ def test_a_thread_that_writes_into_a_numpy_leaf_during_a_base_is_found(tmp_path)
 
     with opened(tmp_path) as saver:
         with Disk(tmp_path) as disk:
-            # The last call for a chunk, before its checksum is compared.
+            # The last call for a chunk before its checksum is compared.
             disk.on("truncate", train, "values/")
             saver.save(0, state, touched=marks)
             with pytest.raises(SaveFailed, match="changed while they were written"):
@@ -381,8 +381,8 @@ assert batch._bounce() is mine and set(mine[:2]) == {1}
 
 
 @pytest.mark.processes
-def test_a_forked_child_has_memory_of_its_own_to_write_from():
-    """Memory to write from is shared with children: what is under way must be whole."""
+def test_a_forked_child_has_its_own_write_buffer():
+    """Write buffers are shared with children: a write in flight must not change."""
     subprocess.run([sys.executable, "-c", _CHILD], check=True, timeout=LIMIT_SECS)
 
 
@@ -411,8 +411,8 @@ finally:
 
 
 @pytest.mark.processes
-def test_saves_of_a_process_that_forks_all_the_time_hold_what_was_saved(tmp_path):
-    """As input pipelines do: a direct write and a fork at once lose data of private memory."""
+def test_saves_of_a_process_that_forks_constantly_are_intact(tmp_path):
+    """As input pipelines do. A direct write during a fork loses data of private memory."""
     subprocess.run(
         [sys.executable, "-c", _FORKING, str(tmp_path)],
         check=True,
@@ -427,7 +427,7 @@ def test_saves_of_a_process_that_forks_all_the_time_hold_what_was_saved(tmp_path
         assert reader.all_steps() == list(range(7))
 
 
-def test_a_save_that_nobody_waits_for_any_longer_still_commits(tmp_path):
+def test_a_save_still_commits_after_close_times_out(tmp_path):
     state, marks = states(0)[0]
     saver = opened(tmp_path, timeouts=deltackpt.Timeouts(close_secs=0.05))
     with Disk(tmp_path) as disk, disk.pause("write", STEP_FILES):

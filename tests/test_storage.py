@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays on disk: any Zarr reader opens them, every read is verified, and errors name the chunk."""
+"""Arrays on disk: any Zarr reader opens them, reads are verified, and errors name the chunk."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write(directory: Path, data: np.ndarray, *, zstd: bool = False, cuts=()) -> 
 
 
 def tails(directory: Path) -> dict[str, ChunkSums]:
-    """What digests without blocks say of each chunk: the CRC32C that it ends in."""
+    """Returns the sums of each chunk by digests without blocks: its trailing CRC32C."""
     return {
         name: ChunkSums(digest.tail)
         for name, digest in digests.digest_tree(directory).items()
@@ -51,7 +51,7 @@ def tails(directory: Path) -> dict[str, ChunkSums]:
     zstd=st.booleans(),
     data=st.data(),
 )
-def test_what_was_written_in_pieces_is_read_in_ranges(
+def test_arrays_written_in_pieces_are_read_in_ranges(
     tmp_path_factory, rows, trailing, dtype, chunk, zstd, data
 ):
     directory = tmp_path_factory.mktemp("array")
@@ -88,7 +88,7 @@ def test_digests_from_memory_are_those_of_the_files(tmp_path):
     block=st.integers(1, 700),
     data=st.data(),
 )
-def test_some_rows_of_a_chunk_cost_the_blocks_around_them(
+def test_reading_some_rows_of_a_chunk_reads_only_their_blocks(
     tmp_path_factory, rows, width, chunk, block, data
 ):
     directory = tmp_path_factory.mktemp("array")
@@ -156,7 +156,7 @@ def test_gaps_hold_any_sorted_rows(rows):
 
 
 @pytest.mark.parametrize("encoded", [[3, 0, 1], [1, 2, 90], [2**63 + 1, 5]])
-def test_gaps_of_no_table_are_damage(encoded):
+def test_invalid_gaps_are_damage(encoded):
     with pytest.raises(Damaged, match=r"rows\.gaps"):
         gaps.decode_gaps(np.array(encoded, np.uint64), total_rows=50, name="rows.gaps")
 
@@ -175,13 +175,13 @@ def test_an_atomic_write_leaves_the_old_contents_when_it_fails(tmp_path):
 
 @pytest.mark.parametrize("absent", [False, True])
 def test_writers_of_one_file_never_mix_their_bytes(tmp_path, absent):
-    """In two containers on a shared file system, with the same process and thread ids."""
+    """Two containers on a shared file system can have equal process and thread ids."""
     path, name = tmp_path / "file", "link" if absent else "replace"
     real, others = getattr(os, name), iter([b"the other's"])
     written: list[bytes] = []
 
     def late(source: str, target: str) -> None:
-        """Gives a file its name, once another writer has written and published its own."""
+        """Publishes a file after another writer has published its own."""
         for data in others:
             files.write_atomic(path, data, fsync=False)
         written.append(Path(source).read_bytes())
@@ -199,7 +199,7 @@ def test_writers_of_one_file_never_mix_their_bytes(tmp_path, absent):
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_staging_reuses_buffers_and_keeps_its_budget():
+def test_staging_reuses_buffers_and_stays_within_its_budget():
     staging = Staging(4 << 20)
     first = staging.take((1 << 18,), np.dtype(np.float32))
     address = first.ctypes.data
@@ -214,8 +214,8 @@ def test_staging_reuses_buffers_and_keeps_its_budget():
     assert staging._kept_bytes() <= staging.budget_bytes
 
 
-def test_small_requests_take_one_buffer_again_and_again():
-    """A pool that kept one for each of them would grow to its budget from save to save."""
+def test_small_requests_reuse_one_buffer():
+    """A pool that kept one buffer per request would grow to its budget over the saves."""
     staging = Staging(64 << 20)
     for number in range(20):
         staging.give_back(staging.take((number % 5,), np.dtype(np.int32)))
@@ -243,8 +243,8 @@ def test_staging_serves_threads_at_once():
 
 
 @pytest.mark.parametrize("wide", [1, 700_000, 1_200_000])
-def test_staging_copies_what_is_given(wide):
-    """A few bytes, more, and so many that threads share them."""
+def test_staging_copies_its_input(wide):
+    """A few bytes, more, and enough that threads split the copy."""
     random = np.random.default_rng(0)
     sources = [
         random.integers(0, 255, shape, np.uint8)
@@ -258,7 +258,7 @@ def test_staging_copies_what_is_given(wide):
         np.testing.assert_array_equal(out, source)
 
 
-def test_a_copy_waits_for_no_thread_that_is_busy():
+def test_a_copy_does_not_wait_for_busy_threads():
     staging, go = Staging(1 << 20), threading.Event()
     busy = [staging.submit(go.wait) for _ in range(staging.THREADS)]
     source = np.ones((12, 1 << 20), np.uint8)
@@ -270,7 +270,7 @@ def test_a_copy_waits_for_no_thread_that_is_busy():
         go.set()
 
 
-def test_a_copy_that_fails_is_told():
+def test_a_copy_that_fails_raises():
     staging = Staging(1 << 20)
     fits = np.ones((12, 1 << 20), np.uint8)
     with pytest.raises(ValueError, match="broadcast"):
@@ -279,6 +279,6 @@ def test_a_copy_that_fails_is_told():
         )
 
 
-def test_a_pool_without_memory_is_refused():
+def test_a_pool_without_memory_is_rejected():
     with pytest.raises(OptionError, match="staging_bytes"):
         Staging(0)

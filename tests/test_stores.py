@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores keep what ``store_suite`` says."""
+"""Every store passes ``store_suite``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TestFileStore(StoreSuite):
     @pytest.mark.parametrize(
         "removed_after", ["it was made", "mkdir found it", "its parent was made"]
     )
-    def test_a_put_makes_a_folder_again_that_others_remove(self, store, removed_after):
+    def test_a_put_recreates_a_directory_that_others_remove(self, store, removed_after):
         with Disk(store.path) as disk:
             if removed_after == "it was made":
                 disk.on("open", lambda _: os.rmdir(store.path / "a" / "b"), "^a/b/", times=3)
@@ -67,20 +67,20 @@ class TestFileStore(StoreSuite):
             store.put("a/b/x", b"abc", absent=True)
         assert store.get("a/b/x") == b"abc" and len(disk.paths("mkdir")) > 3
 
-    def test_a_file_in_the_place_of_a_folder_is_no_object(self, store):
+    def test_a_file_in_the_place_of_a_directory_is_not_an_existing_object(self, store):
         store.put("a", b"x")
         with pytest.raises(StorageError, match="expected to make a directory") as caught:
             store.put("a/b", b"y", absent=True)
         assert not isinstance(caught.value, Exists)
 
-    def test_a_put_is_on_disk_with_the_names_of_its_folders(self, store):
+    def test_a_put_fsyncs_the_file_and_the_names_of_its_directories(self, store):
         with Disk(store.path) as disk:
             store.put("3/item/x", b"abc", absent=True)
         forced = disk.paths("fsync")
         assert [os.path.relpath(name, store.path) for name in forced[:2]] == ["3", "."]
         assert os.path.relpath(forced[-1], store.path) == "3/item" and len(forced) == 4
 
-    def test_what_cannot_be_read_is_not_missing(self, store):
+    def test_an_unreadable_object_is_not_missing(self, store):
         (store.path / "loop").symlink_to("loop")
         os.mkfifo(store.path / "pipe")
         with pytest.raises(StorageError, match="symbolic links") as caught:

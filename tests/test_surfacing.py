@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong where nobody looks is raised, or told, at the next call; closed is closed."""
+"""Background errors are raised or reported at the next call; closed managers refuse all calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from deltackpt.wal.needs import Needs
 
 LIMIT_SECS = 60
 STATE, MARKS = leaver.states(0)[0]
-#: A call of each public name of a manager; what is not here is refused by the test.
+#: A call of each public name of a manager; a test fails if one is missing.
 CALLS: dict[str, Callable[[deltackpt.CheckpointManager], Any]] = {
     "all_steps": lambda manager: manager.all_steps(),
     "best_step": lambda manager: manager.best_step("loss"),
@@ -70,7 +70,7 @@ CALLS: dict[str, Callable[[deltackpt.CheckpointManager], Any]] = {
     "wait_appended": lambda manager: manager.wait_appended(),
     "with": lambda manager: manager.__enter__(),
 }
-#: What a closed manager answers all the same.
+#: Names that a closed manager still answers.
 ALWAYS = {"close", "options"}
 
 
@@ -83,7 +83,7 @@ def saved(root: Path) -> deltackpt.CheckpointManager:
 
 
 def answers_of(manager: deltackpt.CheckpointManager, kind: type[DeltackptError]) -> list[str]:
-    """Calls that are not refused by such an error."""
+    """Calls that do not raise an error of this kind."""
     found = []
     for name, call in CALLS.items():
         try:
@@ -97,7 +97,7 @@ def answers_of(manager: deltackpt.CheckpointManager, kind: type[DeltackptError])
     return found
 
 
-def test_every_public_name_of_a_manager_is_tried():
+def test_every_public_name_of_a_manager_is_tested():
     public = {name for name in dir(deltackpt.CheckpointManager) if not name.startswith("_")}
     assert public - ALWAYS == CALLS.keys() - {"with"}
 
@@ -109,7 +109,7 @@ def test_a_closed_manager_refuses_every_call(tmp_path):
     manager.close()
 
 
-def test_a_manager_that_another_one_has_ended_refuses_every_call(tmp_path):
+def test_a_manager_fenced_by_another_one_refuses_every_call(tmp_path):
     manager = saved(tmp_path)
     with opened(tmp_path):
         assert answers_of(manager, FencedError) == []
@@ -118,12 +118,12 @@ def test_a_manager_that_another_one_has_ended_refuses_every_call(tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:.*fork.*")
-def test_a_forked_manager_refuses_every_call_also_while_another_thread_is_in_it(tmp_path):
+def test_a_forked_manager_refuses_every_call_even_if_another_thread_is_in_it(tmp_path):
     manager = saved(tmp_path)
     before = sorted(os.listdir(tmp_path))
     read, write = os.pipe()
     with manager._lock:
-        # Whoever holds the lock is no thread of the child.
+        # The thread that holds the lock does not exist in the child.
         forking = threading.Thread(target=lambda: pids.append(_fork(manager, write)))
         pids: list[int] = []
         forking.start()
@@ -141,7 +141,7 @@ def _fork(manager: deltackpt.CheckpointManager, write: int) -> int:
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(BaseException):
-            signal.alarm(LIMIT_SECS)  # Should it wait for ever.
+            signal.alarm(LIMIT_SECS)  # In case it hangs.
             CALLS["close"] = lambda manager: manager.close()
             os.write(write, str(answers_of(manager, ClosedError)).encode())
             os._exit(0)
@@ -152,7 +152,7 @@ def _fork(manager: deltackpt.CheckpointManager, write: int) -> int:
 # A fenced trainer.
 
 
-def test_a_save_in_flight_whose_directory_the_next_trainer_removes_is_fenced(tmp_path):
+def test_an_in_flight_save_whose_directory_the_next_trainer_removes_is_fenced(tmp_path):
     manager = saved(tmp_path)
     with paused_saves(tmp_path) as held:
         manager.save(2, STATE, touched=MARKS, force_base=True)
@@ -166,7 +166,7 @@ def test_a_save_in_flight_whose_directory_the_next_trainer_removes_is_fenced(tmp
 # Threads.
 
 
-def test_whatever_goes_wrong_where_saves_are_pushed_is_told_and_tried_again(tmp_path):
+def test_an_error_of_the_push_thread_is_reported_and_retried(tmp_path):
     stage = Stage(tmp_path)
     tmp_path.mkdir(exist_ok=True)
     pusher, again = Pusher(stage), threading.Event()
@@ -188,7 +188,7 @@ def test_whatever_goes_wrong_where_saves_are_pushed_is_told_and_tried_again(tmp_
     assert told.code == DeltackptError.code
 
 
-def test_whatever_goes_wrong_where_processes_agree_is_kept_for_the_next_call(tmp_path):
+def test_an_error_of_the_agreement_thread_is_kept_for_the_next_call(tmp_path):
     job, again = Job(tmp_path, 1), threading.Event()
     one = job.all[0]
     outcomes = iter([ZeroDivisionError("of nobody's making")])
@@ -207,7 +207,7 @@ def test_whatever_goes_wrong_where_processes_agree_is_kept_for_the_next_call(tmp
     assert one.take_failure() is None
 
 
-def test_what_went_wrong_where_processes_agree_is_raised_by_the_next_log(
+def test_an_error_of_the_agreement_thread_is_raised_by_the_next_append(
     tmp_path,
 ):
     options = deltackpt.ManagerOptions(wal=deltackpt.WalOptions())
@@ -225,7 +225,7 @@ def test_what_went_wrong_where_processes_agree_is_raised_by_the_next_log(
     leaver.model.assert_same(found.state, states[3][0])
 
 
-def test_whatever_goes_wrong_in_a_collection_is_told_once_and_tried_again(tmp_path):
+def test_an_error_of_a_garbage_collection_is_reported_once_and_retried(tmp_path):
     with saved(tmp_path) as manager:
         outcomes, real = iter([ZeroDivisionError("of nobody's making")]), Root._collect
 
@@ -247,7 +247,7 @@ def test_whatever_goes_wrong_in_a_collection_is_told_once_and_tried_again(tmp_pa
             manager.wait_until_finished()
 
 
-def test_whatever_goes_wrong_where_a_directory_is_followed_is_its_problem(tmp_path):
+def test_an_error_of_the_follow_thread_is_reported_as_its_problem(tmp_path):
     saved(tmp_path).close()
     error, again = ZeroDivisionError("of nobody's making"), threading.Event()
 
@@ -264,7 +264,7 @@ def test_whatever_goes_wrong_where_a_directory_is_followed_is_its_problem(tmp_pa
     assert isinstance(live.problem.__cause__, ZeroDivisionError)
 
 
-def test_whatever_goes_wrong_with_one_request_ends_no_node_server(caplog):
+def test_an_error_in_one_request_does_not_stop_a_node_server(caplog):
     def ask(server: NodeServer) -> bytes:
         host, port = server.address.split(":")
         with socket.create_connection((host, int(port)), LIMIT_SECS) as client:
@@ -285,7 +285,7 @@ def test_whatever_goes_wrong_with_one_request_ends_no_node_server(caplog):
 # Bytes and names.
 
 
-def test_a_copy_to_a_directory_holds_a_piece_of_a_file_at_most(tmp_path, monkeypatch):
+def test_a_copy_to_a_directory_buffers_at_most_a_piece_of_a_file(tmp_path, monkeypatch):
     saved(tmp_path / "root").close()
     asked: list[int] = []
     real = FileStore.read_into
@@ -303,7 +303,7 @@ def test_a_copy_to_a_directory_holds_a_piece_of_a_file_at_most(tmp_path, monkeyp
         leaver.model.assert_same(manager.restore(1, STATE).state, STATE)
 
 
-def test_a_file_that_changes_while_it_is_copied_is_damage(tmp_path):
+def test_a_file_that_changes_during_a_copy_is_damage(tmp_path):
     saved(tmp_path / "root").close()
     real = FileStore.read_into
 
@@ -329,7 +329,7 @@ def test_a_small_object_of_a_bucket_is_read_once():
         assert Spot(store, "a/b").read() == b"some bytes"
         assert reads == [{}]
         assert Spot(store, "a/b").is_file() and not Spot(store, "a").is_file()
-    assert all(reads[1:])  # Of no more than a range.
+    assert all(reads[1:])  # All later reads are of ranges.
 
 
 def test_no_code_changes_the_environment_of_its_process():
@@ -351,8 +351,8 @@ def test_an_endpoint_of_google_must_be_in_the_environment(monkeypatch):
     assert buckets.place("gs://bucket/run", endpoint="http://a:1").url == "gs://bucket/run"
 
 
-def test_layouts_of_dense_leaves_are_remembered_for_many_threads_at_once():
-    """More structures than are kept, each planned while another thread's is dropped."""
+def test_layouts_of_dense_leaves_are_cached_for_concurrent_threads():
+    """Plans more structures than are cached, while another thread evicts one."""
 
     def plans() -> Iterator[None]:
         for number in range(2 * dense_layout._REMEMBERED):
@@ -360,7 +360,7 @@ def test_layouts_of_dense_leaves_are_remembered_for_many_threads_at_once():
             yield
 
     class Crossing(dict[Any, Any]):
-        """Has another thread plan while one looks for the oldest."""
+        """Lets another thread plan while one looks for the oldest."""
 
         def __iter__(self) -> Iterator[Any]:
             found = super().__iter__()

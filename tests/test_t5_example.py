@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The T5 example: its model, its span corruption, and that a resumed run is the same run."""
+"""The T5 example: its model, its span corruption, and the exactness of a resumed run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SIZES = sizes_of(200)
 
 
 def bucket_oracle(offset: int, bidirectional: bool, buckets: int, max_distance: int) -> int:
-    """The bucket in integers: a range starts at the next power of the ratio of the distances."""
+    """The bucket in integer arithmetic: ranges grow by powers of the ratio of the distances."""
     first, distance = 0, max(-offset, 0)
     if bidirectional:
         buckets //= 2
@@ -106,11 +106,11 @@ def random() -> np.random.Generator:
 
 
 def drawn(random, shapes):
-    """Parameters in float64, of no special scale."""
+    """Random parameters in float64."""
     return jax.tree.map(lambda leaf: random.normal(size=leaf.shape) * 0.1, shapes)
 
 
-def test_encoder_layer_equals_a_reference_written_out(random):
+def test_encoder_layer_equals_a_numpy_reference(random):
     length = 7
     stream = random.normal(size=(1, length, SIZES.d_model))
     visible = np.array([True] * 5 + [False] * 2)[None, None, None]
@@ -127,7 +127,7 @@ def test_encoder_layer_equals_a_reference_written_out(random):
     np.testing.assert_allclose(found[0], middle + gated(params["mlp"], read), rtol=1e-4, atol=1e-4)
 
 
-def test_attention_to_another_sequence_equals_a_reference_written_out(random):
+def test_attention_to_another_sequence_equals_a_numpy_reference(random):
     queries, memory = random.normal(size=(4, SIZES.d_model)), random.normal(size=(9, SIZES.d_model))
     mask = np.ones((4, 9), bool)
     mask[:, 6:] = False
@@ -145,7 +145,7 @@ def initial() -> trainer.TrainState:
     return trainer.init_state(trainer.TrainOptions(sizes=SIZES, seed=4))
 
 
-def test_initial_queries_make_up_for_scores_without_a_factor(initial):
+def test_initial_queries_compensate_for_unscaled_scores(initial):
     kernels = initial.params["encoder"]["layers_0"]["attention"]
     assert np.std(kernels["query"]["kernel"]) == pytest.approx((128 * 64) ** -0.5, rel=0.05)
     assert np.std(kernels["key"]["kernel"]) == pytest.approx(128**-0.5, rel=0.05)
@@ -189,13 +189,13 @@ def test_padding_changes_nothing(network, random):
     np.testing.assert_allclose(*losses, rtol=1e-4)
 
 
-def test_the_decoder_reads_each_target_one_place_later():
+def test_the_decoder_reads_each_target_one_position_later():
     shifted = model.shifted_right(jnp.array([[7, 8, 1], [9, 1, 0]]))
     assert shifted.tolist() == [[model.PAD, 7, 8], [model.PAD, 9, 1]]
 
 
 def put_together(inputs: list[int], targets: list[int], size: int) -> list[int]:
-    """The text again: each sentinel of the inputs is replaced by what follows it in the targets."""
+    """Restores the text: replaces each sentinel of the inputs with its span of the targets."""
     spans: dict[int, list[int]] = {}
     for token in targets:
         if token >= size - data.SENTINELS:
@@ -206,7 +206,7 @@ def put_together(inputs: list[int], targets: list[int], size: int) -> list[int]:
 
 
 @given(tokens=st.lists(st.integers(3, 40), min_size=1, max_size=60), seed=st.integers(0, 2**32 - 1))
-def test_inputs_and_targets_put_together_are_the_text(tokens, seed):
+def test_inputs_and_targets_together_are_the_text(tokens, seed):
     size = 3 + 38 + data.SENTINELS
     noise = np.random.default_rng(seed).random(len(tokens)) < 0.4
     noise[0] = True  # At least one.
@@ -219,7 +219,7 @@ def test_inputs_and_targets_put_together_are_the_text(tokens, seed):
 
 
 @given(inputs=st.integers(3, 600), seed=st.integers(0, 2**32 - 1))
-def test_spans_take_their_share_and_the_inputs_are_full(inputs, seed):
+def test_spans_have_their_share_and_the_inputs_are_full(inputs, seed):
     lengths = data.lengths(inputs)
     noise = data.random_spans(np.random.default_rng(seed), lengths)
     starts = np.flatnonzero(np.diff(noise, prepend=False) & noise)
@@ -251,7 +251,7 @@ def test_bytes_decode_to_their_text(text):
     assert all(2 < i < vocabulary.size - data.SENTINELS for i in ids)
 
 
-def test_a_batch_is_text_and_depends_on_seed_and_step_only():
+def test_a_batch_is_text_and_depends_only_on_seed_and_step():
     words = data.Words(TEXT)
     first, again = (data.SpanCorruption(TEXT, words, 3, 40, seed=5) for _ in range(2))
     first.batch(0)
@@ -271,7 +271,7 @@ def test_a_text_without_words_is_refused():
 
 
 def batch_of(first: int, second: int, rows: int) -> data.Batch:
-    """A sample of two words, of which the second was cut out."""
+    """A sample of two words with the second one masked out."""
     inputs, targets = data.corrupt(np.array([first, second]), np.array([False, True]), rows)
     return data.Batch(inputs[None], targets[None])
 
@@ -281,7 +281,7 @@ def looked_up(batch: data.Batch) -> set[int]:
     return {*batch.inputs.ravel().tolist(), *decoder_inputs.ravel().tolist()}
 
 
-# Adafactor does not factor the statistics of a table of less than 128 rows.
+# Adafactor does not factor the statistics of a table with fewer than 128 rows.
 @pytest.mark.parametrize(("rows", "dimensions"), [(200, 1), (110, 2)])
 def test_step_marks_exactly_the_rows_that_it_changes(rows, dimensions):
     options, tables = trainer.TrainOptions(sizes=sizes_of(rows)), trainer.checkpoint_tables()
@@ -305,7 +305,7 @@ def test_step_marks_exactly_the_rows_that_it_changes(rows, dimensions):
     assert marked == looked_up(others[0]) | looked_up(others[1])
     after = fingerprints.fingerprints(split.fields, split.layout)
     assert set(fingerprints.changed_rows(before[name], after[name]).tolist()) <= marked
-    # The statistics of a row that was looked up once move for ever: they are written whole.
+    # The statistics of a row change forever after one lookup, so they are written as a whole.
     moved = np.asarray(split.fields[name][always]) != statistics
     assert {3, rows - 1} <= set(np.flatnonzero(moved.reshape(rows, -1).any(axis=1)).tolist())
     assert 3 not in marked
@@ -313,7 +313,7 @@ def test_step_marks_exactly_the_rows_that_it_changes(rows, dimensions):
 
 @pytest.fixture
 def manager_of(tmp_path):
-    """Makes managers, which are closed after the test."""
+    """Creates managers and closes them after the test."""
     with contextlib.ExitStack() as stack:
 
         def make(tracking: Tracking) -> deltackpt.CheckpointManager:
@@ -330,7 +330,7 @@ def manager_of(tmp_path):
         yield make
 
 
-def test_fingerprints_find_the_rows_that_marks_name(manager_of):
+def test_fingerprints_find_the_marked_rows(manager_of):
     options = trainer.TrainOptions(sizes=SIZES)
     step, state = trainer.train_step(options), trainer.init_state(options)
     managers = manager_of("touched"), manager_of("fingerprints")
@@ -390,14 +390,14 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(runs) -> demonstration.Trainer:
-    """A run that nobody interrupted."""
+    """A run without interruption."""
     whole = runs.trainer("whole")
     whole.run()
     return whole
 
 
 @pytest.mark.processes
-def test_a_run_killed_in_a_save_goes_on_as_if_nothing_had_happened(runs, whole):
+def test_a_run_killed_in_a_save_resumes_exactly(runs, whole):
     killed = runs.trainer("killed")
     kills = demonstration.kill_in_a_save(killed, Console(quiet=True))
     killed.run("--resume")
@@ -427,7 +427,7 @@ def test_wikitext_is_cut_into_batches(shared):
     assert batch.inputs.max() == batch.targets.max() == words.size - 1
 
 
-def test_without_a_file_the_text_is_that_of_the_clone(repository):
+def test_without_a_file_the_text_comes_from_the_clone(repository):
     text = data.text_of(None)
     assert (repository / "README.md").read_text() in text
     assert Path(data.__file__).read_text() in text
@@ -443,7 +443,7 @@ def test_a_save_has_to_write_the_dense_weights_and_the_touched_rows():
     ]
     theirs = [saved(nbytes=8000), saved(nbytes=8000), saved(nbytes=7500)]
     share = demo.share_of_orbax(ours, theirs, [30, 10, 20], table)
-    # A row takes 32 bytes, and a base has all of them.
+    # A row takes 32 bytes, and a base has all rows.
     assert share.written == pytest.approx(4900 / 7500)
     needed = [(4000 + 960) / 8000, (4100 + 3200) / 8000, (3920 + 640) / 7500]
     assert share.least == pytest.approx(needed[0]) == pytest.approx(sorted(needed)[1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drop-in for T5X, on T5X itself where it is installed, else on a stand-in: ``t5x_setup``."""
+"""The drop-in for T5X, on T5X itself if it is installed, else on a stand-in: ``t5x_setup``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from deltackpt.testing import stored_chunks
 
 TABLE = "target/token_embedder/embedding"
 
-#: T5X and what it is made of deprecate a good deal; a promise of ours is a UserWarning.
+#: T5X and its dependencies emit many deprecation warnings; ours are UserWarnings.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -73,7 +73,7 @@ def with_leaves(state, leaves):
 
 
 def random_state(initializer, step, seed=0):
-    """A train state of random numbers, placed as the partitioner says."""
+    """A train state of random values, sharded by the partitioner."""
     random = np.random.default_rng(seed)
     partitioner = initializer._partitioner
     axes = flat(partitioner.get_mesh_axes(initializer.global_train_state_shape))
@@ -118,7 +118,7 @@ def assert_same(restored, expected):
 
 
 def open_manager(model_dir, initializer, *, settings=None, **arguments):
-    """As T5X makes it for a training job."""
+    """Opens a manager as T5X does for a training job."""
     arguments = {"save_dtype": "float32", "restore_dtype": "float32", "period": 1} | arguments
     return deltackpt_t5x.checkpoint_manager(**(settings or {}))(
         directory=str(model_dir),
@@ -129,13 +129,13 @@ def open_manager(model_dir, initializer, *, settings=None, **arguments):
 
 
 def open_reader(model_dir, initializer, **arguments):
-    """As T5X makes it for an evaluation job, which has no save configuration."""
+    """Opens a manager as T5X does for an evaluation job, which has no save configuration."""
     arguments = {"save_dtype": None, "restore_dtype": None, "period": None} | arguments
     return open_manager(model_dir, initializer, **arguments)
 
 
 def newest(model_dir):
-    """The checkpoint that T5X resumes from, by its own code."""
+    """The checkpoint that T5X's own code resumes from."""
     config = utils.RestoreCheckpointConfig(path=str(model_dir), mode="latest")
     _, paths = utils.get_first_valid_restore_config_and_paths([config])
     return paths[0]
@@ -143,7 +143,7 @@ def newest(model_dir):
 
 @contextlib.contextmanager
 def held_back():
-    """No save is committed until this ends."""
+    """Blocks commits until the context ends."""
     proceed, reached, original = threading.Event(), threading.Event(), batch.FileBatch.force
 
     def held(*args, **kwargs):
@@ -155,14 +155,14 @@ def held_back():
         patch.setattr(batch.FileBatch, "force", held)
         try:
             yield
-            # No save would be held back if saves stopped calling this.
+            # Nothing would be blocked if saves no longer called this.
             assert reached.wait(60)
         finally:
             proceed.set()
 
 
 def save_that_fails(manager, state):
-    """A save that is taken, and has failed in the background when this returns."""
+    """Starts a save that has failed in the background when this returns."""
     failed = threading.Event()
 
     def refuse(*args, **kwargs):
@@ -186,7 +186,7 @@ def initializer():
 
 @pytest.fixture
 def run(tmp_path, initializer):
-    """A model directory with steps 1 to 3, by a training job that has ended."""
+    """A model directory with steps 1 to 3 of a finished training job."""
     states = {1: random_state(initializer, 1)}
     states[2] = after(states[1], [3, 5], 2)
     states[3] = after(states[2], [5, 60], 3)
@@ -197,11 +197,11 @@ def run(tmp_path, initializer):
     return tmp_path, states
 
 
-# What a save holds.
+# Contents of a save.
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_resume_gives_every_bit_and_every_placement_back(tmp_path, optimizer):
+def test_a_resume_restores_every_bit_and_every_sharding(tmp_path, optimizer):
     initializer = make_initializer(optimizer)
     first = random_state(initializer, 1)
     second = after(first, [7], 2)
@@ -223,7 +223,7 @@ def test_saves_after_the_first_are_deltas_of_the_rows_that_changed(run):
     assert {name: rows.tolist() for name, rows in found.items()} == {TABLE: [5, 60]}
 
 
-def test_a_resumed_run_goes_on_with_a_delta(run, initializer):
+def test_a_resumed_run_continues_with_a_delta(run, initializer):
     model_dir, states = run
     manager = open_manager(model_dir, initializer)
     restored = manager.restore(path=newest(model_dir))
@@ -248,7 +248,7 @@ def test_parameters_are_stored_in_the_dtype_of_the_save_configuration(tmp_path, 
         assert (restored[name] == leaf).all(), name
 
 
-def test_a_save_configuration_without_a_dtype_is_that_of_a_trainer(run, initializer):
+def test_a_save_configuration_without_a_dtype_opens_a_trainer(run, initializer):
     model_dir, states = run
     manager = open_manager(model_dir, initializer, save_dtype=None)
     restored = manager.restore(path=str(model_dir / "checkpoint_2"))
@@ -281,7 +281,7 @@ def test_a_step_that_is_saved_or_restored_is_not_saved_again(run, initializer):
     manager.close()
 
 
-def test_a_lossy_codec_is_taken_where_it_is_asked_for(tmp_path, initializer):
+def test_a_lossy_codec_is_used_if_requested(tmp_path, initializer):
     state = random_state(initializer, 1)
     settings = {"codec": "bf16"}
     manager = open_manager(tmp_path, initializer, settings=settings)
@@ -293,7 +293,7 @@ def test_a_lossy_codec_is_taken_where_it_is_asked_for(tmp_path, initializer):
     assert (np.asarray(row) == np.asarray(exact.astype(jnp.bfloat16), np.float32)).all()
 
 
-# What T5X finds.
+# Names that T5X finds.
 
 
 def test_t5x_lists_every_committed_step(run, initializer):
@@ -302,7 +302,7 @@ def test_t5x_lists_every_committed_step(run, initializer):
     assert list(open_reader(model_dir, initializer).all_steps()) == [1, 2, 3]
 
 
-def test_a_name_stands_before_its_step_is_committed(run, initializer, monkeypatch):
+def test_a_name_exists_before_its_step_is_committed(run, initializer, monkeypatch):
     model_dir, states = run
     manager = open_manager(model_dir, initializer)
     manager.restore(path=newest(model_dir))
@@ -333,7 +333,7 @@ def test_the_first_step_has_no_name_until_it_is_committed(tmp_path, initializer,
     manager.close()
 
 
-def test_a_save_that_was_cut_off_leaves_a_name_and_the_run_goes_on_from_the_step_before(
+def test_an_interrupted_save_leaves_a_name_and_the_run_resumes_from_the_previous_step(
     run, initializer
 ):
     model_dir, states = run
@@ -357,7 +357,7 @@ def test_a_damaged_newest_step_is_skipped_with_a_warning(run, initializer):
     manager.close()
 
 
-def test_an_older_step_is_that_step_and_the_later_ones_are_moved_aside(run, initializer):
+def test_a_save_after_restoring_an_older_step_moves_the_later_ones_aside(run, initializer):
     model_dir, states = run
     manager = open_manager(model_dir, initializer)
     restored = manager.restore(path=str(model_dir / "checkpoint_1"))
@@ -369,7 +369,7 @@ def test_an_older_step_is_that_step_and_the_later_ones_are_moved_aside(run, init
     assert_same(open_reader(model_dir, initializer).restore(step=2), after(states[1], [9], 2))
 
 
-def test_names_that_a_power_cut_took_are_made_anew_before_anything_is_overwritten(run, initializer):
+def test_names_lost_in_a_power_cut_are_recreated_before_anything_is_overwritten(run, initializer):
     model_dir, states = run
     for step in states:
         (model_dir / f"checkpoint_{step}").unlink()
@@ -380,7 +380,7 @@ def test_names_that_a_power_cut_took_are_made_anew_before_anything_is_overwritte
     manager.close()
 
 
-def test_an_older_step_is_that_step_after_further_saves_too(run, initializer):
+def test_an_older_step_restores_its_state_after_further_saves(run, initializer):
     model_dir, states = run
     manager = open_manager(model_dir, initializer)
     manager.save(after(manager.restore(path=newest(model_dir)), [1], 4))
@@ -389,11 +389,11 @@ def test_an_older_step_is_that_step_after_further_saves_too(run, initializer):
     manager.close()
 
 
-def test_a_removed_newest_name_goes_back_to_the_step_before_as_in_t5x(run, initializer):
+def test_removing_the_newest_name_rolls_back_to_the_previous_step_as_in_t5x(run, initializer):
     model_dir, states = run
     (model_dir / "checkpoint_3").unlink()
     manager = open_manager(model_dir, initializer)
-    # Killed here, the next start goes back as well.
+    # If killed here, the next start rolls back as well.
     assert newest(model_dir).endswith("checkpoint_2")
     with pytest.warns(UserWarning, match=r"rolling back to step 2.*\[3\]"):
         restored = manager.restore(path=newest(model_dir))
@@ -405,7 +405,7 @@ def test_a_removed_newest_name_goes_back_to_the_step_before_as_in_t5x(run, initi
     assert_same(open_reader(model_dir, initializer).restore(step=4), after(states[2], [9], 4))
 
 
-def test_going_back_holds_where_the_first_save_after_it_was_cut_off(run, initializer):
+def test_a_rollback_holds_if_the_first_save_after_it_was_interrupted(run, initializer):
     model_dir, states = run
     (model_dir / "checkpoint_3").unlink()
     (model_dir / "checkpoint_4").symlink_to("deltackpt/4")
@@ -413,11 +413,11 @@ def test_going_back_holds_where_the_first_save_after_it_was_cut_off(run, initial
     with pytest.warns(UserWarning, match="rolling back to step 2"):
         assert_same(manager.restore(path=str(model_dir / "checkpoint_4")), states[2])
     manager.close()
-    # And where nothing was saved after it.
+    # And if nothing was saved after it.
     assert checkpoints.all_steps(str(model_dir)) == [1, 2]
 
 
-def test_a_trainer_that_was_replaced_changes_no_names(run, initializer):
+def test_a_fenced_trainer_changes_no_names(run, initializer):
     model_dir, states = run
     old = open_manager(model_dir, initializer)
     old.restore(path=newest(model_dir))
@@ -434,7 +434,7 @@ def test_a_trainer_that_was_replaced_changes_no_names(run, initializer):
     assert newest(model_dir).endswith("checkpoint_4")
 
 
-def test_a_trainer_that_cannot_start_gives_its_manager_back(run, initializer, monkeypatch):
+def test_a_trainer_that_cannot_start_closes_its_manager(run, initializer, monkeypatch):
     model_dir, _ = run
     (model_dir / "checkpoint_2").unlink()
 
@@ -452,7 +452,7 @@ def test_a_trainer_that_cannot_start_gives_its_manager_back(run, initializer, mo
     assert closed
 
 
-def test_names_of_removed_steps_go_with_them(tmp_path, initializer):
+def test_names_of_removed_steps_are_removed_with_them(tmp_path, initializer):
     state = random_state(initializer, 1)
     settings = {
         "options": deltackpt.ManagerOptions(
@@ -468,10 +468,10 @@ def test_names_of_removed_steps_go_with_them(tmp_path, initializer):
     assert 1 not in checkpoints.all_steps(str(tmp_path))
 
 
-# When it waits.
+# Waits.
 
 
-def test_the_wait_after_a_save_is_deferred_and_real_while_an_exception_is_handled(
+def test_the_wait_after_a_save_is_deferred_unless_an_exception_is_handled(
     run, initializer, monkeypatch
 ):
     model_dir, states = run
@@ -496,7 +496,7 @@ def test_the_wait_after_a_save_is_deferred_and_real_while_an_exception_is_handle
     manager.close()
 
 
-def test_each_wait_is_real_where_it_is_asked_for(run, initializer):
+def test_each_wait_blocks_if_requested(run, initializer):
     model_dir, states = run
     manager = open_manager(model_dir, initializer, settings={"wait": "each"})
     manager.restore(path=newest(model_dir))
@@ -506,9 +506,7 @@ def test_each_wait_is_real_where_it_is_asked_for(run, initializer):
     manager.close()
 
 
-def test_a_save_that_failed_is_raised_by_the_next_which_holds_its_rows(
-    run, initializer, monkeypatch
-):
+def test_a_failed_save_is_raised_and_the_next_save_has_its_rows(run, initializer, monkeypatch):
     model_dir, states = run
     manager = open_manager(model_dir, initializer)
     manager.restore(path=newest(model_dir))
@@ -529,7 +527,7 @@ def test_a_save_that_failed_is_raised_by_the_next_which_holds_its_rows(
     assert_same(open_reader(model_dir, initializer).restore(step=5), fifth)
 
 
-def test_an_emergency_save_is_committed_though_the_save_before_it_failed(run, initializer):
+def test_an_emergency_save_is_committed_even_if_the_previous_save_failed(run, initializer):
     model_dir, states = run
     manager = open_manager(model_dir, initializer)
     manager.restore(path=newest(model_dir))
@@ -549,7 +547,7 @@ def test_an_emergency_save_is_committed_though_the_save_before_it_failed(run, in
     assert_same(open_reader(model_dir, initializer).restore(step=5), fifth)
 
 
-def test_a_save_that_tells_of_an_earlier_failure_is_taken_and_named(run, initializer):
+def test_a_save_that_raises_an_earlier_failure_is_committed_and_named(run, initializer):
     model_dir, states = run
     manager = open_manager(model_dir, initializer)
     manager.restore(path=newest(model_dir))
@@ -562,7 +560,7 @@ def test_a_save_that_tells_of_an_earlier_failure_is_taken_and_named(run, initial
     assert saves_of(model_dir).keys() == {1, 2, 3, 5}
 
 
-def test_a_step_whose_save_failed_is_saved_anew(run, initializer):
+def test_a_step_whose_save_failed_is_saved_again(run, initializer):
     model_dir, states = run
     manager = open_manager(model_dir, initializer)
     manager.restore(path=newest(model_dir))
@@ -571,7 +569,7 @@ def test_a_step_whose_save_failed_is_saved_anew(run, initializer):
     with pytest.warns(UserWarning, match="saved anew"):
         assert manager.save(fourth)
     assert not manager.save(fourth)
-    # And where the failure was told by a wait.
+    # And if a wait raised the failure.
     fifth = after(fourth, [21], 5)
     save_that_fails(manager, fifth)
     try:
@@ -585,15 +583,15 @@ def test_a_step_whose_save_failed_is_saved_anew(run, initializer):
     assert_same(open_reader(model_dir, initializer).restore(step=5), fifth)
 
 
-# Who reads, and what.
+# Restores.
 
 
-def test_an_evaluation_job_reads_beside_the_trainer_and_leaves_it_its_lease(run):
+def test_an_evaluation_job_reads_alongside_the_trainer_and_takes_no_lease(run):
     model_dir, states = run
     trainer_initializer = make_initializer()
     trainer = open_manager(model_dir, trainer_initializer)
     trainer.restore(path=newest(model_dir))
-    # Without an optimizer, as T5X evaluates and infers.
+    # Without an optimizer, as in T5X's evaluation and inference.
     initializer = make_initializer(training=False)
     reader = open_reader(model_dir, initializer)
     found = flat(reader.restore(path=newest(model_dir)))
@@ -693,7 +691,7 @@ def test_a_leaf_that_the_checkpoint_lacks_or_has_in_another_shape_is_named(run, 
 
 @pytest.fixture
 def run_with_data(tmp_path, initializer):
-    """A model directory with steps 1 to 4, each after as many elements of the data."""
+    """A model directory with steps 1 to 4; step n follows n elements of the data."""
     data = numbers()
     manager = open_manager(tmp_path, initializer, dataset_iterator=data)
     state = random_state(initializer, 0)
@@ -706,7 +704,7 @@ def run_with_data(tmp_path, initializer):
 
 
 @pytest.mark.parametrize("open_job", [open_manager, open_reader])
-def test_the_position_of_the_data_is_of_the_same_step(run_with_data, initializer, open_job):
+def test_the_data_position_is_of_the_same_step(run_with_data, initializer, open_job):
     resumed = numbers()
     manager = open_job(run_with_data, initializer, dataset_iterator=resumed)
     manager.restore(path=newest(run_with_data))
@@ -714,7 +712,7 @@ def test_the_position_of_the_data_is_of_the_same_step(run_with_data, initializer
     manager.close()
 
 
-def test_an_altered_position_of_the_data_is_named_and_not_taken(run_with_data, initializer):
+def test_an_altered_data_position_is_reported_and_not_used(run_with_data, initializer):
     steps = run_with_data / "deltackpt"
     for path in (steps / "1" / "dataset").iterdir():
         shutil.copy(path, steps / "4" / "dataset" / path.name)
@@ -725,7 +723,7 @@ def test_an_altered_position_of_the_data_is_named_and_not_taken(run_with_data, i
     assert next(data)["number"] == 0
 
 
-def test_the_data_stays_where_it_is_when_the_step_cannot_be_read(run_with_data, initializer):
+def test_the_data_position_is_unchanged_if_the_step_cannot_be_read(run_with_data, initializer):
     stored_chunks(run_with_data / "deltackpt" / "4", "*", segment="dense.*")[0].flip()
     data = numbers()
     reader = open_reader(run_with_data, initializer, dataset_iterator=data)
@@ -734,7 +732,7 @@ def test_the_data_stays_where_it_is_when_the_step_cannot_be_read(run_with_data, 
     assert next(data)["number"] == 0
 
 
-def test_a_step_without_the_position_of_the_data_says_so(run, initializer):
+def test_a_step_without_a_data_position_is_reported(run, initializer):
     model_dir, _ = run
     reader = open_reader(model_dir, initializer, dataset_iterator=numbers())
     with pytest.raises(TemplateMismatch, match="save_dataset"):
@@ -745,7 +743,7 @@ def test_a_step_without_the_position_of_the_data_says_so(run, initializer):
     manager.close()
 
 
-def test_other_tables_than_those_of_the_run_are_refused_with_what_to_do(run, initializer):
+def test_tables_that_differ_from_those_of_the_run_are_refused_with_a_remedy(run, initializer):
     model_dir, _ = run
     manager = open_manager(
         model_dir, initializer, settings={"tables": "target/decoder/logits_dense/kernel"}
@@ -758,7 +756,7 @@ def test_other_tables_than_those_of_the_run_are_refused_with_what_to_do(run, ini
 # T5X's own checkpoints.
 
 
-def test_a_run_goes_on_from_a_checkpoint_of_t5x_which_stays(tmp_path, initializer):
+def test_a_run_continues_from_a_t5x_checkpoint_which_is_kept(tmp_path, initializer):
     state = random_state(initializer, 5)
     stock = checkpoints.OrbaxCheckpointManagerInterface(
         str(tmp_path), initializer.global_train_state_shape, initializer._partitioner
@@ -767,14 +765,14 @@ def test_a_run_goes_on_from_a_checkpoint_of_t5x_which_stays(tmp_path, initialize
     stock.wait_until_finished()
     stock.close()
     kept = sorted(path for path in (tmp_path / "checkpoint_5").rglob("*"))
-    # Asked for a dtype of the parameters T5X gives it to the step, too.
+    # If given a dtype for the parameters, T5X applies it to the step, too.
     manager = open_manager(tmp_path, initializer, restore_dtype=None)
     restored = manager.restore(path=newest(tmp_path))
     assert_same(restored, state)
     assert list(manager.all_steps()) == [5] and not manager.save(restored)
     manager.save(after(restored, [3], 6))
     manager.save(after(restored, [3, 4], 7))
-    # With names of both kinds, one of which leads nowhere.
+    # With names of both kinds, one of them a dangling link.
     (tmp_path / "checkpoint_9").symlink_to("deltackpt/9")
     reader = open_reader(tmp_path, initializer, restore_dtype=None)
     assert_same(reader.restore(path=str(tmp_path / "checkpoint_5")), state)
@@ -782,17 +780,17 @@ def test_a_run_goes_on_from_a_checkpoint_of_t5x_which_stays(tmp_path, initialize
     with pytest.raises(OptionError, match=r"found \[6, 7\]; resume from checkpoint_7, or move"):
         manager.restore(path=str(tmp_path / "checkpoint_5"))
     manager.close()
-    # The name that leads nowhere goes at the next start.
+    # The next start removes the dangling link.
     open_manager(tmp_path, initializer).close()
     assert saves_of(tmp_path)[6].kind == "base" and saves_of(tmp_path)[7].kind == "delta"
     assert checkpoints.all_steps(str(tmp_path)) == [5, 6, 7]
     assert sorted(path for path in (tmp_path / "checkpoint_5").rglob("*")) == kept
 
 
-# What stays.
+# Retention.
 
 
-def test_a_summary_that_is_not_a_number_makes_no_step_the_best(tmp_path):
+def test_a_nan_metric_does_not_make_a_step_the_best(tmp_path):
     for step, value in enumerate([0.1, float("nan"), 0.3]):
         write_metric(tmp_path, step, value)
     policy = BestByMetric(
@@ -806,7 +804,7 @@ def test_a_summary_that_is_not_a_number_makes_no_step_the_best(tmp_path):
     assert policy.should_preserve(infos, context=None) == [True, False, False, True]
 
 
-def test_the_best_steps_stay_with_their_chains_and_the_newest(tmp_path, initializer):
+def test_the_best_steps_are_kept_with_their_chains_and_the_newest(tmp_path, initializer):
     state = random_state(initializer, 1)
     settings = {
         "options": deltackpt.ManagerOptions(
@@ -829,7 +827,7 @@ def test_the_best_steps_stay_with_their_chains_and_the_newest(tmp_path, initiali
     assert {3, 9} <= set(steps) and not {1, 2, 5, 6} & set(steps)
 
 
-def test_kept_periods_stay_beside_the_newest(tmp_path, initializer):
+def test_steps_of_the_keep_period_are_kept_besides_the_newest(tmp_path, initializer):
     state = random_state(initializer, 1)
     settings = {
         "options": deltackpt.ManagerOptions(
@@ -845,16 +843,16 @@ def test_kept_periods_stay_beside_the_newest(tmp_path, initializer):
     assert {4, 8, 10} <= set(steps) and not {1, 2, 5, 6} & set(steps)
 
 
-def test_only_one_may_say_which_steps_stay(tmp_path, initializer):
+def test_only_one_retention_setting_is_allowed(tmp_path, initializer):
     settings = {"options": deltackpt.ManagerOptions(max_to_keep=2)}
     with pytest.raises(OptionError, match="max_to_keep"):
         open_manager(tmp_path, initializer, settings=settings, keep=3)
 
 
-# How T5X comes by it.
+# T5X's configuration.
 
 
-def test_the_same_settings_are_the_same_object_and_t5x_resumes_with_it():
+def test_the_same_settings_give_the_same_object_and_t5x_resumes_with_it():
     made = deltackpt_t5x.checkpoint_manager(codec="int8")
     assert deltackpt_t5x.checkpoint_manager(codec="int8") is made
     assert utils.RestoreCheckpointConfig(path="x").checkpoint_manager_cls is made
@@ -866,16 +864,16 @@ def test_the_same_settings_are_the_same_object_and_t5x_resumes_with_it():
     stock = checkpoints.OrbaxCheckpointManagerInterface
     own = utils.RestoreCheckpointConfig(path="x", checkpoint_manager_cls=stock)
     assert own.checkpoint_manager_cls is stock
-    # However often it was called, T5X's own constructor is wrapped once.
+    # T5X's own constructor is wrapped once, regardless of the number of calls.
     assert not hasattr(utils.RestoreCheckpointConfig.__init__.__wrapped__, "__wrapped__")
 
 
 @pytest.mark.parametrize("copies_attributes", [True, False])
-def test_other_decorators_of_the_configuration_stay(monkeypatch, copies_attributes):
+def test_other_decorators_of_the_configuration_are_kept(monkeypatch, copies_attributes):
     config = utils.RestoreCheckpointConfig
 
     def with_mode(mode):
-        """A decorator as gin's: of the constructor, for a default of its own."""
+        """Wraps the constructor with another default, as gin does."""
         original = config.__init__
 
         def init(self, *args, **kwargs):
@@ -904,19 +902,19 @@ def test_other_decorators_of_the_configuration_stay(monkeypatch, copies_attribut
         {"options": deltackpt.ManagerOptions(writes=deltackpt.WriteOptions(when_busy="coalesce"))},
     ],
 )
-def test_settings_that_cannot_work_are_refused_at_once(settings):
+def test_invalid_settings_are_refused_immediately(settings):
     with pytest.raises(OptionError):
         deltackpt_t5x.checkpoint_manager(**settings)
 
 
 @pytest.mark.parametrize("url", ["gs://bucket/model", "s3://bucket/model", "nodes://a,b/model"])
-def test_a_model_directory_at_a_url_is_refused_at_the_start(initializer, url):
+def test_a_model_directory_at_a_url_is_refused_at_startup(initializer, url):
     for start in (open_manager, open_reader):
         with pytest.raises(UnsupportedRoot, match=url):
             start(url, initializer)
 
 
-# What the drop-in relies on.
+# T5X's API that the drop-in relies on.
 
 
 def test_t5x_has_the_signatures_that_were_recorded():
@@ -924,7 +922,7 @@ def test_t5x_has_the_signatures_that_were_recorded():
     assert signatures() == record["signatures"]
 
 
-def test_the_manager_takes_every_call_that_t5x_makes_of_its_own():
+def test_the_manager_accepts_every_call_that_t5x_makes_to_its_own():
     recorded = json.loads(RECORD.read_text())["signatures"]
     stock = "checkpoints.OrbaxCheckpointManagerInterface"
     made = bare(inspect_module.signature(deltackpt_t5x.DeltaCheckpointManager))
@@ -1036,7 +1034,7 @@ def launch(tmp_path, repository):
 @pytest.mark.long
 @pytest.mark.skipif(not REAL, reason="T5X is on no package index; see docs/how-to/t5x.md")
 @pytest.mark.timeout(900)
-def test_a_killed_run_of_t5x_resumes_with_the_losses_of_one_that_was_not(tmp_path, launch):
+def test_a_killed_t5x_run_resumes_with_the_losses_of_an_uninterrupted_one(tmp_path, launch):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert launch(whole, 10).wait(300) == 0, (tmp_path / "log").read_text()
     killed = launch(cut, 10)

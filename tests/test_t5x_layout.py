@@ -30,7 +30,7 @@ def target(rows=6, columns=4):
 
 
 def adafactor_state(rows=6, columns=4, **kept):
-    """As T5X's own optimizers keep it: a dict of statistics in the place of each parameter."""
+    """State of T5X's own optimizers: a dict of statistics in place of each parameter."""
     none = np.zeros(1, np.float32)
     table = {"v_row": np.zeros(columns), "v_col": np.zeros(rows), "v": none, "m": none} | kept
     others = {"v_row": none, "v_col": none, "v": none, "m": none}
@@ -46,14 +46,14 @@ def adafactor_state(rows=6, columns=4, **kept):
 
 def slots_of(state):
     tables = tables_of(state, ["target/**/embedding"])
-    # A real split of the state says whether it can be saved so.
+    # A real split of the state checks that it can be saved.
     parts = split(state, tables)
     assert [table.name for table in parts.layout.tables] == [TABLE]
     assert tables.slots is not None
     return dict(tables.slots[TABLE]), set(tables.always)
 
 
-def test_relative_position_biases_are_no_tables():
+def test_relative_position_biases_are_not_tables():
     assert tables_of({"target": target(), "state": {}}, ["target/**/embedding"]).slots == {
         TABLE: {}
     }
@@ -76,7 +76,7 @@ def test_a_square_table_has_both_factored_statistics_as_slots():
     assert found.keys() == {"v_row", "v_col"} == always
 
 
-def test_moments_of_an_optax_optimizer_are_slots_where_they_have_the_names_of_the_parameters():
+def test_optax_moments_are_slots_if_they_have_the_names_of_the_parameters():
     moments = {"0": {"count": np.int32(0), "mu": target(), "nu": target()}}
     found, always = slots_of({"target": target(), "state": {"param_states": moments}})
     assert found == {
@@ -92,12 +92,12 @@ def test_a_tree_that_lacks_a_parameter_gives_no_slots():
     assert slots_of(state) == ({}, set())
 
 
-def test_a_checkpoint_stands_for_its_model_directory(tmp_path):
+def test_a_checkpoint_path_resolves_to_its_model_directory(tmp_path):
     assert model_dir_of(tmp_path / "checkpoint_1200") == tmp_path
     assert model_dir_of(tmp_path) == tmp_path
 
 
-def test_without_t5x_the_drop_in_says_where_to_get_it(monkeypatch):
+def test_without_t5x_the_drop_in_reports_where_to_get_it(monkeypatch):
     for name in ("t5x", "t5x.checkpoints"):
         monkeypatch.setitem(sys.modules, name, None)
     for name in ("manager", "model", "modules", "retention"):
@@ -110,7 +110,7 @@ steps = st.sets(st.integers(0, 9))
 
 
 @given(linked=steps, foreign=steps, committed=steps)
-def test_links_are_those_of_the_committed_steps_and_nothing_else_is_touched(
+def test_links_match_the_committed_steps_and_nothing_else_is_touched(
     tmp_path_factory, linked, foreign, committed
 ):
     model_dir = tmp_path_factory.mktemp("model")
@@ -147,7 +147,7 @@ def test_a_moved_model_directory_keeps_its_links(tmp_path):
 
 @pytest.mark.parametrize("number, kind", [(errno.EACCES, StorageError), (errno.ENOSPC, OutOfSpace)])
 @pytest.mark.parametrize("call", ["symlink", "fsync", "unlink", "listdir"])
-def test_a_refusal_of_the_file_system_names_the_object(tmp_path, monkeypatch, call, number, kind):
+def test_a_file_system_error_names_the_object(tmp_path, monkeypatch, call, number, kind):
     links = StepLinks(tmp_path)
     links.add(1)
 

@@ -23,7 +23,7 @@ from many import Job, Server
 
 from deltackpt import inspect
 
-#: Limit of a save that misses a process: longer than processes on a busy machine are apart.
+#: Timeout for a missing process: longer than the skew of processes on a busy machine.
 PEERS_SECS = 2.0
 
 
@@ -37,19 +37,19 @@ def server() -> Iterator[Server]:
 
 
 def opened(job: Job, model_dir: Path, **arguments: Any) -> None:
-    """All processes of a job have made the manager."""
+    """Opens the manager on all processes of a job."""
     job.all("open", model_dir=str(model_dir), **arguments)
 
 
 def restored(job: Job, path: Path, step: int, **arguments: Any) -> list[str]:
-    """All processes have restored the same step, bit for bit and in its place; what they warned."""
+    """Restores a step on all processes; checks its bits and placement, returns the warnings."""
     answers = job.all("restore", path=str(path), **arguments)
     assert [(answer["step"], answer["wrong"]) for answer in answers] == [(step, None)] * job.count
     return ["\n".join(answer["warnings"]) for answer in answers]
 
 
 def saved(job: Job, *steps: int) -> None:
-    """Steps are trained and saved, and committed when this returns."""
+    """Trains and saves steps; returns after the commits."""
     for step in steps:
         job.all("train", to=step)
         assert job.one("save")["taken"]
@@ -62,7 +62,7 @@ def batches(job: Job) -> list[int]:
 
 
 def kinds(model_dir: Path) -> dict[int, str | None]:
-    """What each step is, after a look at T5X's names: each step has one."""
+    """Kind of each step; checks that each step has its name in T5X's style."""
     names = {path.name: os.readlink(path) for path in model_dir.glob("checkpoint_*")}
     found = inspect.open(model_dir / "deltackpt").saves
     assert names == {f"checkpoint_{save.step}": f"deltackpt/{save.step}" for save in found}
@@ -94,7 +94,7 @@ def model_dir(original, tmp_path) -> Path:
     return shutil.copytree(original, tmp_path / "model", symlinks=True)
 
 
-# What a save of several processes holds.
+# Contents of a save of several processes.
 
 
 def test_processes_save_what_changed_under_the_names_of_t5x(original):
@@ -104,24 +104,24 @@ def test_processes_save_what_changed_under_the_names_of_t5x(original):
     assert found == ["train_ds-000-of-002.index", "train_ds-001-of-002.index"]
 
 
-def test_what_two_processes_saved_resumes_on_two_and_on_one_and_back(server, tmp_path, model_dir):
+def test_a_save_of_two_processes_resumes_on_two_then_on_one_and_back(server, tmp_path, model_dir):
     with Job(server, tmp_path / "jobs", processes=2) as job:
         opened(job, model_dir, partitions=2, data=True)
         assert restored(job, model_dir, 3) == [""] * 2
         assert batches(job) == [3, 3]
-        # An evaluation job beside it.
+        # A concurrent evaluation job.
         with Job(server, tmp_path / "jobs", processes=1, devices=2) as reader:
             opened(reader, model_dir, reads=True)
             restored(reader, model_dir / "checkpoint_3", 3)
             reader.close()
         saved(job, 4)
-        # As T5X asks for it once more when it stops early.
+        # T5X requests this save once more when it stops early.
         assert not job.one("save")["taken"]
         job.close()
     with Job(server, tmp_path / "jobs", processes=1, devices=4) as job:
         opened(job, model_dir, partitions=2)
         restored(job, model_dir, 4)
-        # The step that one process saves in its place is another.
+        # Replaces step 4 by one that a single process saves.
         restored(job, model_dir / "checkpoint_3", 3)
         saved(job, 4)
         job.close()
@@ -130,7 +130,7 @@ def test_what_two_processes_saved_resumes_on_two_and_on_one_and_back(server, tmp
         opened(job, model_dir, partitions=4)
         restored(job, model_dir, 4)
         saved(job, 5)
-        # Through a transformation too.
+        # Also through a transformation.
         restored(job, model_dir / "checkpoint_4", 4, renames=True)
         job.close()
     assert kinds(model_dir)[5] == "delta" and rows(model_dir, 5) == t5x_worker.changed(5)
@@ -150,7 +150,7 @@ def test_a_table_may_be_replicated_or_cut_across_processes(server, tmp_path, par
         assert batches(job) == [2, 2]
         saved(job, 3)
         job.all("close")
-        # With another sharding than it was saved with.
+        # With a different sharding than at the save.
         opened(job, model_dir, partitions=2)
         restored(job, model_dir / "checkpoint_2", 2)
         job.all("train", to=3)
@@ -161,7 +161,7 @@ def test_a_table_may_be_replicated_or_cut_across_processes(server, tmp_path, par
     assert rows(model_dir, 3) == t5x_worker.changed(3)
 
 
-def test_the_position_of_the_data_is_that_of_as_many_processes(server, tmp_path, model_dir):
+def test_the_data_position_is_restored_only_on_as_many_processes(server, tmp_path, model_dir):
     with Job(server, tmp_path / "jobs", processes=1, devices=4) as job:
         for reads in (False, True):
             opened(job, model_dir, data=True, reads=reads)
@@ -170,7 +170,7 @@ def test_the_position_of_the_data_is_that_of_as_many_processes(server, tmp_path,
             assert "train_ds-*-of-001, found train_ds-000-of-002," in answer["error"]["text"]
             job.all("close")
         job.close()
-    # Each process of an evaluation job has its own, too.
+    # In an evaluation job, each process also has its own position.
     with Job(server, tmp_path / "jobs", processes=2) as job:
         opened(job, model_dir, partitions=2, data=True, reads=True)
         restored(job, model_dir / "checkpoint_2", 2)
@@ -178,11 +178,11 @@ def test_the_position_of_the_data_is_that_of_as_many_processes(server, tmp_path,
         job.close()
 
 
-def test_processes_go_on_from_a_checkpoint_of_t5x(server, tmp_path):
+def test_processes_resume_from_a_checkpoint_of_t5x(server, tmp_path):
     model_dir = tmp_path / "model"
     model_dir.mkdir()
     with Job(server, tmp_path / "jobs", processes=2) as job:
-        # Asked for a dtype of the parameters T5X gives it to the step, too.
+        # If a dtype is requested for the parameters, T5X also applies it to the step.
         opened(job, model_dir, partitions=2, data=True, stock=True, dtype=None)
         job.all("start")
         job.all("train", to=1)
@@ -192,7 +192,7 @@ def test_processes_go_on_from_a_checkpoint_of_t5x(server, tmp_path):
         restored(job, model_dir, 1)
         assert batches(job) == [1, 1]
         saved(job, 2, 3)
-        # A run goes on from ours alone.
+        # A run resumes only from our checkpoints.
         errors = [
             answer["error"] for answer in job.each("restore", path=f"{model_dir}/checkpoint_1")
         ]
@@ -202,11 +202,11 @@ def test_processes_go_on_from_a_checkpoint_of_t5x(server, tmp_path):
     assert [(save.step, save.kind) for save in found] == [(2, "base"), (3, "delta")]
 
 
-# Where processes see different things.
+# Processes with different views of the directory.
 
 
 @pytest.mark.parametrize(("behind", "reads"), [(0, True), (0, False), (1, False)])
-def test_processes_take_the_same_step_where_one_sees_an_older_listing(
+def test_processes_restore_the_same_step_if_one_sees_an_older_listing(
     server, tmp_path, model_dir, behind, reads
 ):
     with Job(server, tmp_path / "jobs", processes=2) as job:
@@ -218,7 +218,7 @@ def test_processes_take_the_same_step_where_one_sees_an_older_listing(
         job.close()
 
 
-def test_no_process_goes_on_where_one_cannot_read(server, tmp_path, model_dir):
+def test_no_process_continues_if_one_cannot_read(server, tmp_path, model_dir):
     with Job(server, tmp_path / "jobs", processes=2) as job:
         opened(job, model_dir, partitions=2, reads=True)
         job.ask("spoil", of=[1])
@@ -226,7 +226,7 @@ def test_no_process_goes_on_where_one_cannot_read(server, tmp_path, model_dir):
         errors = [answer["error"] for answer in job.each("restore", path=str(model_dir))]
         assert [error["type"] for error in errors] == ["RestoreError", "Damaged"]
         assert "found on process 1" in errors[0]["text"]
-        # A trainer goes on from what each can read.
+        # A trainer resumes from what each process can read.
         opened(job, model_dir, partitions=2)
         job.ask("spoil", of=[1])
         job.answers(of=[1])
@@ -248,7 +248,7 @@ def test_a_start_that_process_0_refuses_is_refused_on_every_process(server, tmp_
         job.close()
 
 
-# Where saves fail and processes die.
+# Failed saves and killed processes.
 
 
 def test_a_save_that_fails_on_one_process_fails_on_all_and_the_next_holds_its_rows(
@@ -262,7 +262,7 @@ def test_a_save_that_fails_on_one_process_fails_on_all_and_the_next_holds_its_ro
         job.all("train", to=1)
         job.ask("fault", of=[1], at="before its part")
         job.answers(of=[1])
-        # The first is waited for, and has no name until it is committed.
+        # The first save is waited for, and has no name until its commit.
         for answer in job.each("save"):
             assert answer["error"]["type"] == "SaveFailed"
         assert not list(model_dir.glob("checkpoint_*"))
@@ -276,7 +276,7 @@ def test_a_save_that_fails_on_one_process_fails_on_all_and_the_next_holds_its_ro
             assert answer["taken"] and "step 2 failed" in str(answer["warnings"])
         assert kinds(model_dir) == {1: "base", 3: "delta"}
         assert rows(model_dir, 3) == sorted(t5x_worker.changed(2) + t5x_worker.changed(3))
-        # The step itself may be asked for again.
+        # The step itself may be saved again.
         job.ask("fault", of=[0], at="before its part")
         job.answers(of=[0])
         job.all("train", to=4)
@@ -288,7 +288,7 @@ def test_a_save_that_fails_on_one_process_fails_on_all_and_the_next_holds_its_ro
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_process_is_named_and_a_restart_goes_on_from_the_newest_committed_step(
+def test_a_killed_process_is_named_and_a_restart_resumes_from_the_newest_committed_step(
     server, tmp_path, model_dir, killed
 ):
     other = 1 - killed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing tables, finding slots, and taking states apart and together."""
+"""Selecting tables, finding slots, and splitting and joining states."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ _MAPPABLE = [n for n in OPTIMIZERS if n not in ("multi_transform", "track") and 
 
 
 @pytest.mark.parametrize("name", _MAPPABLE)
-def test_slots_are_those_of_optax_tree_map_params(name):
+def test_slots_match_optax_tree_map_params(name):
     """Replaces each parameter's leaf by its path through optax itself, and compares."""
     tx = OPTIMIZERS[name][0]()
     state = state_of(tx)
@@ -253,7 +253,7 @@ def test_ambiguous_slots_are_an_error_that_lists_the_params_trees():
 
 
 def test_a_slot_and_a_dense_leaf_of_one_path_are_refused():
-    """At a restore a template's leaf is found by its path, and would be the slot's."""
+    """A restore finds a template's leaf by its path, and would take the slot's."""
     state = {"emb": table(6), "sums": {"emb": np.zeros(6)}, "sums/emb": np.ones(6)}
 
     def in_sums(path, leaf):
@@ -263,12 +263,12 @@ def test_a_slot_and_a_dense_leaf_of_one_path_are_refused():
         split(state, Tables(select="emb", slots={"emb": {"sum": in_sums}}))
 
 
-def test_a_table_whose_path_is_no_unicode_is_refused():
+def test_a_table_whose_path_is_not_unicode_is_refused():
     with pytest.raises(TableSelectionError, match=r"lone surrogates(.|\n)*tables/\\ud800\n"):
         split({"tables": {"\ud800": table(6)}}, Tables(select="tables/*"))
 
 
-def test_masked_slots_keep_their_table_where_types_are_lost():
+def test_masked_slots_keep_their_table_if_types_are_lost():
     """Without MaskedNode ``{emb: ...}`` alone could be the slots of ``tower`` as well."""
     tx = optax.multi_transform({"a": optax.adagrad(1.0), "b": optax.sgd(1.0)}, _labels)
     state = state_of(tx)
@@ -337,7 +337,7 @@ def test_two_tables_of_one_name_are_an_error():
 
 
 @pytest.mark.parametrize("select", ["", [], 3, [3], None])
-def test_a_selection_of_no_form_is_an_option_error(select):
+def test_an_invalid_selection_is_an_option_error(select):
     with pytest.raises(OptionError, match="select"):
         Tables(select=select)
 
@@ -419,7 +419,7 @@ def test_a_remembered_layout_is_not_used_for_another_state():
     assert split({"emb": table(3), "more": 1}, chosen).dense == {"more": 1}
 
 
-def test_a_state_that_cannot_be_hashed_is_split_all_the_same():
+def test_an_unhashable_state_is_split_too():
     @flax.struct.dataclass
     class State:
         emb: jax.Array
@@ -478,7 +478,7 @@ def test_join_undoes_split(tree, rows):
 
 
 def _as_plain(node: Any) -> Any:
-    """What a state becomes without a template."""
+    """Returns a state as a restore without a template returns it."""
     if isinstance(node, (dict, flax.core.FrozenDict)):
         return {key: _as_plain(child) for key, child in node.items()}
     if isinstance(node, Pair):
@@ -491,7 +491,7 @@ def _as_plain(node: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_train_state_comes_back_with_its_types(name):
+def test_join_keeps_the_types_of_a_train_state(name):
     state = state_of(OPTIMIZERS[name][0]())
     parts = split(state, TABLES)
     abstract = jax.eval_shape(lambda: state)
@@ -499,7 +499,7 @@ def test_a_train_state_comes_back_with_its_types(name):
         fresh = touched.fresh(parts.touched, int(parts.touched.identity))
         assert_same(join(abstract, parts.layout, parts.fields, parts.dense, fresh), state)
     back = join(abstract, parts.layout, parts.fields, parts.dense, None)
-    # A TouchState that is made anew has no identity of its own.
+    # A re-created TouchState has no identity of its own.
     plain = jax.tree.map(
         lambda node: touched.fresh(node) if touched.is_touch_state(node) else node,
         state,
@@ -546,7 +546,7 @@ def test_the_touch_state_is_never_saved_and_comes_back_fresh():
         join(state, parts.layout, parts.fields, parts.dense, other)
 
 
-def test_a_template_that_asks_for_more_is_named():
+def test_extra_leaves_of_a_template_are_named():
     state = {"emb": table(3), "w": jnp.ones(2)}
     parts = split(state, Tables(select="emb"))
     with pytest.raises(TemplateMismatch, match="found more:\n  more/x\n  v"):
@@ -634,7 +634,7 @@ def stamps(*names: str, rows: int = 4) -> touched.TouchState:
     return touched.init({name: jnp.zeros((rows, 1)) for name in names})
 
 
-def test_stamps_are_matched_by_name_then_by_the_longest_end():
+def test_stamps_are_matched_by_name_then_by_the_longest_suffix():
     layout = layout_of(["params/emb", "params/tower/emb"])
     assert match_touched(stamps("params/emb", "params/tower/emb"), layout) == {
         "params/emb": "params/emb",

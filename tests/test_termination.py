@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM: the next step is saved before the end, and whoever listened before still hears it."""
+"""SIGTERM: the next step is saved before the exit, and earlier handlers still run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOT
 
 @pytest.fixture(autouse=True)
 def _former():
-    """Whatever a test does, the handler of before is there after it."""
+    """Restores the previous handler after each test."""
     former = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, former)
@@ -32,7 +32,7 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_the_first_step_after_it_is_announced_once():
+def test_the_first_step_after_sigterm_is_announced_once():
     heard = []
     signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     termination = Termination()
@@ -41,11 +41,11 @@ def test_the_first_step_after_it_is_announced_once():
     assert [termination.announced(step) for step in (4, 4, 5)] == [True, True, False]
     assert heard == [signal.SIGTERM]
     terminate()
-    assert heard == [signal.SIGTERM] * 2  # It is the only one that hears the second.
+    assert heard == [signal.SIGTERM] * 2  # Only the former handler gets the second.
     termination.close()
 
 
-def test_nobody_listens_before_the_first_question_nor_after_the_end():
+def test_no_handler_is_installed_before_the_first_query_or_after_close():
     former = signal.getsignal(signal.SIGTERM)
     termination = Termination()
     assert signal.getsignal(signal.SIGTERM) == former
@@ -69,7 +69,7 @@ def test_several_managers_may_close_in_any_order():
     second.close()
 
 
-def test_another_thread_does_not_listen():
+def test_another_thread_installs_no_handler():
     former, termination = signal.getsignal(signal.SIGTERM), Termination()
     thread = threading.Thread(target=termination.announced, args=(1,))
     thread.start()
@@ -82,7 +82,7 @@ def test_another_thread_does_not_listen():
     thread.join()
     heard = []
     termination._former = lambda number, frame: heard.append(number)
-    terminate()  # Through to the former one.
+    terminate()  # Passed on to the former handler.
     assert heard == [signal.SIGTERM] and not termination.announced(3)
 
 
@@ -138,7 +138,7 @@ def test_a_process_saves_before_it_ends(tmp_path, how):
     finally:
         run.kill()
         run.wait()
-    if how == "deaf":  # It never asked: it ends as every process does.
+    if how == "deaf":  # It never queried: it ends like any process.
         assert (run.returncode, output) == (-signal.SIGTERM, "")
         return
     assert run.returncode == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training against buckets: what is saved on a node comes to the root, whatever goes between."""
+"""Training against buckets: saves on a node reach the root despite failures."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ from deltackpt.upkeep.verify import verify_root
 HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
 ROWS = 500
 _numbers = itertools.count()
-#: Of a test that waits for a process; never asserted on.
+#: How long a test waits for a process; never asserted on.
 _PATIENCE_SECS = 60
 
 
 class Kept(list[events.Event]):
-    """A sink that keeps all events."""
+    """An event handler that keeps all events."""
 
     def receive(self, event: events.Event) -> None:
         self.append(event)
 
     def of(self, kind: type) -> list[Any]:
-        """Those of a kind."""
+        """The events of a kind."""
         return [event for event in self if isinstance(event, kind)]
 
 
 class Node:
-    """A machine that trains: its stage, and a state that is a function of what was done to it."""
+    """A training machine: its staging directory, and a state determined by its calls."""
 
     def __init__(self, url: str, endpoint: str, stage: Path):
         self.url, self.endpoint, self.stage = url, endpoint, Stage(stage)
@@ -157,13 +157,13 @@ def nodes(server: servers.Server, tmp_path: Path) -> Iterator[Node]:
 
 @pytest.fixture
 def node(s3, tmp_path) -> Iterator[Callable[[], Node]]:
-    """Makes nodes that train on one root."""
+    """Creates nodes that share one root."""
     made = nodes(s3, tmp_path)
     yield lambda: next(made)
 
 
 class Breakable:
-    """A server that a test ends, and starts again with what it held."""
+    """A server that a test stops and restarts with its data."""
 
     def __init__(self, folder: Path):
         self._folder, self._port = folder, free_port()
@@ -184,16 +184,16 @@ def breakable(tmp_path) -> Iterator[Breakable]:
     with servers.environment_of(found.server):
         yield found
         found.end()
-    for process in running._left:  # They would wait for the server for ever.
+    for process in running._left:  # They would wait for the server forever.
         process.kill()
         process.wait()
     running._left.clear()
 
 
-# ---- saves come to the root
+# ---- uploads
 
 
-def test_an_empty_node_goes_on_bit_for_bit(server, tmp_path):
+def test_an_empty_node_resumes_bit_for_bit(server, tmp_path):
     made = nodes(server, tmp_path)
     first, second = next(made), next(made)
     expected = {}
@@ -219,7 +219,7 @@ def test_an_empty_node_goes_on_bit_for_bit(server, tmp_path):
     assert verify_root(first.url, endpoint=server.endpoint).intact
 
 
-def test_what_was_made_is_promoted_once_and_told(node):
+def test_each_save_is_uploaded_and_reported_once(node):
     one = node()
     with one.manager() as manager:
         for step in range(3):
@@ -254,7 +254,7 @@ def test_wait_acknowledges_nothing_once_the_bucket_was_emptied(node, saves_first
     assert store.keys("journal") == []
 
 
-def test_wait_puts_an_entry_anew_that_was_lost(node):
+def test_wait_rewrites_a_lost_entry(node):
     one = node()
     with one.manager() as manager:
         one.save(manager, 0)
@@ -273,7 +273,7 @@ def open_at(one: Node):
     return buckets.place(one.url, endpoint=one.endpoint).open()
 
 
-def test_everything_of_a_step_is_restored_from_the_root(node):
+def test_all_contents_of_a_step_are_restored_from_the_root(node):
     one, other = node(), node()
     handlers = {**HANDLERS, "progress": ocp.JsonCheckpointHandler()}
     with one.manager(handlers=handlers) as manager:
@@ -320,14 +320,14 @@ def test_a_reader_follows_the_root(node):
         assert same(reader.held(), one.held())
         one.save(manager, 2)
         manager.wait_until_finished()
-        # It was not listed since.
+        # The reader has not listed it.
         assert reader.restore(reading, 2).step == 2
         with pytest.raises(OptionError, match="can write"):
             reader.save(reading, 3)
     assert not reader.stage.path.exists()
 
 
-def test_a_stage_of_no_name_is_the_users(node, tmp_path, monkeypatch):
+def test_the_default_staging_directory_is_in_the_users_cache(node, tmp_path, monkeypatch):
     one = node()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     options = ManagerOptions(tiers=Tiers(endpoint=one.endpoint))
@@ -337,10 +337,10 @@ def test_a_stage_of_no_name_is_the_users(node, tmp_path, monkeypatch):
     assert (stage / "steps" / "0").is_dir()
 
 
-# ---- outages, room
+# ---- outages and staging space
 
 
-def test_an_outage_is_a_lag_and_no_failed_save(breakable, tmp_path):
+def test_an_outage_delays_uploads_and_fails_no_save(breakable, tmp_path):
     one = next(nodes(breakable.server, tmp_path))
     with one.manager(timeouts=Timeouts(store_secs=2.0), wait_for="staging") as manager:
         one.save(manager, 0)
@@ -368,7 +368,7 @@ def test_an_outage_is_a_lag_and_no_failed_save(breakable, tmp_path):
         assert same(other.held(), one.held())
 
 
-def test_wait_for_the_root_ends_in_an_outage_and_loses_nothing(breakable, tmp_path):
+def test_waiting_for_the_root_times_out_in_an_outage_and_loses_nothing(breakable, tmp_path):
     one = next(nodes(breakable.server, tmp_path))
     with one.manager() as manager:
         one.save(manager, 0)
@@ -382,11 +382,11 @@ def test_wait_for_the_root_ends_in_an_outage_and_loses_nothing(breakable, tmp_pa
     with pytest.raises(WaitTimeout):
         manager.close()
     breakable.start()
-    # The promoter ends what is left, though nobody is there any more.
+    # The uploader finishes although the manager is closed.
     eventually(lambda: one.root() == [0, 1], "the uploader continues")
 
 
-def test_a_full_stage_makes_the_next_save_wait(breakable, tmp_path):
+def test_a_full_staging_directory_makes_the_next_save_wait(breakable, tmp_path):
     one = next(nodes(breakable.server, tmp_path))
     base = ROWS * 4 * 4
     limits = Timeouts(close_secs=30.0, store_secs=1.0, save_secs=1.0)
@@ -396,7 +396,7 @@ def test_a_full_stage_makes_the_next_save_wait(breakable, tmp_path):
         eventually(lambda: not manager.is_saving_in_progress(), "it is in the stage")
         one.save(manager, 1, force_base=True)
         with pytest.raises(WaitTimeout, match="save of step 1"):
-            one.save(manager, 2)  # It waits for the one before, which waits for room.
+            one.save(manager, 2)  # It waits for the one before, which waits for space.
         assert manager.is_saving_in_progress()
         assert manager.all_steps() == [0]
         breakable.start()
@@ -409,7 +409,7 @@ def test_a_full_stage_makes_the_next_save_wait(breakable, tmp_path):
     eventually(lambda: one.root() == [0, 1, 2], "all saves came to the root")
 
 
-def test_a_save_that_is_larger_than_the_stage_goes_alone(node):
+def test_a_save_larger_than_the_staging_limit_is_staged_alone(node):
     one = node()
     with one.manager(max_staging_bytes=100) as manager:
         with pytest.warns(UserWarning, match="exceeds Tiers.max_staging_bytes"):
@@ -419,7 +419,7 @@ def test_a_save_that_is_larger_than_the_stage_goes_alone(node):
         assert one.root() == [0, 1]
 
 
-def test_closing_ends_the_wait_for_room(breakable, tmp_path):
+def test_closing_ends_the_wait_for_space(breakable, tmp_path):
     one = next(nodes(breakable.server, tmp_path))
     limits = Timeouts(close_secs=1.0, store_secs=1.0)
     manager = one.manager(timeouts=limits, wait_for="staging", max_staging_bytes=100)
@@ -437,13 +437,13 @@ def test_closing_ends_the_wait_for_room(breakable, tmp_path):
     assert one.local() == [0]
 
 
-# ---- nodes that go, come back, and take over
+# ---- nodes that fail, restart and take over
 
 
 def without_promoter(
     monkeypatch: pytest.MonkeyPatch, manager: deltackpt.CheckpointManager | None = None
 ) -> None:
-    """No promoter is started; that of a manager is killed."""
+    """Prevents uploaders from starting and kills that of a manager."""
     monkeypatch.setattr("deltackpt.tiers.running.Running.start", lambda self: None)
     process = staged(manager)._running._process if manager is not None else None
     if process is not None:
@@ -452,13 +452,13 @@ def without_promoter(
 
 
 def staged(manager: deltackpt.CheckpointManager) -> StagedRoot:
-    """What a manager of a bucket holds."""
+    """The staged root of a manager with a bucket."""
     found = manager._run.held
     assert isinstance(found, StagedRoot)
     return found
 
 
-def test_the_next_start_ends_what_a_killed_node_left(node, monkeypatch):
+def test_the_next_start_uploads_what_a_killed_node_left(node, monkeypatch):
     one = node()
     with monkeypatch.context() as patch:
         without_promoter(patch)
@@ -476,7 +476,7 @@ def test_the_next_start_ends_what_a_killed_node_left(node, monkeypatch):
         assert one.root() == [0, 1, 2]
 
 
-def test_a_stage_that_others_went_on_without_is_moved_aside(node, monkeypatch):
+def test_staged_steps_that_another_run_superseded_are_moved_aside(node, monkeypatch):
     one, other = node(), node()
     with one.manager() as manager:
         one.save(manager, 0)
@@ -506,7 +506,7 @@ def test_a_stage_that_others_went_on_without_is_moved_aside(node, monkeypatch):
     assert sorted(step.name for step in aside.iterdir()) == ["1", "2"]
 
 
-def test_a_claim_that_never_trained_orphans_nothing(node, monkeypatch):
+def test_a_claim_that_never_trained_makes_no_save_stale(node, monkeypatch):
     one, other = node(), node()
     with monkeypatch.context() as patch:
         without_promoter(patch)
@@ -520,7 +520,7 @@ def test_a_claim_that_never_trained_orphans_nothing(node, monkeypatch):
     assert one.root() == [0, 1]
 
 
-def test_whoever_has_lost_the_root_is_fenced(node):
+def test_a_trainer_that_lost_the_root_is_fenced(node):
     one, other = node(), node()
     first = one.manager()
     one.save(first, 0)
@@ -529,7 +529,7 @@ def test_whoever_has_lost_the_root_is_fenced(node):
         other.restore(second)
         with pytest.raises(FencedError):
             first.check_lease()
-        one.save(first, 1)  # Nobody has told it.
+        one.save(first, 1)  # Saving is not fenced yet.
         with pytest.raises(FencedError, match="expected to hold its claim"):
             first.wait_until_finished()
         with pytest.raises(FencedError):
@@ -547,7 +547,7 @@ def test_whoever_has_lost_the_root_is_fenced(node):
         assert same(third.held(), expected)
 
 
-def test_of_two_managers_of_a_process_the_later_one_holds_the_root(node):
+def test_the_later_of_two_managers_in_a_process_holds_the_root(node):
     one = node()
     first = one.manager()
     one.save(first, 0)
@@ -560,10 +560,10 @@ def test_of_two_managers_of_a_process_the_later_one_holds_the_root(node):
     assert one.root() == [0, 1]
 
 
-# ---- going back, removing
+# ---- rollback and removal
 
 
-def test_what_training_went_back_behind_is_not_at_the_root(node):
+def test_rolled_back_steps_are_not_at_the_root(node):
     one, other = node(), node()
     held = {}
     with one.manager() as manager:
@@ -579,7 +579,7 @@ def test_what_training_went_back_behind_is_not_at_the_root(node):
         manager.wait_until_finished()
         assert manager.all_steps() == [0, 1, 2] == one.root()
     with other.manager() as manager:
-        # Here nothing is in the stage.
+        # Nothing is staged here.
         other.restore(manager, 0)
         with pytest.warns(UserWarning, match=r"later steps \[1, 2\] are rolled back"):
             other.save(manager, 1)
@@ -593,7 +593,7 @@ def test_what_training_went_back_behind_is_not_at_the_root(node):
         assert same(one.held(), held[1])
 
 
-def test_going_back_behind_what_has_not_come_to_the_root(node, monkeypatch):
+def test_rolling_back_steps_that_are_not_uploaded_yet(node, monkeypatch):
     one, other = node(), node()
     with monkeypatch.context() as patch, one.manager(wait_for="staging") as manager:
         without_promoter(patch)
@@ -614,7 +614,7 @@ def test_going_back_behind_what_has_not_come_to_the_root(node, monkeypatch):
         assert same(other.held(), expected)
 
 
-def test_going_back_is_remembered_by_the_next_start(node, monkeypatch):
+def test_a_rollback_survives_a_restart(node, monkeypatch):
     one = node()
     with one.manager() as manager:
         for step in range(3):
@@ -635,7 +635,7 @@ def test_going_back_is_remembered_by_the_next_start(node, monkeypatch):
     assert one.root() == [0, 1]
 
 
-def test_retention_removes_at_the_root_and_the_stage_keeps_the_newest_chains(node):
+def test_retention_applies_to_the_root_and_staging_keeps_the_newest_chains(node):
     one, other = node(), node()
     policy = deltackpt.DeltaOptions(policy=deltackpt.policies.Consecutive(max_chain=1))
     with one.manager(max_to_keep=5, keep_local=1, deltas=policy) as manager:
@@ -655,7 +655,7 @@ def test_retention_removes_at_the_root_and_the_stage_keeps_the_newest_chains(nod
     assert verify_root(one.url, endpoint=one.endpoint).intact
 
 
-def test_nothing_is_retired_before_what_replaces_it_is_at_the_root(node, monkeypatch):
+def test_no_step_is_retired_before_its_replacement_is_uploaded(node, monkeypatch):
     one = node()
     with one.manager(max_to_keep=1) as manager:
         one.save(manager, 0)
@@ -682,7 +682,7 @@ def unreachable(*arguments: Any, **options: Any) -> None:
     raise StorageError("the network is gone")
 
 
-def test_a_delta_of_a_parent_that_has_left_the_stage(node):
+def test_a_delta_whose_parent_was_evicted_from_staging(node):
     one, other = node(), node()
     with one.manager(keep_local=1) as manager:
         one.save(manager, 0)
@@ -699,7 +699,7 @@ def test_a_delta_of_a_parent_that_has_left_the_stage(node):
         assert same(other.held(), one.held())
 
 
-def test_the_best_steps_stay_though_they_have_left_the_stage(node):
+def test_the_best_steps_are_kept_after_eviction_from_staging(node):
     one = node()
     best = ocp.checkpoint_managers.BestN(get_metric_fn=lambda found: found["loss"], n=2)
     with one.manager(preservation_policy=best, keep_local=1) as manager:
@@ -738,7 +738,7 @@ def damage(step: Path) -> None:
     path.write_bytes(data)
 
 
-def test_a_damaged_copy_in_the_stage_is_read_from_the_root(node):
+def test_a_step_with_a_damaged_staged_copy_is_read_from_the_root(node):
     one = node()
     with one.manager() as manager:
         one.save(manager, 0)
@@ -754,7 +754,7 @@ def test_a_damaged_copy_in_the_stage_is_read_from_the_root(node):
     assert one.root() == [0, 1, 2]
 
 
-def test_a_save_that_is_damaged_before_it_is_promoted(node, monkeypatch):
+def test_a_save_that_is_damaged_before_it_is_uploaded(node, monkeypatch):
     one, other = node(), node()
     with one.manager() as manager:
         one.save(manager, 0)
@@ -779,10 +779,10 @@ def test_a_save_that_is_damaged_before_it_is_promoted(node, monkeypatch):
         assert same(other.held(), one.held())
 
 
-# ---- what cannot work
+# ---- invalid configurations
 
 
-def test_a_stage_is_of_one_root(node, s3, tmp_path):
+def test_a_staging_directory_belongs_to_one_root(node, s3, tmp_path):
     one = node()
     with one.manager() as manager:
         one.save(manager, 0)
@@ -797,7 +797,7 @@ def test_a_stage_is_of_one_root(node, s3, tmp_path):
         one.manager(staging_dir="s3://bucket/stage")
 
 
-def test_tiers_of_a_directory_and_of_nothing(tmp_path):
+def test_invalid_tiers_are_refused(tmp_path):
     with pytest.raises(OptionError, match="expected None for the local directory"):
         deltackpt.CheckpointManager(tmp_path / "run", options=ManagerOptions(tiers=Tiers()))
     with pytest.raises(UnsupportedRoot, match="hdfs"):
@@ -814,7 +814,7 @@ def test_tiers_of_a_directory_and_of_nothing(tmp_path):
         ManagerOptions(tiers={"staging_dir": "/dev/shm"})  # type: ignore[arg-type]
 
 
-def test_a_bucket_with_other_things_is_refused(node, s3):
+def test_a_bucket_with_foreign_objects_is_refused(node, s3):
     one = node()
     at = open_at(one)
     at.store.put("somebody/else", b"data")
@@ -826,7 +826,7 @@ def test_a_bucket_with_other_things_is_refused(node, s3):
         other.manager()
 
 
-def test_a_root_of_another_item_is_refused_and_stays_its_trainers(node):
+def test_a_root_of_another_item_is_refused_and_its_trainer_keeps_it(node):
     one, other = node(), node()
     with one.manager() as manager:
         one.save(manager, 0)
@@ -837,7 +837,7 @@ def test_a_root_of_another_item_is_refused_and_stays_its_trainers(node):
     assert one.root() == [0, 1]
 
 
-def test_no_credentials_are_in_what_is_written_or_told(node, monkeypatch):
+def test_credentials_are_never_written_or_reported(node, monkeypatch):
     one = node()
     secret = "sEcReT-of-the-test-0123456789"
     with one.manager(timeouts=Timeouts(close_secs=60, store_secs=2)) as manager:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log between steps against buckets: what a lost node had logged is gone on from elsewhere."""
+"""The WAL with buckets: another node resumes from the records of a lost node."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ __all__ = ["alone", "breakable", "s3", "server"]
 
 
 class Logging(Node):
-    """A node whose training logs."""
+    """A node whose training appends to the WAL."""
 
     def manager(self, **options: Any) -> deltackpt.CheckpointManager:
         return super().manager(**{"wal": WalOptions(), **options})
@@ -69,7 +69,7 @@ class Logging(Node):
         return found
 
     def points(self) -> list[RecoveryPoint]:
-        """What a reader of the root finds."""
+        """Recovery points that a reader of the remote directory finds."""
         return inspect.open(self.url, endpoint=self.endpoint).recovery_points()
 
     def newest(self) -> int:
@@ -94,7 +94,7 @@ def node(s3, tmp_path):
 # ---- a lost node
 
 
-def test_an_empty_node_goes_on_from_the_newest_record(server, tmp_path):
+def test_an_empty_node_continues_from_the_newest_record(server, tmp_path):
     found = made(server, tmp_path)
     first, second, third = next(found), next(found), next(found)
     with first.manager() as manager:
@@ -118,7 +118,7 @@ def test_an_empty_node_goes_on_from_the_newest_record(server, tmp_path):
         assert [one.step for one in manager.recovery_points()] == [10, 9, 8, 7, 6, 5, 3, 2, 1]
 
 
-def test_a_reader_of_the_root_restores_its_points(node):
+def test_a_reader_of_the_remote_directory_restores_its_points(node):
     one = node()
     with one.manager() as manager:
         one.save(manager, 0)
@@ -131,7 +131,7 @@ def test_a_reader_of_the_root_restores_its_points(node):
         assert reader.restore(manager, 1).step == 1
 
 
-def test_a_stage_that_is_moved_is_not_made_anew_and_goes_on_where_it_is_moved_back(node, alone):
+def test_a_moved_staging_directory_is_not_recreated_and_resumes_when_moved_back(node, alone):
     one = node()
     elsewhere = one.stage.path.with_name("elsewhere")
 
@@ -159,7 +159,7 @@ def test_a_stage_that_is_moved_is_not_made_anew_and_goes_on_where_it_is_moved_ba
         assert same(one.held(), expected)
 
 
-def test_the_stage_has_more_of_a_stretch_than_the_root(node, alone):
+def test_staging_has_more_of_a_wal_epoch_than_the_remote_directory(node, alone):
     one = node()
     with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
@@ -177,7 +177,7 @@ def test_the_stage_has_more_of_a_stretch_than_the_root(node, alone):
     assert one.newest() == 3
 
 
-def test_every_record_of_a_killed_trainer_comes_to_the_root(node):
+def test_every_record_of_a_killed_trainer_is_uploaded(node):
     one = node()
     script = f"""
 import os, signal, sys
@@ -200,7 +200,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         assert same(other.held(), one.held())
 
 
-def test_a_promoter_that_is_killed_in_an_upload_is_followed_by_another(node, alone, monkeypatch):
+def test_an_uploader_killed_during_an_upload_is_followed_by_another(node, alone, monkeypatch):
     one, other = node(), node()
     monkeypatch.setattr(log_promotion, "SEGMENT_BYTES", 300)  # A record is several pieces.
     with one.manager(wait_for="staging") as manager:
@@ -218,7 +218,7 @@ def test_a_promoter_that_is_killed_in_an_upload_is_followed_by_another(node, alo
             is_last = left == 0
         if not is_last or killed % 2:
             put(self, key, *args, **options)
-        if is_last:  # Nobody is told.
+        if is_last:  # The uploader dies without an answer.
             killed += 1
             raise KeyboardInterrupt
 
@@ -240,7 +240,7 @@ def test_a_promoter_that_is_killed_in_an_upload_is_followed_by_another(node, alo
         assert same(other.held(), one.held())
 
 
-def test_an_outage_is_a_lag_of_the_log(breakable, tmp_path):
+def test_an_outage_only_delays_the_wal(breakable, tmp_path):
     found = made(breakable.server, tmp_path)
     one, other = next(found), next(found)
     with one.manager() as manager:
@@ -257,10 +257,10 @@ def test_an_outage_is_a_lag_of_the_log(breakable, tmp_path):
         assert same(other.held(), one.held())
 
 
-# ---- what counts, of several nodes
+# ---- several nodes
 
 
-def test_what_a_node_logged_beyond_what_others_went_on_from_is_dead(node, alone):
+def test_records_beyond_the_point_that_another_node_resumed_from_are_ignored(node, alone):
     one, other = node(), node()
     with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
@@ -268,7 +268,7 @@ def test_what_a_node_logged_beyond_what_others_went_on_from_is_dead(node, alone)
     promote(one)
     with one.manager(wait_for="staging") as manager:
         one.restore(manager)
-        one.log(manager, 3)  # Of a stretch that never comes to the root.
+        one.log(manager, 3)  # In a WAL epoch that is never uploaded.
     with other.manager(wait_for="staging") as manager:
         assert other.restore(manager).step == 2
         other.begin(7)
@@ -284,7 +284,7 @@ def test_what_a_node_logged_beyond_what_others_went_on_from_is_dead(node, alone)
     assert sorted(path.name for path in one.logged.glob("*.msgpack")) == ["0.msgpack", "2.msgpack"]
 
 
-def test_records_alone_make_a_claim_one_that_trained(node, alone):
+def test_a_lease_claim_with_records_alone_counts_as_trained(node, alone):
     one, other = node(), node()
     with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
@@ -306,7 +306,7 @@ def test_records_alone_make_a_claim_one_that_trained(node, alone):
 
 
 @pytest.mark.parametrize("records", [0, 1])
-def test_whoever_has_lost_the_root_writes_no_head(node, monkeypatch, records):
+def test_a_trainer_that_lost_its_lease_writes_no_epoch_header(node, monkeypatch, records):
     one, other = node(), node()
     with one.manager() as manager:
         one.save(manager, 0)
@@ -340,7 +340,7 @@ def test_whoever_has_lost_the_root_writes_no_head(node, monkeypatch, records):
     assert other.newest() == 1
 
 
-def test_a_head_comes_to_the_root_before_the_saves_of_its_run(node, alone):
+def test_an_epoch_header_is_uploaded_before_the_saves_of_its_run(node, alone):
     one = node()
     with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
@@ -357,10 +357,10 @@ def test_a_head_comes_to_the_root_before_the_saves_of_its_run(node, alone):
     assert [point.step for point in one.points()] == [1]
 
 
-# ---- what goes from the root
+# ---- removal from the remote directory
 
 
-def test_what_no_restore_needs_goes_by_the_steps_of_the_root(node, alone):
+def test_the_remote_steps_decide_which_records_are_removed(node, alone):
     one = node()
     with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
@@ -373,7 +373,7 @@ def test_what_no_restore_needs_goes_by_the_steps_of_the_root(node, alone):
         for step in (4, 6, 8):
             one.save(manager, step)
             one.log(manager, step + 1)
-    # The stage is ahead: the root has no step but the first, and all that leads from it.
+    # Staging is ahead: the remote directory has only the first step and the records above it.
     assert one.root() == [0]
     assert [point.step for point in one.points()] == [3, 2, 1]
     promote(one)
@@ -392,7 +392,7 @@ def test_what_no_restore_needs_goes_by_the_steps_of_the_root(node, alone):
         assert one.restore(manager).step == 12
 
 
-def test_the_log_reaches_back_behind_a_damaged_step_of_the_root(node, alone):
+def test_the_wal_is_replayed_past_a_damaged_remote_step(node, alone):
     one, other = node(), node()
     with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
@@ -411,10 +411,10 @@ def test_the_log_reaches_back_behind_a_damaged_step_of_the_root(node, alone):
         assert same(other.held(), one.held())
 
 
-# ---- what is altered
+# ---- damage
 
 
-def test_an_epoch_of_a_development_version_in_the_stage_stops_no_upload(node, alone):
+def test_a_staged_epoch_of_a_development_version_does_not_stop_uploads(node, alone):
     one = node()
     with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
@@ -430,7 +430,7 @@ def test_an_epoch_of_a_development_version_in_the_stage_stops_no_upload(node, al
     assert one.newest() == 3
 
 
-def test_what_is_altered_in_the_stage_reaches_no_bucket(node, alone):
+def test_altered_staged_records_are_not_uploaded(node, alone):
     one = node()
     with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
@@ -446,7 +446,7 @@ def test_what_is_altered_in_the_stage_reaches_no_bucket(node, alone):
 
 
 @pytest.mark.parametrize("altered", [1, 2])
-def test_an_altered_head_of_the_root_is_read_from_its_copy_if_that_is_intact(node, alone, altered):
+def test_an_altered_remote_epoch_header_is_read_from_its_copy_if_intact(node, alone, altered):
     one, other = node(), node()
     with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
@@ -471,7 +471,7 @@ def test_an_altered_head_of_the_root_is_read_from_its_copy_if_that_is_intact(nod
 
 
 @pytest.mark.parametrize("missing", [2, 3])
-def test_a_missing_piece_ends_the_log_before_it_and_is_reported(node, alone, missing):
+def test_a_missing_piece_ends_the_wal_before_it_and_is_reported(node, alone, missing):
     one, other = node(), node()
     with one.manager(wait_for="staging") as manager:
         one.save(manager, 0)
@@ -492,7 +492,7 @@ def test_a_missing_piece_ends_the_log_before_it_and_is_reported(node, alone, mis
 
 
 def dies_before_it_notes(one: Logging, monkeypatch: pytest.MonkeyPatch) -> Spot:
-    """Uploads what was appended, without its note; returns the newest piece."""
+    """Uploads the appended records without noting it; returns the newest piece."""
     with monkeypatch.context() as patch:
         patch.setattr(log_promotion.LogPromotion, "_note", mock.Mock(side_effect=KeyboardInterrupt))
         work = Promoter(one.stage)
@@ -507,7 +507,7 @@ def dies_before_it_notes(one: Logging, monkeypatch: pytest.MonkeyPatch) -> Spot:
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_a_damaged_piece_is_reported_although_its_uploader_died_before_it_noted_it(
+def test_a_damaged_piece_is_reported_even_if_its_uploader_died_before_noting_it(
     node, alone, how, monkeypatch
 ):
     one, other = node(), node()

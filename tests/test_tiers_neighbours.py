@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage with neighbours: what a node takes with it comes back from the others' memory.
+"""Staging with peers: the saves of a lost node are recovered from its peers' memory.
 
-The nodes are real servers; who finds them is the test, in the place of Ray.
+The nodes are real servers; the test discovers them in place of Ray.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _numbers = itertools.count()
 
 
 class Cluster:
-    """Nodes with a keeper each, found as those of Ray are."""
+    """Nodes with one peer agent each, discovered like those of Ray."""
 
     def __init__(self, count: int):
         self.shelves = {f"node{i}": MemoryShelf(1 << 30) for i in range(count)}
@@ -81,20 +81,20 @@ class Cluster:
         return Keepers(root="root", own=self.own, token=token, nodes=nodes, k=k, m=m)
 
     def lose(self, name: str) -> None:
-        """A node goes for good, with its memory."""
+        """Removes a node and its memory for good."""
         self.gone.add(name)
         self.servers[name].close()
         self.shelves[name].close()
 
     def restart_keeper(self, name: str) -> None:
-        """A keeper dies, and comes back empty, at another address, letting in nobody."""
+        """Restarts a peer agent: empty, at another address, without admitted tokens."""
         self.servers[name].close()
         self.shelves[name].close()
         self.shelves[name], self.tokens[name] = MemoryShelf(1 << 30), Tokens()
         self.servers[name] = self._serve(name)
 
     def holding(self) -> dict[str, int]:
-        """How many fragments each living node has."""
+        """Number of fragments on each living node."""
         living = self.shelves.keys() - self.gone
         return {name: len(self.shelves[name].keys("", after="", most=1 << 20)) for name in living}
 
@@ -104,7 +104,7 @@ class Cluster:
 
 
 class NeighbourNode(Node):
-    """A machine whose saves are safe once neighbours have them."""
+    """A machine whose saves are safe once its peers have them."""
 
     how: Copies | Erasure = Copies()
 
@@ -113,7 +113,7 @@ class NeighbourNode(Node):
         return super().manager(**given)
 
     def lose(self) -> None:
-        """The machine goes for good; another begins with nothing."""
+        """Removes the machine for good; its replacement starts empty."""
         shutil.rmtree(self.stage.path)
 
 
@@ -140,14 +140,14 @@ def cluster(monkeypatch) -> Iterator[Callable[[int], Cluster]]:
 
 @pytest.fixture
 def node(s3, tmp_path) -> Callable[[], NeighbourNode]:
-    """Makes nodes that train on one root."""
+    """Makes nodes that train on one remote directory."""
     url = s3.bucket(f"neighbours{next(_numbers)}") + "/some/run"
     made = (NeighbourNode(url, s3.endpoint, tmp_path / f"node{number}") for number in range(9))
     return lambda: next(made)
 
 
 class _Pushing:
-    """In the place of a promoter that never reaches the root: neighbours alone are filled."""
+    """Replaces an uploader that never reaches the remote directory: fills only the peers."""
 
     def __init__(self, stage: Stage):
         self._pusher = Pusher(stage)
@@ -160,7 +160,7 @@ class _Pushing:
 
 @contextlib.contextmanager
 def root_out_of_reach(one: Node, monkeypatch) -> Iterator[None]:
-    """Saves come to neighbours, and not to the root."""
+    """Saves reach peers, but not the remote directory."""
     pushing: list[_Pushing] = []
 
     def start(self) -> None:
@@ -180,7 +180,7 @@ HOWS = [(Copies(1), 2, ["node1"]), (Copies(2), 3, ["node2"]), (Erasure(k=2, m=1)
 
 
 @pytest.mark.parametrize(("how", "count", "lost"), HOWS, ids=str)
-def test_a_node_that_goes_takes_no_save_with_it(node, cluster, monkeypatch, how, count, lost):
+def test_no_save_is_lost_with_a_node(node, cluster, monkeypatch, how, count, lost):
     cluster = cluster(count)
     one, other = node(), node()
     one.how = other.how = how
@@ -208,7 +208,7 @@ def test_a_node_that_goes_takes_no_save_with_it(node, cluster, monkeypatch, how,
         assert other.root() == [0, 1, 2, 3, 4]
 
 
-def test_one_node_too_many_is_said_to_be_missing(node, cluster, monkeypatch):
+def test_the_loss_of_one_node_too_many_is_reported(node, cluster, monkeypatch):
     cluster = cluster(5)
     one, other = node(), node()
     one.how = other.how = Erasure(2, 1)
@@ -230,7 +230,7 @@ def test_one_node_too_many_is_said_to_be_missing(node, cluster, monkeypatch):
             assert manager.latest_step() is None
 
 
-def test_a_trainer_that_moves_to_its_neighbour_finds_what_that_one_has(node, cluster, monkeypatch):
+def test_a_trainer_that_moves_to_its_peer_finds_the_saves_there(node, cluster, monkeypatch):
     cluster = cluster(2)
     one, other = node(), node()
     with root_out_of_reach(one, monkeypatch), one.manager() as manager:
@@ -243,11 +243,11 @@ def test_a_trainer_that_moves_to_its_neighbour_finds_what_that_one_has(node, clu
         assert other.restore(manager).source == ("peers",)
         assert same(other.held(), one.held())
         manager.wait_until_finished()
-        # Its own memory does not count for it.
+        # Its own memory does not count as a copy.
         eventually(lambda: cluster.holding()["node0"] > 0, "the other node has it, too")
 
 
-def test_neighbours_hold_what_the_stage_holds(node, cluster):
+def test_peers_have_the_saves_of_the_staging_directory(node, cluster):
     cluster = cluster(2)
     one = node()
     with one.manager(wait_for="remote", keep_local=1) as manager:
@@ -261,9 +261,7 @@ def test_neighbours_hold_what_the_stage_holds(node, cluster):
     assert cluster.holding()["node0"] == 0
 
 
-def test_what_training_went_back_behind_is_dropped_and_does_not_come_back(
-    node, cluster, monkeypatch
-):
+def test_rolled_back_saves_are_dropped_and_do_not_reappear(node, cluster, monkeypatch):
     cluster = cluster(2)
     one, other = node(), node()
     with root_out_of_reach(one, monkeypatch), one.manager() as manager:
@@ -283,7 +281,7 @@ def test_what_training_went_back_behind_is_dropped_and_does_not_come_back(
         assert same(other.held(), expected)
 
 
-def test_a_keeper_that_begins_again_is_filled_again(node, cluster, monkeypatch):
+def test_a_restarted_peer_agent_is_refilled(node, cluster, monkeypatch):
     cluster = cluster(2)
     one = node()
     one.events = Kept()
@@ -298,9 +296,7 @@ def test_a_keeper_that_begins_again_is_filled_again(node, cluster, monkeypatch):
         assert len(told) <= 1
 
 
-def test_without_neighbours_that_answer_the_wait_says_so_and_loses_nothing(
-    node, cluster, monkeypatch
-):
+def test_if_no_peer_answers_the_wait_raises_and_loses_nothing(node, cluster, monkeypatch):
     cluster = cluster(2)
     one = node()
     limits = Timeouts(close_secs=3.0)
@@ -317,7 +313,7 @@ def test_without_neighbours_that_answer_the_wait_says_so_and_loses_nothing(
     assert one.local() == [0]
 
 
-def test_too_few_nodes_are_refused_at_the_start(node, cluster):
+def test_too_few_nodes_are_refused_at_startup(node, cluster):
     cluster(2)
     one = node()
     one.how = Erasure(k=2, m=1)
@@ -328,7 +324,7 @@ def test_too_few_nodes_are_refused_at_the_start(node, cluster):
         one.save(manager, 0)
 
 
-def test_a_trainer_with_too_few_nodes_shuts_out_nobody(node, cluster):
+def test_a_trainer_with_too_few_nodes_locks_out_nobody(node, cluster):
     cluster = cluster(2)
     one, other = node(), node()
     with one.manager() as manager:
@@ -337,19 +333,19 @@ def test_a_trainer_with_too_few_nodes_shuts_out_nobody(node, cluster):
         other.how = Erasure(k=2, m=1)
         with pytest.raises(OptionError, match="expected 3 nodes besides this one, found 1"):
             other.manager()
-        # One that comes to the root first may not be sent to the neighbour.
+        # A save that is uploaded first may not be sent to the peer.
         for step in range(1, 5):
             one.save(manager, step)
             manager.wait_until_finished()
         eventually(lambda: cluster.holding()["node1"] > 1, "its neighbour takes what is saved")
 
 
-def test_neighbours_need_ray(node):
+def test_peers_need_ray(node):
     with pytest.raises(ServiceUnavailable):
         node().manager()
 
 
-def test_what_lets_in_at_neighbours_is_readable_by_the_trainers_user_alone(node, cluster):
+def test_the_peer_token_is_readable_only_by_the_trainers_user(node, cluster):
     cluster(2)
     one = node()
     with one.manager() as manager:
@@ -364,7 +360,7 @@ def test_what_lets_in_at_neighbours_is_readable_by_the_trainers_user_alone(node,
         assert token not in repr(Keepers.from_bytes(path.read_bytes()))
 
 
-def test_whoever_trained_before_is_shut_out(node, cluster, monkeypatch):
+def test_the_previous_trainer_is_locked_out(node, cluster, monkeypatch):
     cluster(2)
     one, other = node(), node()
     with root_out_of_reach(one, monkeypatch), one.manager() as manager:
@@ -378,7 +374,7 @@ def test_whoever_trained_before_is_shut_out(node, cluster, monkeypatch):
         assert staged(manager)._near.held()
 
 
-def test_extents_are_asked_before_neighbours(node, cluster, tmp_path, monkeypatch):
+def test_extents_are_read_before_peers(node, cluster, tmp_path, monkeypatch):
     cluster(2)
     one = node()
     extents = deltackpt.tiers.Extents(
@@ -392,7 +388,7 @@ def test_extents_are_asked_before_neighbours(node, cluster, tmp_path, monkeypatc
     one.lose()
     data = bytearray(Path(tmp_path / "extents" / "extents").read_bytes())
     place = data.index(b"dckpack1", data.index(b"dckpack1") + 8)
-    data[place + 40] ^= 1  # Of the delta.
+    data[place + 40] ^= 1  # In the delta.
     Path(tmp_path / "extents" / "extents").write_bytes(data)
     with root_out_of_reach(one, monkeypatch), one.manager(extents=extents) as manager:
         assert one.restore(manager).source == ("extents", "peers")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs of several processes against buckets: a stage that all of them see, one promoter."""
+"""Multi-process jobs against buckets, with a shared staging directory or one per process."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def saved(job: Job, step: int) -> str:
     return answer["kind"]
 
 
-def test_a_job_saves_to_a_bucket_and_another_goes_on_elsewhere(server, bucket, tmp_path):
+def test_a_job_saves_to_a_bucket_and_another_resumes_elsewhere(server, bucket, tmp_path):
     url = bucket.bucket("jobs") + "/run"
     tiers = {"staging_dir": str(tmp_path / "stage"), "endpoint": bucket.endpoint}
     with Job(server, tmp_path / "jobs", processes=2) as job:
         job.all("open", root=url, tiers=tiers, notes=True)
         job.all("start", place=PLACE)
         assert [saved(job, step) for step in range(3)] == ["base", "delta", "delta"]
-        # What every process waited for is at the root.
+        # Steps that every process waited for are at the root.
         assert sorted(open_steps(url, endpoint=bucket.endpoint).steps()) == [0, 1, 2]
         for answer in job.all("restore", step=1, place=PLACE, like=1):
             assert (answer["step"], answer["wrong"]) == (1, None)
@@ -77,7 +77,7 @@ def test_a_job_saves_to_a_bucket_and_another_goes_on_elsewhere(server, bucket, t
 
 
 def opened_apart(job: Job, url: str, folder: Path, endpoint: str, **how) -> list[str]:
-    """Each process with a stage that no other one sees; what they warn of."""
+    """Opens a manager with its own staging directory in each process; returns their warnings."""
     for number, process in enumerate(job.processes):
         tiers = {
             "staging_dir": str(folder / f"node{number}"),
@@ -92,7 +92,7 @@ def opened_apart(job: Job, url: str, folder: Path, endpoint: str, **how) -> list
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_processes_with_stages_of_their_own_each_promote_their_parts(
+def test_processes_with_their_own_staging_directories_upload_their_parts(
     server, bucket, tmp_path, processes
 ):
     url = bucket.bucket(f"parts{processes}") + "/run"
@@ -118,7 +118,7 @@ def test_processes_with_stages_of_their_own_each_promote_their_parts(
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one stage", "stages"])
-def test_blocks_of_dense_leaves_come_to_a_bucket_and_are_compacted_there(
+def test_dense_blocks_are_uploaded_to_a_bucket_and_compacted_there(
     server, bucket, tmp_path, shared
 ):
     url = bucket.bucket(f"dense-{shared}".lower()) + "/run"
@@ -151,7 +151,7 @@ def test_blocks_of_dense_leaves_come_to_a_bucket_and_are_compacted_there(
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one stage", "stages"])
-def test_dense_leaves_in_a_bucket_are_restored_without_the_handler_of_orbax(
+def test_dense_leaves_in_a_bucket_are_restored_without_the_orbax_handler(
     server, bucket, tmp_path, shared
 ):
     url = bucket.bucket(f"straight-{shared}".lower()) + "/run"
@@ -177,7 +177,7 @@ def test_dense_leaves_in_a_bucket_are_restored_without_the_handler_of_orbax(
 
 
 class Nodes:
-    """A job whose processes have stages that no other one sees; it is killed and started again."""
+    """A job that is killed and restarted; each process has its own staging directory."""
 
     def __init__(self, server: Server, bucket: servers.Server, folder: Path, name: str):
         self.server, self.bucket, self.folder = server, bucket, folder
@@ -196,7 +196,7 @@ class Nodes:
         return sorted(open_steps(self.url, endpoint=self.bucket.endpoint).steps())
 
     def kill(self, job: Job, processes: Iterable[int] = (0, 1)) -> None:
-        """The job and its promoters, with what they are at."""
+        """Kills the job and its uploaders."""
         for process in job.processes:
             process.kill()
         for number in processes:
@@ -218,7 +218,7 @@ def nodes(server, bucket, tmp_path, request) -> Nodes:
 
 
 def saves_that_wait(nodes: Nodes, job: Job, **how) -> None:
-    """Step 0 is at the root; 1 and 2 are in the stages, since one promoter does not go on."""
+    """Uploads step 0; 1 and 2 stay staged, since one uploader is stopped."""
     nodes.open(job, wait_for="staging", **how)
     job.all("start", place=PLACE)
     job.all("train", to=0)
@@ -231,7 +231,7 @@ def saves_that_wait(nodes: Nodes, job: Job, **how) -> None:
     assert nodes.at_root() == [0]
 
 
-def test_what_waits_in_the_stages_goes_on_with_the_next_job(nodes):
+def test_the_next_job_uploads_steps_that_are_still_staged(nodes):
     with nodes.job() as job:
         saves_that_wait(nodes, job)
         nodes.kill(job)
@@ -246,7 +246,7 @@ def test_what_waits_in_the_stages_goes_on_with_the_next_job(nodes):
     assert verify_root(nodes.url, endpoint=nodes.bucket.endpoint).intact
 
 
-def test_a_step_that_waits_in_the_stages_is_waited_for(nodes):
+def test_a_restore_waits_for_the_upload_of_a_staged_step(nodes):
     with nodes.job() as job:
         saves_that_wait(nodes, job)
         later = threading.Timer(0.5, nodes.stop_promoter, (1, signal.SIGCONT))
@@ -258,7 +258,7 @@ def test_a_step_that_waits_in_the_stages_is_waited_for(nodes):
         job.close()
 
 
-def test_a_node_that_is_gone_takes_its_parts_with_it_and_no_more(nodes):
+def test_a_lost_node_loses_only_steps_that_were_not_uploaded(nodes):
     with nodes.job() as job:
         saves_that_wait(nodes, job)
         nodes.kill(job)
@@ -274,7 +274,7 @@ def test_a_node_that_is_gone_takes_its_parts_with_it_and_no_more(nodes):
     assert sorted(path.name for path in aside.iterdir()) == ["1", "2"]
 
 
-def test_nodes_that_lose_their_stages_have_their_parts_in_extents(nodes):
+def test_nodes_that_lose_their_staging_directories_recover_from_extents(nodes):
     extents = {"directory": str(nodes.folder / "extents"), "nbytes": 8 << 20}
     extents["extent_bytes"] = 128 << 10
     with nodes.job() as job:
@@ -292,7 +292,7 @@ def test_nodes_that_lose_their_stages_have_their_parts_in_extents(nodes):
     assert verify_root(nodes.url, endpoint=nodes.bucket.endpoint).intact
 
 
-def test_a_job_of_another_number_of_processes_goes_on_from_the_root(nodes):
+def test_a_job_of_another_number_of_processes_resumes_from_the_root(nodes):
     with nodes.job() as job:
         saves_that_wait(nodes, job)
         nodes.kill(job)
@@ -305,7 +305,7 @@ def test_a_job_of_another_number_of_processes_goes_on_from_the_root(nodes):
         job.close()
 
 
-def test_a_part_that_is_damaged_in_its_stage_is_told_to_all_and_the_next_save_is_a_base(nodes):
+def test_a_damaged_staged_part_is_reported_to_all_and_the_next_save_is_a_base(nodes):
     with nodes.job() as job:
         saves_that_wait(nodes, job)
         layer = nodes.stage(1) / "steps" / "1" / "embeddings" / "layer.1"
@@ -326,14 +326,14 @@ def test_a_part_that_is_damaged_in_its_stage_is_told_to_all_and_the_next_save_is
     assert verify_root(nodes.url, endpoint=nodes.bucket.endpoint).intact
 
 
-def test_a_promoter_that_is_killed_is_started_again_and_a_save_never_half(nodes):
+def test_a_killed_uploader_is_restarted_and_no_save_is_partial(nodes):
     with nodes.job() as job:
         nodes.open(job, wait_for="staging")
         job.all("start", place=PLACE)
         for step in range(6):
             saved(job, step)
             nodes.kill_promoter(step % 2)
-        nodes.open(job)  # Closes the managers before.
+        nodes.open(job)  # Closes the previous managers.
         for answer in job.all("restore_latest", place=PLACE, like=5):
             assert (answer["step"], answer["wrong"], answer["skipped"]) == (5, None, [])
         job.close()
@@ -341,7 +341,7 @@ def test_a_promoter_that_is_killed_is_started_again_and_a_save_never_half(nodes)
     assert verify_root(nodes.url, endpoint=nodes.bucket.endpoint).intact
 
 
-def test_a_bucket_that_is_away_is_a_lag_on_every_node(nodes):
+def test_a_bucket_outage_delays_uploads_on_every_node(nodes):
     with nodes.job() as job:
         nodes.open(job, wait_for="staging")
         job.all("start", place=PLACE)
@@ -360,7 +360,7 @@ def test_a_bucket_that_is_away_is_a_lag_on_every_node(nodes):
     assert not (view.root / "meeting").keys()
 
 
-def test_a_save_that_is_damaged_in_a_shared_stage_is_known_to_all_processes(nodes):
+def test_damage_in_a_shared_staging_directory_is_reported_to_all_processes(nodes):
     stage = nodes.folder / "shared"
     with nodes.job() as job:
         tiers = {
@@ -389,7 +389,7 @@ def test_a_save_that_is_damaged_in_a_shared_stage_is_known_to_all_processes(node
     wait_until(lambda: nodes.at_root() == [0, 2, 3], "the base and its delta come to the root")
 
 
-def test_stages_that_not_all_processes_see_are_refused(server, bucket, tmp_path):
+def test_staging_directories_that_some_processes_cannot_see_are_refused(server, bucket, tmp_path):
     url = bucket.bucket("apart") + "/run"
     with Job(server, tmp_path / "jobs", processes=2) as job:
         for number, process in enumerate(job.processes):

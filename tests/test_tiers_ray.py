@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer with neighbours on a real Ray cluster: its stage is lost, and nodes with it."""
+"""A trainer with peers on a real Ray cluster: it loses its staging directory, and nodes."""
 
 # ruff: noqa: E402
 from __future__ import annotations
@@ -33,7 +33,7 @@ MEMORY = 64 << 20
     [(Copies(2, memory_bytes=MEMORY), 3, 1), (Erasure(2, 2, memory_bytes=MEMORY), 5, 2)],
     ids=["copies", "erasure"],
 )
-def test_the_whole_step_comes_back_from_the_nodes_that_are_left(
+def test_the_whole_step_is_restored_from_the_remaining_nodes(
     tmp_path, monkeypatch, how, count, lost
 ):
     with contextlib.ExitStack() as stack:
@@ -52,7 +52,7 @@ def test_the_whole_step_comes_back_from_the_nodes_that_are_left(
         one.lose()
         for node in [*cluster.worker_nodes][:lost]:
             cluster.remove_node(node, allow_graceful=False)
-        # What is left is asked; for new saves there need not be enough.
+        # Restores ask the remaining nodes, which may be too few for new saves.
         other.how = Copies(1, memory_bytes=MEMORY)
         with other.manager(wait_for="remote") as manager:
             found = other.restore(manager)
@@ -63,7 +63,7 @@ def test_the_whole_step_comes_back_from_the_nodes_that_are_left(
         assert other.root() == [0, 1, 2, 3]
 
 
-def test_a_keeper_that_is_killed_is_let_in_and_filled_again(tmp_path, monkeypatch):
+def test_a_killed_peer_agent_rejoins_and_is_refilled(tmp_path, monkeypatch):
     with contextlib.ExitStack() as stack:
         s3 = stack.enter_context(servers.s3(tmp_path))
         stack.enter_context(servers.environment_of(s3))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an adversary found in stages and promoters: each once went wrong."""
+"""Regressions of staging directories and uploaders that an adversarial review found."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from deltackpt.upkeep.compact import compact
 
 __all__ = ["node", "s3"]
 
-#: Of what must end by itself.
+#: Limit for work that must end by itself.
 _LIMIT_SECS = 60
 
 
 @pytest.fixture
 def alone(monkeypatch) -> None:
-    """No promoter is started: a test is one."""
+    """Starts no uploader: the test runs it."""
     monkeypatch.setattr("deltackpt.tiers.running.Running.start", lambda self: None)
 
 
@@ -42,7 +42,7 @@ def place(one: Node) -> Spot:
 
 
 def promote(one: Node) -> None:
-    """A promoter of no trainer ends what is left; where it does not end, the test fails."""
+    """Runs an uploader without a trainer until all is uploaded; fails if it does not end."""
     work = Promoter(one.stage)
     found: list[BaseException] = []
 
@@ -59,7 +59,7 @@ def promote(one: Node) -> None:
     assert not found, found
 
 
-def test_a_step_that_was_compacted_and_retired_is_still_the_parent_of_the_later_ones(node):
+def test_a_compacted_and_retired_step_is_still_the_parent_of_later_ones(node):
     one = node()
     with one.manager(max_to_keep=2, deltas=DeltaOptions(bases="compacted")) as manager:
         for step in range(4):
@@ -76,7 +76,7 @@ def test_a_step_that_was_compacted_and_retired_is_still_the_parent_of_the_later_
         assert same(one.held(), held)
 
 
-def test_a_base_that_no_chain_needs_is_retired_by_the_trainer_that_saw_it_come(node):
+def test_an_unneeded_base_is_retired_by_the_trainer_that_saw_it_appear(node):
     one = node()
     with one.manager(max_to_keep=1, deltas=DeltaOptions(bases="compacted")) as manager:
         for step in range(3):
@@ -93,7 +93,7 @@ def test_a_base_that_no_chain_needs_is_retired_by_the_trainer_that_saw_it_come(n
         assert one.restore(manager).step == 7
 
 
-def test_retention_goes_on_though_what_it_waited_for_was_gone_back_behind(node):
+def test_retention_continues_if_a_save_that_it_waited_for_was_rolled_back(node):
     one = node()
     with one.manager(max_to_keep=2, wait_for="staging") as manager:
         for step in (1, 2, 3):
@@ -119,7 +119,7 @@ def test_retention_goes_on_though_what_it_waited_for_was_gone_back_behind(node):
         steps = itertools.count(9)
 
         def shrunk() -> bool:
-            # What is done is left out of the orders that come next.
+            # Later orders leave out finished ones.
             one.save(manager, next(steps), force_base=True)
             manager.wait_until_finished()
             return len(one.stage.orders().retired) < 4
@@ -127,7 +127,7 @@ def test_retention_goes_on_though_what_it_waited_for_was_gone_back_behind(node):
         eventually(shrunk, "orders do not pile up")
 
 
-def test_retention_goes_on_after_restarts_in_an_outage(node, monkeypatch):
+def test_retention_continues_after_restarts_in_an_outage(node, monkeypatch):
     one = node()
     with one.manager(max_to_keep=1) as manager:
         for step in (1, 2):
@@ -147,12 +147,12 @@ def test_retention_goes_on_after_restarts_in_an_outage(node, monkeypatch):
         eventually(lambda: one.root() == [6] == manager.all_steps(), "retention goes on")
 
 
-def test_a_stage_of_another_root_under_the_same_url_is_moved_aside(node):
+def test_staging_of_another_remote_directory_at_the_same_url_is_moved_aside(node):
     one, other = node(), node()
     with one.manager() as manager:
         for step in (100, 101):
             one.save(manager, step)
-    # Somebody empties the bucket, to begin anew there.
+    # Somebody empties the bucket to start over.
     at = place(one)
     at.store.delete(at.store.keys(""))
     with pytest.warns(UserWarning, match=r"found another one; steps \[100, 101\]"):
@@ -174,7 +174,7 @@ def test_a_stage_of_another_root_under_the_same_url_is_moved_aside(node):
     assert one.root() == [1, 2]
 
 
-def test_a_promoter_that_may_not_delete_ends_and_says_so(node, alone, monkeypatch):
+def test_an_uploader_without_delete_permission_ends_and_reports_it(node, alone, monkeypatch):
     one = node()
     at = place(one)
     manager = one.manager(wait_for="staging")
@@ -203,7 +203,7 @@ def test_a_promoter_that_may_not_delete_ends_and_says_so(node, alone, monkeypatc
     assert status is not None and status.waiting == 0 and "PERMISSION_DENIED" in str(status.problem)
 
 
-def test_a_promoter_outlives_a_full_stage(node, alone, monkeypatch):
+def test_an_uploader_survives_a_full_staging_directory(node, alone, monkeypatch):
     one = node()
     with one.manager(wait_for="staging") as manager:
         one.save(manager, 1)
@@ -222,7 +222,7 @@ def test_a_promoter_outlives_a_full_stage(node, alone, monkeypatch):
     assert refused == 5 and one.root() == [1, 2]
 
 
-def test_an_upload_that_breaks_again_and_again_sends_each_file_once(node, alone, monkeypatch):
+def test_an_upload_that_fails_repeatedly_sends_each_file_once(node, alone, monkeypatch):
     one = node()
     with one.manager(wait_for="staging") as manager:
         one.save(manager, 1)
@@ -245,7 +245,7 @@ def test_an_upload_that_breaks_again_and_again_sends_each_file_once(node, alone,
     assert len({key.split("/")[1] for key in place(one).keys() if key.startswith("saves/")}) == 1
 
 
-def test_what_is_sent_of_a_save_that_was_gone_back_behind_is_swept(node, alone, monkeypatch):
+def test_uploaded_files_of_a_rolled_back_save_are_swept(node, alone, monkeypatch):
     one = node()
     with one.manager(wait_for="staging") as manager:
         one.save(manager, 1, force_base=True)
@@ -275,7 +275,7 @@ def test_what_is_sent_of_a_save_that_was_gone_back_behind_is_swept(node, alone, 
     assert not any(key.startswith("saves/2.") for key in place(one).keys())
 
 
-def test_a_reader_does_not_restore_a_step_that_was_replaced_since_it_looked(node):
+def test_a_reader_does_not_restore_a_step_that_was_replaced_since_its_last_read(node):
     one, reading = node(), node()
     with one.manager() as manager:
         for step in (1, 2, 3):
@@ -297,7 +297,7 @@ def test_a_reader_does_not_restore_a_step_that_was_replaced_since_it_looked(node
             assert np.array_equal(looking.at(3)["words"][[0, 9]], one.held()["words"][[0, 9]])
 
 
-def test_a_step_that_is_read_does_not_leave_the_stage(node):
+def test_a_step_that_is_being_read_is_not_evicted_from_staging(node):
     one = node()
     with one.manager(keep_local=1) as manager:
         one.save(manager, 1, force_base=True)
@@ -308,11 +308,11 @@ def test_a_step_that_is_read_does_not_leave_the_stage(node):
                 manager.wait_until_finished()
             assert folder.is_relative_to(one.stage.steps) and [*folder.iterdir()]
             assert 1 in one.local() and 2 not in one.local()
-    # What came to the root after the last save leaves it as well.
+    # Steps uploaded after the last save are evicted as well.
     assert one.local() == [3]
 
 
-def test_a_first_start_that_was_cut_in_its_probe_is_followed_by_another(node, monkeypatch):
+def test_a_first_start_killed_in_its_probe_can_be_repeated(node, monkeypatch):
     one = node()
 
     class Killed(BaseException):
@@ -343,7 +343,9 @@ def test_credentials_in_an_endpoint_are_refused_and_not_repeated(scheme, told):
     assert "hush" not in str(caught.value)
 
 
-def test_a_promoter_imports_nothing_of_where_its_trainer_works(node, tmp_path, monkeypatch):
+def test_an_uploader_imports_nothing_from_its_trainers_working_directory(
+    node, tmp_path, monkeypatch
+):
     (tmp_path / "random.py").write_text("raise ImportError('of the trainer')")
     monkeypatch.chdir(tmp_path)
     one = node()
@@ -353,7 +355,7 @@ def test_a_promoter_imports_nothing_of_where_its_trainer_works(node, tmp_path, m
     assert one.root() == [1]
 
 
-def test_without_a_home_directory_a_stage_must_be_named(monkeypatch):
+def test_without_a_home_directory_the_staging_directory_is_required(monkeypatch):
     def homeless() -> None:
         raise RuntimeError("Could not determine home directory.")
 

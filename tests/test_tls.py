@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets behind TLS: a server is spoken to where its authority is trusted, and nowhere else."""
+"""Buckets behind TLS: a server is used only if its certificate authority is trusted."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ with deltackpt.CheckpointManager(
 
 
 def ran(*arguments: object) -> subprocess.CompletedProcess[str]:
-    # Which authorities are trusted is read once in a process.
+    # A process reads the trusted authorities only once.
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gcs", "azure"])
-def test_a_bucket_behind_tls_is_used_where_its_authority_is_trusted(tmp_path, scheme):
+def test_a_bucket_behind_tls_is_used_only_if_its_authority_is_trusted(tmp_path, scheme):
     certificate = Certificate.made(tmp_path)
     start = getattr(servers, scheme)
     with (
@@ -50,7 +50,7 @@ def test_a_bucket_behind_tls_is_used_where_its_authority_is_trusted(tmp_path, sc
         url = server.bucket("bucket") + "/run"
         about = (url, tmp_path / "stage", server.endpoint)
         listed = ("-m", "deltackpt.cli", "ls", url, "--endpoint", server.endpoint)
-        # TensorStore does not say of a listing of GCS why there is no answer.
+        # TensorStore does not report why a GCS listing fails.
         told = "Failed to parse response" if scheme == "gcs" else "SSL_CERT_FILE"
         refused = ran("-c", _TRAINER, *about)
         assert refused.returncode == 1 and told in refused.stderr, refused

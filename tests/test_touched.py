@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marks, the clock, and the optimizer wrapper."""
+"""``mark``, the clock, and the optimizer wrapper."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ def mesh(axis_type: AxisType) -> jax.sharding.Mesh:
 
 
 def movable(ids, rows: int) -> set[int]:
-    """The rows that any of JAX's modes could move: wrapped, and clipped."""
+    """Returns the rows that any of JAX's modes could change: wrapped and clipped."""
     return {int(i) % rows for i in ids} | {min(max(int(i), 0), rows - 1) for i in ids}
 
 
 def cut(ids: np.ndarray) -> np.ndarray:
-    """64-bit ids as jax holds them where x64 is off."""
+    """Casts 64-bit ids as JAX does if x64 is off."""
     return ids.astype(jax.dtypes.canonicalize_dtype(ids.dtype))
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
 @pytest.mark.parametrize("host", [True, False])
 @pytest.mark.parametrize("rows", [1, 5, ROWS, 100, 300, 70_000])
-def test_mark_stamps_whatever_any_mode_could_move_and_no_other_row(dtype, host, rows):
+def test_mark_stamps_exactly_the_rows_that_any_mode_could_change(dtype, host, rows):
     limits = np.iinfo(dtype)
     ids = [0, 3, limits.min, limits.max, rows, rows + 1, -1, -2, -rows, -rows - 1, 2**32 + 2, 2**31]
     ids = np.array([i for i in ids if limits.min <= i <= limits.max], dtype)
-    with jax.enable_x64(not host):  # else jax holds no 64-bit integers
+    with jax.enable_x64(not host):  # otherwise JAX has no 64-bit integers
         state = touched.init({"emb": jax.ShapeDtypeStruct((rows, 1), jnp.float32)})
         marked = (
             jax.jit(touched.mark)(state, {"emb": jnp.asarray(ids)})
@@ -71,7 +71,7 @@ def test_mark_stamps_whatever_any_mode_could_move_and_no_other_row(dtype, host, 
     st.integers(1, 40),
 )
 @settings(max_examples=60, deadline=None)
-def test_mark_stamps_the_rows_named(ids, rows):
+def test_mark_stamps_the_given_rows(ids, rows):
     state = touched.init({"emb": jax.ShapeDtypeStruct((rows, 2), jnp.float32)})
     given_ids = np.array(ids, np.int64)
     marked = touched.mark(state, {"emb": given_ids})
@@ -102,7 +102,7 @@ UPDATES = {
 
 @pytest.mark.parametrize("dtype", INTEGERS)
 @pytest.mark.parametrize("way", [*LOOKUPS, *UPDATES])
-def test_no_row_moves_that_mark_does_not_stamp(way, dtype):
+def test_mark_stamps_every_row_that_changes(way, dtype):
     rng = np.random.default_rng(0)
     limits = np.iinfo(dtype)
     w = jnp.asarray(rng.normal(size=(7, 2)), jnp.float32)
@@ -124,7 +124,7 @@ def test_no_row_moves_that_mark_does_not_stamp(way, dtype):
         assert set(np.flatnonzero(np.asarray(moved).any(axis=1))) <= set(stamped(state))
 
 
-def test_masked_ids_and_ids_of_the_number_of_rows_are_padding():
+def test_masked_ids_and_ids_equal_to_the_row_count_are_padding():
     state = touched.init({"emb": jnp.zeros((ROWS, 2))})
     ids, mask = np.array([3, -1, 500]), np.array([True, False, False])
     for given_ids in (ids, jnp.asarray(ids), ids.astype(np.int64)):
@@ -135,7 +135,7 @@ def test_masked_ids_and_ids_of_the_number_of_rows_are_padding():
     assert stamped(jitted(state, ids, mask)) == [3]
     with pytest.raises(TrackingError, match="masks of.*\n  other"):
         touched.mark(state, {"emb": ids}, mask={"other": mask})
-    # The last row, and the first by its number modulo the rows: one too many costs little.
+    # Clipped it is the last row, wrapped the first; one extra row costs little.
     assert stamped(touched.mark(state, {"emb": np.array([3, ROWS])})) == [0, 3, ROWS - 1]
 
 
@@ -165,7 +165,7 @@ def test_a_later_mark_keeps_earlier_stamps_and_other_tables():
     assert stamped(state, "other") == []
 
 
-def test_a_mark_of_nothing_advances_the_clock_and_touches_no_row():
+def test_an_empty_mark_advances_the_clock_and_touches_no_row():
     state = touched.mark(touched.init({"emb": jnp.zeros((ROWS, 2))}), {"emb": np.array([])})
     assert int(state.clock) == 1 and stamped(state) == []
 
@@ -188,7 +188,7 @@ def test_mark_keeps_the_sharding_of_stamps(axis_type, table_spec, ids_spec, in_m
     devices = mesh(axis_type)
     table = jax.device_put(jnp.zeros((ROWS, 4)), NamedSharding(devices, table_spec))
     ids = np.array([[0, 3], [9, 15], [-1, 16], [3, 3], [4, 4], [5, 5], [-16, 6], [7, 8]], np.int32)
-    # -1 and 16 move the last row or the first; both are named anyhow.
+    # -1 and 16 touch the last or the first row; the ids include both anyway.
     placed = jax.device_put(ids, NamedSharding(devices, ids_spec))
 
     def run():
@@ -209,7 +209,7 @@ def test_mark_keeps_the_sharding_of_stamps(axis_type, table_spec, ids_spec, in_m
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_init_inside_jit_takes_the_rows_sharding_that_types_show(axis_type):
+def test_init_inside_jit_takes_the_row_sharding_from_the_types(axis_type):
     devices = mesh(axis_type)
     with jax.set_mesh(devices):
         table = jax.device_put(jnp.zeros((ROWS, 4)), NamedSharding(devices, P("rows", "columns")))
@@ -291,7 +291,7 @@ OPTIMIZERS = {
 
 
 def table_arrays(state, params) -> list[np.ndarray]:
-    """The table ``emb`` and its slots, found apart from the code under test."""
+    """Finds the table ``emb`` and its slots, independently of the code under test."""
     arrays = [params["emb"]]
     for path, leaf in jax.tree_util.tree_flatten_with_path(state.inner)[0]:
         names = [str(getattr(key, "name", getattr(key, "key", ""))) for key in path]
@@ -327,8 +327,8 @@ def test_track_is_exact(name, dtype):
     plain = OPTIMIZERS[name]()
 
     def step(optimizer, params, state, grads):
-        # Else XLA may round the update and its sum with the row once, in one fused multiply-add,
-        # where nothing else reads the update.
+        # Without the barrier, if only the sum reads the update, XLA may fuse both into one
+        # multiply-add, which rounds once.
         updates, state = jax.lax.optimization_barrier(optimizer.update(grads, state, params))
         return optax.apply_updates(params, updates), state
 
@@ -343,7 +343,7 @@ def test_track_is_exact(name, dtype):
         }
         new, new_state = tracked(params, state, grads)
         expected = changed_in_bits(table_arrays(state, params), table_arrays(new_state, new))
-        # A row of NaN may come out with other bits: float16 is too short for adafactor.
+        # NaN rows may get other bits: float16 has too few bits for adafactor.
         invalid = np.flatnonzero(np.isnan(np.asarray(new["emb"], np.float32)).any(axis=1))
         stamps = stamped(new_state.touched, since=number)
         assert set(stamps) - set(invalid.tolist()) == set(expected) - set(invalid.tolist())
@@ -363,7 +363,7 @@ def find_names(state) -> list[str]:
 @given(seed=st.integers(0, 2**32 - 1), scale=st.floats(1e-12, 1.0))
 @settings(max_examples=40, deadline=None)
 def test_track_never_misses_a_changed_row(seed, scale):
-    """Updates near the rounding limit, where a fused and a separate sum may round apart."""
+    """Near the rounding limit a fused and a separate sum may round differently."""
     rng = np.random.default_rng(seed)
     params = {"emb": jnp.asarray(rng.normal(size=(ROWS, 4)), jnp.float32)}
     grads = {"emb": jnp.asarray(rng.normal(size=(ROWS, 4)) * scale, jnp.float32)}
@@ -445,12 +445,12 @@ def test_track_keeps_shardings(axis_type, spec, width, of_grads):
         before = state.touched.stamps["emb"].sharding
         _, state = jax.jit(optimizer.update)(grads, state, params)
         assert stamped(state.touched) == [3]
-        # Of arrays that are cut in two ways an Auto mesh chooses which.
+        # If table and gradient have different shardings, an Auto mesh picks one.
         if axis_type is AxisType.Explicit or of_grads is None:
             assert state.touched.stamps["emb"].sharding.is_equivalent_to(before, 1)
 
 
-def test_track_takes_little_memory_beside_the_old_tables():
+def test_track_needs_little_memory_beyond_the_old_tables():
     table = jax.ShapeDtypeStruct((1 << 12, 64), jnp.float32)
     optimizer = touched.track(optax.sgd(0.1), "*")
 
@@ -461,8 +461,8 @@ def test_track_takes_little_memory_beside_the_old_tables():
     params = {"table": table}
     state = jax.eval_shape(optimizer.init, params)
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params).compile()
-    # One copy of the table, and the update since jax 0.12, whose XLA keeps the barrier on the CPU.
-    # XLA would put the flags into memory, too, were long rows not folded: a quarter of a table.
+    # One copy of the table, plus the update since jax 0.12, whose XLA keeps the barrier on the CPU.
+    # If long rows were not folded, XLA would also materialize the flags: a quarter of a table.
     copies = compiled.memory_analysis().temp_size_in_bytes / (table.size * 4)
     assert copies < 2.1 and copies % 1 < 0.1
 
@@ -475,7 +475,7 @@ def test_track_passes_extra_arguments_on():
     assert updates["emb"].shape == (4, 2)
 
 
-def test_track_wants_params_and_tables_that_exist():
+def test_track_requires_params_and_existing_tables():
     params = {"emb": jnp.ones((4, 2)), "scale": jnp.ones(())}
     optimizer = touched.track(optax.sgd(0.1), "emb")
     with pytest.raises(TrackingError, match="expected the params in update"):
@@ -489,11 +489,11 @@ def test_track_wants_params_and_tables_that_exist():
 # --- find, flax ------------------------------------------------------------------------------
 
 
-def test_find_without_any_is_none():
+def test_find_returns_none_without_a_touch_state():
     assert touched.find({"params": {"emb": jnp.ones(3)}, "nothing": None}) is None
 
 
-def test_find_refuses_states_that_disagree_and_joins_others():
+def test_find_rejects_states_that_disagree_and_joins_others():
     one = touched.init({"emb": jnp.zeros((4, 2))})
     other = touched.init({"tower": jnp.zeros((3, 2))})
     joined = touched.find({"a": one, "b": other, "again": one})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``track(rule="gradient")``: marks what ``rule="bits"`` does, and refuses what it could not."""
+"""``track(rule="gradient")``: marks as ``rule="bits"`` does; refuses optimizers it cannot track."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ QUALIFIED = {
         optax.masked(optax.adam(0.1), lambda tree: _of(tree, "kernel")),
     ),
 }
-#: Whose updates hold +0.0 where there is no gradient, which would turn a -0.0 of a table into +0.0.
+#: Their updates are +0.0 for rows without a gradient, which would turn -0.0 in a table into +0.0.
 ZEROS = {
     "frozen": optax.set_to_zero,
     "nothing": optax.identity,
@@ -91,7 +91,7 @@ REFUSED = {
 
 
 def _later() -> optax.GradientTransformation:
-    """Moves all rows from its hundredth step on: no trial is so long."""
+    """Changes all rows after its hundredth step: no trial is that long."""
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         late = (state["count"] > 100).astype(jnp.float32)
@@ -101,7 +101,7 @@ def _later() -> optax.GradientTransformation:
 
 
 def _of(tree: Any, part: str) -> Any:
-    """Which leaves of a tree have a part in their paths."""
+    """Returns which leaves of a tree have a part in their paths."""
     return jax.tree.map_with_path(lambda path, _: part in jax.tree_util.keystr(path), tree)
 
 
@@ -135,7 +135,7 @@ def gradients(seed: int, has_nan: bool = False) -> dict[str, Any]:
 
 @pytest.mark.parametrize("has_nan", [False, True])
 @pytest.mark.parametrize("name", QUALIFIED)
-def test_every_row_that_moves_is_marked_and_hardly_another(name, has_nan):
+def test_every_changed_row_is_marked_and_few_others(name, has_nan):
     found = {}
     for rule in ("bits", "gradient"):
         optimizer = touched.track(QUALIFIED[name](), "tables/*", rule=rule)
@@ -150,13 +150,13 @@ def test_every_row_that_moves_is_marked_and_hardly_another(name, has_nan):
     for table, stamps in found["bits"][1].items():
         moved, marked = np.asarray(stamps), np.asarray(found["gradient"][1][table])
         assert (marked >= moved).all() and moved.any()
-        # The NaN of the fourth step may reach every row; each step else marks those with gradients.
+        # The NaN of the fourth step may reach every row; the others mark those with gradients.
         assert marked.min() >= 4 if has_nan else (marked == 0).sum() > ROWS // 4
 
 
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("name", ZEROS)
-def test_a_zero_update_moves_no_bit_of_a_row_without_a_gradient(name, jitted):
+def test_a_zero_update_changes_no_bit_of_a_row_without_a_gradient(name, jitted):
     optimizer, plain = touched.track(ZEROS[name](), "tables/*", rule="gradient"), ZEROS[name]()
 
     def step(grads: Any, state: Any, now: Any) -> Any:
@@ -180,7 +180,7 @@ def test_a_zero_update_moves_no_bit_of_a_row_without_a_gradient(name, jitted):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_optimizer_that_may_move_other_rows_is_refused(name):
+def test_an_optimizer_that_may_change_other_rows_is_refused(name):
     optimizer = touched.track(REFUSED[name](), "tables/*", rule="gradient")
     tables = {"tables": {n: jnp.ones((200, 160)) for n in ("users", "items")}}
     for init in (optimizer.init, jax.jit(optimizer.init)):
@@ -188,8 +188,8 @@ def test_an_optimizer_that_may_move_other_rows_is_refused(name):
             init(tables | {"kernel": jnp.ones((4, 4))})
 
 
-def test_a_table_alone_may_qualify():
-    """What another table's optimizer does is no reason to refuse this one's."""
+def test_a_single_table_may_qualify():
+    """The optimizer of another table does not disqualify this one."""
     optimizer = touched.track(REFUSED["one of two"](), "tables/users", rule="gradient")
     state = optimizer.init(params())
     assert list(_stamps(state)) == ["tables/users"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the API accepts of tracking, it restores right: another TouchState, an older one, two, none.
+"""Restores are right for any accepted tracking: another TouchState, an older one, two, none.
 
-Each test trains a state whose rows all differ, in a way that a clock alone does not tell from an
-ordinary run, and compares what is restored bit for bit with what was given to ``save()``.
+Each test trains a state whose rows all differ, in a way that a clock alone cannot distinguish from
+an ordinary run. It compares the restored state bit for bit with the one given to ``save()``.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def test_a_state_taken_back_from_memory_is_found_however_far_its_clock_goes(tmp_
         kept = trained(state, rows, range(4, 6))
         state, rows = trained(*kept, range(6, 9))
         assert manager.save(10, state, touched=rows).kind == "delta"
-        # NaN: back to what is in memory, and on with other data, past the clock of step 10.
+        # NaN: return to the copy in memory and continue with other data, past the clock of step 10.
         state, rows = trained(*kept, range(20, 30))
         if isinstance(policy, deltackpt.policies.OneShot):
-            # All since the base is in the delta, and the base was not taken back.
+            # The delta has all rows since the base, and the base was not rolled back.
             assert manager.save(20, state, touched=rows).kind == "delta"
         else:
             with told("table tables/"):
@@ -95,7 +95,7 @@ def test_a_state_taken_back_from_memory_is_found_however_far_its_clock_goes(tmp_
     assert_restores(tmp_path, {20: state, 30: after[0]})
 
 
-def test_a_step_restored_only_to_be_looked_at_rolls_nothing_back(tmp_path):
+def test_a_step_restored_only_for_inspection_rolls_nothing_back(tmp_path):
     start = model.initial()
     states = {}
     with opened(tmp_path) as manager:
@@ -120,7 +120,7 @@ def test_a_step_restored_only_to_be_looked_at_rolls_nothing_back(tmp_path):
     assert_restores(tmp_path, states)
 
 
-def test_many_looks_forget_neither_what_is_in_memory_nor_what_was_restored(tmp_path):
+def test_many_restores_forget_neither_the_state_in_memory_nor_restored_ones(tmp_path):
     start = model.initial()
     states = {}
     with opened(tmp_path) as manager:
@@ -136,7 +136,7 @@ def test_many_looks_forget_neither_what_is_in_memory_nor_what_was_restored(tmp_p
         states[40] = state
         manager.wait_until_finished()
         assert manager.all_steps() == [0, 10, 20, 30, 40]
-        # What was restored before the last look rolls back to its own step.
+        # A state from before the last restore rolls back to its own step.
         found = manager.restore(10, start)
         manager.restore(20, start)
         state, rows = trained(found.state, found.touched, [60])
@@ -148,7 +148,7 @@ def test_many_looks_forget_neither_what_is_in_memory_nor_what_was_restored(tmp_p
     assert_restores(tmp_path, states)
 
 
-def test_what_was_rolled_back_is_no_parent_for_what_is_still_in_memory(tmp_path):
+def test_a_rolled_back_step_is_not_a_parent_of_the_state_in_memory(tmp_path):
     start = model.initial()
     states = {}
     with opened(tmp_path) as manager:
@@ -189,7 +189,7 @@ def test_a_touch_state_made_anew_in_mid_run_is_no_delta(tmp_path, made):
         manager.save(0, state, touched=rows)
         state, rows = trained(state, rows, range(4, 6))
         assert manager.save(10, state, touched=rows).kind == "delta"
-        # The next epoch: rows before the clock has passed that of step 10 would be lost.
+        # The next epoch: rows marked before the clock passes that of step 10 would be lost.
         state, rows = trained(state, new(), range(6, 16))
         if made == "init":
             saved = manager.save(20, state, touched=rows)
@@ -204,7 +204,7 @@ def test_a_touch_state_made_anew_in_mid_run_is_no_delta(tmp_path, made):
     assert_restores(tmp_path, {20: state, 30: after[0]})
 
 
-def test_a_touch_state_of_before_a_restore_does_not_go_with_the_restored_state(tmp_path):
+def test_a_touch_state_from_before_a_restore_does_not_match_the_restored_state(tmp_path):
     start = model.initial()
     with opened(tmp_path) as manager:
         state, rows = trained(start, model.new_touched(start), range(1, 4))
@@ -213,7 +213,7 @@ def test_a_touch_state_of_before_a_restore_does_not_go_with_the_restored_state(t
         manager.save(10, state, touched=rows)
         state, rows = trained(state, rows, range(6, 8))
         found = manager.restore(0, start)
-        # The state goes back, its TouchState does not.
+        # The state is rolled back, its TouchState is not.
         state, rows = trained(found.state, rows, range(8, 10))
         with told("table tables/"):
             manager.save(20, state, touched=rows)
@@ -221,7 +221,7 @@ def test_a_touch_state_of_before_a_restore_does_not_go_with_the_restored_state(t
     assert_restores(tmp_path, {20: state})
 
 
-def test_the_state_in_memory_does_not_go_with_the_touch_state_of_a_restore(tmp_path):
+def test_the_state_in_memory_does_not_match_the_touch_state_of_a_restore(tmp_path):
     start = model.initial()
     with opened(tmp_path) as manager:
         state, rows = trained(start, model.new_touched(start), range(1, 4))
@@ -235,15 +235,15 @@ def test_the_state_in_memory_does_not_go_with_the_touch_state_of_a_restore(tmp_p
     assert_restores(tmp_path, {20: state})
 
 
-def test_the_proof_can_be_left_out(tmp_path):
+def test_the_sampled_audit_can_be_disabled(tmp_path):
     start = model.initial()
     with opened(tmp_path, sampled_proof=False) as manager:
         manager.save(0, start, touched=model.new_touched(start))
     assert_restores(tmp_path, {0: start})
 
 
-def test_large_tables_are_sampled_where_rows_were_touched_lately(tmp_path):
-    """Four wrong rows of 300,000: among the rows of the last save, which are looked at first."""
+def test_large_tables_are_sampled_among_recently_touched_rows(tmp_path):
+    """Four wrong rows of 300,000: among the rows of the last save, which are checked first."""
     state = {"tables": {"t": jnp.arange(300_000 * 2, dtype=jnp.float32).reshape(-1, 2)}}
     tables = deltackpt.Tables(select="tables/*")
     rows = touched.init(state["tables"])
@@ -265,7 +265,7 @@ def test_large_tables_are_sampled_where_rows_were_touched_lately(tmp_path):
     assert_restores(tmp_path, {2: state}, tables)
 
 
-def test_a_proof_looks_at_a_bounded_number_of_rows_tables_and_bytes():
+def test_a_sampled_audit_checks_a_bounded_number_of_rows_tables_and_bytes():
     widths = {f"t{i:03d}": 8 for i in range(100)} | {"wide": 100_000}
     state = {"tables": {name: jnp.zeros((500, width)) for name, width in widths.items()}}
     parts = split(state, deltackpt.Tables(select="tables/*"))
@@ -298,18 +298,18 @@ def sgd(state, optimizer, ids, skip=()):
     return {"params": optax.apply_updates(params, updates), "opt_state": opt_state}
 
 
-def test_a_row_is_touched_if_the_given_touch_state_or_the_one_in_the_state_says_so(tmp_path):
+def test_a_row_is_touched_if_the_given_touch_state_or_the_one_in_the_state_marks_it(tmp_path):
     params, optimizer, state = two_tables()
     tables = deltackpt.Tables(select="params/*")
     given = touched.init(params)
     with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as manager:
         manager.save(0, state, touched=given)
         for step in range(1, 6):
-            # `track` sees "a"; "b" and an edit by hand of "a" are marked.
+            # `track` sees "a"; "b" and a manual edit of "a" are marked explicitly.
             state = sgd(state, optimizer, {"a": [step], "b": [step]})
             state["params"]["a"] = state["params"]["a"].at[100 + step].add(7.0)
             given = touched.mark(given, {"a": np.array([100 + step]), "b": np.array([step])})
-            if step % 2:  # The two clocks go apart.
+            if step % 2:  # The two clocks diverge.
                 given = touched.mark(given, {"b": np.array([step])})
             assert manager.save(step, state, touched=given).kind == "delta"
             manager.wait_until_finished()
@@ -317,7 +317,7 @@ def test_a_row_is_touched_if_the_given_touch_state_or_the_one_in_the_state_says_
     with deltackpt.CheckpointManager(tmp_path, handlers={"embeddings": tables}) as manager:
         found = manager.restore_latest(state)
         state, given = found.state, found.touched
-        assert set(given.stamps) == {"a", "params/b"}  # As a restore gives it, it can be saved.
+        assert set(given.stamps) == {"a", "params/b"}  # The restored one can be saved as is.
         given = touched.mark(given, {"b": np.array([7])})
         state["params"]["b"] = state["params"]["b"].at[7].add(7.0)
         assert manager.save(6, state, touched=given).kind == "delta"
@@ -325,7 +325,7 @@ def test_a_row_is_touched_if_the_given_touch_state_or_the_one_in_the_state_says_
     assert_restores(tmp_path, {6: state}, tables)
 
 
-def test_a_touch_state_that_is_given_no_more_makes_the_save_a_base(tmp_path):
+def test_a_touch_state_that_is_no_longer_given_makes_the_save_a_base(tmp_path):
     params, optimizer, state = two_tables()
     tables = deltackpt.Tables(select="params/a")
     given = touched.init({"a": params["a"]})
@@ -344,7 +344,7 @@ def test_a_touch_state_that_is_given_no_more_makes_the_save_a_base(tmp_path):
 
 @pytest.mark.parametrize("restart", [False, True])
 def test_rows_that_an_accumulator_moves_after_the_save_are_in_the_delta(tmp_path, restart):
-    """MultiSteps moves and resets, at a window's end, rows that were marked before the save."""
+    """At a window's end, MultiSteps moves and resets rows that were marked before the save."""
     rows, optimizer = 4000, optax.MultiSteps(optax.adagrad(0.5), 4)
     rng = np.random.default_rng(0)
     params = {"emb": jnp.asarray(rng.normal(size=(rows, 2)), jnp.float32)}
@@ -363,7 +363,7 @@ def test_rows_that_an_accumulator_moves_after_the_save_are_in_the_delta(tmp_path
         return moved, touched.mark(marks, {"emb": ids})
 
     kinds = []
-    # Without the proof: the rule alone must do.
+    # Without the tracking audit: the rule alone must suffice.
     options = deltackpt.ManagerOptions(deltas=deltackpt.DeltaOptions(sampled_proof=False))
     with contextlib.ExitStack() as stack:
         handlers = {"embeddings": tables}
@@ -382,10 +382,10 @@ def test_rows_that_an_accumulator_moves_after_the_save_are_in_the_delta(tmp_path
     assert kinds.count("base") == (2 if restart else 0), kinds
 
 
-# --- 5: what is forgotten -----------------------------------------------------------------------
+# --- 5: forgotten tracking ----------------------------------------------------------------------
 
 
-def test_a_forgotten_reassignment_is_found_and_told(tmp_path):
+def test_a_forgotten_reassignment_is_detected_and_reported(tmp_path):
     start = model.initial()
     with opened(tmp_path) as manager:
         state, rows = trained(start, model.new_touched(start), range(1, 4))
@@ -397,7 +397,7 @@ def test_a_forgotten_reassignment_is_found_and_told(tmp_path):
     assert_restores(tmp_path, {1: state})
 
 
-def test_a_touch_state_that_stands_still_is_warned_of_once(tmp_path):
+def test_an_unchanged_touch_state_causes_one_warning(tmp_path):
     state = model.initial()
     with opened(tmp_path) as manager:
         rows = model.new_touched(state)
@@ -453,7 +453,7 @@ def test_marks_under_dense_adam_lose_no_row(tmp_path):
 # --- 20: deltas of nearly all rows --------------------------------------------------------------
 
 
-def test_a_delta_of_nearly_all_rows_is_taken_as_a_base(tmp_path):
+def test_a_delta_of_nearly_all_rows_is_saved_as_a_base(tmp_path):
     start = model.initial()
     every = {f"tables/{name}": np.arange(rows) for name, rows in model.ROWS.items()}
     with opened(tmp_path) as manager:
@@ -470,10 +470,10 @@ def test_a_delta_of_nearly_all_rows_is_taken_as_a_base(tmp_path):
     assert_restores(tmp_path, {1: start})
 
 
-# --- the full proof -----------------------------------------------------------------------------
+# --- the full audit -----------------------------------------------------------------------------
 
 
-def test_verify_tracking_proves_every_row_from_call_to_call(tmp_path):
+def test_verify_tracking_checks_every_row_between_calls(tmp_path):
     start = model.initial()
     with opened(tmp_path) as manager:
         rows = model.new_touched(start)
@@ -486,7 +486,7 @@ def test_verify_tracking_proves_every_row_from_call_to_call(tmp_path):
         changed["tables"]["users"] = state["tables"]["users"].at[699].add(1.0)
         marked = np.asarray(rows.stamps["tables/users"])[699] > 2
         assert not marked
-        # The base of step 0 may still be in flight; it does not hold what is doubted.
+        # The base of step 0 may still be in flight; it does not contain the rows in doubt.
         with (
             mock.patch.object(lineage, "_standing", return_value=None),
             pytest.raises(TrackingError, match="table tables/users: rows 699"),

@@ -22,7 +22,7 @@ from deltackpt.testing import failing_saves, paused_saves, stored_chunks
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
 
-#: Traps that tests of other files cover whole: what is promised, and where.
+#: Traps that tests in other files cover: the promise, and its test.
 ELSEWHERE = {
     "no lookup marks a row": "test_touched.py::test_evaluation_marks_nothing",
     "no table overwrites another": "test_tables.py::test_two_tables_of_one_name_are_an_error",
@@ -196,7 +196,7 @@ def test_a_missing_duplicated_or_reordered_delta_is_noticed(tmp_path, how):
     assert found.skipped
 
 
-def test_an_interval_without_a_touched_row_is_a_delta_of_none(tmp_path):
+def test_an_interval_without_touched_rows_is_an_empty_delta(tmp_path):
     """Trap 9."""
     state = model.initial()
     marks = model.new_touched(state)
@@ -326,8 +326,8 @@ def test_a_copied_directory_restores_from_its_new_place(tmp_path):
         assert not path.is_file() or str(tmp_path / "old").encode() not in path.read_bytes(), path
 
 
-def test_an_unreadable_object_names_itself_and_the_step_before_is_intact(tmp_path):
-    """Trap 15: a directory where a file should be cannot be read, whoever asks."""
+def test_an_unreadable_object_is_named_and_the_step_before_restores(tmp_path):
+    """Trap 15: a directory in place of a file is unreadable for every user."""
     state = model.initial()
     marks = model.new_touched(state)
     with manager(tmp_path) as saver:
@@ -347,7 +347,7 @@ def test_an_unreadable_object_names_itself_and_the_step_before_is_intact(tmp_pat
     model.assert_same(found.state, first)
 
 
-def test_an_exhausted_clock_makes_bases_and_says_so(tmp_path):
+def test_an_exhausted_clock_causes_bases_and_is_reported(tmp_path):
     """Trap 16: the manager's side."""
     state = model.initial()
     marks = model.new_touched(state)._replace(clock=jnp.int32(touched.CLOCK_MAX - 1))
@@ -362,7 +362,7 @@ def test_an_exhausted_clock_makes_bases_and_says_so(tmp_path):
 
 
 def test_rows_touched_between_snapshot_and_commit_are_in_the_next_delta(tmp_path):
-    """Trap 17: marks go on while a save is held up."""
+    """Trap 17: marking continues while a save is paused."""
     state = model.initial()
     marks = model.new_touched(state)
     with manager(tmp_path) as saver:
@@ -383,7 +383,7 @@ def test_rows_touched_between_snapshot_and_commit_are_in_the_next_delta(tmp_path
     model.assert_same(newest(tmp_path, state).state, state)
 
 
-def test_a_table_that_grows_gives_a_base_with_a_reason(tmp_path):
+def test_a_grown_table_causes_a_base_with_a_reason(tmp_path):
     """Trap 18."""
     tables = {"embeddings": deltackpt.Tables(select="tables/*")}
     state = {"tables": {"t": jnp.ones((10, 4))}}
@@ -400,7 +400,7 @@ def test_a_table_that_grows_gives_a_base_with_a_reason(tmp_path):
     assert np.array_equal(found.state["tables"]["t"], grown["tables"]["t"])
 
 
-def test_without_any_intact_step_the_error_says_what_is_wrong_with_the_newest(tmp_path):
+def test_without_an_intact_step_the_error_reports_what_is_wrong_with_the_newest(tmp_path):
     state = model.initial()
     with manager(tmp_path) as saver:
         saver.save(1, state)

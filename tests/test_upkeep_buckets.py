@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What keeps directories well keeps buckets well: compact, collect, plan, doctor, by their URLs."""
+"""Maintenance of buckets by their URLs: compact, collect, plan, doctor."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def tables(url: str | Path, endpoint: str | None, step: int) -> dict[str, bytes]
     return {name: np.asarray(table).tobytes() for name, table in found.items()}
 
 
-def test_a_chain_is_folded_and_restores_alike(run, server, bucket, tmp_path):
+def test_a_compacted_chain_restores_the_same(run, server, bucket, tmp_path):
     url = bucket()
     done = compact(url, step=3, endpoint=server.endpoint)
     assert done is not None and (done.step, done.deltas) == (3, 3)
@@ -94,7 +94,7 @@ def test_a_chain_is_folded_and_restores_alike(run, server, bucket, tmp_path):
     assert again.returncode == 0 and json.loads(again.stdout)["step"] == 4, again.stderr
 
 
-def test_of_two_compactions_the_second_finds_the_base(server, bucket):
+def test_the_second_of_two_compactions_finds_the_base(server, bucket):
     url, real, first = bucket(), compaction._put_base, iter([True])
 
     def put(journal, folder, unit):
@@ -112,7 +112,7 @@ def test_of_two_compactions_the_second_finds_the_base(server, bucket):
     assert len([prefix for prefix in prefixes if prefix.startswith("bases/")]) == 1
 
 
-def test_a_step_that_goes_while_it_is_folded(server, bucket):
+def test_a_step_that_is_removed_while_it_is_compacted(server, bucket):
     url, real = bucket(), compaction._put_base
 
     def back(journal, folder, unit):
@@ -140,7 +140,7 @@ def test_a_step_that_goes_while_it_is_folded(server, bucket):
     assert not any(key.startswith("bases/") for key in opened(url, server).keys())
 
 
-def test_what_nothing_needs_is_collected(run, server, bucket):
+def test_unneeded_steps_and_files_are_collected(run, server, bucket):
     url = bucket()
     compact(url, step=3, endpoint=server.endpoint)
     at = opened(url, server)
@@ -160,7 +160,7 @@ def test_what_nothing_needs_is_collected(run, server, bucket):
     assert not collect(url, endpoint=server.endpoint).removable
 
 
-def test_a_trainer_that_starts_hides_no_running_one_from_collection_and_copies(server, bucket):
+def test_a_starting_trainer_hides_no_running_one_from_collection_and_copies(server, bucket):
     url = bucket()
     running, starting = (Journal(opened(url, server)) for _ in range(2))
     running.claim()
@@ -175,7 +175,7 @@ def test_a_trainer_that_starts_hides_no_running_one_from_collection_and_copies(s
     running.check()
 
 
-def test_rolled_back_steps_and_unneeded_bases_go(server, bucket):
+def test_rolled_back_steps_and_unneeded_bases_are_collected(server, bucket):
     url = bucket()
     compact(url, step=2, endpoint=server.endpoint)
     journal = Journal(opened(url, server))
@@ -192,7 +192,7 @@ def test_rolled_back_steps_and_unneeded_bases_go(server, bucket):
     assert verify_root(url, endpoint=server.endpoint).intact
 
 
-def test_nothing_is_collected_beside_a_trainer_without_the_callers_word(server, tmp_path):
+def test_nothing_is_collected_beside_a_trainer_unless_offline_is_set(server, tmp_path):
     url = server.bucket(f"bucket{next(_numbers)}") + "/run"
     tiers = Tiers(staging_dir=str(tmp_path / "stage"), endpoint=server.endpoint)
     with manager(url, tiers=tiers) as trainer:  # type: ignore[arg-type]
@@ -206,11 +206,11 @@ def test_nothing_is_collected_beside_a_trainer_without_the_callers_word(server, 
         with pytest.raises(FencedError):
             trainer.check_lease()
         refused = command("gc", url, "--endpoint", server.endpoint)
-        assert refused.returncode == 0, refused.stderr  # Whoever collected did not train.
+        assert refused.returncode == 0, refused.stderr  # The collector is not a trainer.
     assert sorted(open_steps(url, endpoint=server.endpoint).steps()) == [0]
 
 
-def test_a_trainer_goes_on_from_a_base_that_was_compacted_at_the_root(
+def test_a_trainer_continues_from_a_base_that_was_compacted_in_the_bucket(
     run, server, bucket, tmp_path
 ):
     url, (_, states) = bucket(), run
@@ -232,7 +232,7 @@ def test_a_trainer_goes_on_from_a_base_that_was_compacted_at_the_root(
     assert {5} <= {*open_steps(url, endpoint=server.endpoint).steps()} <= {4, 5}
 
 
-def test_plan_and_doctor_look_at_a_bucket(run, server, bucket):
+def test_plan_and_doctor_inspect_a_bucket(run, server, bucket):
     url = bucket()
     found = estimate.restore_plan(url, endpoint=server.endpoint)
     there = estimate.restore_plan(run[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``deltackpt verify``: damage of every file is found and named, and nothing else is."""
+"""``deltackpt verify`` finds and names damage of every file, and reports nothing else."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GOLDEN = Path(make_golden.__file__).parent
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> dict[str, Path]:
-    """Directories with all that can stand in one, by their names."""
+    """Directories with every kind of content, by name."""
     place = tmp_path_factory.mktemp("written")
     found = {name: place / name for name in ("lossless", "lossy", "parts")}
     write_chain(found["lossless"], 3, codec="lossless", slot_codec="lossless")
@@ -63,7 +63,7 @@ def saved_files(root: Path) -> list[Path]:
 
 
 def restores(root: Path, step: int) -> bool:
-    """Whether a restore of a step succeeds, as far as it is ours."""
+    """Whether a restore of a step succeeds, without Orbax's part."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -77,7 +77,7 @@ def restores(root: Path, step: int) -> bool:
 
 
 def chunk(step_dir: Path) -> Path:
-    """A file with values of a save."""
+    """A file with stored values of a save."""
     return stored_chunks(step_dir)[0].path
 
 
@@ -125,13 +125,13 @@ def named(report: RootReport, path: Path, root: Path) -> bool:
 
 
 def step_of(path: Path, root: Path) -> int:
-    """The step whose save, or compacted base, a file is of."""
+    """The step of a file's save or compacted base."""
     return next(int(part) for part in path.relative_to(root).parts if part.isdecimal())
 
 
 @contextlib.contextmanager
 def damaged(path: Path, other: Path, how: Callable[[Path, Path], None]) -> Iterator[None]:
-    """Damages a file, and puts all back."""
+    """Damages a file, and undoes it on exit."""
     before = {one: one.read_bytes() for one in (path, other)}
     how(path, other)
     yield
@@ -174,7 +174,7 @@ def test_damage_of_every_file_is_found_and_named(name, every, how, written, tmp_
 
 @pytest.mark.parametrize("how", [flip, remove, duplicate], ids=lambda how: how.__name__)
 @pytest.mark.parametrize("name", ["lossless", "parts"])
-def test_a_step_is_called_restorable_exactly_where_it_restores(name, how, written, tmp_path):
+def test_a_step_is_reported_restorable_exactly_if_it_restores(name, how, written, tmp_path):
     root = tmp_path / name
     shutil.copytree(written[name], root)
     found = saved_files(root)
@@ -185,7 +185,7 @@ def test_a_step_is_called_restorable_exactly_where_it_restores(name, how, writte
 
 
 def flipped_bits(data: bytes) -> Iterator[bytes]:
-    """Every bit of the head of a record, and some of its body."""
+    """Flips every bit of a record's head, and some of its body."""
     for position in [*range(min(96, len(data))), *range(96, len(data), 37)]:
         for bit in range(8):
             flipped = bytearray(data)
@@ -196,7 +196,7 @@ def flipped_bits(data: bytes) -> Iterator[bytes]:
 @pytest.mark.parametrize(
     "place", ["compacted/1/embeddings/manifest.0.msgpack", "2/digests.step.msgpack"]
 )
-def test_every_bit_of_a_record_that_nothing_else_covers_counts(place, written, tmp_path):
+def test_every_bit_of_a_record_that_nothing_else_covers_is_verified(place, written, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(written["lossless"], root)
     path = root / place
@@ -207,7 +207,7 @@ def test_every_bit_of_a_record_that_nothing_else_covers_counts(place, written, t
 
 
 def change_records(path: Path, change: Callable[[manifest.Manifest], manifest.Manifest]) -> None:
-    """Rewrites a manifest and all that covers it: an intact record that says something wrong."""
+    """Rewrites a manifest and its digests: an intact record with wrong contents."""
     record = manifest.from_bytes(path.read_bytes(), name=path.name)
     path.write_bytes(manifest.to_bytes(change(record)))
     step_dir = path.parent.parent
@@ -244,7 +244,9 @@ def first_segment(**changes) -> Callable[[manifest.Manifest], manifest.Manifest]
     ],
     ids=["fewer", "twice", "count", "beyond", "columns", "arrays", "shape"],
 )
-def test_intact_records_that_cannot_be_right_are_damage(step, change, expected, written, tmp_path):
+def test_intact_records_with_impossible_contents_are_damage(
+    step, change, expected, written, tmp_path
+):
     root = tmp_path / "root"
     shutil.copytree(written["lossy"], root)
     change_records(root / str(step) / "embeddings" / names.manifest_name(0), change)
@@ -254,8 +256,8 @@ def test_intact_records_that_cannot_be_right_are_damage(step, change, expected, 
     assert broken == list(range(step, 3))
 
 
-def test_gaps_of_other_rows_are_found_though_every_checksum_fits(written, tmp_path):
-    """A writer that went wrong: rows past the end of their table."""
+def test_wrong_row_indices_are_found_despite_valid_checksums(written, tmp_path):
+    """Simulates a faulty writer: rows beyond the end of their table."""
     root = tmp_path / "root"
     shutil.copytree(written["lossy"], root)
     real = Layer.row_indices
@@ -317,7 +319,7 @@ def test_a_step_of_another_run_in_place_of_a_parent_is_found(written, tmp_path):
     assert [step.restorable for step in verify_root(root).steps] == [True, False, False]
 
 
-def test_a_damaged_compacted_base_hurts_only_what_has_no_other_chain(written, tmp_path):
+def test_a_damaged_compacted_base_breaks_only_steps_without_another_chain(written, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(written["lossless"], root)
     flip(chunk(root / "compacted" / "1"), root)
@@ -330,7 +332,7 @@ def test_a_damaged_compacted_base_hurts_only_what_has_no_other_chain(written, tm
     assert "parent 0 (save id" in report.steps[-1].broken_by[0]
 
 
-def test_a_compacted_base_stands_for_a_removed_chain(written, tmp_path):
+def test_a_compacted_base_replaces_a_removed_chain(written, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(written["lossless"], root)
     for step in ("0", "1"):
@@ -339,10 +341,10 @@ def test_a_compacted_base_stands_for_a_removed_chain(written, tmp_path):
     assert report.intact and report.steps[-1].chain == ("compacted/1", "2")
 
 
-# What is no damage.
+# Not damage.
 
 
-def test_leftovers_are_notes_and_a_claim_that_was_not_signed_is_none(written, tmp_path):
+def test_leftovers_are_notes_and_an_unsigned_claim_is_not(written, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(written["lossless"], root)
     (root / "9.orbax-checkpoint-tmp").mkdir()
@@ -368,8 +370,8 @@ def test_an_altered_lease_is_damage_that_stops_no_restore(written, tmp_path):
         assert all(step.restorable for step in report.steps)
 
 
-def test_steps_that_are_removed_or_saved_meanwhile_are_no_damage(tmp_path, monkeypatch):
-    """Retention takes the oldest chain while its files are read; a newer one is committed."""
+def test_steps_removed_during_verification_are_not_damage(tmp_path, monkeypatch):
+    """Retention removes the chain while its files are read."""
     write_chain(tmp_path, 3)
     real = integrity.check_files
     gone = iter([True])
@@ -388,7 +390,7 @@ def test_steps_that_are_removed_or_saved_meanwhile_are_no_damage(tmp_path, monke
     assert "1: removed while it was verified" in report.notes
 
 
-def test_a_chain_that_compaction_and_retention_replaced_meanwhile_is_whole(tmp_path, monkeypatch):
+def test_a_chain_replaced_by_compaction_during_verification_is_intact(tmp_path, monkeypatch):
     write_chain(tmp_path, 3)
     real = integrity.check_files
     first = iter([True])
@@ -418,14 +420,14 @@ def test_verifying_beside_a_trainer_with_retention_finds_no_damage(tmp_path):
         for step in range(8):
             trainer.save(step, state, touched=touched)
             if step == 0:
-                trainer.wait_until_finished()  # Where no step ever was there is nothing to verify.
+                trainer.wait_until_finished()  # Without a first step there is nothing to verify.
             state, touched = model.train(state, touched, step)
             assert verify_root(tmp_path).problems == ()
     assert verify_root(tmp_path).intact
 
 
-def test_a_base_that_retention_is_removing_is_no_damage(tmp_path, monkeypatch):
-    """Its item is in the trash already, its folder still stands."""
+def test_a_base_that_retention_is_removing_is_not_damage(tmp_path, monkeypatch):
+    """Its item is already in the trash, but its folder still exists."""
     write_chain(tmp_path, 2)
     fold(tmp_path, 1)
     real = inventory.read_inventory
@@ -441,7 +443,7 @@ def test_a_base_that_retention_is_removing_is_no_damage(tmp_path, monkeypatch):
     assert report.intact and "compacted/1: removed while it was verified" in report.notes
 
 
-def test_a_chosen_step_that_is_removed_meanwhile_is_gone_and_not_intact(tmp_path, monkeypatch):
+def test_a_chosen_step_removed_during_verification_is_gone_and_not_intact(tmp_path, monkeypatch):
     write_chain(tmp_path, 2)
     real = inventory.read_inventory
 
@@ -467,7 +469,7 @@ def test_a_manifest_that_cannot_be_read_is_damage_of_its_save(steps, written, tm
     assert not report.steps[-1].restorable
 
 
-# Choosing steps, and what is refused.
+# Selection of steps, and refusals.
 
 
 def test_a_wrong_path_never_verifies_as_intact(written, tmp_path):
@@ -477,7 +479,7 @@ def test_a_wrong_path_never_verifies_as_intact(written, tmp_path):
     assert verify_root(tmp_path).intact
 
 
-def test_chosen_steps_are_verified_with_what_they_need_alone(written, tmp_path):
+def test_only_chosen_steps_and_what_they_need_are_verified(written, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(written["lossy"], root)
     flip(chunk(root / "2"), root)
@@ -488,7 +490,7 @@ def test_chosen_steps_are_verified_with_what_they_need_alone(written, tmp_path):
         verify_root(root, steps=[1, 99])
 
 
-def test_a_directory_that_is_none_of_ours_is_refused(tmp_path):
+def test_a_foreign_directory_is_refused(tmp_path):
     with pytest.raises(StorageError):
         verify_root(tmp_path / "none")
     (tmp_path / "notes.txt").write_text("somebody's")
@@ -513,7 +515,7 @@ def test_an_unreadable_file_is_damage_by_name(written, tmp_path):
     assert [step.restorable for step in report.steps] == [True, False, False]
 
 
-def test_every_byte_is_counted_and_told(written):
+def test_every_byte_is_counted_and_reported(written):
     told: list[tuple[int, int]] = []
     root = written["lossless"]
     report = verify_root(root, progress=lambda done, total: told.append((done, total)))
@@ -534,7 +536,7 @@ def run(*arguments: object, program: str = ""):
     )
 
 
-#: Makes some packages impossible to import.
+#: Makes imports of some packages fail.
 WITHOUT = (
     "import sys\n"
     "for name in ('jax', 'jaxlib', 'flax', 'optax', 'orbax', 'ray'): sys.modules[name] = None"
@@ -542,7 +544,7 @@ WITHOUT = (
 
 
 @pytest.mark.processes
-def test_the_command_needs_neither_jax_nor_orbax_and_exits_0_where_all_is_well(written):
+def test_the_command_needs_neither_jax_nor_orbax_and_exits_0_if_all_is_intact(written):
     found = run("verify", written["lossless"], program=WITHOUT)
     assert (found.returncode, found.stderr) == (0, "")
     assert "3 of 3 steps can be restored, 0 damaged objects" in found.stdout

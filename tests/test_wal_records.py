@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records and segments of a WAL: what is whole is found, and nothing else is taken for it."""
+"""Records and segments of a WAL: a scan finds whole records and nothing else."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from deltackpt.storage.store import FileStore
 from deltackpt.testing import Disk
 from deltackpt.wal.segments import FilledRecord
 
-#: What nothing of some kilobytes may take.
+#: Memory limit for reading a few kilobytes.
 MOST_BYTES = 256 << 20
 RECORDS = (1, 2, 3)
 GOLDEN = Path(make_golden.__file__).parent / "log-v3"
@@ -67,14 +67,14 @@ def numbers_of(scan: Any) -> list[int]:
 
 
 def found_in(log: MadeUpLog) -> list[int]:
-    """The records that are found in a log as it stands."""
+    """Returns the numbers of the records found in a WAL."""
     return numbers_of(scan_of(log))
 
 
 def assert_right(at: Path, numbers: Iterable[int] = RECORDS) -> int:
-    """What can be read of the newest point is right, to the bit; which point it was, 0 for none.
+    """Checks the newest readable point bit for bit; returns its number, 0 for none.
 
-    Where a record on the way to it is damaged, the point before is taken, as restores do.
+    If a record of its replay plan is damaged, takes the point before, as restores do.
     """
     skipped: list[SaveId] = []
     while (way := way_to(at, skipped)) is not None:
@@ -100,7 +100,7 @@ def log(tmp_path) -> MadeUpLog:
     return MadeUpLog(tmp_path / "log").begin().append(*RECORDS)
 
 
-# What is written is read.
+# Writes and reads.
 
 
 @pytest.mark.parametrize("numbers", [[1], [2, 3], [1, 2, 3, 4, 5, 6]])
@@ -130,16 +130,16 @@ def test_records_give_rows_dense_leaves_and_items(log):
     assert assert_right(log.at) == 3
 
 
-# Logs that end anywhere.
+# Truncated WALs.
 
 
 def lengths_of(nbytes: int, ends: Iterable[int]) -> list[int]:
-    """Lengths at which a file is cut: close together where pages and records end."""
+    """Lengths to truncate a file to: close together around the ends of pages and records."""
     near = {at + by for at in (*ends, *range(0, nbytes, 4096)) for by in (-65, -1, 0, 1)}
     return sorted({*range(0, nbytes, 509), *(one for one in near if 0 <= one <= nbytes)})
 
 
-def test_cut_anywhere_a_log_holds_the_whole_records_before_it(log):
+def test_a_wal_truncated_anywhere_holds_the_whole_records_before(log):
     path = log.files[0]
     data = path.read_bytes()
     ends = [end for _, end in bounds_of(data)]
@@ -154,7 +154,7 @@ def test_cut_anywhere_a_log_holds_the_whole_records_before_it(log):
             assert assert_right(log.at) == len(whole)
 
 
-def test_a_reader_that_follows_has_each_record_once_it_is_whole(tmp_path):
+def test_a_follower_has_each_record_once_it_is_whole(tmp_path):
     source = (
         MadeUpLog(tmp_path / "written").begin().append(1, 2).roll().append(3).roll().append(4, 5)
     )
@@ -179,7 +179,7 @@ def test_a_reader_that_follows_has_each_record_once_it_is_whole(tmp_path):
     assert assert_right(target.at, (1, 2, 3, 4, 5)) == 5
 
 
-# Bytes that are altered.
+# Altered bytes.
 
 
 def place_in(record: StoredRecord, at: int) -> str:
@@ -207,12 +207,12 @@ def test_no_flipped_bit_goes_unnoticed(number, offset, tmp_path):
                 continue  # Zeros of a header or footer are all alike.
             os.pwrite(file.fileno(), bytes([data[at] ^ 1 << at % 8]), at)
             found = scan_of(log)
-            # Arrays are looked at when they are needed.
+            # Arrays are checked only when they are needed.
             assert numbers_of(found) == ([1, 2] if place else [[], [1]][number]), at
             if not place:
-                # What is behind it shows that it was whole; of the last one nobody knows.
+                # A later record shows that it was whole; for the last record, that is unknown.
                 assert len(found.breaks) == 1 and (number == 1 or found.holes())
-            # Nobody needs dense leaves and items of a record above which there is another.
+            # Dense leaves and items are needed only of the last record.
             needed = number == 1 or not place or place == "g0.0"
             if place not in places or at % 64 < 4:
                 assert assert_right(log.at, (1, 2)) == (number if needed else 2), (at, place)
@@ -223,7 +223,7 @@ def test_no_flipped_bit_goes_unnoticed(number, offset, tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_zeros_in_the_place_of_what_was_written_are_noticed(seed, log):
+def test_zeros_in_place_of_written_bytes_are_noticed(seed, log):
     path, drawn = log.files[0], random.Random(seed)
     data, records = bytearray(path.read_bytes()), records_in(log.folder)
     start = drawn.randrange(len(data))
@@ -234,27 +234,27 @@ def test_zeros_in_the_place_of_what_was_written_are_noticed(seed, log):
     changed = next((at for at in range(len(data)) if data[at] != written[at]), len(data))
     whole = sum(end <= changed for _, end in bounds_of(written))
     assert assert_right(log.at) >= whole
-    # Nobody needs dense leaves and items of a record above which there is another.
+    # Dense leaves and items are needed only of the last record.
     if changed < len(data) and not any(place_in(one, changed) for one in records):
         assert assert_right(log.at) < 3
 
 
 @pytest.mark.parametrize("first", range(2))
-def test_pages_that_a_power_cut_loses_cost_no_earlier_record(first, log):
+def test_pages_lost_in_a_power_cut_cost_no_earlier_record(first, log):
     path = log.files[0]
     data, (start, end) = bytearray(path.read_bytes()), bounds_of(path.read_bytes())[2]
     for page in range(start + first * 4096, end, 2 * 4096):
         data[page : page + 4096] = bytes(4096)
     path.write_bytes(data)
     assert assert_right(log.at) == 2
-    # A layer whose footer is there is read; it is skipped once its rows are missed.
+    # A layer with a footer is read; it is skipped once its rows are found missing.
     assert scan_of(log).holes() == []
 
 
 @pytest.mark.parametrize(
     "order", [[0, 2], [1, 0, 2], [0, 1, 1, 2], [0, 0, 1, 2], [0, 2, 1], [2, 1, 0]]
 )
-def test_records_that_are_not_as_they_were_written_end_the_log(order, log):
+def test_missing_repeated_or_reordered_records_end_the_wal(order, log):
     path = log.files[0]
     data = path.read_bytes()
     path.write_bytes(b"".join(data[slice(*bounds_of(data)[number])] for number in order))
@@ -264,7 +264,7 @@ def test_records_that_are_not_as_they_were_written_end_the_log(order, log):
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_a_record_of_another_log_ends_the_log(number, log, tmp_path):
+def test_a_record_of_another_wal_ends_the_wal(number, log, tmp_path):
     other = MadeUpLog(tmp_path / "other", stretch=0, run="b1").begin().append(*RECORDS)
     theirs, data = other.files[0].read_bytes(), log.files[0].read_bytes()
     found = b"".join(
@@ -275,7 +275,7 @@ def test_a_record_of_another_log_ends_the_log(number, log, tmp_path):
     assert assert_right(log.at) == number
 
 
-def test_what_another_run_wrote_is_not_taken_for_ours(log, tmp_path):
+def test_records_of_another_run_are_not_taken_for_ours(log, tmp_path):
     other = MadeUpLog(tmp_path / "other", run="b1").begin().append(*RECORDS)
     shutil.copyfile(other.files[0], log.files[0])
     assert assert_right(log.at) == 0
@@ -290,7 +290,7 @@ def test_what_another_run_wrote_is_not_taken_for_ours(log, tmp_path):
     [{"stretch": 1}, {"process": 1}],
     ids=["another stretch", "another process"],
 )
-def test_a_file_from_elsewhere_is_refused_however_often_it_is_looked_at(other, again, tmp_path):
+def test_a_file_from_elsewhere_is_refused_however_often_it_is_scanned(other, again, tmp_path):
     elsewhere = MadeUpLog(tmp_path / "log", **other).begin().append(*RECORDS)
     log = MadeUpLog(tmp_path / "log").begin()
     log.folder.mkdir(parents=True)
@@ -316,7 +316,7 @@ def test_other_files_are_left_alone(name, log):
     assert numbers_of(found) == [1, 2, 3] and found.breaks == []
 
 
-def test_small_records_are_scanned_many_at_once(tmp_path, monkeypatch):
+def test_many_small_records_are_read_at_once(tmp_path, monkeypatch):
     log = MadeUpLog(tmp_path / "log").begin().append(*range(1, 401))
     reads, read_into = [], FileStore.read_into
 
@@ -330,7 +330,7 @@ def test_small_records_are_scanned_many_at_once(tmp_path, monkeypatch):
     assert len(reads) < 12 and nbytes <= sum(reads) < 1.1 * nbytes
 
 
-def test_a_process_without_a_log_has_no_records(tmp_path):
+def test_a_process_without_a_wal_has_no_records(tmp_path):
     MadeUpLog(tmp_path / "log", count=2).begin().append(*RECORDS)
     assert assert_right(tmp_path / "log") == 0
 
@@ -338,7 +338,7 @@ def test_a_process_without_a_log_has_no_records(tmp_path):
 # Several files and parts.
 
 
-def test_a_file_goes_on_where_the_one_before_ended(tmp_path):
+def test_a_file_continues_where_the_one_before_ended(tmp_path):
     log = MadeUpLog(tmp_path / "log").begin().append(1).roll().append(2).roll().append(3)
     assert len(log.files) == 3
     assert assert_right(log.at) == 3
@@ -350,18 +350,18 @@ def test_a_torn_file_does_not_harm_those_after_it(torn, tmp_path):
     os.truncate(log.files[1], min(torn, log.files[1].stat().st_size - 1))
     found = scan_of(log)
     assert numbers_of(found) == [1, 3]
-    # Nothing leads from the last record down to the step.
+    # No replay plan leads from the step to the last record.
     assert assert_right(log.at) == 1
 
 
-def test_a_file_that_is_missing_between_others_is_a_gap(tmp_path):
+def test_a_missing_file_between_others_is_a_gap(tmp_path):
     log = MadeUpLog(tmp_path / "log").begin().append(1).roll().append(2).roll().append(3)
     log.files[1].unlink()
     assert found_in(log) == [1, 3]
     assert assert_right(log.at) == 1
 
 
-def test_what_was_trimmed_is_not_needed_above_a_later_step(tmp_path):
+def test_trimmed_records_are_not_needed_above_a_later_step(tmp_path):
     log = MadeUpLog(tmp_path / "log").begin()
     log.append(1).roll().append(2, 3).roll().append(4)
     step = SaveId("a0", 2, 0)
@@ -374,7 +374,7 @@ def test_what_was_trimmed_is_not_needed_above_a_later_step(tmp_path):
     np.testing.assert_array_equal(follow(way).table, expected)
 
 
-def test_files_that_are_trimmed_beside_a_reader_are_forgotten(tmp_path):
+def test_files_trimmed_while_a_reader_is_open_are_forgotten(tmp_path):
     log = MadeUpLog(tmp_path / "log").begin().append(1).roll().append(2)
     found = scan_of(log)
     assert numbers_of(found) == [1, 2]
@@ -384,14 +384,14 @@ def test_files_that_are_trimmed_beside_a_reader_are_forgotten(tmp_path):
 
 
 def fail_after(log: MadeUpLog, number: int, *lost: int) -> None:
-    """Writes a record that counts, and others that a further part says do not."""
+    """Writes a valid record, and others that a further part declares invalid."""
     log.append(number)
     durable = log.writer.position
     log.append(*lost)
     log.writer.begin_part(durable)
 
 
-def test_a_further_part_goes_on_from_what_it_says_and_nothing_counts_beyond(tmp_path):
+def test_a_further_part_continues_from_its_start_and_voids_later_records(tmp_path):
     log = MadeUpLog(tmp_path / "log").begin()
     fail_after(log, 1, 2, 3)
     log.append(4, parent=save_id(1))
@@ -400,11 +400,11 @@ def test_a_further_part_goes_on_from_what_it_says_and_nothing_counts_beyond(tmp_
     assert assert_right(log.at, (1, 4)) == 4
 
 
-def test_parts_that_fail_one_after_the_other_leave_what_was_durable(tmp_path):
+def test_parts_that_fail_one_after_another_keep_the_durable_records(tmp_path):
     log = MadeUpLog(tmp_path / "log").begin()
     fail_after(log, 1, 2)
     log.append(3, parent=save_id(1))
-    # Not even the last part's first record could be forced.
+    # Not even the last part's first record could be fsynced.
     first = records_in(log.folder)[0]
     log.writer.begin_part(log.writer.position._replace(seq=1, digest=first.layer.digest))
     log.append(4, parent=save_id(1))
@@ -415,8 +415,8 @@ def test_parts_that_fail_one_after_the_other_leave_what_was_durable(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["removed", "empty"])
-def test_what_was_given_up_never_stands_for_a_record_that_is_missing(how, tmp_path):
-    """It has the same number as the first record of the part that is lost."""
+def test_an_abandoned_record_never_replaces_a_missing_one(how, tmp_path):
+    """It has the same number as the first record of the lost part."""
     log = MadeUpLog(tmp_path / "log").begin()
     log.append(1)
     log.writer.begin_part(log.writer.position._replace(seq=0, digest=0))
@@ -434,8 +434,8 @@ def test_what_was_given_up_never_stands_for_a_record_that_is_missing(how, tmp_pa
 
 
 @pytest.mark.parametrize("behind", [0, 1])
-def test_a_header_that_a_writer_has_completed_since_is_no_damage(log, behind):
-    """It looks for records behind the page, and finds those that were written meanwhile."""
+def test_a_header_that_the_writer_completed_since_is_not_damage(log, behind):
+    """The scan looks for records after the page, and finds those written since."""
     data = log.files[0].read_bytes()
     data = data[: bounds_of(data)[1 + behind][1]]
     start, _ = bounds_of(data)[1]
@@ -448,7 +448,7 @@ def test_a_header_that_a_writer_has_completed_since_is_no_damage(log, behind):
     assert numbers_of(found) == [1, 2, 3][: 2 + behind]
 
 
-def test_a_segment_that_is_trimmed_while_it_is_scanned_is_no_damage(tmp_path):
+def test_a_segment_that_is_trimmed_while_it_is_scanned_is_not_damage(tmp_path):
     log = MadeUpLog(tmp_path / "log").begin().append(1).roll().append(2)
     with Disk(log.at) as disk:
         disk.on("read", lambda _: log.files[0].unlink(), "[.]seg$", times=1)
@@ -458,8 +458,8 @@ def test_a_segment_that_is_trimmed_while_it_is_scanned_is_no_damage(tmp_path):
     assert hole.may_be_trimmed
 
 
-def test_nothing_is_written_after_a_record_that_failed_is_given_up(tmp_path, monkeypatch):
-    """The descriptor may be that of another file by then."""
+def test_nothing_is_written_after_a_failed_record_is_abandoned(tmp_path, monkeypatch):
+    """By then, the descriptor may belong to another file."""
     log = MadeUpLog(tmp_path / "log").begin().append(1)
     written, rows = [], np.zeros((1 << 15, 2), np.float32)
 
@@ -482,7 +482,7 @@ def test_nothing_is_written_after_a_record_that_failed_is_given_up(tmp_path, mon
     assert found_in(log) == [1, 2]
 
 
-def test_until_a_further_part_has_begun_what_is_whole_counts(tmp_path):
+def test_whole_records_are_valid_until_a_further_part_starts(tmp_path):
     log = MadeUpLog(tmp_path / "log").begin()
     fail_after(log, 1, 2, 3)
     log.append(4, parent=save_id(1))
@@ -495,15 +495,15 @@ def test_until_a_further_part_has_begun_what_is_whole_counts(tmp_path):
     assert assert_right(log.at) == 3
 
 
-# Stretches.
+# WAL epochs.
 
 
-def test_of_an_earlier_stretch_counts_what_the_next_one_goes_on_from(tmp_path):
+def test_an_earlier_epoch_is_valid_up_to_where_the_next_one_continues(tmp_path):
     at = tmp_path / "log"
     earlier = MadeUpLog(at).begin().append(1, 2, 3)
     goes_on = Continues(stretch=0, save_id=save_id(2))
     later = MadeUpLog(at, stretch=1, run="b1", continues=goes_on).begin()
-    # Whoever wrote it does not know yet.
+    # Its writer has not noticed yet.
     earlier.append(4)
     points = [point.save_id for point in history_of(at).points()]
     assert points == [save_id(2), save_id(1)]
@@ -514,14 +514,14 @@ def test_of_an_earlier_stretch_counts_what_the_next_one_goes_on_from(tmp_path):
     np.testing.assert_array_equal(read.table, expected)
 
 
-def test_a_stretch_that_goes_on_from_no_point_kills_all_earlier_ones(tmp_path):
+def test_an_epoch_that_continues_from_no_point_voids_all_earlier_ones(tmp_path):
     at = tmp_path / "log"
     MadeUpLog(at).begin().append(1, 2, 3)
     MadeUpLog(at, stretch=1, run="b1").begin()
     assert history_of(at).points() == []
 
 
-def test_without_the_newest_head_nobody_knows_what_counts(tmp_path):
+def test_without_the_newest_header_the_valid_points_are_unknown(tmp_path):
     at = tmp_path / "log"
     MadeUpLog(at).begin().append(1, 2, 3)
     (at / names.stretch_name(1)).write_bytes(b"torn")
@@ -529,7 +529,7 @@ def test_without_the_newest_head_nobody_knows_what_counts(tmp_path):
         history_of(at)
 
 
-def test_a_head_under_another_number_is_damage(tmp_path):
+def test_a_header_under_another_number_is_damage(tmp_path):
     at = tmp_path / "log"
     MadeUpLog(at).begin().append(1)
     shutil.copyfile(at / names.stretch_name(0), at / names.stretch_name(4))
@@ -537,7 +537,7 @@ def test_a_head_under_another_number_is_damage(tmp_path):
         history_of(at)
 
 
-# What somebody made by hand, checksums right.
+# Hand-made data with valid checksums.
 
 
 HUGE = 1 << 62
@@ -546,7 +546,7 @@ ROWS_OF, GROUP, ARRAY = ("g0.0", names.GAPS), ("row_groups", 0), ("arrays", 1)
 
 
 def with_values(changed: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """What changes the list of values of the dense item in a head."""
+    """Returns a function that changes the values of the dense item in a head."""
 
     def replace(head: Any) -> None:
         held = msgpack.unpackb(head["values"])
@@ -556,7 +556,7 @@ def with_values(changed: Callable[[Any], Any]) -> Callable[[Any], None]:
     return replace
 
 
-#: What is changed of the head of the second record.
+#: Changes to the head of the second record.
 HEADS: dict[str, Callable[[Any], Any]] = {
     "no map": lambda head: b"\x90",
     "nothing": lambda head: {},
@@ -575,7 +575,7 @@ HEADS: dict[str, Callable[[Any], Any]] = {
     "a part that starts later": to("part_start", value=3),
     "a negative time": to("unix_ns", value=-1),
 }
-#: What is changed of the manifest of its layer.
+#: Changes to the manifest of its layer.
 MANIFESTS: dict[str, Callable[[Any], Any]] = {
     "record of another run": to("save_id", "run", value="c2"),
     "record of a huge step": to("save_id", "step", value=(1 << 64) - 1),
@@ -615,7 +615,7 @@ MANIFESTS: dict[str, Callable[[Any], Any]] = {
     "another dtype": to(*ARRAY, "dtype", value="int32"),
     "compressed": to(*ARRAY, "compression", value="planes"),
 }
-#: What is changed of the head of the last record, whose dense leaves and items are needed.
+#: Changes to the head of the last record, whose dense leaves and items are needed.
 LAST: dict[str, Callable[[Any], Any]] = {
     "values that are no list": with_values(lambda values: {}),
     "values that are no values": with_values(lambda values: [[], 7]),
@@ -639,7 +639,7 @@ LAST: dict[str, Callable[[Any], Any]] = {
 def assert_refused(log: MadeUpLog, whole: int) -> None:
     tracemalloc.start()
     try:
-        # Nothing before it is harmed.
+        # The records before it are intact.
         assert assert_right(log.at) == whole
         assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
     finally:
@@ -647,37 +647,37 @@ def assert_refused(log: MadeUpLog, whole: int) -> None:
 
 
 @pytest.mark.parametrize("case", HEADS)
-def test_a_record_with_a_head_made_by_hand_is_refused(case, log):
+def test_a_record_with_a_hand_made_head_is_refused(case, log):
     change(log.files[0], 1, HEADS[case])
     assert_refused(log, 1)
 
 
 @pytest.mark.parametrize("case", MANIFESTS)
-def test_a_record_with_a_manifest_made_by_hand_is_refused(case, log):
+def test_a_record_with_a_hand_made_manifest_is_refused(case, log):
     change(log.files[0], 1, manifest=MANIFESTS[case])
     assert_refused(log, 1)
 
 
 @pytest.mark.parametrize("case", LAST)
-def test_a_point_with_a_head_made_by_hand_is_refused(case, log):
+def test_a_point_with_a_hand_made_head_is_refused(case, log):
     change(log.files[0], 2, LAST[case])
     assert_refused(log, 2)
 
 
 @pytest.mark.parametrize("item", [b"{", b"\xff"], ids=["no JSON", "no text"])
-def test_an_item_that_cannot_be_is_damage(item, log):
+def test_an_invalid_item_is_damage(item, log):
     change(log.files[0], 2, chunks={(ITEMS, ITEM_BYTES): item})
     assert_refused(log, 2)
 
 
 @pytest.mark.parametrize("rows", [[3, 0, 1], [ROWS, 1, 1]], ids=["twice", "beyond"])
-def test_rows_that_cannot_be_are_damage(rows, log):
+def test_invalid_rows_are_damage(rows, log):
     change(log.files[0], 1, chunks={ROWS_OF: np.array(rows[:COUNT], np.uint8).tobytes()})
     assert_refused(log, 1)
 
 
 @pytest.mark.parametrize("position", [-1, 1 << 40])
-def test_rows_beside_codes_stand_at_rows_of_the_record(position, tmp_path):
+def test_raw_rows_beside_codes_have_positions_within_the_record(position, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(GOLDEN, root)
     step, record, segment = next(
@@ -702,8 +702,8 @@ def restore_golden(root: Path, step: int) -> None:
         manager.restore(step, logged.state_at(step, int(step > make_golden.GOES_ON_FROM)))
 
 
-def test_a_deep_item_is_damage(log):
-    """Decoding it would take more stack than there is."""
+def test_a_deeply_nested_item_is_damage(log):
+    """Decoding it would overflow the stack."""
     written, item = fill_of(4), np.frombuffer(b"[" * 100_000, np.uint8)
 
     def fill(place_of: Callable[[str], Place]) -> FilledRecord:
@@ -724,7 +724,7 @@ class Nowhere:
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_segments_of_no_rows_do_no_harm(count, tmp_path):
+def test_empty_segments_do_no_harm(count, tmp_path):
     log = MadeUpLog(tmp_path / "log").begin()
     written = fill_of(1)
 
@@ -779,7 +779,7 @@ HEAD_CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", HEAD_CASES)
-def test_a_head_that_was_made_by_hand_is_damage(case, log):
+def test_a_hand_made_header_is_damage(case, log):
     path = log.at / names.stretch_name(0)
     record = msgpack.unpackb(path.read_bytes())
     body = msgpack.packb({**msgpack.unpackb(record["body"]), **HEAD_CASES[case]})
@@ -788,7 +788,7 @@ def test_a_head_that_was_made_by_hand_is_damage(case, log):
         history_of(log.at)
 
 
-def test_a_head_of_an_unknown_feature_is_refused(log):
+def test_a_header_with_an_unknown_feature_is_refused(log):
     head = stretches.from_bytes((log.at / names.stretch_name(0)).read_bytes(), name="it")
     newer = dataclasses.replace(head, features=("something-else",))
     (log.at / names.stretch_name(0)).write_bytes(stretches.to_bytes(newer))
@@ -796,8 +796,8 @@ def test_a_head_of_an_unknown_feature_is_refused(log):
         history_of(log.at)
 
 
-def test_a_head_with_fields_of_a_later_version_is_read(log):
-    """Its records name the bytes of the head, not only what this version knows of them."""
+def test_a_header_with_fields_of_a_later_version_is_read(log):
+    """Its records refer to all bytes of the header, including fields unknown to this version."""
     path = log.at / names.stretch_name(0)
     record = msgpack.unpackb(path.read_bytes())
     body = msgpack.packb({**msgpack.unpackb(record["body"]), "later": [1]})

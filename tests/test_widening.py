@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of lossy codes of blocks that save time: the same numbers as by the plain way."""
+"""Fast paths of lossy block codecs give the same values as the plain ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deltackpt.save import encode_blocks
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_every_pattern_becomes_what_a_cast_makes_of_it(dtype):
+def test_every_bit_pattern_is_widened_as_by_a_cast(dtype):
     patterns = np.arange(1 << 16, dtype=np.uint16).reshape(-1, BLOCK)
     values = patterns.view(dtype_of(dtype))
     room = np.full((len(values) + 3, BLOCK), 7, np.float32)
@@ -27,13 +27,13 @@ def test_every_pattern_becomes_what_a_cast_makes_of_it(dtype):
     assert (room[len(values) :] == 7).all()
 
 
-def test_float32_stays_where_it_is():
+def test_float32_is_not_copied():
     values = np.zeros((2, BLOCK), np.float32)
     assert widened(values, np.empty_like(values)) is values
 
 
 @given(st.integers(0, 1 << 32), st.integers(1, 127))
-def test_numbers_are_rounded_as_rint_does_and_zero_has_no_sign(seed, highest):
+def test_values_are_rounded_as_rint_does_and_zero_has_no_sign(seed, highest):
     random = np.random.default_rng(seed)
     values = random.uniform(-highest - 0.5, highest + 0.5, (4, BLOCK)).astype(np.float32)
     values[0] = np.arange(BLOCK) / 2 - BLOCK / 4  # Halves, to even.
@@ -46,7 +46,7 @@ def test_numbers_are_rounded_as_rint_does_and_zero_has_no_sign(seed, highest):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @given(seed=st.integers(0, 1 << 32))
-def test_squares_are_those_of_all_finite_numbers(dtype, seed):
+def test_squares_sum_over_all_finite_values(dtype, seed):
     random = np.random.default_rng(seed)
     bits = random.integers(0, 256, (3, BLOCK * dtype_of(dtype).itemsize), np.uint8)
     blocks = bits.view(dtype_of(dtype))

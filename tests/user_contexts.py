@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contexts of JAX that a program may be in when it calls us."""
+"""JAX contexts that a program may be in when it calls deltackpt."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def others() -> Iterator[None]:
         yield
 
 
-#: What a program may set for a thread.
+#: Contexts that a program may set for a thread.
 CONTEXTS: dict[str, Context] = {
     "set_mesh Auto": lambda: jax.set_mesh(MESHES["Auto"]),
     "set_mesh Explicit": lambda: jax.set_mesh(MESHES["Explicit"]),
@@ -45,7 +45,7 @@ CONTEXTS: dict[str, Context] = {
 
 
 class InContext:
-    """An object whose methods are called in a context."""
+    """Calls an object's methods in a context."""
 
     def __init__(self, target: Any, context: Context):
         self._target, self._context = target, context

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays and dense leaves as the package writes them, for tests of what reads them."""
+"""Writes arrays and dense leaves as the package does, for tests of readers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from deltackpt.storage.digests import Digest
 def write_array(
     directory: Path, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, fsync: bool = False
 ) -> dict[str, ChunkSums]:
-    """Writes an array; gives its chunks' checksums by their paths below it."""
+    """Writes an array; returns the checksums of its chunks by relative path."""
     found = write_digested(directory, entry, pieces, fsync=fsync)
     return {name: ChunkSums(one.tail, one.blocks) for name, one in found.items() if one.blocks}
 
@@ -31,7 +31,7 @@ def write_array(
 def write_digested(
     directory: Path, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, fsync: bool = False
 ) -> dict[str, Digest]:
-    """Writes an array; gives the digests of its files by their paths below it."""
+    """Writes an array; returns the digests of its files by relative path."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     batch = FileBatch(directory.parent, fsync=fsync)
     writer.write_array(directory, entry, pieces, batch)
@@ -42,7 +42,7 @@ def write_digested(
 def write_dense(
     item_dir: Path, tree: Any, *, meet: Callable[[], None] = lambda: None
 ) -> dict[str, Digest]:
-    """Writes a tree as dense leaves; gives the digests of this process's files.
+    """Writes a tree as dense leaves; returns the digests of this process's files.
 
     Args:
       item_dir: existing directory.

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the golden checkpoints of the current format version: once, never again.
+"""Writes the golden checkpoints of the current format version, once.
 
 Run ``python -m golden.make_golden`` in ``tests`` after a change of ``FORMAT_VERSION``, and commit
-what it writes beside the earlier versions, which every later deltackpt goes on reading. ``v<n>``
-holds states that a formula gives; ``parts-v<n>`` the same, written by two processes;
-``repeated-v<n>`` the same as ``v<n>``, in records that repeat their version in the body;
-``layered-v<n>`` the same, with deltas in layer files; ``encodings-v<n>`` what codecs made of them,
-and the digests of what is decoded: encoders may improve, decoding may not change; ``rolling-v<n>``
-the states of ``v<n>`` as a base that rolls over two saves.
-``dense-v<n>`` holds deltas whose dense leaves are blocks by every codec, and a compacted base;
-from ``dense-v2`` on the deltas are layer files.
-``log-v<n>`` holds a base and the logs of two runs, the second of which goes on from a point; in
-``log-v3`` one run keeps dense leaves whole, in ``log-v4`` arrays are compressed. What their points
-restore to, ``expected.json``, is that of the frames of development versions.
+the output next to the earlier versions, which later releases must still read. ``v<n>`` holds states
+computed by a formula; ``parts-v<n>`` the same, written by two processes; ``repeated-v<n>`` the same
+as ``v<n>``, in records that repeat their version in the body; ``layered-v<n>`` the same, with
+deltas in layer files; ``encodings-v<n>`` the encoded states and the digests of the decoded ones
+(encoders may improve, decoding may not change); ``rolling-v<n>`` the states of ``v<n>`` as a
+rolling base over two saves.
+``dense-v<n>`` holds deltas with dense blocks of every codec, and a compacted base; since
+``dense-v2`` the deltas are layer files.
+``log-v<n>`` holds a base and the WALs of two runs, the second of which resumes from a point; in
+``log-v3`` one run keeps dense leaves whole, in ``log-v4`` arrays are compressed. The digests of
+their restored points, ``expected.json``, match those of the frames of development versions.
 ``layers-v<n>`` holds a layer, and layers appended to a file with a torn tail.
-``extents-v<n>`` holds made-up packs in a file of extents, ``pack-v<n>`` a pack and its files.
+``extents-v<n>`` holds synthetic bundles in an extent file, ``pack-v<n>`` a bundle and its files.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ from deltackpt.upkeep import compact
 
 HERE = Path(__file__).parent
 STEPS = (10, 20, 30)
-#: Of the golden pack.
+#: The files of the golden bundle.
 PACKED = {"embeddings/a": bytes(range(200)), "embeddings/b/c": b"", "d": b"abc"}
-#: Of the golden file of extents.
+#: The size of the golden extent file.
 EXTENTS, EXTENT_BYTES = 6, 8192
-#: Keys and lengths of its packs, and which one is dropped again.
+#: Keys and lengths of its bundles, and the one that is dropped.
 HELD = (("run.1", 5000), ("run.2", 3000), ("run.3", 4097), ("run.4", 0))
 DROPPED = "run.2"
 
 
 def handlers(**codecs: Any) -> dict[str, deltackpt.Tables]:
-    """The golden tables by some codecs."""
+    """The golden tables with the given codecs."""
     slots = {
         "tables/users": {"accumulator": "slots/users", "rows": "always/users"},
         "tables/items": {"accumulator": "slots/items"},
@@ -79,11 +79,11 @@ def handlers(**codecs: Any) -> dict[str, deltackpt.Tables]:
 
 
 HANDLERS = handlers(codec={"tables/coarse": "bf16"})
-#: Touched rows are stored as bf16, the shares of all rows raw.
+#: Touched rows are stored as bf16, the rolling base's share of the rows as raw.
 ROLLING_HANDLERS = handlers(
     codec={"tables/coarse": deltackpt.policies.CodecChoice(delta="bf16", base="raw")}
 )
-#: Every layout of codes, in bases too, with rows beside them.
+#: Every layout of codes, in bases too, with exceptional rows stored separately.
 ENCODED_HANDLERS = handlers(
     codec={
         "tables/users": deltackpt.policies.CodecChoice(delta="adaptive4", base="int8"),
@@ -126,7 +126,7 @@ def state_at(step: int) -> dict:
 
 
 def touched_at(state: deltackpt.TouchState, step: int) -> deltackpt.TouchState:
-    """Marks the rows that change on the way to a step; all rows of ``ids``."""
+    """Marks the rows that change before a step, and all rows of ``ids``."""
     later = STEPS.index(step)
     ids = {
         name: jnp.arange(later, rows, 10 * later)
@@ -136,7 +136,7 @@ def touched_at(state: deltackpt.TouchState, step: int) -> deltackpt.TouchState:
 
 
 def odd_state_at(step: int) -> dict:
-    """The golden state with rows that no codec holds: they stand beside the others."""
+    """The golden state with rows that no codec can encode; they are stored separately."""
     state = state_at(step)
     if step != STEPS[0]:
         users = np.array(state["tables"]["users"])
@@ -153,7 +153,7 @@ def digests(state: dict) -> dict[str, str]:
     }
 
 
-#: How the tables lie over two processes: by rows, whole on both, and by columns.
+#: How two processes share the tables: by rows, whole on both, or by columns.
 SPECS = {
     "users": ("x",),
     "items": ("x",),
@@ -164,7 +164,7 @@ SPECS = {
 
 
 def shared_state_at(step: int) -> dict:
-    """The golden state as global arrays of two processes of one device."""
+    """The golden state as global arrays of two processes with one device each."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
 
     def placed(path: Any, leaf: Any) -> Any:
@@ -180,7 +180,7 @@ def shared_state_at(step: int) -> dict:
 
 
 def write_in_two_processes(root: Path) -> None:
-    """Writes a golden directory by two processes of this script."""
+    """Runs this script in two processes that write a golden directory."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -194,7 +194,7 @@ def write_in_two_processes(root: Path) -> None:
 
 
 def write_as_one_of_two(root: Path, port: str, process: int) -> None:
-    """What each of the two processes does."""
+    """Runs one of the two processes."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -226,7 +226,7 @@ def write(
 
 
 class _Pack:
-    """Of the golden extents."""
+    """A bundle of the golden extents."""
 
     def __init__(self, key: str, nbytes: int):
         self._data = extent_contents(nbytes)
@@ -238,12 +238,12 @@ class _Pack:
 
 
 def extent_contents(nbytes: int) -> bytes:
-    """What is in a pack of the golden extents."""
+    """Contents of a bundle of the golden extents."""
     return bytes(number * number % 251 for number in range(nbytes))
 
 
 def write_extents(directory: Path) -> None:
-    """Writes a file of extents: the second pack is dropped, and its extents are used again."""
+    """Writes an extent file: the second bundle is dropped, and its extents are reused."""
     held = ExtentFile(directory, nbytes=EXTENTS * EXTENT_BYTES, extent_bytes=EXTENT_BYTES)
     for key, nbytes in HELD:
         pack = _Pack(key, nbytes)
@@ -255,7 +255,7 @@ def write_extents(directory: Path) -> None:
 
 
 def layer_groups(step: int) -> list[Rows]:
-    """Every kind of row group and of compression, from a formula."""
+    """Every kind of row group and compression, from a formula."""
     rows = np.array([3, 4, 260, 70_000, 70_001]) + step
     values = np.arange(20, dtype=np.float32).reshape(5, 4) / 8 + step
     blocks = (np.arange(3 * 256 * 4, dtype=np.uint32) % (step + 2)).astype(np.uint8)
@@ -282,7 +282,7 @@ def layer_groups(step: int) -> list[Rows]:
 
 
 def write_layers(directory: Path) -> None:
-    """Writes the layer of a step; and four layers of a WAL, the last of which is cut."""
+    """Writes the layer of a step, and four layers of a WAL, the last one truncated."""
     directory.mkdir()
     run, buffers, found = "0123456789abcdef0123456789abcdef", WriteBuffers(), {}
     for name, steps in (("step", (3,)), ("wal", (4, 5, 6, 7))):
@@ -309,7 +309,7 @@ def write_layers(directory: Path) -> None:
 
 
 def write_pack(directory: Path) -> None:
-    """Writes a pack of a few files, and these."""
+    """Writes a bundle of a few files, and the files."""
     for name, data in PACKED.items():
         (directory / "files" / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / "files" / name).write_bytes(data)
@@ -332,7 +332,7 @@ def write_pack(directory: Path) -> None:
     (directory / f"{pack.label.key}.{pack.label.crc32c:08x}").write_bytes(data)
 
 
-#: Of the golden logs: rows of one table are codes, with rows beside them.
+#: For the golden WALs: one table's rows are encoded, with exceptional rows stored separately.
 LOGGED_HANDLERS = {
     "embeddings": deltackpt.Tables(
         select="tables/*",
@@ -340,14 +340,14 @@ LOGGED_HANDLERS = {
         codec={"tables/coarse": deltackpt.policies.CodecChoice(delta="int8", base="raw")},
     )
 }
-#: The step below the logs, the point that the second run goes on from, and where both end.
+#: The WALs' base step, the point that the second run resumes from, and the last step of each run.
 LOGGED_FROM, GOES_ON_FROM, FIRST_END, SECOND_END = 10, 15, 16, 20
-#: Records without dense leaves, and the one that the disk refuses.
+#: Records without dense leaves, and the one whose write fails.
 SOFT, REFUSED = (13, 18), 14
 
 
 def logged_state_at(step: int, run: int) -> dict:
-    """The state at a step of one of the two logged runs: a formula, too."""
+    """The state at a step of one of the two runs with a WAL; also a formula."""
     users = np.arange(200, dtype=np.float64).reshape(50, 4) / 7 - 3
     coarse = np.arange(80, dtype=np.float64).reshape(40, 2) / 7 - 3
     accumulators = np.zeros(50, np.float32)
@@ -369,7 +369,7 @@ def logged_state_at(step: int, run: int) -> dict:
 
 
 def logged_blocks_at(step: int, run: int) -> dict:
-    """The same with dense leaves of several blocks, whose records follow the records before."""
+    """The same with dense leaves of several blocks, whose records build on earlier records."""
     state = logged_state_at(step, run)
     wide = np.arange(1500, dtype=np.float64).reshape(3, 500) / (step + run)
     brain = np.arange(2500, dtype=np.float64) / 7
@@ -386,7 +386,7 @@ def logged_blocks_at(step: int, run: int) -> dict:
 
 
 def log_run(root: Path, run: int, steps: range, logged: Appended) -> None:
-    """Logs the steps of a run, which begins with a base, or goes on from a point."""
+    """Appends the steps of a run, which starts with a base or resumes from a point."""
     options = deltackpt.ManagerOptions(
         wal=deltackpt.WalOptions(dense=logged.modes[run]),
         dense=deltackpt.Dense(codec=logged.codec, max_error=None),
@@ -409,7 +409,7 @@ def log_run(root: Path, run: int, steps: range, logged: Appended) -> None:
             rows["coarse"] = _with_odd(rows["coarse"])
             touched = deltackpt.touched.mark(touched, rows)
             state = logged.state_at(step, run)
-            # Rows that are not touched stay as they were restored.
+            # Untouched rows keep their restored values.
             moved = state["tables"]["coarse"][rows["coarse"]]
             coarse = coarse.at[rows["coarse"]].set(moved)
             state["tables"] = {**state["tables"], "coarse": coarse}
@@ -430,19 +430,19 @@ def log_run(root: Path, run: int, steps: range, logged: Appended) -> None:
 
 
 def _with_odd(rows: jnp.ndarray) -> jnp.ndarray:
-    """Some rows, and the one that no codec holds."""
+    """Adds the row that no codec can encode."""
     return jnp.concatenate([rows, jnp.asarray([1])])
 
 
 @dataclasses.dataclass(frozen=True)
 class Appended:
-    """What the golden logs of a version hold.
+    """Contents of the golden WALs of a version.
 
     Attributes:
-      state_at: the state at a step of a run.
+      state_at: returns the state at a step of a run.
       modes: how each run keeps dense leaves.
-      handlers: of the manager.
-      codec: of dense leaves.
+      handlers: the manager's handlers.
+      codec: codecs of dense leaves.
     """
 
     state_at: Callable[[int, int], dict]
@@ -451,7 +451,7 @@ class Appended:
     codec: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-#: By number: points of both, as frames before version 3 had them.
+#: By version number; the points of both equal those of frames before version 3.
 LOGGED = {
     3: Appended(logged_state_at),
     4: Appended(
@@ -472,7 +472,7 @@ LOGGED = {
 
 
 def write_log(root: Path, logged: Appended) -> None:
-    """Writes a base and the logs of two runs, and what its points hold."""
+    """Writes a base, the WALs of two runs, and the digests of their points."""
     log_run(root, 0, range(LOGGED_FROM + 1, FIRST_END + 1), logged)
     log_run(root, 1, range(GOES_ON_FROM + 1, SECOND_END + 1), logged)
     for leftover in root.glob("lease.*"):
@@ -487,14 +487,14 @@ def write_log(root: Path, logged: Appended) -> None:
     (root / "expected.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
-#: Of the golden dense leaves: those of these names by these codecs, all others exactly.
+#: Codecs of the golden dense leaves; all other leaves are exact.
 DENSE_CODECS = {f"dense/{name}": name for name in ("ef8", "ef4", "int8", "log8", "log4")}
 #: The step whose chain is compacted.
 COMPACTED = 20
 
 
 def dense_state_at(step: int) -> dict:
-    """A state whose exact leaves change so that each lossless codec is taken for one of them."""
+    """A state whose exact leaves change so that each lossless codec is chosen for one of them."""
     later = STEPS.index(step)
     waves = np.sin(np.arange(1100, dtype=np.float64) / 9)
     powers = 10.0 ** (np.arange(1100) % 7 - 9.0)
@@ -510,7 +510,7 @@ def dense_state_at(step: int) -> dict:
         "dense": {
             "sparse": jnp.asarray(scattered),
             "xor": jnp.asarray(near.view(ml_dtypes.bfloat16)),
-            # Of another shape than the parent's, which is no reference then.
+            # Its shape differs from the parent's, which therefore is not a reference.
             "planes": jnp.asarray(near[: 2050 + later].view(ml_dtypes.bfloat16)),
             "raw": jnp.asarray((mixed >> 13).astype(np.uint8)),
             "frozen": jnp.asarray(waves[::-1].astype(np.float32)),
@@ -524,7 +524,7 @@ def dense_state_at(step: int) -> dict:
 
 
 def write_dense(root: Path) -> None:
-    """Writes a base, deltas with dense leaves as blocks, and a compacted base among them."""
+    """Writes a base, deltas with dense leaves as blocks, and a compacted base."""
     dense = deltackpt.Dense(deltas="blocks", codec=DENSE_CODECS)
     policy = deltackpt.policies.Consecutive(max_restore_ratio=100)
     deltas = deltackpt.DeltaOptions(policy=policy)
@@ -548,7 +548,7 @@ def write_dense(root: Path) -> None:
 
 
 def main() -> None:
-    """Writes what is not there yet of the current format version."""
+    """Writes the missing golden files of the current format version."""
     plain = HERE / f"v{FORMAT_VERSION}"
     if not plain.exists():
         write(plain, HANDLERS, state_at)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The devices of these tests: a GPU, and a CPU device that is taken for one.
+"""Devices for these tests: a GPU, and a CPU device that imitates one.
 
-They run whole as ``JAX_PLATFORMS=cuda,cpu pytest tests/gpu tests/test_device_blocks.py``; without
-a GPU only the imitation does.
+To run all of them: ``JAX_PLATFORMS=cuda,cpu pytest tests/gpu tests/test_device_blocks.py``; without
+a GPU, only the imitation runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from deltackpt.save import extract
 
 @pytest.fixture(params=["gpu", "imitation"])
 def device(request, monkeypatch) -> jax.Device:
-    """A device whose memory deltackpt takes for its own, not the host's."""
+    """A device whose memory deltackpt treats as device memory, not host memory."""
     if request.param == "imitation":
         monkeypatch.setattr(extract, "on_host", lambda array: not isinstance(array, jax.Array))
         return jax.devices("cpu")[0]

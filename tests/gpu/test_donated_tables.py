@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves of tables on a device that the next training step overwrites: the right bytes, always."""
+"""Saves of device tables have the right bytes although the next training step overwrites them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def train(state: dict, touched: deltackpt.TouchState, ids: dict) -> tuple:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def overwrite(state: dict) -> dict:
-    """Puts other values in the place of all."""
+    """Replaces all values."""
     return jax.tree.map(lambda leaf: -2 * leaf - 1, state)
 
 
@@ -69,7 +69,7 @@ def save_and_overwrite(manager: deltackpt.CheckpointManager, step: int, state, t
     """Saves a state that the steps after the call, dispatched at once, donate and overwrite.
 
     Returns:
-      What ``save()`` was given, in host memory, and what it returned.
+      The state given to ``save()``, in host memory, and the result.
     """
     kept, given = copied(state), jax.tree.leaves((state["tables"], state["slots"]))
     saved = manager.save(step, state, touched=touched)
@@ -90,7 +90,7 @@ def open_manager(root, codec="raw", **options) -> deltackpt.CheckpointManager:
 
 
 def on_device(device: jax.Device, codec: codecs.Codec, rows: np.ndarray) -> encode.Encoded:
-    """Rows encoded on a device, at most 64; for ``model.decoded``."""
+    """Encodes at most 64 rows on a device; for ``model.decoded``."""
     padded = np.zeros((64, *rows.shape[1:]), rows.dtype)
     padded[: len(rows)] = rows
     piece = pieces.DevicePiece.dispatch(codec, jax.device_put(padded, device), len(rows))
@@ -98,7 +98,7 @@ def on_device(device: jax.Device, codec: codecs.Codec, rows: np.ndarray) -> enco
 
 
 def coded(device: jax.Device, codec: str, state: dict, ids: dict[str, np.ndarray]) -> dict:
-    """A state whose rows ``ids`` came through a codec on a device."""
+    """Returns a state whose rows ``ids`` were encoded on a device and decoded."""
     tables = {name: table.copy() for name, table in state["tables"].items()}
     for name, rows in ids.items():
         encoder = functools.partial(on_device, device)
@@ -107,7 +107,7 @@ def coded(device: jax.Device, codec: str, state: dict, ids: dict[str, np.ndarray
 
 
 def coded_on_either(device, codec: str, state: dict, ids: dict[str, np.ndarray], found) -> dict:
-    """As ``coded``, with each row as the CPU encodes it if that is what was found."""
+    """Like ``coded``, but takes a row as the CPU encodes it if ``found`` matches that."""
     tables = coded(device, codec, state, ids)["tables"]
     for name, rows in ids.items():
         on_cpu = model.decoded(codec, state["tables"][name][rows])
@@ -139,7 +139,7 @@ def test_delta_of_tables_that_are_overwritten_at_once_restores_exactly(
     with open_manager(tmp_path, codec) as manager:
         manager.save(0, state, touched=touched)
         manager.wait_until_finished()
-        # Nobody waits for the steps before the save either.
+        # The test does not wait for the steps before the save either.
         for seed in (1, 2):
             state, touched = train(state, touched, some_ids(seed))
         expected, saved = save_and_overwrite(manager, 1, state, touched)
@@ -160,8 +160,8 @@ def test_device_encodes_as_the_cpu_does(device, codec):
     rows[11, 3] = np.nan
     host = model.decoded(codec, rows)
     found = model.decoded(codec, rows, functools.partial(on_device, device))
-    # Divisions and fused multiplications round otherwise on some processors: rarely seen in a
-    # stored scale or code, and never in the size of the errors.
+    # Some processors round divisions and fused multiplications differently. This rarely changes a
+    # stored scale or code, and never the size of the errors.
     same = (found.view(np.int32) == host.view(np.int32)).all(axis=1)
     assert same.mean() >= 0.99
     assert same[[7, 11]].all()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer against a bucket, in a process that a test kills; its states say how they came about.
+"""A trainer with a bucket, in a process that a test kills; its states record their history.
 
-A state holds which branch of training made each of its steps, and all else follows from that: a
-state that was put together from two branches, or lacks rows, is told by replaying its history.
+A state records which branch of training made each of its steps, and all else follows from that.
+Replaying the history detects a state that mixes two branches or lacks rows.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from deltackpt.options import DeltaOptions, ManagerOptions, Tiers, Timeouts
 from deltackpt.storage import buckets
 
 ROWS, WIDTH = 300, 4
-#: Until a trainer that waits for the staging directory only learns that the root was emptied.
+#: Until a trainer that waits only for staging notices that the root was emptied.
 _NOTICED_SECS = 60
-#: Steps that a state can remember.
+#: Most steps that a state can record.
 MOST = 4000
 HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
 
@@ -44,7 +44,7 @@ def rows_of(step: int) -> np.ndarray:
 
 
 def replayed(history: np.ndarray) -> np.ndarray:
-    """The table that a history makes: whole numbers, so that their order does not matter."""
+    """The table that a history produces: integers, so that the order does not matter."""
     words = np.zeros((ROWS, WIDTH), np.float32)
     for step, branch in enumerate(history):
         if branch >= 0:
@@ -71,7 +71,7 @@ def trained(state: Any, marks: Any, step: int, branch: int, around: Surroundings
 
 
 def check(state: Any, step: int) -> list[int]:
-    """The history of a state of a step, which must be what its rows say."""
+    """Returns the history of a state after checking its rows against it."""
     history = np.asarray(state["history"])
     assert (history[step + 1 :] == -1).all() and history[step] >= 0, (step, history[: step + 2])
     words = np.asarray(state["tables"]["words"])
@@ -80,7 +80,7 @@ def check(state: Any, step: int) -> list[int]:
 
 
 def options(stage: str, endpoint: str, wait_for: Any) -> ManagerOptions:
-    """Of a trainer: bases are frequent, and few steps stay."""
+    """Options of a trainer: frequent bases, and few steps kept."""
     return ManagerOptions(
         deltas=DeltaOptions(
             policy=deltackpt.policies.Consecutive(max_chain=3), sampled_proof=False
@@ -102,18 +102,18 @@ def train(
     steps: int | None,
     may_empty: bool,
 ) -> None:
-    """Goes on from the newest step, or an older one, until it is killed, or has made some steps.
+    """Resumes from the newest step or an older one, until it is killed or has made some steps.
 
     Args:
-      url: of the root.
+      url: the remote directory.
       endpoint: of its server.
-      stage: of the node.
-      journal: a file for what was done and acknowledged, a line of JSON each.
-      environment: with credentials.
-      branch: what tells this training from all others.
-      seed: of what is drawn.
-      steps: how many to make; None for as many as it comes to.
-      may_empty: whether it may remove every object of the root in mid-run.
+      stage: the staging directory.
+      journal: a file of what was done and acknowledged, one JSON line each.
+      environment: variables with credentials.
+      branch: a number that identifies this training.
+      seed: of the random draws.
+      steps: how many to make; None for no limit.
+      may_empty: whether it may remove every object of the root during the run.
     """
     os.environ.update(environment)
     warnings.simplefilter("ignore")
@@ -152,7 +152,7 @@ def train(
 
 
 class StageLost(Exception):
-    """The stage of a trainer was removed."""
+    """The staging directory of a trainer was removed."""
 
 
 class RootEmptied(Exception):
@@ -160,25 +160,25 @@ class RootEmptied(Exception):
 
 
 def empty(url: str, endpoint: str) -> None:
-    """Removes every object below a root, until there is none at one moment."""
+    """Removes every object of a root until a listing is empty."""
     store = buckets.place(url, endpoint=endpoint).open().store
     while keys := store.keys(""):
         store.delete(keys)
 
 
 def is_fenced(error: DeltackptError) -> bool:
-    """Whether another trainer has taken the root."""
+    """Whether another trainer took over the root."""
     cause = error.__cause__ if isinstance(error, SaveFailed) else None
     return isinstance(cause or error, FencedError)
 
 
 def away_of(stage: Path) -> Path:
-    """Where a stage is while it is moved."""
+    """The path to which a staging directory is moved away."""
     return stage.with_name(f"{stage.name}.away")
 
 
 class Training:
-    """A loop that saves, and tells what it does."""
+    """A loop that saves and journals its actions."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class Training:
         self._step, self._state, self._marks = -1, around.placed(fresh()), None
 
     def train(self, steps: int | None, wait_for: str) -> None:
-        """Goes on from the newest step, or an older one, and makes some."""
+        """Resumes from the newest step or an older one, and makes some."""
         draw = self._draw
         self._begin(may_go_back=steps is None)
         made = 0
@@ -231,7 +231,7 @@ class Training:
             return
         history = check(found.state, found.step)
         assert (wrong := self._around.misplaced(found.state)) is None, wrong
-        # Said before anything follows from it.
+        # Journaled before anything that depends on it.
         self._tell("goes on", step=found.step, history=history, back=back)
         self._step, self._state, self._marks = found.step, found.state, found.touched
 
@@ -244,7 +244,7 @@ class Training:
         self._tell("saved", step=self._step)
 
     def _without_stage(self, *, removed: bool) -> None:
-        """Saves fail while the stage is elsewhere, which is not made anew."""
+        """Asserts that saves fail while the staging directory is away and do not recreate it."""
         self._manager.wait_until_finished()
         away = away_of(self._stage)
         self._stage.rename(away)
@@ -262,7 +262,7 @@ class Training:
         assert any(self._is_saved() for _ in range(6)), "a stage that came back takes no save"
 
     def _without_root(self, wait_for: str) -> None:
-        """Nothing that should be in the root is acknowledged once it was emptied."""
+        """Asserts that no save is acknowledged as remote after the root was emptied."""
         assert self.empty_root is not None
         self._tell("empties")
         self.empty_root()

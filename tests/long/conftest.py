@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the long loops share."""
+"""Fixtures of the long loops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from campaign import Campaign
 
 @pytest.fixture(scope="session")
 def campaign(request) -> Campaign:
-    """How much to do, and what to draw from."""
+    """How much to do, and the source of random draws."""
     option = request.config.option
     return Campaign(option.long == "full", option.long_seed)
 
@@ -27,7 +27,7 @@ def trainees(tmp_path_factory) -> Iterator[harness.Trainees]:
 
 @pytest.fixture(scope="session")
 def log_trainees(tmp_path_factory) -> Iterator[harness.Trainees]:
-    """The fork server of processes that log."""
+    """The fork server of processes with a WAL."""
     server = harness.Trainees(tmp_path_factory.mktemp("trainees"), "log_trainee.py")
     yield server
     server.close()
@@ -35,7 +35,7 @@ def log_trainees(tmp_path_factory) -> Iterator[harness.Trainees]:
 
 @pytest.fixture
 def second_trainees(tmp_path) -> Iterator[harness.Trainees]:
-    """A fork server of its own, for a process beside another."""
+    """A separate fork server, for a process beside another."""
     server = harness.Trainees(tmp_path)
     yield server
     server.close()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds and drops packs in a file of extents until it is ended, and says what it has done.
+"""Stores and drops packs in an extent file until it is killed, and reports what it did.
 
     python extent_worker.py DIRECTORY SEED
 
-Each line on stdout is a note in JSON: ``ready``; ``holding`` before, ``held`` after a hold;
-``dropping`` before, ``dropped`` after a drop.
+Each line on stdout is a note in JSON: ``ready``; ``holding`` before and ``held`` after ``hold``;
+``dropping`` before and ``dropped`` after ``drop``.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ MOST_BYTES = 5 << 20
 
 def main(directory: Path, seed: int) -> None:
     random_ = random.Random(seed)
-    # Each extent by one write, or by several.
+    # Write each extent in one call, or in several.
     extents._PIECE_BYTES = random_.choice((EXTENT_BYTES, EXTENT_BYTES // 4))
     held = opened(directory)
     note("ready")
-    # A run that an earlier process began never goes on: its keys are used once.
+    # No process continues an earlier one's run: keys are used once.
     for number in range(1_000_000):
         pack = MemoryPack(f"run{seed}.{number}", random_.randint(0, MOST_BYTES))
         labels = held.labels()
@@ -47,7 +47,7 @@ def main(directory: Path, seed: int) -> None:
 
 
 def opened(directory: Path) -> ExtentFile:
-    """The file, as all of its processes open it."""
+    """The extent file, opened with the options that all processes use."""
     return ExtentFile(directory, nbytes=COUNT * EXTENT_BYTES, extent_bytes=EXTENT_BYTES)
 
 

@@ -28,7 +28,7 @@ from machine import required
 from deltackpt.format import names
 
 HERE = Path(__file__).resolve().parent
-#: A training process that says nothing for so long hangs.
+#: A training process that sends no note for this long counts as hung.
 SILENCE_SECS = 120
 
 
@@ -38,7 +38,7 @@ class Ended:
 
     Attributes:
       status: its exit code, negative for a signal.
-      notes: what it noted, in order.
+      notes: its notes, in order.
       calls: the I/O calls below the root that it entered, by number: (call, path below the root).
     """
 
@@ -51,27 +51,27 @@ class Ended:
         return [note for note in self.notes if note["note"] == kind]
 
     def last(self, kind: str, field: str) -> Any:
-        """A field of the last note of a kind, None without any."""
+        """A field of the last note of a kind, or None."""
         found = self.noted(kind)
         return found[-1][field] if found else None
 
 
 class Trainees:
-    """A fork server of training processes, one at a time."""
+    """A fork server that runs one training process at a time."""
 
     def __init__(self, directory: Path, program: str = "trainee.py"):
         """Starts the server.
 
         Args:
-          directory: where the I/O shim is built, and where logs go.
-          program: what the processes run, beside this file.
+          directory: for the I/O shim and the logs.
+          program: what the processes run; a file next to this one.
         """
         self.directory = directory
         self._diagnosis = directory / "diagnosis.txt"
         self._numbers = itertools.count()
         environment = {**os.environ, "LD_PRELOAD": str(_shim(directory)), "JAX_PLATFORMS": "cpu"}
         environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-        # What each process would compile anew: most of the time until its first save.
+        # Without the cache, a process spends most of the time before its first save compiling.
         environment["JAX_COMPILATION_CACHE_DIR"] = str(directory / "compiled")
         environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         environment["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
@@ -87,14 +87,14 @@ class Trainees:
         self._reader.start()
 
     def run(self, task: str, root: Path, **what: Any) -> Ended:
-        """Runs a task in a process of its own until it ends."""
+        """Runs a task in a new process until it ends."""
         running = self.start(task, root, **what)
         for _ in running:
             pass
         return running.ended()
 
     def start(self, task: str, root: Path, **what: Any) -> Running:
-        """Starts a task in a process of its own."""
+        """Starts a task in a new process."""
         log = self.directory / f"calls.{next(self._numbers)}.txt"
         log.touch()
         line = {
@@ -139,7 +139,7 @@ class Trainees:
 
 
 class Running:
-    """A training process; iterating gives its notes as they come, until it ends."""
+    """A training process; iteration yields its notes as they arrive, until it ends."""
 
     def __init__(self, trainees: Trainees, log: Path):
         self._trainees = trainees
@@ -158,7 +158,7 @@ class Running:
                 yield note
 
     def end(self, kind: str, secs: float | None, action: Callable[[], None]) -> Ended:
-        """Lets it run until it ends; acts some time after its first note of a kind."""
+        """Runs it until it ends; calls ``action`` ``secs`` after its first note of a kind."""
         timer: threading.Timer | None = None
         for note in self:
             if secs is not None and timer is None and note["note"] == kind:
@@ -175,7 +175,7 @@ class Running:
             os.kill(self.pid, signal.SIGKILL)
 
     def ended(self) -> Ended:
-        """What is known once it has ended."""
+        """Its status, notes and I/O calls, after it has ended."""
         assert self._status is not None
         calls = {}
         for line in self._log.read_text().splitlines():
@@ -186,19 +186,19 @@ class Running:
 
 
 class Encoded:
-    """What leaves may be that a code has lost something of: what an encoder said beforehand."""
+    """Allowed values of lossily encoded leaves, as the encoder reported them."""
 
     def __init__(self) -> None:
-        #: Of a history and a leaf.
+        #: (history, leaf) to digests.
         self._said: dict[tuple[str, str], set[str]] = {}
 
     def take(self, note: dict[str, Any]) -> None:
-        """Takes in what an encoder said."""
+        """Records what an encoder reported."""
         for leaf, digest in note["leaves"].items():
             self._said.setdefault((note["history"], leaf), set()).add(digest)
 
     def check(self, note: dict[str, Any]) -> bool:
-        """Checks what was restored; whether anything of it was not exact."""
+        """Checks restored leaves; returns whether any of them is inexact."""
         for leaf, digest in note["inexact"].items():
             said = self._said.get((note["history"], leaf), set())
             assert digest in said, (leaf, note, said)
@@ -206,27 +206,27 @@ class Encoded:
 
 
 class Expected:
-    """What each step of a directory may hold, by what its trainers said before they died.
+    """Allowed contents of each step of a directory, from the notes of its trainers.
 
     Attributes:
-      waited_for: the newest step for which ``wait()`` had returned, and nobody went back behind.
+      waited_for: the newest step that a wait has confirmed and no rollback has removed.
       restored: how many restores were compared.
-      inexact: of how many of these some leaves were what a lossy code makes of them.
+      inexact: how many of these had lossily encoded leaves.
     """
 
     def __init__(self) -> None:
         self.waited_for = 0
         self.restored = self.inexact = 0
         self._encoded = Encoded()
-        #: Step to the histories that may stand there.
+        #: Step to the histories that it may have.
         self._may_be: dict[int, set[str]] = {}
 
     def check(self, ended: Ended, standing: int) -> None:
-        """Checks a process's restores against what was noted, and takes in what it noted.
+        """Checks a process's restores against earlier notes, and records its own notes.
 
         Args:
-          ended: a process that started where another was killed.
-          standing: the newest committed step when it did.
+          ended: a process that started after another was killed.
+          standing: the newest committed step when it started.
         """
         begun = saved = None
         for note in ended.notes:
@@ -269,12 +269,12 @@ class Expected:
 
 
 def draw_life(random_: random.Random, life: int, doings: int) -> dict[str, Any]:
-    """A task of a training process: what it does between its start and its end.
+    """Draws a task of a training process: its actions between start and end.
 
     Args:
-      random_: what it is drawn from.
-      life: its number in the directory, from 1.
-      doings: how many things it does.
+      random_: source of randomness.
+      life: number of the process in the directory, from 1.
+      doings: how many actions it performs.
     """
     drawn: list[list[str | int]] = []
     kinds = ("save", "keep", "back", "init", "look", "roll", "save_if_due", "compact", "move")
@@ -284,7 +284,7 @@ def draw_life(random_: random.Random, life: int, doings: int) -> dict[str, Any]:
         elif doing in ("look", "roll"):
             drawn.append([doing, random_.randrange(4)])
         else:
-            # As many steps: the clock of marks that were taken back passes the parent's, or not.
+            # The number of steps decides if the clock of rolled-back marks passes the parent's.
             drawn.append([doing, random_.choice((1, 1, 2, 5))])
         if random_.random() < 0.5:
             drawn.append(["wait"])
@@ -305,28 +305,28 @@ def draw_life(random_: random.Random, life: int, doings: int) -> dict[str, Any]:
 def draw_around(
     random_: random.Random, doings: list[list[str | int]], *, log: bool = False
 ) -> dict[str, Any]:
-    """What a life does, where its root may go at the end, and what is around its calls."""
+    """Draws the surroundings of a life's calls, and whether its root is removed at the end."""
     gone = [["remove"]] if random_.random() < 0.05 else []
     return {"doings": [*doings, *gone], "surroundings": surroundings.draw(random_, log=log)}
 
 
 def draw_dense(random_: random.Random) -> dict[str, Any]:
-    """Options of ``Dense``: each life goes on from what one with others has saved."""
+    """Draws options of ``Dense``; a life resumes from saves with other options."""
     return {
         "deltas": random_.choice(("whole", "blocks", "blocks", "blocks")),
         "codec": random_.choice(("lossless", trainee.LOSSY, trainee.LOSSY)),
         "max_error": trainee.MAX_ERROR,
-        # Mostly room for all leaves, else for some of them.
+        # Usually room for all leaves, sometimes only for some.
         "max_reference_bytes": random_.choice((1 << 30, 1 << 30, 30_000)),
     }
 
 
 def phase(call: str, path: str) -> str:
-    """What a save, a start or a removal was about when it entered an I/O call.
+    """Returns the phase of a save, a start or a removal in which it entered an I/O call.
 
     Args:
       call: the call, as the shim names it.
-      path: its path below the root, that of the new name for a rename.
+      path: its path below the root; for a rename, the new path.
     """
     top, _, below = path.lstrip("/").partition("/")
     if top.startswith("rolled-back"):
@@ -377,7 +377,7 @@ PHASES = (
 )
 
 
-#: What the shim's lines of a phase contain; one of a life's first such lines is of that phase.
+#: Text in the shim's lines of a phase; one of a life's first such lines is of that phase.
 MATCHES = {
     "start: lease": "lease.",
     "step: temporary directory": "mkdir /",
@@ -397,10 +397,10 @@ MATCHES = {
 
 
 def put_back(root: Path, ended: Ended) -> None:
-    """Puts a root back that a process has moved and not moved back, unless it was removed."""
+    """Moves a root back if a process left it moved, unless it was removed."""
     moved = trainee.moved_of(root)
     if ended.noted("removed"):
-        for place in (moved, root):  # A power cut may have undone it.
+        for place in (moved, root):  # A power cut may have undone the removal.
             shutil.rmtree(place, ignore_errors=True)
     elif moved.exists():
         assert not root.exists(), [*root.rglob("*")]
@@ -408,18 +408,18 @@ def put_back(root: Path, ended: Ended) -> None:
 
 
 class Outside:
-    """Files outside of roots, to which links in them lead; none of them is ever removed."""
+    """Files outside the roots that links in the roots point to; none is ever removed."""
 
     def __init__(self, folder: Path):
         self._folder = folder
-        # With names of what is removed below a root.
+        # The same names as files that are removed below a root.
         for name in ("file", "1/embeddings/file", "embeddings/file"):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(name)
         self._files = self._found()
 
     def plant(self, random_: random.Random, root: Path) -> None:
-        """Half of the time makes a link in a root, where something is removed sooner or later."""
+        """Half of the time, adds a link in a root at a path that is removed sooner or later."""
         run = f"{random_.getrandbits(128):032x}"
         places = [
             f"{names.TRASH}/{run}",
@@ -437,7 +437,7 @@ class Outside:
             place.symlink_to(self._folder)
 
     def check(self) -> None:
-        """All of them are there."""
+        """Checks that all of them exist, unchanged."""
         assert self._found() == self._files
 
     def _found(self) -> dict[str, str]:
@@ -446,7 +446,7 @@ class Outside:
 
 @contextlib.contextmanager
 def telling(*what: Any) -> Iterator[None]:
-    """Adds what repeats a failure to it."""
+    """Adds the data that reproduces a failure to its message."""
     try:
         yield
     except AssertionError as error:
@@ -454,12 +454,12 @@ def telling(*what: Any) -> Iterator[None]:
 
 
 def steps_in(root: Path) -> list[int]:
-    """The committed steps, as anybody sees them."""
+    """The committed steps, from the directory listing."""
     return sorted(int(path.name) for path in root.glob("[0-9]*") if path.name.isdecimal())
 
 
 def newest(root: Path) -> int:
-    """The newest committed step, 0 without any."""
+    """The newest committed step, or 0."""
     return max(steps_in(root), default=0)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K-means of ``examples/running/kmeans.py`` in a process that a test kills."""
+"""Runs ``examples/running/kmeans.py`` in a process that a test kills."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _EXTENT_BYTES, _EXTENTS = 256 << 10, 512
 
 
 def digests(state: kmeans.State) -> dict[str, int]:
-    """CRC32C of every leaf."""
+    """Returns the CRC32C of every leaf."""
     found = {name: np.ascontiguousarray(leaf) for name, leaf in state.items()}
     return {name: crc32c(array.reshape(-1).view(np.uint8)) for name, array in found.items()}
 
 
 def reference(path: str, iterations: int) -> None:
-    """Writes the digests of a clustering that nobody kills, after each of its iterations."""
+    """Writes the digests after each iteration of an undisturbed clustering."""
     state = kmeans.begin(POINTS)
     found = [digests(state)]
     for _ in range(iterations):
@@ -51,17 +51,17 @@ def cluster(
     iterations: int,
     promotes: bool,
 ) -> None:
-    """Goes on from the newest checkpoint, saves at every iteration, and waits for some of them.
+    """Resumes from the newest checkpoint, saves every iteration, and waits for some saves.
 
     Args:
-      url: of the root.
-      stage: in memory.
-      disk: where the extents are.
-      journal: a file for what was done, a line of JSON each.
-      environment: with the token of the root.
-      seed: of what is drawn.
-      iterations: where it ends.
-      promotes: whether anything comes to the root.
+      url: URL of the remote directory.
+      stage: staging directory, in memory.
+      disk: directory of the extents.
+      journal: JSON-lines file for progress.
+      environment: environment variables with the token of the remote directory.
+      seed: random seed.
+      iterations: the last iteration.
+      promotes: whether saves are uploaded.
     """
     os.environ.update(environment)
     warnings.simplefilter("ignore")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges processes that log and are killed; see ``log_trainee.py``."""
+"""Checks processes that append to a WAL and are killed; see ``log_trainee.py``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import harness
 from harness import Encoded, Ended
 
-#: What a process does between its start and its end, and how likely that is.
+#: Actions of a process between its start and its end, and their weights.
 _DOINGS = {
     "log": 8,
     "union": 2,
@@ -32,7 +32,7 @@ PHASES = (
     "log: progress",
     "log: trimming",
 )
-#: What the shim's lines of the phases that are hardest to hit by chance contain.
+#: Substrings of the shim's lines of the phases that are hardest to hit by chance.
 MATCHES = {
     **harness.MATCHES,
     "log: head": ".msgpack",
@@ -43,7 +43,7 @@ MATCHES = {
 
 
 def phase(call: str, path: str) -> str:
-    """What a process was about when it entered an I/O call, as ``harness.phase``."""
+    """The phase of a process when it entered an I/O call, like ``harness.phase``."""
     top, _, below = path.lstrip("/").partition("/")
     if top != "log":
         return harness.phase(call, path)
@@ -63,9 +63,9 @@ class Offer(NamedTuple):
     """A state that a restore may find.
 
     Attributes:
-      step: its step; 0 where there is nothing.
+      step: its step; 0 if nothing exists.
       history: of the state.
-      kept: whether it was saved or logged, instead of only gone back to.
+      kept: whether it was saved or appended, not only rolled back to.
     """
 
     step: int
@@ -74,24 +74,24 @@ class Offer(NamedTuple):
 
 
 class Offers:
-    """States that the trainers of a directory offered, in order; what a restore may find.
+    """States that the trainers of a directory offered, in order; a restore may find them.
 
     Attributes:
       restored: how many restores were compared.
       of_points: how many of these were of points.
-      inexact: of how many of these some leaves were what a lossy code makes of them.
+      inexact: in how many of these a lossy codec had changed some leaves.
     """
 
     def __init__(self) -> None:
         self.restored = self.of_points = self.inexact = 0
         self._encoded = Encoded()
-        #: From the newest that is known to be there on.
+        #: The newest offer that is known to be valid, and all later ones.
         self._standing = [Offer(0, "")]
         #: Every history that was ever offered.
         self._ever: set[str] = set()
 
     def check(self, ended: Ended) -> None:
-        """Checks what a process found, and takes in what it offered and what it was promised.
+        """Checks what a process found; records what it offered and what it was promised.
 
         Args:
           ended: a process that started where another had ended.
@@ -104,7 +104,7 @@ class Offers:
                 found = Offer(note["step"], note["history"] if note["step"] else "")
                 if not self._is_left(note, offered):
                     assert found[:2] in [one[:2] for one in offered], (note, offered)
-                # What is newer is gone, and is made again.
+                # Newer states are lost and are made again.
                 offered = [found]
             elif kind == "looked":
                 self._compare(note)
@@ -123,7 +123,7 @@ class Offers:
         self._standing = offered
 
     def _is_left(self, note: dict[str, Any], offered: list[Offer]) -> bool:
-        """Whether a step was found that is not aside yet: the later ones go first, one by one."""
+        """Whether a step was found that is not moved aside yet: later ones go first, one by one."""
         rolls = [at for at, one in enumerate(offered) if not one.kept]
         if not rolls or note["log"] or note["history"] not in self._ever:
             return False
@@ -140,24 +140,24 @@ class Offers:
 
 
 def _acknowledged(offered: list[Offer], step: int | None) -> list[Offer]:
-    """What is left to choose from where a step was promised; None: the last that was kept."""
+    """The possible states after a step was promised; None: after the last that was kept."""
     if step is None:
         at = max((at for at, one in enumerate(offered) if one.kept), default=0)
     else:
-        # After going back a number may stand there twice: only the older one is sure.
+        # After a rollback, a step number may occur twice: only the older one is certain.
         at = next((at for at, one in enumerate(offered) if one.step == step), 0)
         if not offered[at].kept:
-            return offered  # The steps after it are there until the next save or record.
+            return offered  # The steps after it exist until the next save or record.
     return offered[at:]
 
 
 def draw_log_life(random_: random.Random, life: int, doings: int) -> dict[str, Any]:
-    """A task of a training process that logs.
+    """Draws the task of a training process with a WAL.
 
     Args:
-      random_: what it is drawn from.
+      random_: source of the draws.
       life: its number in the directory, from 1.
-      doings: how many things it does.
+      doings: number of actions.
     """
     drawn: list[list[str | int]] = [["save", 1]] if life == 1 else []
     for doing in random_.choices(list(_DOINGS), list(_DOINGS.values()), k=doings):
@@ -177,9 +177,9 @@ def draw_log_life(random_: random.Random, life: int, doings: int) -> dict[str, A
         "log_options": {
             "dense": random_.choice(("whole", "delta", "delta")),
             "dense_every": random_.choice((1, 1, 3)),
-            # So that log() saves some of the steps by itself.
+            # 1e-3 makes append() save some of the steps.
             "max_wal_ratio": random_.choice((1.0, 1.0, 1e-3)),
-            # A segment has a few records, so that they are closed and trimmed.
+            # A segment has a few records, so that segments are closed and trimmed.
             "backend": {"segment_bytes": random_.choice((1 << 16, 1 << 20))},
         },
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of a job of several that log; see ``many_worker.py``."""
+"""One process of a multi-process job that appends to a WAL; see ``many_worker.py``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-# Run as a program it stands beside the module whose processes it has.
+# Makes ``many_worker`` importable if this file runs as a program.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import many_worker
@@ -18,20 +18,20 @@ import deltackpt
 
 
 class Worker(many_worker.Worker):
-    """A process that can also be asked to log."""
+    """A worker that can also append to a WAL."""
 
     def open(self, log: dict[str, Any], **options: Any) -> None:
-        """Makes the manager, with a log of these options; see there."""
+        """Opens the manager with a WAL of these options; see the base class."""
         log = dict(log)
         backend = deltackpt.wal.LocalWal(**log.pop("backend"))
         super().open(wal=deltackpt.WalOptions(backend=backend, **log), **options)
 
     def logs(self, seed: int, begins: bool) -> None:
-        """Trains, logs and saves until it is killed; says of which step each call is.
+        """Trains, appends and saves until it is killed; reports the step of each call.
 
         Args:
-          seed: of what is drawn, the same in all processes.
-          begins: whether there is no step yet.
+          seed: of the random choices, the same in all processes.
+          begins: whether no step exists yet.
         """
         draw = random.Random(seed)
         while True:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training process that logs its steps, for harnesses that kill it; see ``trainee.py``.
+"""A training process that appends to a WAL, for harnesses that kill it; see ``trainee.py``.
 
-What it notes is an account of *offers*: states of which it said, in this order, that they are to be
-kept, by ``save()`` or by a full record of ``append()``; and of those that were *acknowledged*. A
-process that starts later must find an offer that is not older than the last acknowledged one.
+It notes, in order, *offers* (states passed to ``save()``, or to ``append()`` as a full record) and
+which of them were *acknowledged*. A later process must find an offer that is not older than the
+last acknowledged one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-# Run as a program it stands beside the tests that it shares options with.
+# Run as a program, it shares options with tests in the parent directory.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax
@@ -30,7 +30,7 @@ from deltackpt.wal import audit
 
 
 def log_options(given: dict[str, Any]) -> deltackpt.WalOptions:
-    """The options of a log, from JSON."""
+    """The options of a WAL, from JSON."""
     backend = deltackpt.wal.LocalWal(**given.get("backend", {}))
     return deltackpt.WalOptions(
         backend=backend, **{k: v for k, v in given.items() if k != "backend"}
@@ -38,16 +38,16 @@ def log_options(given: dict[str, Any]) -> deltackpt.WalOptions:
 
 
 class Logging(trainee.Training):
-    """A loop that also logs."""
+    """A training loop that also appends to a WAL."""
 
     def __init__(self, saver: Any, root: Path, branch: int, surroundings: Surroundings, ids: bool):
         super().__init__(saver, root, branch, surroundings)
         self._ids = ids
-        #: What was trained since the last log() that took something.
+        #: Steps trained since the last append() that wrote a record.
         self._unlogged: list[tuple[int, int]] = []
 
     def start(self) -> None:
-        """Goes on from the newest step or point."""
+        """Resumes from the newest step or point."""
         note("restoring")
         result = self._saver.restore_latest(self.template())
         found = {"step": 0, "wrong": None, "history": name(()), "items": None, "log": False}
@@ -58,24 +58,24 @@ class Logging(trainee.Training):
         note("ready", **found)
 
     def train(self, steps: int) -> None:
-        """Some steps, none of them logged."""
+        """Trains some steps and appends none."""
         for _ in range(steps):
             super().train(1)
             self._unlogged.append((self.step, self._branch))
 
     def log(self, steps: int = 1) -> None:
-        """Trains, and logs each step."""
+        """Trains and appends each step."""
         for _ in range(steps):
             self.train(1)
             self._log()
 
     def union(self, steps: int = 1) -> None:
-        """Trains, and logs all steps at once."""
+        """Trains and appends all steps at once."""
         self.train(steps)
         self._log()
 
     def save(self, steps: int = 1) -> None:
-        """Trains, and saves."""
+        """Trains and saves."""
         self.train(steps)
         self._offer("save")
         saved = self._saver.save(self.step, self._state(), touched=self.marks)
@@ -85,7 +85,7 @@ class Logging(trainee.Training):
             note("taken", save=saved.kind)
 
     def forget(self, steps: int = 1) -> None:
-        """Saves, then logs steps whose rows are not marked: that saves a base instead."""
+        """Saves, then appends steps whose rows are not marked: that saves a base instead."""
         self.save()
         self.wait()  # No point above this step is acknowledged, and so none is lost.
         kept = self.marks
@@ -94,22 +94,22 @@ class Logging(trainee.Training):
         self._log()
 
     def wait(self) -> None:
-        """Until all saves are committed."""
+        """Waits until all saves are committed."""
         self._saver.wait_until_finished()
         note("acknowledged", by="wait")
 
     def wait_appended(self) -> None:
-        """Until all records are durable."""
+        """Waits until all records are durable."""
         _acknowledge("wait_appended", self._saver.wait_appended())
 
     def look(self, which: int = 0) -> None:
-        """Restores a step or a point, compares it, and goes on with what is in memory."""
+        """Restores a step or a point and compares it, but keeps the state in memory."""
         result = self._any(which)
         if result is not None:
             note("looked", **self._found(result))
 
     def roll(self, which: int = 0) -> None:
-        """Goes on from an older step or point."""
+        """Resumes from an older step or point."""
         result = self._any(which)
         if result is not None:
             note("looked", **self._found(result))
@@ -157,7 +157,7 @@ class Logging(trainee.Training):
         self.wait_appended()
 
     def _not_kept(self) -> None:
-        """Nothing is withdrawn: what was offered may be there or not."""
+        """Withdraws nothing: an offered state may exist or not."""
 
     def _adopt(self, result: Any) -> None:
         super()._adopt(result)
@@ -178,12 +178,12 @@ def _acknowledge(by: str, found: deltackpt.RecoveryPoint | int | None) -> None:
 
 
 def log(task: dict[str, Any]) -> None:
-    """Goes on from the newest step or point, and does ``task["doings"]``."""
+    """Resumes from the newest step or point and executes ``task["doings"]``."""
     root = Path(task["root"])
     trainee._arm(task, root)
     trainee.watch_encoders()
     if any(doing == "forget" for doing, *_ in task["doings"]):
-        # Every row is looked at, as in a state that is smaller than the sample.
+        # Check every row, as in a state that is smaller than the sample.
         proof.ROWS, audit._ROWS, audit._EVERY = 1 << 20, 1 << 20, 1
     with trainee.around(
         task,
@@ -203,17 +203,17 @@ def log(task: dict[str, Any]) -> None:
 
 
 class Noted:
-    """Notes what is durable and what failed (``deltackpt.events.EventHandler``)."""
+    """Notes failures (``deltackpt.events.EventHandler``)."""
 
     def receive(self, event: events.Event) -> None:
-        """A save or a batch ended, well or not; space is freed once one did not."""
+        """Notes a failure and disarms the injected faults."""
         if isinstance(event, events.FailureEvent):
             trainee._shim_call("faults_disarm")
             note("failure", operation=event.operation, text=str(event))
 
 
 def log_through_faults(task: dict[str, Any]) -> None:
-    """Trains, saves and logs while an I/O call fails; then logs on, and restores."""
+    """Trains, saves and appends while an I/O call fails; then continues, and restores."""
     root = Path(task["root"])
     trainee._arm(task, root)
     replay, marks, step = trainee.Replay(), trainee.new_marks(Surroundings()), 0
@@ -242,7 +242,7 @@ def log_through_faults(task: dict[str, Any]) -> None:
         assert saver is not None, "a fault outlived its cause"
         note("last", step=step)
         with contextlib.suppress(DeltackptError):
-            # A failure that nobody was told of yet, told now.
+            # Raises a failure that was not reported yet.
             saver.wait_until_finished()
     with trainee.manager(root, access="read", wal=log_options({})) as reader:
         result = reader.restore_latest(trainee.template())

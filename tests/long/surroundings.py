@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training process has around its calls: contexts of JAX, and where its arrays are."""
+"""The JAX contexts around the calls of a training process, and the placement of its arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-#: Names of ``user_contexts.CONTEXTS``, which starts a jax backend when it is imported.
+#: Names in ``user_contexts.CONTEXTS``; importing that module starts a JAX backend.
 CONTEXTS = (
     "set_mesh Auto",
     "set_mesh Explicit",
@@ -27,16 +27,16 @@ CONTEXTS = (
     "disable_jit",
     "others",
 )
-#: Where arrays are; "mixed" leaves some leaves where JAX made them.
+#: Placements of arrays; "mixed" leaves some leaves where JAX made them.
 PLACEMENTS = ("never placed", "one device", "sharded", "mixed")
-#: What a restore gets as its template.
+#: Kinds of templates for a restore.
 TEMPLATES = ("arrays", "like", "shapes")
-#: On CPU.
+#: Memory kinds on CPU.
 MEMORIES = ("device", "pinned_host", "unpinned_host")
 
 
 def draw(random_: random.Random, *, log: bool = False) -> dict[str, str | None]:
-    """Fields of ``Surroundings``; full marks of a log hold no dense leaves in pinned memory."""
+    """Fields of ``Surroundings``; full WAL records hold no dense leaves in pinned memory."""
     return {
         "context": random_.choice((None, *CONTEXTS)),
         "placement": random_.choice(PLACEMENTS),
@@ -48,7 +48,7 @@ def draw(random_: random.Random, *, log: bool = False) -> dict[str, str | None]:
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-    """Around the calls of a process, which has eight devices; see the constants above."""
+    """The surroundings of a process with eight devices; see the constants above."""
 
     context: str | None = None
     placement: str = "never placed"
@@ -73,7 +73,7 @@ class Surroundings:
         return InContext(target, self.entered)
 
     def placed(self, state: Any) -> Any:
-        """A state on devices."""
+        """Places a state on devices."""
         number = 0
 
         def place(path: Any, leaf: Any) -> Any:
@@ -102,13 +102,13 @@ class Surroundings:
         )
 
     def misplaced(self, found: Any) -> str | None:
-        """The first leaf that is not where ``placed`` has it, None without any."""
+        """The first leaf that is not where ``placed`` puts it, or None."""
         for (path, leaf), expected in zip(
             jax.tree.leaves_with_path(found),
             jax.tree.leaves(self.placed(jax.tree.map(np.asarray, found))),
             strict=True,
         ):
-            # Only for what is committed is the device promised: others follow the context.
+            # The device is guaranteed only for committed arrays: others follow the context.
             there = [(one.committed, one.committed and one.sharding) for one in (leaf, expected)]
             if there[0] != there[1]:
                 return f"{jax.tree_util.keystr(path)} is placed {there[0]} instead of {there[1]}"

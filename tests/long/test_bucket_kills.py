@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGKILL of trainers and promoters against a bucket, nodes that go and come back, two trainers."""
+"""SIGKILL of trainers and uploaders of a bucket; nodes that are lost and return; two trainers."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from deltackpt.upkeep.verify import verify_root
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(7200)]
 
-#: Of all servers together.
+#: Kills over all servers.
 KILLS = 1000
 SERVERS = ("s3", "gcs", "azure")
-#: Of nothing that is asserted on.
+#: Guards against hangs only.
 _PATIENCE_SECS = 120
 
 
 class Field:
-    """A root, the nodes that train on it, and what they said."""
+    """A remote directory, the nodes that train on it, and their journal."""
 
     def __init__(self, server: servers.Server, url: str, folder: Path, draw: Any):
         self.server, self.url, self.folder, self.draw = server, url, folder, draw
@@ -53,12 +53,12 @@ class Field:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["bucket_trainee"])
         self._branch = 0
-        #: How often the root was emptied, and is ready for another training.
+        #: How often the remote directory was emptied and made ready for another run.
         self.emptied = 0
         self.hits: collections.Counter[str] = collections.Counter()
 
     def start(self, node: Path, steps: int | None = None, *, may_empty: bool = False) -> Any:
-        """A trainer on a node, which may empty the root."""
+        """Starts a trainer on a node; it may empty the remote directory."""
         self._branch += 1
         endpoint = self.server.endpoint
         environment = dict(self.server.environment)
@@ -75,7 +75,7 @@ class Field:
         return process
 
     def told(self) -> list[dict[str, Any]]:
-        """What trainers said; the last line of a killed one may be half."""
+        """Reads the trainers' journal; the last line of a killed trainer may be cut."""
         if not self.journal.exists():
             return []
         found = []
@@ -85,7 +85,7 @@ class Field:
         return [one for one in found if isinstance(one, dict)]
 
     def put_stages_back(self) -> None:
-        """Moves stages back that killed trainers had moved."""
+        """Moves back the staging directories that killed trainers had moved."""
         for node in self.nodes:
             if (away := bucket_trainee.away_of(node)).exists():
                 assert not node.exists(), [*node.rglob("*")]
@@ -93,11 +93,11 @@ class Field:
                 self.hits["moved stage"] += 1
 
     def empties(self) -> int:
-        """How often a trainer has begun to empty the root."""
+        """Counts how often a trainer began to empty the remote directory."""
         return sum(one["what"] == "empties" for one in self.told())
 
     def end_emptying(self) -> None:
-        """Removes what was uploaded while a trainer emptied the root."""
+        """Removes objects that were uploaded while a trainer emptied the remote directory."""
         if self.empties() == self.emptied:
             return
         for node in self.nodes:
@@ -107,7 +107,7 @@ class Field:
         self.hits["emptied root"] += 1
 
     def kill_promoters(self, node: Path) -> int:
-        """Kills the promoters of a node, by their process ids."""
+        """Kills the uploaders of a node."""
         found = promoters(node)
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
@@ -115,14 +115,14 @@ class Field:
         return len(found)
 
     def reader(self) -> deltackpt.CheckpointManager:
-        """What reads the root, from nowhere near."""
+        """Opens a reader of the remote directory without local tiers."""
         tiers = Tiers(endpoint=self.server.endpoint)
         return deltackpt.CheckpointManager(
             self.url, handlers=HANDLERS, options=ManagerOptions(access="read", tiers=tiers)
         )
 
     def newest(self) -> tuple[int, list[int]] | None:
-        """The newest step at the root and its history, which its rows confirm."""
+        """Returns the newest remote step and its history, which its rows confirm."""
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # No step is skipped.
             with self.reader() as manager:
@@ -130,8 +130,7 @@ class Field:
         return None if found is None else (found.step, check(found.state, found.step))
 
     def expected(self) -> list[int]:
-        """The history that is at the root at least: what was acknowledged, and not gone back
-        behind since."""
+        """Returns the history that must be remote: acknowledged and not rolled back since."""
         history: list[int] = []
         for one in self.told():
             if one["what"] == "acked":
@@ -155,7 +154,7 @@ def field(request, tmp_path, campaign) -> Iterator[Field]:
             found.kill_promoters(node)
 
 
-def test_whatever_is_killed_the_root_has_what_was_acknowledged(field, campaign, figures):
+def test_every_acknowledged_save_is_remote_after_any_kill(field, campaign, figures):
     draw, kills = field.draw, campaign.count(KILLS) // len(SERVERS)
     stop, problems = threading.Event(), list[BaseException]()
 
@@ -164,7 +163,7 @@ def test_whatever_is_killed_the_root_has_what_was_acknowledged(field, campaign, 
             before = field.empties(), field.emptied
             try:
                 field.newest()
-            except (StepGone, StorageError):  # Beside a trainer; or before the first one.
+            except (StepGone, StorageError):  # A trainer removed it, or none exists yet.
                 pass
             except BaseException as error:
                 if before[0] == before[1] and before == (field.empties(), field.emptied):
@@ -186,7 +185,7 @@ def test_whatever_is_killed_the_root_has_what_was_acknowledged(field, campaign, 
             if draw.random() < 0.9:
                 _await_open(field, (trainer,) if beside is None else (trainer, beside[1]))
             if draw.random() < 0.7:
-                # However slow the machine is, it is killed in its saves.
+                # So that even on a slow machine the kill falls into its saves.
                 _await_saves(field, trainer, draw.randrange(1, 12))
             time.sleep(draw.random() * 0.7)
             what = draw.choice(["trainer", "promoter", "both", "both"])
@@ -222,7 +221,7 @@ def test_whatever_is_killed_the_root_has_what_was_acknowledged(field, campaign, 
 
 
 def _await_open(field: Field, trainers: tuple[Any, ...]) -> None:
-    """Until some trainers, which were started last, have opened the root, or ended."""
+    """Waits until the trainers that were started last have opened the directory or ended."""
     branches = range(field._branch - len(trainers) + 1, field._branch + 1)
     deadline = time.monotonic() + _PATIENCE_SECS
     for branch, trainer in zip(branches, trainers, strict=True):
@@ -233,7 +232,7 @@ def _await_open(field: Field, trainers: tuple[Any, ...]) -> None:
 
 
 def _await_saves(field: Field, trainer: Any, count: int) -> None:
-    """Until some saves were made since, or a trainer has ended."""
+    """Waits for some more saves, or until a trainer has ended."""
     deadline, told = time.monotonic() + _PATIENCE_SECS, len(field.told())
     while trainer.is_alive() and time.monotonic() < deadline:
         if sum(one["what"] == "saved" for one in field.told()[told:]) >= count:
@@ -242,7 +241,7 @@ def _await_saves(field: Field, trainer: Any, count: int) -> None:
 
 
 def _next_node(field: Field, node: Path) -> Path:
-    """The same one, an empty one, or one that comes back with an old stage."""
+    """Returns the same node, an empty one, or an old one with a stale staging directory."""
     drawn = field.draw.random()
     if drawn < 0.15:
         field.nodes.append(field.folder / f"node{len(field.nodes)}")
@@ -255,19 +254,19 @@ def _next_node(field: Field, node: Path) -> Path:
 
 
 def _check(field: Field) -> None:
-    """What was acknowledged is at the root, or was gone back behind."""
+    """Asserts that every acknowledged save is remote unless it was rolled back."""
     expected = field.expected()
     if not expected:
         return
     newest = field.newest()
     assert newest is not None
     step, history = newest
-    # Promoters may still be at work: the root is there, or further.
+    # Uploaders may still be running: the remote directory has this or more.
     assert history[: len(expected)] == expected, (step, history, expected, field.told()[-20:])
 
 
 def _end(field: Field, node: Path) -> None:
-    """A last trainer settles; nothing is left over, and no promoter outlives its work."""
+    """Runs a last trainer; then no garbage is left and every uploader has ended."""
     last = field.start(node, steps=3)
     last.join(_PATIENCE_SECS)
     assert last.exitcode == 0, field.told()[-3:]

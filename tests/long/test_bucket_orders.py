@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two trainers that take one root from each other, and a reader, on a real server and bad network.
+"""Two trainers that fence each other, and a reader, on a real server and a bad network.
 
-What becomes of each request is drawn from the campaign's seed; which request is the next depends on
-the machine.
+The fate of each request is drawn from the campaign's seed; the order of requests depends on the
+machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FILES = ("x", "commit.msgpack")
 
 
 class _Died(Exception):
-    """It was tried too often."""
+    """An operation failed too often."""
 
 
 def _tried(work, times: int = 6):
@@ -52,18 +52,18 @@ def _tried(work, times: int = 6):
 
 
 class _Trainer:
-    """A trainer; it goes on from the newest step, until it is fenced, and then claims again."""
+    """A trainer that resumes from the newest step until it is fenced, and then claims again."""
 
     def __init__(self, root: Spot, drawn: random.Random, damaged: dict[str, bytes]):
         self.root, self.drawn, self.claims = root, drawn, 3
-        #: Entries that were damaged, as they were.
+        #: The original contents of damaged entries.
         self.damaged = damaged
         self.committed: list[tuple[str, Standing]] = []
         self.fenced = 0
 
     def train(self) -> None:
         for _ in range(self.claims):
-            # A process that saw too many faults dies; another one follows.
+            # A process that gets too many faults dies; another one follows.
             with contextlib.suppress(_Died):
                 try:
                     self._train(Journal(self.root), f"{self.drawn.getrandbits(64):016x}")
@@ -136,7 +136,7 @@ class _Trainer:
 
 
 def _read(root: Spot, over: threading.Event) -> int:
-    """Each step that is listed is whole, as long as it is listed."""
+    """Checks that each step is complete as long as it is listed."""
     shown, read = JournalView(root), 0
     while not over.is_set():
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each object of a bucket removed, cut or altered: what every entry point makes of it."""
+"""Every entry point, with each object of a bucket removed, truncated or altered."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gcs", "azure"])
-def test_no_damaged_object_blocks_a_bucket(campaign, figures, tmp_path, scheme):
+def test_a_damaged_object_never_blocks_a_bucket(campaign, figures, tmp_path, scheme):
     start = getattr(servers, scheme)
     with (
         start(tmp_path / "server") as server,

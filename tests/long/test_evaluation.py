@@ -11,7 +11,7 @@ SECS = 60
 SAVE = [["save", 1], ["wait"], ["save", 2], ["wait"]]
 
 
-def test_a_reader_beside_trainer_and_retention_always_gets_a_whole_step(
+def test_a_reader_during_training_and_retention_always_gets_a_whole_step(
     trainees, second_trainees, tmp_path, record
 ):
     root = tmp_path / "root"

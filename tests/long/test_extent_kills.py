@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGKILL and power cuts while packs are held and dropped in extents, at any moment.
+"""SIGKILL and power cuts at any moment while bundles are stored in extents and dropped.
 
-Whatever was acknowledged is there, bit for bit; what was dropped is not; of what was under way the
-one or the other. Power cuts are those of ``test_power_cuts``: they lose what the file system has
-not forced. Blocks that the drive has not written are lost in ``tests/test_extents.py``.
+Acknowledged bundles exist, bit for bit; dropped ones do not; in-flight ones may or may not. Power
+cuts are those of ``test_power_cuts``: they lose what the file system has not fsynced.
+``tests/test_extents.py`` loses blocks that the drive has not written.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(5400)]
 
 KILLS = 100
 CUTS = 200
-#: Then a new file is begun, so that its making is hit, too.
+#: Runs per file; a new file then tests interrupted creation, too.
 LIVES = 10
 _LONGEST_SECS = 0.5
 
 
 class Expected:
-    """What is held, by what the processes said before they ended."""
+    """The bundles that must exist, according to the notes of the killed processes."""
 
     def __init__(self) -> None:
-        #: Key to length.
+        #: Maps a key to its length.
         self.held: dict[str, int] = {}
         self.restored = 0
 
     def take_in(self, notes: list[dict[str, Any]]) -> tuple[dict[str, int], set[str], str]:
-        """Takes in what a process noted.
+        """Applies the notes of a process.
 
         Returns:
-          What it was holding and what it was dropping at its end, and what it was at.
+          The bundles that it was storing and dropping when it ended, and its last phase.
         """
         for note in notes:
             if note["note"] == "held":
@@ -62,7 +62,7 @@ class Expected:
         return holding, dropping, last["note"]
 
     def check(self, found: ExtentFile, holding: dict[str, int], dropping: set[str]) -> None:
-        """Reads all that is there, and compares it with what may and what must be."""
+        """Reads all stored bundles and checks that the required ones exist and no others."""
         there = {label.key: label.nbytes for label in found.labels()}
         assert self.held.keys() - dropping <= there.keys(), (self.held, there)
         assert there.items() <= (self.held | holding).items(), (self.held, holding, there)
@@ -76,7 +76,7 @@ class Expected:
 
 
 def run(directory: Path, seed: int, secs: float, end: Callable[[subprocess.Popen], None]) -> list:
-    """Notes of a process that is ended some time after it began, or was ready."""
+    """Returns the notes of a process that is ended some time after it started or was ready."""
     command = [sys.executable, extent_worker.__file__, str(directory), str(seed)]
     making = not (directory / "extents").exists()
     with subprocess.Popen(
@@ -99,13 +99,13 @@ def run(directory: Path, seed: int, secs: float, end: Callable[[subprocess.Popen
 
 
 def drawn_secs(random_: random.Random, directory: Path) -> float:
-    """When a process is ended: where it makes the file, Python starts first."""
+    """Draws when to end a process; if it creates the file, allows for Python's start."""
     if (directory / "extents").exists():
         return random_.uniform(0, _LONGEST_SECS)
     return random_.uniform(0.2, 0.6)
 
 
-def test_killed_anywhere_every_acknowledged_pack_is_there(tmp_path, campaign, figures):
+def test_every_acknowledged_bundle_survives_a_kill(tmp_path, campaign, figures):
     random_ = campaign.random("extent kills")
     phases: collections.Counter[str] = collections.Counter()
     kills, directory, expected = campaign.count(KILLS), tmp_path / "0", Expected()
@@ -125,7 +125,7 @@ def test_killed_anywhere_every_acknowledged_pack_is_there(tmp_path, campaign, fi
     )
 
 
-def test_every_acknowledged_pack_survives_a_power_cut(disk, campaign, figures):
+def test_every_acknowledged_bundle_survives_a_power_cut(disk, campaign, figures):
     random_ = campaign.random("extent power cuts", disk.kind)
     phases: collections.Counter[str] = collections.Counter()
     cuts, directory, expected = campaign.count(CUTS) // 2, disk.mount / "0", Expected()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A full disk and a failing one, from any I/O call on: the process lives and loses nothing."""
+"""A full or failing disk, from any I/O call on: the process survives and loses nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_failed_io_call_is_a_typed_error_and_the_next_save_loses_nothing(
     calls, faults = len(rehearsal.calls), campaign.count(FAULTS)
     outcomes: collections.Counter[str] = collections.Counter()
     for fault in range(faults):
-        # One from each stretch of the calls.
+        # One call from each of ``faults`` equal ranges of calls.
         at = random_.randrange(calls * fault // faults, calls * (fault + 1) // faults) + 1
         root = tmp_path / f"root{fault}"
         ended = trainees.run("suffer", root, saves=SAVES, action=action, at=at, errno=number)
@@ -44,7 +44,7 @@ def test_a_failed_io_call_is_a_typed_error_and_the_next_save_loses_nothing(
         outcomes[", ".join(note["error"] for note in refused) or "nothing to report"] += 1
         for note in refused:
             assert note["text"].strip(), where
-        # A step whose very last fsync failed is there, and was not promised.
+        # A step whose last fsync failed may exist although its commit was not reported.
         assert ended.last("restored", "step") >= ended.last("committed", "step"), (where, ended)
         assert ended.last("restored", "wrong") is None, (where, ended.notes)
         assert harness.newest(root) == ended.last("restored", "step")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random orders of trainers, compactors and readers of one journal."""
+"""Random interleavings of trainers, compactors and readers of one journal."""
 
 from __future__ import annotations
 

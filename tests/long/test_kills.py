@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGKILL at every I/O step of a training process, and at any moment.
+"""Kills a training process with SIGKILL at every I/O call and at random moments.
 
-The process saves, retains, goes back on disk and in memory, tracks anew, compacts and looks at
-older steps; each next one restores the newest committed step and compares it bit for bit. Deltas
-hold dense leaves as Orbax does or as blocks: those of lossy codes must be what the encoder had said
-before anything was written, and within the error that a save may make.
+The process saves, applies retention, rolls back on disk and in memory, restarts tracking, compacts
+and restores older steps. The next process restores the newest committed step and compares it bit
+for bit. Deltas hold dense leaves as Orbax does or as blocks. Lossy leaves must match what the
+encoder reported before the write, and stay within the error that a save may make.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from harness import Ended, Expected
 pytestmark = [pytest.mark.long, pytest.mark.timeout(5400)]
 
 KILLS = 2000
-#: Each is the work of one worker of pytest-xdist.
+#: One pytest-xdist worker runs each.
 LANES = [pytest.param(n, marks=pytest.mark.xdist_group(f"kills {n}")) for n in range(2)]
-#: Then a new directory is begun: the longer a history, the longer is its replay.
+#: Lives per directory: a longer history takes longer to replay.
 LIVES = 40
 DOINGS = 6
 
@@ -77,10 +77,10 @@ def test_killed_anywhere_the_newest_committed_step_restores_exactly(
 
 
 def rehearsed(trainees: harness.Trainees, root) -> tuple[int, dict[str, float]]:
-    """I/O calls and seconds of a life that nobody ends; the first fills XLA's cache.
+    """Measures the I/O calls and seconds of an undisturbed life; the first fills XLA's cache.
 
     Returns:
-      The calls; and by the note that each begins with the seconds of the restore, and of the rest.
+      The number of calls; and the seconds of the restore and of the rest, by their first note.
     """
     life: dict[str, Any] = {
         "doings": [*([["save", 1 + number % 2] for number in range(DOINGS)]), ["compact"]],
@@ -97,7 +97,7 @@ def rehearsed(trainees: harness.Trainees, root) -> tuple[int, dict[str, float]]:
 
 
 def timed(running: harness.Running) -> tuple[Ended, dict[str, float]]:
-    """How a life ended, and the seconds of its restore and of all else, by the notes before."""
+    """Returns how a life ended, and the seconds of its restore and of the rest, by first note."""
     at: dict[str, float] = {}
     for note in running:
         at[note["note"]] = time.perf_counter()
@@ -115,7 +115,7 @@ def draw_kill(
     *,
     missing: bool,
 ) -> tuple[dict, str, float | None]:
-    """Where a process kills itself, or how long after which note it is killed from outside.
+    """Draws where a process kills itself, or after which note and delay the test kills it.
 
     Once enough processes were killed, each life aims at one of the phases that are still missing.
     """
@@ -125,13 +125,13 @@ def draw_kill(
         return {}, way, random_.uniform(0, moments[way] * (1 if way == "restoring" else 3 / 5))
     if way == "phase":
         fewest = min(phases.values())
-        # Not always the same one: a life need not come to it.
+        # Random among the rarest: a life may not reach its phase.
         rarest = random_.choice([phase for phase, hits in phases.items() if hits == fewest])
         # Few lives remove or roll back more than once.
         at = random_.choice((1, 1, 2, 3, 4)) if missing else random_.randint(1, 3)
         match = harness.MATCHES[rarest]
     else:
-        # Of what is drawn not everything saves.
+        # Not every drawn action saves.
         at, match = random_.randint(1, calls * 3 // 5), ""
     return {"action": trainee.KILL, "at": at, "match": match}, "ready", None
 
@@ -148,7 +148,7 @@ def killing_call(ended: Ended, kill: dict) -> tuple[str, str]:
 
 
 def kind(ended: Ended) -> str:
-    """What was being saved when the process died."""
+    """Describes what the process was saving when it died."""
     begun, saving = ended.last("begun", "step"), ended.noted("saving")
     if not ended.noted("ready"):
         return "before its restore had ended"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGKILL of a clustering that is saved at every iteration, at any moment.
+"""Kills a clustering that saves at every iteration with SIGKILL, at any moment.
 
-Whoever starts it again finds the state of an iteration that was acknowledged or of a later one, bit
-for bit that of a clustering which nobody killed. Its stage in memory is kept, or removed as by a
-node that restarts, so that nothing but the extents is left.
+A restart finds the state of an acknowledged iteration or a later one, bit for bit equal to that of
+an uninterrupted run. The staging directory in memory is kept, or removed as on a node restart, so
+that only the extents are left.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ import kmeans_trainee
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(5400)]
 
-#: Of each way to restart.
+#: Kills for each way to restart.
 KILLS = 100
-#: Then a clustering begins anew, so that its first save is hit, too.
+#: Then a clustering starts over, so that first saves are hit, too.
 LIVES = 5
 ITERATIONS = 400
 _LONGEST_SECS = 0.6
-#: Of nothing that is asserted on.
+#: A timeout; no test asserts on it.
 _PATIENCE_SECS = 120
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["kmeans_trainee"])
 
 
 class Place:
-    """One clustering: where it is saved, and what it said."""
+    """One clustering: where it saves, and its journal."""
 
     def __init__(self, url: str, stage: Path, folder: Path, token: str, *, promotes: bool):
         self._url, self.stage, self._folder = url, stage, folder
@@ -57,7 +57,7 @@ class Place:
         folder.mkdir()
 
     def start(self, seed: int, iterations: int = ITERATIONS) -> Any:
-        """Starts it, or starts it again."""
+        """Starts or restarts it."""
         process = _CONTEXT.Process(
             target=kmeans_trainee.cluster,
             args=(
@@ -69,7 +69,7 @@ class Place:
         return process
 
     def told(self) -> list[dict[str, Any]]:
-        """What it said in all of its lives; the last line of one may be half."""
+        """The journal of all its lives; the last line of each may be torn."""
         found = []
         if self._journal.exists():
             for line in self._journal.read_bytes().split(b"\n"):
@@ -78,7 +78,7 @@ class Place:
         return found
 
     def kill_promoters(self) -> None:
-        """Kills those of its stage, by their ids."""
+        """Kills the uploaders of its staging directory by their ids."""
         for pid in promoters(self.stage):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -86,7 +86,7 @@ class Place:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory) -> list[dict[str, int]]:
-    """Digests after each iteration of a clustering that nobody kills."""
+    """Digests after each iteration of an uninterrupted clustering."""
     path = tmp_path_factory.mktemp("reference") / "digests.json"
     process = _CONTEXT.Process(target=kmeans_trainee.reference, args=(str(path), ITERATIONS))
     process.start()
@@ -102,7 +102,7 @@ def in_memory() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("stage", ["kept", "removed"])
-def test_killed_anywhere_it_goes_on_from_what_was_acknowledged(
+def test_killed_at_any_moment_it_resumes_from_what_was_acknowledged(
     stage, tmp_path, in_memory, expected, campaign, figures
 ):
     draw, kills = campaign.random("k-means kills", stage), campaign.count(KILLS)
@@ -122,7 +122,7 @@ def test_killed_anywhere_it_goes_on_from_what_was_acknowledged(
             before = len(place.told())
             process = place.start(draw.randrange(1 << 30))
             if draw.random() < 0.9:
-                # However slow the machine is, it is killed in its saves.
+                # Kill it during its saves, even on a slow machine.
                 _await(place, process, "saving", draw.randrange(1, 12), before)
             time.sleep(draw.uniform(0, _LONGEST_SECS))
             process.kill()
@@ -143,7 +143,7 @@ def test_killed_anywhere_it_goes_on_from_what_was_acknowledged(
 
 
 def _await(place: Place, process: Any, what: str, times: int, before: int) -> None:
-    """Until it has said something so often since, or has ended."""
+    """Waits until it has journaled an event that often, or has ended."""
     deadline = time.monotonic() + _PATIENCE_SECS
     while process.is_alive() and time.monotonic() < deadline:
         if sum(one["what"] == what for one in place.told()[before:]) >= times:
@@ -154,7 +154,7 @@ def _await(place: Place, process: Any, what: str, times: int, before: int) -> No
 def _check(
     told: list[dict[str, Any]], expected: list[dict[str, int]], stage: str
 ) -> tuple[int, int]:
-    """Compares what was found at each start; how often something was, and its last iteration."""
+    """Checks the state at each start; returns the number of restores and the last iteration."""
     held = begun = restored = 0
     for one in told:
         if one["what"] == "ready":
@@ -165,7 +165,7 @@ def _check(
                 restored += 1
                 where = {"extents"} if stage == "removed" else {"staging"}
                 assert {*one["source"]} <= where, one
-            # What was not acknowledged may be gone, and is then made again.
+            # An iteration that was not acknowledged may be lost and repeated.
             held = begun = iteration
         elif one["what"] == "saving":
             begun = one["iteration"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Power cuts, full disks and failing ones under processes that log their steps."""
+"""Power cuts, full disks and failing disks under processes that append to a WAL."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["disk"]
 pytestmark = [pytest.mark.long, pytest.mark.timeout(5400)]
 
 CUTS = 100
-#: More than a process gets to before its cut.
+#: More than a process can do before its power cut.
 DOINGS = 80
-#: Then a new directory is begun: the longer a history, the longer is its replay.
+#: Then a new directory starts: a longer history takes longer to replay.
 LIVES = 20
 _LONGEST_CUT_SECS = 1.0
 FAULTS = 160
-#: Of a training, how often it saves, and how often it waits for its marks.
+#: Steps of a training run, and how often it saves and waits for its WAL records.
 STEPS, EVERY, WAITS = 12, 5, 3
 _FAULTS = {
     "one EIO": (trainee.FAIL_ONCE, errno.EIO),
@@ -34,7 +34,7 @@ _FAULTS = {
 }
 
 
-def test_a_mark_that_was_acknowledged_survives_a_power_cut(
+def test_an_acknowledged_record_survives_a_power_cut(
     log_trainees, disk, tmp_path, campaign, figures
 ):
     random_ = campaign.random("power cuts of logs", disk.kind)
@@ -59,7 +59,7 @@ def test_a_mark_that_was_acknowledged_survives_a_power_cut(
         disk.restart()
         with harness.telling(root, life):
             assert ended.noted("ready"), (ended.notes, log_trainees.diagnosis())
-            # What it found had survived the cut before; what it was promised must survive this one.
+            # Acknowledged records must survive the power cut.
             offers.check(ended)
             harness.put_back(root, ended)
             outside.check()
@@ -76,7 +76,7 @@ def test_a_mark_that_was_acknowledged_survives_a_power_cut(
 
 @pytest.mark.parametrize("on_failure", ["save", "raise"])
 @pytest.mark.parametrize("fault", _FAULTS)
-def test_a_failed_io_call_is_told_and_no_row_is_lost(
+def test_a_failed_io_call_is_reported_and_no_row_is_lost(
     log_trainees, tmp_path, campaign, record, fault, on_failure
 ):
     action, number = _FAULTS[fault]
@@ -94,7 +94,7 @@ def test_a_failed_io_call_is_told_and_no_row_is_lost(
     faults = campaign.count(FAULTS)
     outcomes: collections.Counter[str] = collections.Counter()
     for fault_number in range(faults):
-        # Half of them hit the log; the others one from each stretch of the calls.
+        # Half of them hit the WAL; the others are spread evenly over all calls.
         calls = len(rehearsal.calls)
         at = random_.randrange(calls * fault_number // faults, calls * (fault_number + 1) // faults)
         at = random_.choice(of_log) if fault_number % 2 else at + 1
@@ -112,7 +112,7 @@ def test_a_failed_io_call_is_told_and_no_row_is_lost(
         if where is not None and where[0] == "write" and log_harness.phase(*where) == "log: frames":
             assert told, (where, ended.notes)
         assert ended.last("restored", "wrong") is None, (where, ended.notes)
-        # Steps after the fault are durable again, with the rows of those that were not.
+        # Steps after the fault are durable again, with the rows of the failed ones.
         assert ended.last("restored", "step") >= ended.last("acknowledged", "step"), (where, ended)
         if fault_number % 2 and ended.calls and at < len(ended.calls) // 2:
             assert ended.last("acknowledged", "step") == STEPS, (where, ended.notes)

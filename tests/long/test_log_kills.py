@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGKILL at every I/O call of processes that log their steps, and at any moment.
+"""SIGKILL of processes that append to the WAL, at every I/O call and at any moment.
 
-They log and save in any mixture, compact, go back to steps and points, and look at others. Each
-next one restores the newest of step and point and compares it bit for bit with what a run that
-nobody killed has there, or where a code is lossy with what its encoder had said; what was
-acknowledged is there. Then jobs of two and four processes, of which some
-go on for a while when one is dead.
+They append and save in any mixture, compact, roll back to steps and recovery points, and read
+others. Each successor restores the newest step or point. Acknowledged data must exist and equal an
+undisturbed run bit for bit, or the encoder's output if the codec is lossy. Then the same for jobs
+of two and four processes, some of which continue for a while after one dies.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ from test_kills import killing_call, timed
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(5400)]
 
-#: In all, by the number of processes.
+#: Total kills, by the number of processes.
 KILLS = {1: 700, 2: 200, 4: 100}
-#: Each is the work of one worker of pytest-xdist.
+#: Each lane runs on one worker of pytest-xdist.
 LANES = [pytest.param(n, marks=pytest.mark.xdist_group(f"log kills {n}")) for n in range(2)]
-#: Then a new directory is begun: the longer a history, the longer is its replay.
+#: Lives per directory: a longer history takes longer to replay.
 LIVES, LIVES_OF_SEVERAL = 40, 10
 DOINGS = 8
-#: Of several: a step changes few blocks of its kernel.
+#: Model of the multi-process jobs: a step changes few blocks of its kernel.
 MODEL = many_worker.Model(kernel=[64, 256])
 _PROCESSES_SECS = 4.0
 _LONGEST_LIFE_SECS = 1.0
-#: How long the others go on without one that is dead.
+#: How long the other processes continue after one dies.
 _LONGEST_WITHOUT_SECS = 0.3
 
 
 @pytest.mark.parametrize("lane", LANES)
-def test_killed_anywhere_no_acknowledged_mark_is_lost_and_every_bit_is_right(
+def test_a_kill_anywhere_loses_no_acknowledged_record_and_alters_no_bit(
     log_trainees, tmp_path, campaign, figures, lane
 ):
     random_ = campaign.random("log kills", lane)
@@ -87,7 +86,7 @@ def test_killed_anywhere_no_acknowledged_mark_is_lost_and_every_bit_is_right(
 
 
 def rehearsed(trainees, root) -> tuple[int, dict[str, float]]:
-    """I/O calls and seconds of a life that nobody ends, as ``test_kills.rehearsed``."""
+    """I/O calls and seconds of an undisturbed life, like ``test_kills.rehearsed``."""
     life: dict[str, Any] = {
         "doings": [
             ["save", 1],
@@ -113,7 +112,7 @@ def rehearsed(trainees, root) -> tuple[int, dict[str, float]]:
 def draw_kill(
     random_: random.Random, phases: collections.Counter[str], calls: int, moments: dict[str, float]
 ) -> tuple[dict, str, float | None]:
-    """Where a process kills itself, or how long after which note it is killed from outside."""
+    """Draws the call at which a process kills itself, or the note and delay of an outside kill."""
     way = random_.choice(("call", "call", "call", "phase", "ready", "ready", "restoring"))
     if way in moments:
         return {}, way, random_.uniform(0, moments[way])
@@ -132,7 +131,7 @@ def server():
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_one_of_several_is_killed_and_what_all_have_acknowledged_is_there(
+def test_a_kill_of_one_of_several_processes_loses_nothing_that_all_acknowledged(
     server, tmp_path, campaign, figures, processes
 ):
     random_ = campaign.random("log kills of several", processes)
@@ -160,7 +159,7 @@ def test_one_of_several_is_killed_and_what_all_have_acknowledged_is_there(
             time.sleep(random_.uniform(0, _LONGEST_LIFE_SECS))
             random_.choice(job.processes).kill()
             time.sleep(random_.choice((0.0, random_.uniform(0, _LONGEST_WITHOUT_SECS))))
-        # All are dead now, and all that they said is known.
+        # All processes are dead, so their output is complete.
         acknowledged, reached = _told(job.processes, acknowledged)
     figures(
         f"kills of one of {processes} processes that log",
@@ -191,7 +190,7 @@ def _draw_topology(random_: random.Random, processes: int) -> tuple[dict, dict]:
 
 
 def _told(processes: list[Process], step: int) -> tuple[int, int]:
-    """The newest step that any of them was promised, and that any has begun."""
+    """Returns the newest steps that any process reported as acknowledged, and as begun."""
     said = [one.split() for process in processes for one in process.reached]
     newest = {
         kind: max([step, *(int(number) for what, number in said if what == kind)])

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGKILL in jobs whose processes have stages that no other one sees, and in their promoters.
+"""SIGKILL in jobs whose processes have their own staging directories, and in their uploaders.
 
-Whatever is killed, what every process waited for is at the root, and the next job goes on from
-there or from what waits in the stages: on nodes that came back, on some that did not, or as a job
-of another number of processes.
+Steps that every process waited for are at the root. The next job resumes from there or from staged
+steps: on the same nodes, without some of them, or with another number of processes.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def server(bucket):
 
 
 class Nodes:
-    """Machines, each with a stage for each process that ever ran there."""
+    """Machines, each with a staging directory for each process that ran there."""
 
     def __init__(self, folder: Path, url: str, endpoint: str):
         self.folder, self.url, self.endpoint = folder, url, endpoint
@@ -59,7 +58,7 @@ class Nodes:
         return self.folder / f"node{number}"
 
     def plant(self, draw: random.Random) -> int:
-        """Puts a bundle that somebody made by hand into the extents of some nodes."""
+        """Puts a forged bundle into the extents of some nodes."""
         count = 0
         for place in sorted(self.extents.glob("process-*")):
             if draw.random() < 0.5:
@@ -79,7 +78,7 @@ class Nodes:
 
     @property
     def extents(self) -> Path:
-        """Of the processes, a folder each."""
+        """The directory of the processes' extents, one folder each."""
         return self.folder / "extents"
 
     def open(self, job: Job) -> None:
@@ -105,7 +104,7 @@ class Nodes:
         return len(found)
 
 
-def test_whatever_is_killed_on_nodes_the_root_has_what_all_waited_for(
+def test_kills_on_nodes_lose_no_step_that_all_processes_waited_for(
     server, bucket, tmp_path, campaign, figures
 ):
     draw, kills = campaign.random("nodes"), campaign.count(KILLS)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Power cuts at random moments: what ``wait()`` has promised is there, exactly.
+"""Power cuts at random moments: every save that was waited for must survive bit for bit.
 
-A loop device with ext4 or XFS is cut off by the file system's own shutdown, without a flush of
-its log, unmounted, and mounted again, which replays the journal. That tells what was forced to
-disk from what was only written: data, file names and renames alike. It does not lose what a
-drive's own volatile cache would lose after a flush.
+The file system of a loop device (ext4 or XFS) is shut down by its own ioctl without a log flush,
+unmounted, and mounted again, which replays the journal. Data, file names and renames survive only
+if they were fsynced. It does not simulate the loss of a drive's volatile cache.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ __all__ = ["server"]
 pytestmark = [pytest.mark.long, pytest.mark.timeout(5400)]
 
 CUTS = 500
-#: More than a process gets to before its cut.
+#: More than a process can do before the cut.
 DOINGS = 80
-#: Then a new directory is begun: the longer a history, the longer is its replay.
+#: Cuts per directory: a longer history takes longer to replay.
 LIVES = 40
 #: FS_IOC_SHUTDOWN of ext4 and XFS, and its flag "do not flush the log".
 _SHUTDOWN, _NO_LOG_FLUSH = 0x8004587D, 2
 _IMAGE_BYTES = 400 << 20
 _LONGEST_CUT_SECS = 1.0
 CUTS_OF_TWO = 100
-#: Where a process is held up while the other does its part.
+#: Points at which a process is delayed while the other one does its part.
 LATE = (
     ("before its part", "waiting for the parts"),
     ("before its part", "during its part", "before its manifest", "before its word"),
 )
-#: What the rest of the step takes at most, once it is let go.
+#: Maximum time for the rest of the step after the release.
 _LONGEST_COMMIT_SECS = 0.2
 
 
@@ -64,7 +63,7 @@ class Disk:
     kind: str
 
     def cut(self) -> None:
-        """The power goes."""
+        """Cuts the power."""
         descriptor = os.open(self.mount, os.O_RDONLY)
         try:
             fcntl.ioctl(descriptor, _SHUTDOWN, struct.pack("I", _NO_LOG_FLUSH))
@@ -72,7 +71,7 @@ class Disk:
             os.close(descriptor)
 
     def restart(self) -> None:
-        """The power is back: the journal is replayed."""
+        """Restores the power, which replays the journal."""
         _run("umount", str(self.mount))
         _run("mount", self.device, str(self.mount))
 
@@ -85,7 +84,7 @@ KINDS = [
 
 @pytest.fixture(params=KINDS)
 def disk(request, tmp_path) -> Iterator[Disk]:
-    """A fresh file system of either kind."""
+    """A new file system."""
     required(os.geteuid() == 0, "cutting the power of a loop device needs root")
     for tool in ("losetup", "mount", "umount", f"mkfs.{request.param}"):
         required(shutil.which(tool) is not None, f"{tool} is needed to make a file system")
@@ -106,7 +105,7 @@ def disk(request, tmp_path) -> Iterator[Disk]:
         yield Disk(device, mount, request.param)
 
 
-def test_what_has_lost_its_disk_is_not_said_to_be_on_it(disk):
+def test_an_fsync_after_the_disk_is_lost_raises(disk):
     (disk.mount / "folder" / "old").mkdir(parents=True)
     files.fsync_tree(disk.mount)
     with contextlib.ExitStack() as undo:
@@ -170,16 +169,16 @@ def test_a_step_that_was_waited_for_survives_a_power_cut(
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_step_of_two_processes_one_of_them_late_survives_a_power_cut(
+def test_a_step_of_two_processes_survives_a_power_cut_if_one_is_late(
     server, disk, tmp_path, campaign, figures, late
 ):
-    """Each forces what it wrote before it says so: process 0 forces names alone, and commits."""
+    """Each process fsyncs its files before it reports; process 0 fsyncs only names, and commits."""
     random_ = campaign.random("power cuts of two", disk.kind, late)
     outcomes: collections.Counter[str] = collections.Counter()
     for cut in range(campaign.count(CUTS_OF_TWO)):
         root = disk.mount / f"root{cut}"
         moment = random_.choice(LATE[late])
-        # Half of them at once after all have said that it stands.
+        # Half of the cuts come right after both processes report the commit.
         after_release_secs = None if cut % 2 == 0 else random_.uniform(0, _LONGEST_COMMIT_SECS)
         with Job(server, tmp_path / "jobs", processes=2, devices=1, apart=True) as job:
             started(job, root, {"mesh": [2, 1]})
@@ -210,7 +209,7 @@ def test_a_step_of_two_processes_one_of_them_late_survives_a_power_cut(
 
 
 def _told(root: Path, ended: harness.Ended, expected: Expected) -> str:
-    """What is left, and what its trainer did last."""
+    """Formats the remaining files and the last calls of the trainer."""
     left = sorted(str(path.relative_to(root)) for path in root.glob("*/*/*") if path.is_dir())
     calls = [f"{number} {' '.join(call)}" for number, call in sorted(ended.calls.items())[-60:]]
     parts = [harness.steps_in(root), left, vars(expected), *ended.notes[-12:], *calls]
@@ -218,11 +217,11 @@ def _told(root: Path, ended: harness.Ended, expected: Expected) -> str:
 
 
 def _check_with_stock_orbax(root: Path, step: int) -> None:
-    """Dense leaves and Orbax's own metadata of the newest step, read by stock Orbax."""
+    """Checks that stock Orbax reads the dense leaves and metadata of the newest step."""
     if step == 0:
         return
     if saves.read_save(root / str(step)).head.dense_blocks is not None:
-        # As blocks, which stock Orbax does not know: the next trainer compares them.
+        # Stock Orbax cannot read blocks; the next trainer compares them.
         return
     import orbax.checkpoint as ocp
     import trainee

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGKILL in the saves of jobs of several processes that start again on other topologies."""
+"""SIGKILL in the saves of multi-process jobs that restart on other topologies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 
 KILLS = 80
 PEERS_SECS = 4.0
-#: Points that process 0 comes to, and points that the others do.
+#: Points that all processes reach, that process 0 reaches, and that the others reach.
 BOTH = ["before its part", "during its part", "before its manifest"]
 BOTH += ["before a force", "after a force"]
 PRIMARY = [*BOTH, "waiting for the parts", "before the merge"]
@@ -37,7 +37,7 @@ TOPOLOGIES = [
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("phase", ["before its part", "during its part", "waiting", "commit"])
 def test_one_of_four_processes_is_killed(server, tmp_path, victim, phase):
-    """The matrix of the suite, with four processes: all three survivors name the victim."""
+    """The test suite's matrix with four processes: all three survivors name the victim."""
     point = phase
     if phase == "waiting":
         point = "waiting for the parts" if victim == 0 else "waiting for the commit"
@@ -60,7 +60,7 @@ def test_one_of_four_processes_is_killed(server, tmp_path, victim, phase):
         job.answers()
         waits = job.answers()
         assert job.processes[victim].status == -signal.SIGKILL
-        # Process 0 has all that the victim wrote, and commits without it.
+        # Process 0 has the victim's complete part, and commits without the victim.
         committed = victim != 0 and phase in ("waiting", "commit")
         for number, answer in enumerate(waits):
             if number != victim:
@@ -71,7 +71,7 @@ def test_one_of_four_processes_is_killed(server, tmp_path, victim, phase):
     assert step_numbers(root) == ([0, 1] if committed else [0])
 
 
-def test_killed_anywhere_the_newest_committed_step_restores_on_any_topology(
+def test_the_newest_committed_step_restores_on_any_topology_after_any_kill(
     server, tmp_path, campaign, record
 ):
     draw = campaign.random("kills of jobs")
@@ -95,7 +95,7 @@ def test_killed_anywhere_the_newest_committed_step_restores_on_any_topology(
                 saved(job, 0)
             victim = draw.choice([0, draw.randrange(1, processes)])
             point = draw.choice(PRIMARY if victim == 0 else OTHERS)
-            # Only bases have dense leaves in databases of each process, which are merged.
+            # Only bases merge per-process databases of dense leaves.
             force_base = point == "before the merge"
             job.processes[victim].ask("arm", at=point, action="kill", after=draw.randrange(2))
             job.processes[victim].answer()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node of a Ray cluster is taken away from a training run, with notice."""
+"""Preemption of a Ray cluster node during training, with notice."""
 
 # ruff: noqa: E402
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = [
 
 @pytest.fixture
 def cluster(monkeypatch):
-    """A head without CPUs, and three nodes of which each takes one worker."""
+    """A head without CPUs, and three nodes that take one worker each."""
     place = tempfile.mkdtemp(prefix="ray-")
     monkeypatch.setenv("RAY_TMPDIR", place)
     monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
@@ -57,12 +57,12 @@ def fit(trainer):
     return jax_trainer.reference(result.checkpoint)
 
 
-def test_a_preempted_run_saves_in_time_and_goes_on_on_other_nodes(cluster, tmp_path):
+def test_a_preempted_run_saves_in_time_and_resumes_on_other_nodes(cluster, tmp_path):
     journal = tmp_path / "journal.jsonl"
     config = {"directory": str(tmp_path / "steps"), "journal": str(journal)}
     config |= {"steps": 12, "save_every": 4, "preemption": 6}
     trainer = jax_trainer.trainer(
-        # No failure is spent on a preemption.
+        # A preemption does not count as a failure.
         *(ray_worker.train, config),
         scaling=WORKERS,
         run=run_config(tmp_path, failures=1),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Restore actors, nodes and the trainer are killed at random moments: never a wrong bit.
+"""Kills restore actors, nodes and the trainer at random moments: no restore has a wrong bit.
 
-Neither in what is restored then, nor in what was restored before, which is memory of a replica.
+This includes earlier restores, which are memory of a replica.
 """
 
 # ruff: noqa: E402
@@ -34,14 +34,14 @@ from deltackpt.testing.states import assert_same
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900), *ray_nodes.IGNORED]
 
 KILLS = {"actor": 60, "node": 20, "trainer": 20}
-#: A restore waits so long for the service.
+#: How long a restore waits for the service.
 SERVICE_SECS = 3.0
-#: A moment is random within.
+#: The maximum random delay before a kill.
 MOMENT_SECS = 0.5
 
 
 class Model:
-    """The state at each step, by numpy."""
+    """Computes the state at each step with numpy."""
 
     def __init__(self) -> None:
         self._states = {0: ray_nodes.initial(ray_nodes.ROWS)}
@@ -72,7 +72,7 @@ def newest(root: Path) -> int:
     return max((int(path.name) for path in root.glob("*") if path.name.isdecimal()), default=0)
 
 
-def test_killed_at_any_moment_each_restore_is_that_of_the_model(tmp_path, campaign, record):
+def test_each_restore_equals_the_model_after_a_kill_at_any_moment(tmp_path, campaign, record):
     draw = campaign.random("kills under the service")
     root, model = tmp_path / "root", Model()
     whole = model.at(0)
@@ -80,7 +80,7 @@ def test_killed_at_any_moment_each_restore_is_that_of_the_model(tmp_path, campai
     by_rows = jax.sharding.NamedSharding(
         jax.sharding.Mesh(devices, ("x",)), jax.sharding.PartitionSpec("x")
     )
-    # Of each replica what it holds is mapped so.
+    # Sharded like the replicas, so that each one's data can be mapped.
     halves = jax.tree.map_with_path(
         lambda path, leaf: (
             leaf
@@ -111,7 +111,7 @@ def test_killed_at_any_moment_each_restore_is_that_of_the_model(tmp_path, campai
     with ray_nodes.nodes(3) as cluster, contextlib.ExitStack() as stack:
         options = ServiceOptions(shards=2, replicas=2, poll_secs=0.05)
         running = service.start(root, options=options)
-        # One for all: it is there while steps come and go.
+        # One reader for all restores: it stays open while steps come and go.
         reader = stack.enter_context(ray_nodes.reader(root, SERVICE_SECS))
         trainer = stack.enter_context(training(root))
         wait_until(lambda: newest(root) > 0, "the trainer saves")

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training process that harnesses kill, cut off from its disk, or starve.
 
-Run as a program it is a fork server: it imports everything once, without starting a jax backend,
-and forks a child per task, so that a training process starts in a fraction of a second. Tasks
-come as lines of JSON on stdin; children note what they know as lines of JSON on stdout, where
-nothing that was noted before a SIGKILL is lost.
+Run as a program, it is a fork server: it imports everything once, without starting a jax backend,
+and forks a child per task, so a training process starts in a fraction of a second. Tasks arrive as
+lines of JSON on stdin. Children write notes as lines of JSON on stdout; a SIGKILL loses no note
+that was already written.
 
-The state is a function of its history: of the steps that were trained on the way to it, each on a
-branch of its own once training has gone back. It carries the history, and the harness is told of it
-before each save: what a checkpoint of a step must hold is computed, not remembered.
+The state is a function of its history, the steps trained to reach it. Each rollback starts a new
+branch. The state contains the history, and the harness gets it before each save: the expected
+contents of a checkpoint are computed, not remembered.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Run as a program it stands beside the tests that it shares options with.
+# The options that it shares with the tests are in the parent directory.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax
@@ -41,7 +41,7 @@ from flat_options import manager_options
 from surroundings import Surroundings
 
 import deltackpt
-import deltackpt.manager  # And with it Orbax, which the package imports when it is needed.
+import deltackpt.manager  # Imports Orbax, which the package imports lazily.
 from deltackpt import touched
 from deltackpt.errors import (
     AlreadyCompacting,
@@ -62,7 +62,7 @@ TABLES = {"users": (4000, 16), "items": (600, 16), "tiny": (7, 4)}
 BATCH = 24
 SELECT = "tables/*"
 SLOTS = {f"tables/{name}": {"accumulator": f"slots/{name}"} for name in TABLES}
-#: Leaves that some processes keep by codes that lose something, and the most that a save may lose.
+#: Leaves that some processes save with lossy codecs, and the maximum error of a save.
 LOSSY = {"dense/weights": "ef4", "dense/mu": "int8", "dense/nu": "log4"}
 MAX_ERROR = 0.05
 POLICIES = {
@@ -72,7 +72,7 @@ POLICIES = {
     "rolling": lambda: deltackpt.policies.Rolling(window=3),
 }
 LOG_ONLY, KILL, FAIL_ONCE, FAIL_FROM = range(4)
-#: Calls after which a root that is gone has made itself heard.
+#: Number of calls within which a missing root must raise an error.
 _ENOUGH = 6
 
 
@@ -82,31 +82,31 @@ _LONGEST_HISTORY = 256
 
 
 def plain(step: int) -> History:
-    """The history of a step without any going back."""
+    """The history of a step without a rollback."""
     return ((1, step, 0),) if step else ()
 
 
 def followed(history: History, step: int, branch: int) -> History:
-    """A history, and one step after it."""
+    """A history extended by one step."""
     if history and history[-1][1:] == (step - 1, branch):
         return (*history[:-1], (history[-1][0], step, branch))
     return (*history, (step, step, branch))
 
 
 def name(history: History) -> str:
-    """Tells histories apart."""
+    """A digest that identifies a history."""
     return hashlib.blake2b(json.dumps(history).encode(), digest_size=8).hexdigest()
 
 
 class Replay:
-    """The training state after any history, by replaying its steps."""
+    """Computes the training state after any history by replaying its steps."""
 
     def __init__(self) -> None:
         self._done: list[tuple[int, int]] | None = None
         self._state: dict[str, Any] = {}
 
     def at(self, history: History) -> dict[str, Any]:
-        """The state, numpy leaves; a copy."""
+        """A copy of the state, with numpy leaves."""
         steps = [
             (step, branch) for first, last, branch in history for step in range(first, last + 1)
         ]
@@ -151,7 +151,7 @@ class Replay:
         dense = state["dense"]
         for leaf in (dense["kernel"], dense["bias"]):
             leaf[...] = rng.standard_normal(leaf.shape, np.float32)
-        # A few numbers of one leaf, none of another, and what an optimizer does to the others.
+        # A few elements of one leaf, none of another, and optimizer-like updates of the others.
         dense["half"].reshape(-1)[rng.integers(0, dense["half"].size, 8)] = step + 1000 * branch
         dense["weights"] += 0.1 * rng.standard_normal(dense["weights"].shape, np.float32)
         gradient = rng.standard_normal(dense["mu"].shape, np.float32)
@@ -161,22 +161,22 @@ class Replay:
 
 
 def changed(step: int, branch: int = 0) -> dict[str, np.ndarray]:
-    """Rows that a step changes, by table."""
+    """Row indices that a step changes, by table."""
     rng = np.random.default_rng([step, branch, 1])
     return {name: rng.integers(0, rows, BATCH) for name, (rows, _) in TABLES.items()}
 
 
 def history_of(found: Any) -> History:
-    """The history that a state carries."""
+    """The history stored in a state."""
     rows = np.asarray(found["dense"]["history"])
     return tuple((int(a), int(b), int(c)) for a, b, c in rows if b)
 
 
 def difference(found: Any, step: int, replay: Replay) -> str | None:
-    """The first leaf in which a state differs from that of its history, None where none does.
+    """The first leaf in which a state differs from that of its history; None if all are equal.
 
-    Of leaves that may be lossy it is enough that they lose no more than a save may: that they are
-    what an encoder said, too, is for whoever has the ``encoded`` notes to compare.
+    Lossy leaves only have to be within the error limit of a save. Callers with the ``encoded``
+    notes can also compare them with the encoder's output.
     """
     history = history_of(found)
     if not history or history[-1][1] != step:
@@ -196,7 +196,7 @@ def difference(found: Any, step: int, replay: Replay) -> str | None:
 
 
 def inexact(found: Any, replay: Replay) -> dict[str, str]:
-    """Those leaves of a state that are not those of its history, and digests of what they are."""
+    """Digests of the lossy leaves that differ from those of the state's history."""
     expected = replay.at(history_of(found))
     digests = {}
     for path in LOSSY:
@@ -208,7 +208,7 @@ def inexact(found: Any, replay: Replay) -> dict[str, str]:
 
 
 def digest(data: bytes) -> str:
-    """Tells what leaves hold apart."""
+    """A digest of a leaf's bytes."""
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
@@ -217,7 +217,7 @@ def _path(path: Any) -> str:
 
 
 def watch_encoders() -> None:
-    """From now on notes what leaves will decode to, before anything of them is written."""
+    """Makes saves note the decoded values of lossy leaves before writing them."""
     real = TakenDense.coded
 
     def coded(self: TakenDense, *arguments: Any, **options: Any) -> Any:
@@ -257,24 +257,24 @@ def template() -> dict[str, Any]:
 
 
 def note(kind: str, **what: Any) -> None:
-    """Tells the harness; one write, so that it is there in full or not at all."""
+    """Sends a note to the harness, in a single write so that it is complete or absent."""
     os.write(1, (json.dumps({"note": kind, **what}) + "\n").encode())
 
 
 def new_marks(surroundings: Surroundings) -> touched.TouchState:
-    """A TouchState, as a loop makes one."""
+    """A new TouchState, created as in a training loop."""
     tables = surroundings.placed(Replay().at(()))["tables"]
     with surroundings.entered():
         return touched.init({f"tables/{name}": table for name, table in tables.items()})
 
 
 def moved_of(root: Path) -> Path:
-    """Where a root is while it is moved."""
+    """The path of a root while it is moved away."""
     return root.with_name(f"{root.name}.moved")
 
 
 class Training:
-    """A loop that does what it is told, and tells what it does."""
+    """A training loop that runs commands and notes what it does."""
 
     def __init__(self, saver: Any, root: Path, branch: int, surroundings: Surroundings):
         self._saver: deltackpt.CheckpointManager = surroundings.around(saver)
@@ -282,19 +282,19 @@ class Training:
         self._root = root
         self._replay = Replay()
         self._mark = jax.jit(touched.mark)
-        #: Each going back starts a branch of its own; none for the first of a run.
+        #: Each rollback starts a new branch.
         self._branch = branch
         self.step = 0
         self.history: History = ()
         self.marks = new_marks(surroundings)
         self._kept = (self.history, self.marks)
-        #: Whose marks the newest save had, or the restore that training goes on from.
+        #: Identity of the TouchState of the newest save, or of the restore that was resumed from.
         self._known = touched.UNKNOWN
-        #: The step that was looked at since.
+        #: The step that ``look`` has restored since.
         self._looked: int | None = None
 
     def start(self, leftovers: list[str]) -> None:
-        """Goes on from the newest step."""
+        """Resumes from the newest step."""
         note("restoring")
         result = self._saver.restore_latest(self.template())
         if result is not None:
@@ -307,11 +307,11 @@ class Training:
         self.keep()
 
     def template(self) -> Any:
-        """What a restore gets."""
+        """The abstract state for a restore."""
         return self._surroundings.abstract(Replay().at(()))
 
     def train(self, steps: int) -> None:
-        """Some steps; where a save is due, it is taken."""
+        """Trains some steps."""
         for _ in range(steps):
             self.step += 1
             self.history = followed(self.history, self.step, self._branch)
@@ -324,36 +324,36 @@ class Training:
         self._save(self._saver.save)
 
     def save_if_due(self, steps: int = 1) -> None:
-        """Trains, and saves what was put off."""
+        """Trains, and saves if a save is due."""
         self.train(steps)
         self._save(self._saver.save_if_due)
 
     def wait(self) -> None:
-        """Until all is committed."""
+        """Waits until all saves are committed."""
         self._saver.wait_until_finished()
         note("waited")
 
     def keep(self) -> None:
-        """Remembers the state with its marks."""
+        """Remembers the state and its TouchState."""
         self._kept = (self.history, self.marks)
 
     def back(self, steps: int = 1) -> None:
-        """Goes on from what was remembered, as after a loss that is no number."""
+        """Resumes from the remembered state, as after a NaN loss."""
         self.history, self.marks = self._kept
         self._branch += 1
         self.save(steps)
 
     def init(self, steps: int = 1) -> None:
-        """Tracks anew, as at each epoch."""
+        """Starts a new TouchState, as at each epoch."""
         self.marks = new_marks(self._surroundings)
         self.save(steps)
 
     def look(self, which: int = 0) -> None:
-        """Restores a step, compares it, and goes on with what is in memory."""
+        """Restores a step, compares it, and continues with the state in memory."""
         self._restored(which)
 
     def roll(self, which: int = 0) -> None:
-        """Goes on from an older step."""
+        """Continues from an older step."""
         result = self._restored(which)
         if result is not None:
             self._adopt(result)
@@ -361,7 +361,7 @@ class Training:
             self.save()
 
     def compact(self) -> None:
-        """Folds the newest chain into a base, beside the save in flight."""
+        """Compacts the newest chain into a base, while a save may be in flight."""
         with (
             self._surroundings.entered(),
             contextlib.suppress(AlreadyCompacting, StepGone, StepNotFound),
@@ -370,7 +370,7 @@ class Training:
             note("compacted", step=done and done.step)
 
     def move(self) -> None:
-        """The root is elsewhere for a moment; what failed meanwhile is saved again."""
+        """Moves the root away and back; a save must succeed afterwards."""
         self._drain()
         self._root.rename(moved_of(self._root))
         self._must_fail()
@@ -379,12 +379,12 @@ class Training:
             try:
                 self.save()
                 return self.wait()
-            except DeltackptError:  # What failed meanwhile is told once.
+            except DeltackptError:  # The failure is reported once.
                 self._not_kept()
         raise AssertionError("a root that was moved back takes no save")
 
     def remove(self) -> None:
-        """The root goes, and does not come back."""
+        """Removes the root for good."""
         self._drain()
         self._root.rename(moved_of(self._root))
         note("removed")
@@ -392,7 +392,7 @@ class Training:
         self._must_fail()
 
     def _must_fail(self) -> None:
-        """Calls fail by one of our errors, and make nothing anew."""
+        """Checks that calls raise our errors and do not recreate the root."""
         for _ in range(_ENOUGH):
             try:
                 self._call()
@@ -405,22 +405,22 @@ class Training:
         assert not self._root.exists(), [*self._root.rglob("*")]
 
     def _drain(self) -> None:
-        """Until nothing is under way."""
+        """Waits until nothing is in flight."""
         self.wait()
 
     def _call(self) -> None:
-        """A call that cannot be served without the root."""
+        """Makes a call that needs the root."""
         self.save()
         self.wait()
 
     def _not_kept(self) -> None:
-        """The harness is told that the save which was begun last has failed."""
+        """Notes that the newest save has failed."""
         note("failed")
 
     def _save(self, save: Any) -> None:
         state = self._state()
         if self._looked is not None and int(self.marks.identity) != self._known:
-            # Marks of which there is no save do not say that the step was only looked at.
+            # A TouchState without a save does not show that the step was only restored by ``look``.
             note("rolling", step=self._looked)
         note("begun", step=self.step, history=name(self.history))
         saved = save(self.step, state, touched=self.marks)
@@ -444,13 +444,13 @@ class Training:
         return result
 
     def _reached(self, step: Any) -> Any:
-        """Restores a step or point; None where it has gone, or is a part of others."""
+        """Restores a step or point; None if it was removed or is only part of other windows."""
         try:
             return self._saver.restore(step, self.template())
-        except (StepGone, StepNotFound):  # Once the save in flight was committed.
+        except (StepGone, StepNotFound):  # Removed when the save in flight was committed.
             return None
         except BrokenChain:
-            # It stands as a part of the windows of later steps alone.
+            # It exists only as a part of the windows of later steps.
             if saves.read_save(self._root / str(step)).head.rolling is None:
                 raise
             return None
@@ -474,9 +474,9 @@ class Training:
 
 @contextlib.contextmanager
 def around(task: dict[str, Any], **options: Any) -> Iterator[tuple[Any, Surroundings]]:
-    """A manager that is made in what a task draws; its root may go before its end."""
+    """A manager created in the task's surroundings; its root may be removed before it closes."""
     surroundings = Surroundings(**task.get("surroundings", {}))
-    if surroundings.context == "others":  # Among them one that logs all that is compiled.
+    if surroundings.context == "others":  # One of them logs everything that is compiled.
         logging.getLogger("jax").setLevel(logging.ERROR)
     with surroundings.entered():
         saver = manager(Path(task["root"]), **options)
@@ -489,7 +489,7 @@ def around(task: dict[str, Any], **options: Any) -> Iterator[tuple[Any, Surround
 
 
 def train(task: dict[str, Any]) -> None:
-    """Goes on from the newest step, and does ``task["doings"]``: (method of Training, number)."""
+    """Resumes from the newest step, and runs ``task["doings"]``: (method of Training, number)."""
     root = Path(task["root"])
     _arm(task, root)
     watch_encoders()
@@ -521,7 +521,7 @@ def suffer(task: dict[str, Any]) -> None:
     step = 0
     marks = new_marks(Surroundings())
     for life in range(2):
-        # The second manager starts after the fault, with the marks of the first.
+        # The second manager starts after the fault, with the TouchState of the first.
         try:
             with manager(
                 root, max_to_keep=2, policy=deltackpt.policies.Consecutive(max_chain=3)
@@ -538,7 +538,7 @@ def suffer(task: dict[str, Any]) -> None:
                     except DeltackptError as error:
                         _refused(error)
                         if isinstance(error, SaveFailed) and error.saved is not None:
-                            # An earlier save failed late; this one was taken.
+                            # An earlier save failed late; this one succeeds.
                             saver.wait_until_finished()
                             note("committed", step=step)
         except DeltackptError as error:
@@ -555,7 +555,7 @@ def suffer(task: dict[str, Any]) -> None:
 
 
 def evaluate(task: dict[str, Any]) -> None:
-    """Restores the newest step in a loop, as a process beside the trainer does."""
+    """Restores the newest step in a loop, as an evaluation process does."""
     replay = Replay()
     until = time.monotonic() + task["secs"]
     with manager(Path(task["root"]), access="read") as reader:
@@ -619,7 +619,7 @@ def _child(task: dict[str, Any]) -> None:
 
 
 def serve() -> None:
-    """Forks a child per task, and says how each ended."""
+    """Forks a child per task, and reports its exit status."""
     for line in sys.stdin:
         task = json.loads(line)
         pid = os.fork()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the table of l2 errors that PyTorch's optimised quantization parameters reach.
+"""Writes the table of l2 errors that PyTorch's optimized quantization parameters reach.
 
-PyTorch is no dependency: run this in an environment that has it, ``pip install torch numpy``, then
-``python tests/oracles/make_oracles.py``, and commit ``quantization.json``. ``trained_rows.npy``
-holds rows of a DLRM's tables after 150 steps of the example's traffic (Zipf, exponent 1.07), drawn
-at random from those that the last ten steps touched.
+PyTorch is not a dependency: run this in an environment that has it, ``pip install torch numpy``,
+then ``python tests/oracles/make_oracles.py``, and commit ``quantization.json``.
+``trained_rows.npy`` has rows of a DLRM's tables after 150 steps of the example's traffic (Zipf,
+exponent 1.07), drawn at random from those that the last ten steps touched.
 
 Source of the method: ``torch.choose_qparams_optimized`` (a greedy search with 200 bins over 16 % of
 the range), with scale and offset in float16 as in fbgemm's fused row-wise embeddings.
@@ -25,7 +25,7 @@ BINS, RATIO = 200, 0.16
 
 
 def inputs() -> dict[str, np.ndarray]:
-    """Rows float32 (n, width) by name; equal wherever numpy's generators are."""
+    """Float32 rows (n, width) by name; the same if numpy's generators draw the same."""
     draw = np.random.Generator(np.random.PCG64(20211))
     shape = (500, 64)
     return {

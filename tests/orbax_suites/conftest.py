@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orbax's suites are somebody else's code: what they warn about is no error here."""
+"""Orbax's suites are third-party code: their warnings are not errors here."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orbax's own tests of its v1 Checkpointer, with our handler beside Orbax's."""
+"""Orbax's own tests of its v1 Checkpointer, with our handler registered too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from deltackpt.handlers.v1 import DeltaCheckpointableHandler
 
 
 class _Registered:
-    """Our handler beside Orbax's, in a global registry of the test's own."""
+    """Registers our handler with Orbax's, in a global registry of the test."""
 
     def setUp(self: Any) -> None:
         super().setUp()  # pyright: ignore[reportAttributeAccessIssue]
@@ -33,11 +33,11 @@ class _Registered:
 
 
 class HandlerRegisteredTest(_Registered, CheckpointerTestBase.Test):
-    """Our handler beside Orbax's own takes nothing away from them."""
+    """Registering our handler does not break Orbax's own."""
 
 
 class EmbeddingsBesideTest(_Registered, CheckpointerTestBase.Test):
-    """Nor do our ``Embeddings`` beside the suite's state, which are there after each save."""
+    """Saving our ``Embeddings`` with the suite's state breaks nothing; each save has both."""
 
     def save(
         self,
@@ -61,7 +61,7 @@ class EmbeddingsBesideTest(_Registered, CheckpointerTestBase.Test):
 
 
 class CompatibilityTest(compatibility.ManagerCompatibilityTestBase):
-    """The checkpoints of earlier versions that ship with Orbax load with our handler beside."""
+    """The earlier versions' checkpoints that ship with Orbax load with our handler registered."""
 
     def setup_registry(self) -> Any:
         registry = super().setup_registry()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training script: nnx, Orbax, three best checkpoints, and it goes on where it was ended."""
+"""A training script with nnx and Orbax that keeps the three best checkpoints and can resume."""
 
 import sys
 
@@ -37,7 +37,7 @@ def train(model: Model, optimizer: nnx.Optimizer, ids: jax.Array) -> jax.Array:
 
 
 def main(root: str, steps: int) -> None:
-    """Trains up to a step, from the newest checkpoint on."""
+    """Trains up to a step, starting from the newest checkpoint."""
     model = Model(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adagrad(0.1), wrt=nnx.Param)
     seen, state = 0, nnx.to_pure_dict(nnx.state((model, optimizer)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Directories that ``make_runs.py`` wrote: made here where jax is, given where it is not."""
+"""Directories of ``make_runs.py``: created here if JAX is installed, otherwise given."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def pytest_addoption(parser):
 
 @pytest.fixture(scope="session")
 def runs(request, tmp_path_factory) -> Path:
-    """A folder of each directory."""
+    """The parent folder of the directories."""
     given = request.config.getoption("--runs", default=None)
     if given:
         return Path(given)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes checkpoint directories, and what a restore makes of each step: ``make_runs.py OUT``.
+"""Writes checkpoint directories and the restored state of each step: ``make_runs.py OUT``.
 
-It needs jax and Orbax; the tests beside it read what it wrote with neither. For each directory
-``OUT/<name>/steps`` there are ``OUT/<name>/<step>.npz``, every array of the restored state by its
-path, its bytes as uint8 with shape and dtype in ``<step>.json``, which holds everything else.
+It needs jax and Orbax; the tests beside it read its output without either. For each directory
+``OUT/<name>/steps`` it writes ``OUT/<name>/<step>.npz``: the bytes of each array of the restored
+state as uint8, by path. ``<step>.json`` has their shapes and dtypes, and everything else.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(out: Path) -> None:
 
 
 def every_codec(out: Path) -> None:
-    """A table for each codec, in deltas, and in bases where it may stand there."""
+    """A table for each codec, in deltas, and for some codecs in bases."""
     rng = np.random.default_rng(0)
     state = {name: rng.normal(size=(40, 16)).astype(np.float32) for name in codecs.names()}
     chosen = {
@@ -66,7 +66,7 @@ def every_codec(out: Path) -> None:
             state = {name: table.copy() for name, table in state.items()}
             for table in state.values():
                 table[rows] = rng.normal(size=(len(rows), 16))
-            # A row that no code holds stands beside the codes.
+            # A row that has no code is stored beside the codes.
             state["int4"][rows[0]] = np.nan
             touched = deltackpt.touched.mark(touched, dict.fromkeys(state, jnp.asarray(rows)))
     write_expected(root, handlers)
@@ -143,7 +143,7 @@ def every_kind_of_leaf(out: Path) -> None:
 
 
 def stock(out: Path) -> None:
-    """A step that stock Orbax committed, with our item beside a PyTree of Orbax's own."""
+    """A step that stock Orbax committed, with our item beside an Orbax PyTree."""
     root, state = out / "steps", model.initial()
     handlers = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
     part = {key: state[key] for key in ("tables", "slots")}

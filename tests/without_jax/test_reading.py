@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""inspect reads every codec, every policy and every kind of leaf, and needs no jax for it.
+"""inspect reads every codec, every policy and every kind of leaf, without jax.
 
-Run with the environment that has jax, and by ``make test-without-jax`` with one that has not.
+Run it in the environment with jax, and through ``make test-without-jax`` in one without.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ RUNS = (
 
 
 def expected(run: Path, step: int) -> tuple[dict[str, bytes], dict[str, dict]]:
-    """Bytes of arrays, and what else is known of each leaf, by path."""
+    """Bytes of arrays, and other facts about each leaf, by path."""
     with np.load(run / f"{step}.npz") as held:
         arrays = {name.removeprefix("at:"): held[name].tobytes() for name in held.files}
     return arrays, json.loads((run / f"{step}.json").read_text())
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_leaf_of_every_step_is_what_a_restore_gives(runs, name):
+def test_every_leaf_of_every_step_equals_the_restored_one(runs, name):
     ck = deltackpt.inspect.open(runs / name / "steps")
     assert ck.steps
     for number in ck.steps:
@@ -69,7 +69,7 @@ def test_every_leaf_of_every_step_is_what_a_restore_gives(runs, name):
         assert seen == known.keys()
 
 
-def test_leaves_say_what_they_are(runs):
+def test_leaves_report_their_kind(runs):
     dense = deltackpt.inspect.open(runs / "kinds" / "steps").at()
     kinds = {name.removeprefix("dense/"): dense[name].kind for name in dense.dense}
     assert kinds["key"] == kinds["keys"] == "key" and kinds["text"] == "string"
@@ -114,7 +114,7 @@ def test_a_diff_names_the_rows_that_differ(runs, name):
 
 
 class Held(lazy.LazyArray):
-    """A lazy array over an array in memory, which notes what is read of it."""
+    """A lazy array over an array in memory, which records what is read."""
 
     def __init__(self, array: np.ndarray):
         self.array = array
@@ -146,7 +146,7 @@ def indices(length: int):
 
 
 @given(data=st.data(), shape=st.sampled_from(SHAPES))
-def test_indexing_is_that_of_numpy(data, shape):
+def test_indexing_matches_numpy(data, shape):
     array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     count = data.draw(st.integers(0, len(shape)))
     parts = [data.draw(indices(length)) for length in shape[:count]]
@@ -186,7 +186,7 @@ def test_scattered_rows_are_read_in_batches_and_near_ones_together():
         lazy._WINDOW_BYTES = full
 
 
-def test_a_mask_of_several_axes_is_that_of_numpy():
+def test_a_mask_of_several_axes_matches_numpy():
     array = np.arange(12.0).reshape(4, 3)
     assert np.array_equal(Held(array)[array > 4], array[array > 4])
     assert np.asarray(Held(array), np.int32).dtype == np.int32
@@ -200,13 +200,13 @@ def test_a_mask_of_several_axes_is_that_of_numpy():
     dtype=st.sampled_from(["float32", "int8", "bool", "complex64", "uint64"]),
     data=st.data(),
 )
-def test_statistics_are_those_of_all_numbers_at_once(rows, batch, dtype, data):
+def test_statistics_in_batches_equal_those_of_all_elements_at_once(rows, batch, dtype, data):
     cells = data.draw(st.lists(st.integers(0, 3), min_size=2 * rows, max_size=2 * rows))
     array = np.array(cells, np.float64).reshape(rows, 2).astype(dtype)
     if dtype == "float32" and rows > 1:
         array[1, 0], array[0, 1] = np.nan, -np.inf
     found = statistics.statistics_of(array[i : i + batch] for i in range(0, rows, batch))
-    # In double precision, as they are found.
+    # In double precision, like the statistics.
     exact = array.astype(np.complex128 if dtype == "complex64" else np.float64)
     flat = (np.abs(exact) if dtype == "complex64" else exact).ravel()
     finite = flat[np.isfinite(flat)]
@@ -237,7 +237,7 @@ COMMANDS = (
 )
 
 
-def test_commands_that_read_do_without_jax(runs, tmp_path):
+def test_read_commands_work_without_jax(runs, tmp_path):
     root = runs / "compacted" / "steps"
     for text in COMMANDS:
         arguments = text.format(root=root, out=tmp_path).split()
@@ -250,7 +250,7 @@ def test_commands_that_read_do_without_jax(runs, tmp_path):
         assert json.loads(found.stdout) is not None or text.startswith("compact")
 
 
-def test_doctor_says_what_training_would_need(runs):
+def test_doctor_reports_what_training_would_need(runs):
     command = [sys.executable, "-m", "deltackpt.cli", "doctor", str(runs / "kinds" / "steps")]
     found = subprocess.run([*command, "--json"], capture_output=True, text=True)
     assert found.stderr == ""
@@ -272,7 +272,7 @@ def test_neither_jax_nor_orbax_is_imported(runs):
     assert found.stdout.strip() == "[]", found.stderr
 
 
-def test_this_environment_is_the_one_that_was_asked_for(request):
+def test_the_requested_environment_has_no_jax(request):
     if request.config.getoption("--runs", default=None) is None:
         pytest.skip("the environment with jax: make test-without-jax runs the one without")
     for name in ("jax", "orbax", "flax", "optax"):

@@ -22,7 +22,7 @@ def get_local_data(x):
 
 
 def all_steps(checkpoints_dir):
-    """Returns the steps that have a name, ascending; a link that leads nowhere has one, too."""
+    """Returns the steps in ascending order, including dangling links."""
     found = (re.fullmatch(r"checkpoint_(\d+)", name) for name in os.listdir(checkpoints_dir))
     return sorted(int(match[1]) for match in found if match)
 
@@ -80,7 +80,7 @@ class DatasetArgs(ocp.args.CheckpointArgs):
 
 
 class OrbaxCheckpointManagerInterface:
-    """T5X's own manager, of which the tests need one save and one restore."""
+    """T5X's own manager; the tests need only one save and one restore."""
 
     def __init__(
         self,
@@ -107,11 +107,11 @@ class OrbaxCheckpointManagerInterface:
         return self._directory
 
     def all_steps(self):
-        """Steps that have a name."""
+        """The steps in the model directory."""
         return all_steps(self._directory)
 
     def latest_step(self):
-        """The newest of them."""
+        """The newest step."""
         return max(self.all_steps(), default=None)
 
     def should_save(self, step):
@@ -138,7 +138,7 @@ class OrbaxCheckpointManagerInterface:
         state_transformation_fns=(),
         lazy_parameters=False,
     ):
-        """Restores every leaf, placed as the partitioner says."""
+        """Restores every leaf with the partitioner's shardings."""
         axes = self._partitioner.get_mesh_axes(self._train_state)
         args = axes.mapped(
             lambda name, spec: ocp.ArrayRestoreArgs(
@@ -153,4 +153,4 @@ class OrbaxCheckpointManagerInterface:
 
 
 class Checkpointer:
-    """T5X's first checkpointer, which a configuration names as a default."""
+    """T5X's first checkpointer, the default of a configuration."""

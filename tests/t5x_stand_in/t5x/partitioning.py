@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where leaves are placed."""
+"""Placement of leaves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 @dataclasses.dataclass
 class DataLayout:
-    """Which shard of the data a process reads."""
+    """The shard of the data that a process reads."""
 
     batch_size: int
     shard_id: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train states of a very small T5, as T5X names and shapes their leaves."""
+"""Train states of a very small T5, with T5X's names and shapes of leaves."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TrainState:
         return TrainState(traverse_util.flatten_dict(state_dict, keep_empty_nodes=True, sep="/"))
 
     def mapped(self, function):
-        """Returns the state with ``function(name, leaf)`` in the place of each leaf."""
+        """Returns the state with ``function(name, leaf)`` in place of each leaf."""
         return TrainState({name: function(name, leaf) for name, leaf in self.leaves.items()})
 
 

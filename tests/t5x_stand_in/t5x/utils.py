@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What T5X is configured by, and how it finds what to resume from."""
+"""T5X's restore configuration, and the lookup of the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from t5x import checkpoints, state_utils
 
 @dataclasses.dataclass
 class RestoreCheckpointConfig:
-    """From where to restore, and how."""
+    """Where to restore from, and how."""
 
     path: str | Sequence[str]
     mode: str = "latest"
