@@ -41,7 +41,7 @@ from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.stretches import Logs, RecoveryPoint, newest_way
 from deltackpt.standby import candidates
 from deltackpt.standby import follower as follower_module
-from deltackpt.standby import marks as marks_module
+from deltackpt.standby import wal as followed
 from deltackpt.standby.follower import Follower
 from deltackpt.storage.store import spot
 from deltackpt.testing import Disk, DiskCall
@@ -109,7 +109,7 @@ class FollowedMachine(LogMachine):
             for name, value in (("_LEAST_STAGING_BYTES", 100), ("_STAGING_SHARE", 0.0)):
                 self.patches.enter_context(mock.patch.object(follower_module, name, value))
         # Retry torn records at once.
-        for module in (marks_module, candidates):
+        for module in (followed, candidates):
             self.patches.enter_context(mock.patch.object(module, "_REFUSED_SECS", 0.0))
 
     def teardown(self):
