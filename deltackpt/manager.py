@@ -606,7 +606,7 @@ class CheckpointManager:
 
         Raises:
           NoIntactStep: steps were committed, but none is intact.
-          StepGone: every step was removed while it was read, or the newest one ten times in a row.
+          StepGone: every step was removed while it was read.
           ForeignDirectory: no step was written by deltackpt with this item name.
           TemplateMismatch, FormatTooNew: the newest step is intact, but does not match the abstract
             state or needs a newer version.

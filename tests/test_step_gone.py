@@ -352,23 +352,19 @@ def test_damage_in_a_step_that_exists_is_damage(step, operation, runs, tmp_path)
 # A trainer with retention, and concurrent readers.
 
 
-def test_restore_latest_raises_step_gone_if_steps_are_removed_faster_than_they_are_read(
+def test_restore_latest_reports_no_damage_however_often_the_newest_step_is_removed(
     runs, monkeypatch
 ):
     monkeypatch.setattr(restoring, "_LISTINGS", 0)
     at = 1
-    raised = 0
     while True:
         with reading(runs.root) as manager, going(runs, NEWER, at, "removed") as accesses:
-            try:
-                result = manager.restore_latest(model.initial())
-                assert result is not None and result.skipped == (), at
-            except StepGone:
-                raised += 1
+            result = manager.restore_latest(model.initial())
+            assert result is not None and result.skipped == (), at
         if not accesses.came:
             break
         at += 25
-    assert raised > 0
+    assert at > 50
 
 
 def test_readers_alongside_a_trainer_with_retention_see_whole_steps_or_step_gone(tmp_path):

@@ -34,7 +34,7 @@ from deltackpt.handlers.reading import OrbaxItems
 from deltackpt.handlers.restored import RestoredState, same_leaves, to_compare
 from deltackpt.handlers.run import Run
 from deltackpt.outcomes import ReadRows, ReadState, Restored
-from deltackpt.reading import chains, dense_values, removal
+from deltackpt.reading import chains, dense_values
 from deltackpt.reading.reader import Progress, RestoredTables
 from deltackpt.reading.stretches import RecoveryPoint
 from deltackpt.restore import steps
@@ -108,14 +108,12 @@ class Restorer:
                 again = self._chooser.newest(tried, wal=wal)
                 gone = again is not None and again != choice and again.number >= step
                 gone = gone or _is_gone(error) or self._is_left(choice)
-                if gone and len(tried.gone) < _LISTINGS:
+                # A trainer may remove steps faster than they are read.
+                is_replaced = _is_gone(error) and again not in (None, choice)
+                if gone and (is_replaced or len(tried.gone) < _LISTINGS):
                     tried.gone.append((step, error))
                     choice = again
                     continue
-                if _is_gone(error) and again not in (None, choice):
-                    # Steps are removed faster than they are read.
-                    run.tell_failure("restore", step, error, began)
-                    raise removal.gone(run.root.at(choice.step)) from error
                 lost = self._chooser.lost_with(tried, choice, error)
                 error = _with_lost(error, lost)
                 tried.lose((one for one in lost if one != choice.step), error)
