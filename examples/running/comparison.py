@@ -40,7 +40,7 @@ class Sample:
       blocked_secs: how long ``save()`` blocked the training thread.
       committed_secs: time from ``save()`` until the step was committed.
       kind: base or delta; None for Orbax.
-      dense_nbytes: bytes of the item of dense leaves; None for Orbax.
+      dense_nbytes: bytes of the dense leaves, also in the layer of a delta; None for Orbax.
     """
 
     nbytes: int
@@ -160,12 +160,13 @@ def _timed(manager: Manager, root: Path, step: int, state: Any) -> Sample:
         manager.wait_until_finished()
     committed_secs = time.perf_counter() - started
     step_dir = root / str(step)
+    in_item = bytes_below(step_dir / names.DENSE_ITEM)
     return Sample(
         nbytes=bytes_below(step_dir),
         blocked_secs=blocked_secs,
         committed_secs=committed_secs,
         kind=reports[0].intent.kind if reports else None,
-        dense_nbytes=bytes_below(step_dir / names.DENSE_ITEM) if reports else None,
+        dense_nbytes=in_item + reports[0].dense_bytes if reports else None,
     )
 
 
