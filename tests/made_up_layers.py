@@ -157,7 +157,7 @@ def read_all(layer: Layer) -> dict[str, tuple[list[int], dict[str, bytes]]]:
                 held = np.empty(array.shape, array.dtype)
                 layer.read_into(array, 0, array.shape[0], held)
                 arrays[name] = held.tobytes()
-        found[group.name] = np.asarray(layer.rows(group)[1]).tolist(), arrays
+        found[group.name] = np.asarray(layer.rows(group).rows).tolist(), arrays
     return found
 
 

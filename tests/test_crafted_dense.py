@@ -107,7 +107,7 @@ def copy_segment(layer: Layer, segment: Segment, place: Place) -> None:
     arrays = LayerArrays(lambda: layer, name="it", file="")
     for entry in segment.arrays:
         if entry.name == names.GAPS:
-            place.write_rows(arrays.row_indices(segment, 0, segment.count))
+            place.write_rows(arrays.row_indices(segment).rows)
         else:
             held = np.empty(entry.shape, entry.dtype)
             arrays.read_into(segment, entry, 0, len(held), held)

@@ -294,7 +294,7 @@ def with_chunk(data: bytes, group: dict[str, Any], array: dict[str, Any]) -> Lay
 def test_row_indices_are_decoded_from_gaps():
     group = INDEXED | {"bounds": [[5, 11]]}
     layer = with_chunk(bytes([0, 1, 2, 3]), group, GAPS)
-    assert np.asarray(layer.rows(layer.row_groups()[0])[1]).tolist() == [5, 6, 8, 11]
+    assert np.asarray(layer.rows(layer.row_groups()[0]).rows).tolist() == [5, 6, 8, 11]
 
 
 @pytest.mark.parametrize("gaps", [[1, 1, 2, 3], [0, 0, 3, 3], [0, 1, 2, 4], [0, 2, 1, 2]])

@@ -25,6 +25,7 @@ from test_compact import fold, manager, write_chain
 
 from deltackpt.errors import ForeignDirectory, RestoreError, StepGone, StepNotFound, StorageError
 from deltackpt.format import manifest, names
+from deltackpt.format.blocks import StoredRows
 from deltackpt.layers.read import Layer
 from deltackpt.ledger.directory import Root
 from deltackpt.reading import chains, dense_values, inventory, reader
@@ -260,12 +261,13 @@ def test_wrong_row_indices_are_found_despite_valid_checksums(written, tmp_path):
     """Simulates a faulty writer: rows beyond the end of their table."""
     root = tmp_path / "root"
     shutil.copytree(written["lossy"], root)
-    real = Layer.row_indices
+    real = Layer.rows
 
     def beyond(layer, *arguments):
-        return real(layer, *arguments) + 1_000_000
+        rows, first = real(layer, *arguments)
+        return StoredRows(rows + 1_000_000, first)
 
-    with mock.patch.object(Layer, "row_indices", beyond):
+    with mock.patch.object(Layer, "rows", beyond):
         report = verify_root(root)
     assert any("rows below" in str(problem) for problem in report.problems)
 

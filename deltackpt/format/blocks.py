@@ -73,6 +73,19 @@ class Ranges:
 #: few spans, else an int64 array.
 Rows = range | Ranges | np.ndarray
 
+
+class StoredRows(NamedTuple):
+    """Row indices of a segment or row group.
+
+    Attributes:
+      rows: some consecutive ones of its row indices.
+      first: the position of the first of them along the first axis of its arrays.
+    """
+
+    rows: Rows
+    first: int = 0
+
+
 #: Name of the field that holds the rows of the tables themselves.
 VALUES = "values"
 

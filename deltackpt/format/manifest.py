@@ -389,10 +389,11 @@ def from_bytes(data: bytes, cls: type = Manifest, *, name: str, magic: str = MAG
     Raises:
       Damaged: the bytes are truncated, altered, not a record of this kind, or invalid.
       FormatTooNew: a later version wrote it, or it needs a feature unknown here.
+      FormatTooOld: a development version wrote it.
     """
     if cls is Manifest:
         record = records.quickly(cls, data, name=name, magic=magic, alike=_ALIKE)
-        if record is not None and KNOWN_FEATURES.issuperset(record.features):
+        if record is not None and is_current(record):
             with contextlib.suppress(Unsound):
                 _check(record)
                 return record
@@ -402,10 +403,18 @@ def from_bytes(data: bytes, cls: type = Manifest, *, name: str, magic: str = MAG
             refuse_unknown(features_in(fields), KNOWN_FEATURES, name)
         record = records.built(cls, fields)
         if isinstance(record, Manifest):
+            if not is_current(record):
+                raise records.too_old(name, "a delta in a layer file", "one in Zarr arrays")
             _check(record)
     except Unsound as error:
         raise error.damage(name) from error
     return record
+
+
+def is_current(record: Any) -> bool:
+    """Returns whether this version reads the save of a manifest or outline."""
+    features = set(record.features)
+    return features <= KNOWN_FEATURES and (record.kind == "base" or LAYERS in features)
 
 
 def _check(record: Manifest) -> None:
@@ -415,6 +424,12 @@ def _check(record: Manifest) -> None:
       Unsound: the manifest is invalid.
     """
     check_ids(record)
+    is_base = record.kind == "base"
+    require(is_base == (record.layer is None), "a layer if it is a delta", record.layer, "layer")
+    if is_base:
+        ranged = all(segment.ranges is not None for segment in record.segments)
+        require(ranged, "ranges of rows in a base", "row indices", "segments")
+        require(record.dense_blocks is None, "dense leaves in Orbax's item", "blocks")
     if not _sound_paths.has(record.tables, record.dense, record.tracking_paths):
         check_paths(record)
         _sound_paths.add(record.tables, record.dense, record.tracking_paths)

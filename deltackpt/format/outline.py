@@ -80,10 +80,10 @@ def outline(data: bytes, *, name: str) -> Outline | Manifest:
       name: the manifest's name in errors.
 
     Raises:
-      Damaged, FormatTooNew: as for ``from_bytes``.
+      Damaged, FormatTooNew, FormatTooOld: as for ``from_bytes``.
     """
     found = records.quickly(Outline, data, name=name, magic=manifest.MAGIC, alike=frozenset())
-    if found is not None and manifest.KNOWN_FEATURES.issuperset(found.features):
+    if found is not None and manifest.is_current(found):
         with contextlib.suppress(Unsound, TypeError):
             manifest.check_ids(found)
             return found

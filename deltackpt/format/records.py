@@ -18,7 +18,7 @@ from typing import Any, Literal
 import google_crc32c
 import msgpack
 
-from deltackpt.errors import Damaged, FormatTooNew, OptionError
+from deltackpt.errors import Damaged, FormatTooNew, FormatTooOld, OptionError
 
 FORMAT_VERSION = 1
 #: Most bytes of a record: one of a million tables has fewer. A file may claim any length.
@@ -78,6 +78,14 @@ class Sound:
             self._known.pop(next(iter(self._known)), None)
 
 
+def too_old(name: str, expected: str, found: str) -> FormatTooOld:
+    """Returns the error for data that a development version wrote."""
+    return FormatTooOld(
+        f"{name}: expected {expected}, found {found}, as written by a development version of "
+        "deltackpt; restore it with that version, and save it to a new directory with this one"
+    )
+
+
 def shown(value: object) -> str:
     """Formats a value of a record for an error message, with limited length."""
     if isinstance(value, (list, tuple, dict, str, bytes)) and len(value) > _SHOWN_CHARACTERS:
@@ -132,15 +140,17 @@ def fields_of(data: bytes, *, name: str, magic: str) -> dict[str, Any]:
 
     Raises:
       Damaged: the bytes are truncated, altered or not a record of this kind.
-      FormatTooNew: a later version wrote it.
+      FormatTooNew, FormatTooOld: a later version wrote it, or a development version.
     """
     version, body = _head_of(data, name, magic)
     try:
         fields = unpacked(body)
     except ValueError as error:
         raise Damaged(name, f"a map in the body of a {magic} record", str(error)) from error
-    # No checksum covers the version beside the body. Records of before it was repeated are of 1.
-    repeated = fields.get(_VERSION, 1)
+    if _VERSION not in fields:
+        raise too_old(name, f"a version in the body of the {magic} record", "none")
+    # No checksum covers the version beside the body.
+    repeated = fields[_VERSION]
     if type(repeated) is not int or repeated < 1:
         raise Damaged(name, f"a version in the body of a {magic} record", shown(repeated))
     if repeated > FORMAT_VERSION:

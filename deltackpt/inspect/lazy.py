@@ -15,12 +15,11 @@ import numpy as np
 
 from deltackpt import codecs
 from deltackpt.format import blocks
-from deltackpt.format.blocks import Box, Rows, Span
+from deltackpt.format.blocks import Box, Rows, Span, StoredRows
 from deltackpt.format.manifest import Layout, SaveId, TableEntry
 from deltackpt.format.segments import FieldSpec, Segment, width
 from deltackpt.inspect.statistics import Statistics, statistics_of
 from deltackpt.layers import merge
-from deltackpt.layers.merge import StoredRows
 from deltackpt.layers.targets import Targets, empty_buffers
 from deltackpt.reading import reader, replay
 from deltackpt.reading.chains import read_whole
@@ -276,7 +275,7 @@ class RowNumbers:
 
     def __call__(self, part: StoredPart, segment: Segment, targets: Targets) -> StoredRows | None:
         """See ``layers.merge.RowIndices``."""
-        if not targets.want(segment, (0, part.groups[segment.group].rows)):
+        if targets.reach(segment) is None:
             return None
         return StoredRows(self.of(part, segment))
 

@@ -23,9 +23,10 @@ import numpy as np
 
 from deltackpt import codecs
 from deltackpt.errors import Damaged
-from deltackpt.format import blocks, gaps, names
-from deltackpt.format.blocks import EncodedBlock, Ranges, RowBlock, Rows, Span
+from deltackpt.format import blocks, names
+from deltackpt.format.blocks import EncodedBlock, Ranges, RowBlock, Rows, Span, StoredRows
 from deltackpt.format.segments import ArrayEntry, FieldSpec, GroupEntry, Segment
+from deltackpt.format.soundness import MOST
 from deltackpt.layers.targets import Target, Targets
 from deltackpt.resources import memory, pages
 from deltackpt.resources.staging import Staging
@@ -83,8 +84,8 @@ class Layer(Protocol):
         """
         ...
 
-    def row_indices(self, segment: Segment, start: int, stop: int) -> np.ndarray | None:
-        """Returns the row indices at some positions; None if an array has the gaps between them.
+    def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
+        """Returns the row indices in ``[first, stop)`` of a segment without ranges.
 
         Raises:
           Damaged: they are missing or altered.
@@ -109,13 +110,6 @@ class Layer(Protocol):
         ...
 
 
-class StoredRows(NamedTuple):
-    """Row indices of a segment from position ``first``; includes all that may be wanted."""
-
-    rows: Rows
-    first: int = 0
-
-
 #: Returns the row indices of a segment of a layer; None if no row of it is wanted.
 RowIndices = Callable[[Any, Segment, Targets], StoredRows | None]
 #: Called with the row indices of each segment that are read, wanted or not; from any thread.
@@ -128,52 +122,33 @@ def segment_rows(layer: Layer, segment: Segment) -> Rows:
     Raises:
       Damaged: row indices are missing or altered.
     """
-    layer.check(segment)
-    if segment.ranges is not None:
-        return blocks.rows_of(segment.ranges)
-    return gap_rows(layer, segment)
+    return rows_within(layer, segment, (0, MOST)).rows
 
 
-def gap_rows(
-    layer: Layer,
-    segment: Segment,
-    start: int = 0,
-    stop: int | None = None,
-    *,
-    after: int | None = None,
-) -> np.ndarray:
-    """Returns row indices of a segment without ranges, checked against its group.
-
-    Args:
-      layer: the layer of the segment.
-      segment: a segment without ranges.
-      start: position of the first row.
-      stop: position after the last row; the end by default.
-      after: the row before ``start``; None at the beginning of the segment.
+def rows_within(layer: Layer, segment: Segment, span: Span) -> StoredRows:
+    """Returns the rows of a segment in a span, checked against its group.
 
     Raises:
-      Damaged: the row indices are missing or altered.
+      Damaged: row indices are missing or altered.
     """
-    entry = next(entry for entry in segment.arrays if entry.name == names.GAPS)
-    stop = entry.shape[0] if stop is None else stop
-    total = layer.groups[segment.group].rows
-    if (rows := layer.row_indices(segment, start, stop)) is not None:
-        if len(rows) and rows[-1] >= total:
-            raise Damaged(layer.name_of(segment, entry), f"rows below {total}", f"{rows[-1]}")
-        return rows
-    out = layer.view(segment, entry, start, stop)
-    if out is None:
-        out = memory.empty_buffer((stop - start,), np.dtype(entry.dtype))
-        layer.read_into(segment, entry, start, stop, out)
-    name = layer.name_of(segment, entry)
-    return gaps.decode_gaps(out, total_rows=total, name=name, after=after)
+    layer.check(segment)
+    if segment.ranges is not None:
+        rows = blocks.rows_of(segment.ranges)
+        found = blocks.row_slice(rows, *span)
+        return StoredRows(rows[found], found.start)
+    held, total = layer.row_indices(segment, *span), layer.groups[segment.group].rows
+    if (end := reach(held.rows)[1]) > total:
+        entry = next(entry for entry in segment.arrays if entry.name == names.GAPS)
+        raise Damaged(layer.name_of(segment, entry), f"rows below {total}", f"{end - 1}")
+    return held
 
 
 def stored_rows(layer: Layer, segment: Segment, targets: Targets) -> StoredRows | None:
-    """Returns the rows of a segment, checked against its group; None if no row is wanted."""
-    if segment.ranges is None and not targets.want(segment, (0, layer.groups[segment.group].rows)):
-        return None
-    return StoredRows(segment_rows(layer, segment))
+    """Returns the rows of a segment around the wanted ones; None if no row is wanted."""
+    if segment.ranges is not None:
+        return StoredRows(segment_rows(layer, segment))
+    span = targets.reach(segment)
+    return None if span is None else rows_within(layer, segment, span)
 
 
 def reach(rows: Rows) -> Span:

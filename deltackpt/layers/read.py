@@ -11,7 +11,7 @@ import numpy as np
 import zstandard
 
 from deltackpt.errors import Damaged, OptionError
-from deltackpt.format.blocks import Rows, row_slice, rows_of
+from deltackpt.format.blocks import StoredRows, row_slice, rows_of
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.soundness import MOST
 from deltackpt.layers import footer
@@ -178,36 +178,19 @@ class Layer:
         """Returns the arrays of a row group by name."""
         return self._arrays[row_group.name]
 
-    def rows(self, row_group: RowGroup, first: int = 0, stop: int = MOST) -> tuple[int, Rows]:
-        """Returns the row indices in ``[first, stop)`` and the position of the first of them.
-
-        Positions count along the first axis of the row group's arrays. Only the chunks of row
-        indices around the range are read.
+    def rows(self, row_group: RowGroup, first: int = 0, stop: int = MOST) -> StoredRows:
+        """Returns the row indices in ``[first, stop)``; reads only the chunks around the range.
 
         Raises:
           Damaged: the row indices are altered or invalid.
           StorageError: reading failed.
         """
         if row_group.ranges is not None:
-            rows, position = rows_of(row_group.ranges), 0
+            held = StoredRows(rows_of(row_group.ranges))
         else:
-            rows, position = self._read_rows(row_group, first, stop)
-        found = row_slice(rows, first, max(first, stop))
-        return position + found.start, rows[found]
-
-    def row_indices(self, row_group: RowGroup, start: int, stop: int) -> np.ndarray:
-        """Returns the row indices at positions ``[start, stop)``, int64.
-
-        Raises:
-          Damaged: the row indices are altered or invalid.
-          StorageError: reading failed.
-        """
-        if row_group.ranges is not None:
-            return np.asarray(rows_of(row_group.ranges)[start:stop])
-        size = self._arrays[row_group.name][GAPS].chunk_rows
-        wanted = range(start // size, -(-stop // size)) if start < stop else range(0)
-        rows, first = self._read_chunks_of_rows(row_group, wanted)
-        return rows[start - first : stop - first]
+            held = self._read_rows(row_group, first, stop)
+        found = row_slice(held.rows, first, max(first, stop))
+        return StoredRows(held.rows[found], held.first + found.start)
 
     def chunks_of(self, array: LayerArray) -> Sequence[Chunk]:
         """Returns where the chunks of an array are."""
@@ -317,19 +300,14 @@ class Layer:
             tail = np.concatenate([before, tail])
         return trailer, tail[len(tail) - (nbytes - trailer.footer) :].data
 
-    def _read_rows(self, group: RowGroup, first: int, stop: int) -> tuple[np.ndarray, int]:
-        """Decodes the chunks of row indices that may have some in a range; and their position."""
+    def _read_rows(self, group: RowGroup, first: int, stop: int) -> StoredRows:
+        """Decodes the chunks of row indices that may have some in a range."""
         below = sum(high < first for _, high in group.bounds)
-        return self._read_chunks_of_rows(
-            group, range(below, max(below, sum(low < stop for low, _ in group.bounds)))
-        )
-
-    def _read_chunks_of_rows(self, group: RowGroup, wanted: range) -> tuple[np.ndarray, int]:
-        """Decodes some chunks of row indices; returns them and the position of the first."""
+        wanted = range(below, max(below, sum(low < stop for low, _ in group.bounds)))
         gaps = self._arrays[group.name][GAPS]
         start = min(wanted.start * gaps.chunk_rows, group.count)
         if not wanted:
-            return np.empty(0, np.int64), start
+            return StoredRows(np.empty(0, np.int64), start)
         end = min(wanted.stop * gaps.chunk_rows, group.count)
         held = np.empty(end - start, gaps.dtype)
         self.read_into(gaps, start, end, held)
@@ -344,7 +322,7 @@ class Layer:
             if held[own][0] or found[-1] != high or not np.all(found[1:] > found[:-1]):
                 shown = f"{self._name}: {_shown(gaps, number)}"
                 raise Damaged(shown, f"ascending rows from {low} to {high}", "other gaps")
-        return rows, start
+        return StoredRows(rows, start)
 
     def _batches(self, array: LayerArray, first: int, last: int) -> Iterator[range]:
         """Numbers of chunks, inclusive, in batches that are read at once."""

@@ -158,11 +158,15 @@ class Targets:
         high = bisect.bisect_left(found, rows[1], key=lambda one: one.rows[0])
         return tuple(one for one in found[low:high] if one.overlap(columns) is not None)
 
-    def want(self, segment: Segment, rows: Span) -> bool:
-        """Returns whether any target overlaps rows of a segment, in any of its fields."""
-        return any(
-            self.over(segment.group, field, rows, segment.columns) for field in segment.fields
-        )
+    def reach(self, segment: Segment) -> Span | None:
+        """Returns the span of the wanted rows of a segment's group; None if none is wanted."""
+        spans = [
+            one.rows
+            for field in segment.fields
+            for one in self._sorted.get((segment.group, field), [])
+            if one.overlap(segment.columns) is not None
+        ]
+        return (min(spans)[0], max(stop for _, stop in spans)) if spans else None
 
     def touch(self, cover: Cover) -> bool:
         """Returns whether a shard may contain any wanted row, from its cover alone."""

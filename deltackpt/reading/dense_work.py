@@ -19,7 +19,7 @@ import numpy as np
 
 from deltackpt.codecs import of_blocks
 from deltackpt.errors import Damaged, OptionError, StorageError
-from deltackpt.format import gaps, names
+from deltackpt.format import names
 from deltackpt.format.dense_blocks import BLOCK, BLOCKS, PLAIN, DenseBlocks, Key
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.segments import ArrayEntry, Segment
@@ -81,12 +81,7 @@ class PartSource:
           Damaged: they are missing or altered.
         """
         self.check(segment)
-        found = self.arrays.row_indices(segment, 0, segment.count)
-        if found is None:
-            entry = self._gaps(segment)
-            held = self.read(segment, entry, 0, entry.shape[0])
-            name = f"{self.name}, {segment.name}"
-            return gaps.decode_gaps(held, total_rows=total, name=name)
+        found = np.asarray(self.arrays.row_indices(segment).rows)
         self.on_bytes(self.arrays.stored_bytes(segment, self._gaps(segment)))
         if len(found) and found[-1] >= total:
             raise Damaged(f"{self.name}, {segment.name}", f"rows below {total}", f"{found[-1]}")

@@ -12,8 +12,10 @@ import numpy as np
 
 from deltackpt.errors import Damaged
 from deltackpt.format import dense_blocks, names
+from deltackpt.format.blocks import StoredRows
 from deltackpt.format.manifest import LayerRef, Manifest, SaveId
 from deltackpt.format.segments import ArrayEntry, Segment
+from deltackpt.format.soundness import MOST
 from deltackpt.layers.footer import LayerArray, RowGroup, compression_of
 from deltackpt.layers.read import Layer, StoredBytes
 from deltackpt.reading import bounds
@@ -50,8 +52,8 @@ class PartArrays(Protocol):
         """Returns how many bytes are read for elements of an array's first axis."""
         ...
 
-    def row_indices(self, segment: Segment, start: int, stop: int) -> np.ndarray | None:
-        """Returns the row indices at some positions; None if an array has the gaps between them.
+    def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
+        """Returns the row indices in ``[first, stop)`` of a segment without ranges.
 
         Raises:
           Damaged: they are missing or altered.
@@ -154,8 +156,9 @@ class ZarrArrays:
         first, last = start * row // BLOCK_BYTES, -(-stop * row // BLOCK_BYTES)
         return min(nbytes, (last - first) * BLOCK_BYTES)
 
-    def row_indices(self, segment: Segment, start: int, stop: int) -> None:
-        """See ``PartArrays``."""
+    def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
+        """See ``PartArrays``; a base has ranges only."""
+        raise AssertionError(f"row indices of {segment.name}, which is in a base")
 
     def read_into(
         self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
@@ -240,9 +243,9 @@ class LayerArrays:
         held = self.layer.arrays(self._group(segment)).get(entry.name)
         return 0 if held is None else self.layer.bytes_of(held, start, stop)
 
-    def row_indices(self, segment: Segment, start: int, stop: int) -> np.ndarray:
+    def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
         """See ``PartArrays``."""
-        return self.layer.row_indices(self._group(segment), start, stop)
+        return self.layer.rows(self._group(segment), first, stop)
 
     def read_into(
         self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray

@@ -15,12 +15,12 @@ import numpy as np
 
 from deltackpt.errors import Damaged, RestoreError
 from deltackpt.format import blocks
-from deltackpt.format.blocks import Box, Rows, Span
+from deltackpt.format.blocks import Box, Rows, Span, StoredRows
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import Layout
 from deltackpt.format.segments import Segment
 from deltackpt.layers import merge
-from deltackpt.layers.merge import RowIndices, StoredRows
+from deltackpt.layers.merge import RowIndices
 from deltackpt.layers.targets import Targets, Wanted, empty_buffers
 from deltackpt.reading.chains import raise_if_removed, read_whole
 from deltackpt.reading.meter import Meter, Progress

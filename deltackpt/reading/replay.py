@@ -14,12 +14,13 @@ import numpy as np
 
 from deltackpt.errors import Damaged, DamagedWal
 from deltackpt.format import blocks, names
-from deltackpt.format.blocks import RowBlock, Rows
+from deltackpt.format.blocks import RowBlock, Rows, StoredRows
 from deltackpt.format.manifest import Layout
 from deltackpt.format.segments import ArrayEntry, GroupEntry, Segment
+from deltackpt.format.soundness import MOST
 from deltackpt.format.wal_records import ITEM_BYTES, ITEMS
 from deltackpt.layers import merge
-from deltackpt.layers.merge import Piece, StoredRows
+from deltackpt.layers.merge import Piece
 from deltackpt.layers.targets import Targets
 from deltackpt.reading import bounds
 from deltackpt.reading.dense_values import DenseValues
@@ -246,10 +247,12 @@ class RecordPart:
         """See ``layers.merge.Layer``; reads and verifies all rows of the record."""
         return self.rows.arrays(self)[segment.name, entry.name][start:stop]
 
-    def row_indices(self, segment: Segment, start: int, stop: int) -> np.ndarray:
+    def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
         """See ``layers.merge.Layer``."""
         self.check(segment)
-        return self.rows.arrays(self)[segment.name, names.GAPS][start:stop]
+        rows = self.rows.arrays(self)[segment.name, names.GAPS]
+        found = blocks.row_slice(rows, first, stop)
+        return StoredRows(rows[found], found.start)
 
     def read_into(
         self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
@@ -271,7 +274,7 @@ class RecordPart:
             arrays.check(segment)
             for entry in segment.arrays:
                 if entry.name == names.GAPS:
-                    out = arrays.row_indices(segment, 0, segment.count)
+                    out = np.asarray(arrays.row_indices(segment).rows)
                 else:
                     out = _room(entry, self.record)
                     arrays.read_into(segment, entry, 0, entry.shape[0], out)

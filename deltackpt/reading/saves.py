@@ -20,10 +20,12 @@ from deltackpt.errors import (
     StorageError,
 )
 from deltackpt.format import chain, manifest, names
+from deltackpt.format.blocks import StoredRows
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import Cover, Layout, Manifest, SaveId
 from deltackpt.format.outline import outline
 from deltackpt.format.segments import ArrayEntry, FieldSpec, GroupEntry, Segment
+from deltackpt.format.soundness import MOST
 from deltackpt.reading import bounds
 from deltackpt.reading.foreign import foreign, lacks_our_item
 from deltackpt.reading.part_arrays import PartArrays, arrays_of
@@ -178,10 +180,10 @@ class StoredPart:
     def view(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> None:
         """Returns None: arrays are read from the store."""
 
-    def row_indices(self, segment: Segment, start: int, stop: int) -> np.ndarray | None:
+    def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
         """See ``layers.merge.Layer``."""
         self.check(segment)
-        return self.arrays.row_indices(segment, start, stop)
+        return self.arrays.row_indices(segment, first, stop)
 
     def read_into(
         self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray

@@ -18,15 +18,12 @@ import google_crc32c
 import numpy as np
 
 from deltackpt import __about__
-from deltackpt.format import blocks, gaps, manifest, names
+from deltackpt.format import blocks, manifest, names
 from deltackpt.format.manifest import Cover, LayerRef, Manifest, Part
 from deltackpt.format.segments import ArrayEntry, Encoding, GroupEntry, Segment
-from deltackpt.storage import arrays, digests, writer
+from deltackpt.storage import digests, writer
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import Digest, Digests
-
-#: With fewer gaps between rows, a compressor's threads do not pay off.
-_COMPRESSED_BYTES = 256 << 10
 
 
 class RowsWriter(Protocol):
@@ -100,8 +97,8 @@ class ArrayPlace(NamedTuple):
         return writer.write_array(self.directory(entry.name), entry, pieces, self.batch, held=held)
 
     def write_rows(self, rows: np.ndarray) -> StoredArrays:
-        """See ``Place``."""
-        return write_gaps(self, rows)
+        """See ``Place``; a base has ranges only."""
+        raise AssertionError(f"row indices of {self.segment}, which is in a base")
 
     def directory(self, array: str) -> Path:
         """Returns the directory of one array."""
@@ -168,14 +165,6 @@ def write_array(
 def write_rows(place: Place, rows: blocks.Rows) -> StoredArrays:
     """Writes the row indices of a segment, if ranges do not describe them."""
     return place.write_rows(rows) if isinstance(rows, np.ndarray) else StoredArrays((), 0)
-
-
-def write_gaps(place: Place, rows: np.ndarray) -> StoredArrays:
-    """Writes row indices as an array of the gaps between them."""
-    encoded = gaps.encode_gaps(rows)
-    zstd = encoded.nbytes >= _COMPRESSED_BYTES
-    entry = arrays.array_entry(names.GAPS, encoded.shape, encoded.dtype, zstd=zstd)
-    return write_array(place, entry, [encoded])
 
 
 def stored_field(

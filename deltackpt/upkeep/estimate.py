@@ -17,11 +17,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from deltackpt import codecs
 from deltackpt.errors import StepNotFound
 from deltackpt.format import blocks, manifest, names
-from deltackpt.format.blocks import Span
+from deltackpt.format.blocks import Span, StoredRows
 from deltackpt.format.manifest import TableEntry
 from deltackpt.format.segments import FieldSpec, GroupEntry, Segment
 from deltackpt.layers import merge
-from deltackpt.layers.merge import RowIndices, StoredRows
+from deltackpt.layers.merge import RowIndices
 from deltackpt.layers.targets import Target, Targets
 from deltackpt.ledger import points
 from deltackpt.ledger.opening import open_steps
@@ -449,8 +449,10 @@ def _prepared(save: StoredSave, part: StoredPart, segment: Segment) -> _Prepared
     group = part.groups[segment.group]
     specs = [spec for spec in group.fields if spec.name in segment.fields]
     started = time.perf_counter()
-    rows = _first_rows(part, segment)
-    seconds = time.perf_counter() - started
+    rows = merge.segment_rows(part, segment)
+    count = _rows_of_first_chunks(segment)
+    seconds = (time.perf_counter() - started) * count / max(1, segment.count)
+    rows = rows[:count]
     first = merge.reach(rows)[0]
     most = max(1, _WINDOW_BYTES // max(1, sum(spec.row_bytes for spec in specs)))
     rows = rows[blocks.row_slice(rows, first, first + most)]
@@ -463,14 +465,10 @@ def _prepared(save: StoredSave, part: StoredPart, segment: Segment) -> _Prepared
     return _Prepared(targets, indices, seconds)
 
 
-def _first_rows(part: StoredPart, segment: Segment) -> blocks.Rows:
-    """Row indices of the first chunks of a segment."""
+def _rows_of_first_chunks(segment: Segment) -> int:
     arrays = [entry for entry in segment.arrays if entry.name != names.GAPS]
     largest = max(arrays, key=lambda entry: entry.nbytes)
-    count = min(segment.count, _CHUNKS * largest.chunk_rows)
-    if segment.ranges is not None:
-        return blocks.rows_of(segment.ranges)[:count]
-    return merge.gap_rows(part, segment, stop=count)
+    return min(segment.count, _CHUNKS * largest.chunk_rows)
 
 
 def _target(group: GroupEntry, spec: FieldSpec, span: Span, segment: Segment) -> Target:

@@ -25,9 +25,10 @@ import numpy as np
 from deltackpt import codecs
 from deltackpt.errors import OptionError
 from deltackpt.format import manifest, names
-from deltackpt.format.blocks import Span
+from deltackpt.format.blocks import Span, StoredRows
 from deltackpt.format.manifest import Manifest
 from deltackpt.format.segments import FieldSpec, GroupEntry, Segment, width
+from deltackpt.layers import merge
 from deltackpt.layers.targets import Target, Targets
 from deltackpt.reading import chains, reader
 from deltackpt.reading.meter import Progress
@@ -44,9 +45,9 @@ from deltackpt.storage.parts import (
     StoredField,
     WrittenPart,
 )
+from deltackpt.storage.store import Spot
 from deltackpt.upkeep import fold_dense
 from deltackpt.upkeep.plan import Plan, chain, standing
-from deltackpt.upkeep.row_numbers import RowNumbers
 
 #: Minimum memory of a worker besides compressed chunks: smaller windows are very slow.
 _LEAST_BYTES = 8 << 20
@@ -232,7 +233,7 @@ class _Fold:
             )
         budget = _Budget.of(memory_bytes, len(group.fields))
         writers = {spec.name: _FieldWriter(place, spec, span, budget) for spec in group.fields}
-        numbers = RowNumbers()
+        rows_of_deltas = _RowIndices()
         scratch = Staging(2 * arrays.CHUNK_BYTES)
         rows = {
             spec.name: min(max(1, budget.window_bytes // max(1, spec.row_bytes)), span[1] - span[0])
@@ -241,12 +242,12 @@ class _Fold:
         nbytes = max(rows[spec.name] * spec.row_bytes for spec in group.fields)
         buffer = memory.empty_buffer((nbytes,), np.dtype(np.uint8))
         for stretch in self._stretches(window, budget):
-            numbers.move(stretch)
+            rows_of_deltas.move(stretch)
             for spec in group.fields:
                 for start in range(*stretch, rows[spec.name]):
                     part = (start, min(start + rows[spec.name], stretch[1]))
                     held = _rows_view(buffer, spec, part)
-                    self._merge(window.targets(spec, part, held), numbers, scratch)
+                    self._merge(window.targets(spec, part, held), rows_of_deltas, scratch)
                     writers[spec.name].write(held)
                     memory.trim_memory()
                     self._note(held.nbytes)
@@ -260,9 +261,9 @@ class _Fold:
             [writers[spec.name].finish(bounds) for spec in group.fields],
         )
 
-    def _merge(self, targets: Targets, numbers: RowNumbers, scratch: Staging) -> None:
+    def _merge(self, targets: Targets, rows: _RowIndices, scratch: Staging) -> None:
         def read(chain: Sequence[StoredSave]) -> int:
-            found = reader.fill(chain, targets, indices=numbers.rows, scratch=scratch, threads=1)
+            found = reader.fill(chain, targets, indices=rows, scratch=scratch, threads=1)
             self._saves = chain
             return found
 
@@ -408,6 +409,28 @@ def _planned_groups(chain: Sequence[StoredSave]) -> dict[str, GroupEntry]:
     return {group.name: group for group in groups}
 
 
+class _RowIndices:
+    """Row indices of deltas within a range, each read once; see ``merge.RowIndices``."""
+
+    def __init__(self) -> None:
+        self._span: Span = (0, 0)
+        self._held: dict[tuple[Spot, int, str], StoredRows] = {}
+
+    def move(self, span: Span) -> None:
+        """Moves to another range of rows."""
+        self._span, self._held = span, {}
+
+    def __call__(self, part: StoredPart, segment: Segment, targets: Targets) -> StoredRows | None:
+        if segment.ranges is not None or targets.reach(segment) is None:
+            return merge.stored_rows(part, segment, targets)
+        key = part.item_dir, part.record.process, segment.name
+        if key not in self._held:
+            rows, first = merge.rows_within(part, segment, self._span)
+            # A copy, so that the chunks around the range can be freed.
+            self._held[key] = StoredRows(np.array(rows), first)
+        return self._held[key]
+
+
 def _segments(
     chain: Sequence[StoredSave], targets: Targets | None = None
 ) -> Iterator[tuple[StoredPart, Segment]]:
@@ -415,8 +438,7 @@ def _segments(
     for save in chain:
         for part in save.parts(None if targets is None else targets.touch):
             for segment in part.record.segments:
-                rows = part.groups[segment.group].rows
-                if targets is None or targets.want(segment, (0, rows)):
+                if targets is None or targets.reach(segment) is not None:
                     yield part, segment
 
 

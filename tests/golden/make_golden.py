@@ -3,16 +3,14 @@
 
 Run ``python -m golden.make_golden`` in ``tests`` after a change of ``FORMAT_VERSION``, and commit
 the output next to the earlier versions, which later releases must still read. ``v<n>`` holds states
-computed by a formula; ``parts-v<n>`` the same, written by two processes; ``repeated-v<n>`` the same
-as ``v<n>``, in records that repeat their version in the body; ``layered-v<n>`` the same, with
-deltas in layer files; ``encodings-v<n>`` the encoded states and the digests of the decoded ones
+computed by a formula; ``parts-v<n>`` the same, written by two processes; ``journal-v<n>`` the steps
+of ``v<n>`` in a bucket; ``encodings-v<n>`` the encoded states and the digests of the decoded ones
 (encoders may improve, decoding may not change); ``rolling-v<n>`` the states of ``v<n>`` as a
-rolling base over two saves.
-``dense-v<n>`` holds deltas with dense blocks of every codec, and a compacted base; since
-``dense-v2`` the deltas are layer files.
-``log-v<n>`` holds a base and the WALs of two runs, the second of which resumes from a point; in
-``log-v3`` one run keeps dense leaves whole, in ``log-v4`` arrays are compressed. The digests of
-their restored points, ``expected.json``, match those of the frames of development versions.
+rolling base over two saves; ``dense-v<n>`` deltas with dense blocks of every codec, and a compacted
+base. ``log-v<n>`` holds a base and the WALs of two runs, the second of which resumes from a point;
+in ``log-v1`` one run keeps dense leaves whole, in ``log-v2`` arrays are compressed. The digests in
+``expected.json`` are older than these files: development versions wrote other files with the same
+values.
 ``layers-v<n>`` holds a layer, and layers appended to a file with a torn tail.
 ``extents-v<n>`` holds synthetic bundles in an extent file, ``pack-v<n>`` a bundle and its files.
 """
@@ -51,6 +49,7 @@ from deltackpt.layers.write import LayerFile
 from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.storage.crc import crc32c
 from deltackpt.tiers import packing
+from deltackpt.tiers.copy import copy
 from deltackpt.tiers.extents import ExtentFile
 from deltackpt.tiers.packing import Label
 from deltackpt.tiers.stage import Line
@@ -140,7 +139,7 @@ def odd_state_at(step: int) -> dict:
     state = state_at(step)
     if step != STEPS[0]:
         users = np.array(state["tables"]["users"])
-        users[STEPS.index(step)] = np.nan, np.inf, -0.0, 2.0**-149
+        users[1 : STEPS.index(step) + 1] = np.nan, np.inf, -0.0, 2.0**-149
         state["tables"]["users"] = jnp.asarray(users)
     return state
 
@@ -240,6 +239,14 @@ class _Pack:
 def extent_contents(nbytes: int) -> bytes:
     """Contents of a bundle of the golden extents."""
     return bytes(number * number % 251 for number in range(nbytes))
+
+
+def write_journal(directory: Path) -> None:
+    """Copies the golden steps as into a bucket, one file for each object."""
+    bucket = {"driver": "file", "path": f"{directory}/"}
+    copy(HERE / f"v{FORMAT_VERSION}", json.dumps(bucket), all_steps=True)
+    for leftover in directory.glob("journal/*.copy.msgpack"):
+        leftover.unlink()
 
 
 def write_extents(directory: Path) -> None:
@@ -451,10 +458,10 @@ class Appended:
     codec: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-#: By version number; the points of both equal those of frames before version 3.
+#: By version number.
 LOGGED = {
-    3: Appended(logged_state_at),
-    4: Appended(
+    1: Appended(logged_state_at),
+    2: Appended(
         logged_blocks_at,
         modes=("delta", "delta"),
         handlers={
@@ -555,15 +562,12 @@ def main() -> None:
     parts = HERE / f"parts-v{FORMAT_VERSION}"
     if not parts.exists():
         write_in_two_processes(parts)
-    repeated = HERE / f"repeated-v{FORMAT_VERSION}"
-    if not repeated.exists():
-        write(repeated, HANDLERS, state_at)
-    layered = HERE / f"layered-v{FORMAT_VERSION}"
-    if not layered.exists():
-        write(layered, HANDLERS, state_at)
     rolling = HERE / f"rolling-v{FORMAT_VERSION}"
     if not rolling.exists():
         write(rolling, ROLLING_HANDLERS, state_at, deltackpt.policies.Rolling(window=2))
+    journal = HERE / f"journal-v{FORMAT_VERSION}"
+    if not journal.exists():
+        write_journal(journal)
     held = HERE / f"extents-v{extents.VERSION}"
     if not held.exists():
         write_extents(held)
@@ -577,7 +581,7 @@ def main() -> None:
         at = HERE / f"log-v{version}"
         if not at.exists():
             write_log(at, logged)
-    blocks = HERE / "dense-v2"
+    blocks = HERE / f"dense-v{FORMAT_VERSION}"
     if not blocks.exists():
         write_dense(blocks)
     encoded = HERE / f"encodings-v{FORMAT_VERSION}"

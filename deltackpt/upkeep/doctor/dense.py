@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from deltackpt import units
-from deltackpt.errors import DeltackptError
+from deltackpt.errors import Damaged, DeltackptError, FormatTooNew, FormatTooOld
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import chains, dense_work, saves
 from deltackpt.storage.store import spot
@@ -15,7 +15,7 @@ from deltackpt.upkeep.doctor.findings import Finding
 
 
 def dense_findings(opened: Steps) -> Iterator[Finding]:
-    """Checks dense leaves in the shards of the newest step; yields nothing for Orbax's item.
+    """Checks the manifest of the newest step, and the dense leaves in its shards.
 
     Reads records and block indices, but no data: ``deltackpt verify`` reads everything.
 
@@ -29,8 +29,18 @@ def dense_findings(opened: Steps) -> Iterator[Finding]:
         at = spot(opened.at(newest))
         if saves.read_save(at, opened.item).head.dense_blocks is None:
             return
+    except (Damaged, FormatTooNew, FormatTooOld) as error:
+        yield Finding(
+            area="directory",
+            subject="newest step",
+            severity="problem",
+            found=f"step {newest}: {error}",
+            meaning="It cannot be restored.",
+            action="deltackpt verify reports restorable steps",
+        )
+        return
     except (DeltackptError, OSError):
-        return  # The findings of the steps report it.
+        return  # Another manager's step, or it was removed.
     try:
         found = DenseChain.of(chains.read_chain(at, opened.item))
         for source in (source for one in found.sources for source in one):

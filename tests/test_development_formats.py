@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step of a development version is refused with a typed error at every entry point."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import command
+import google_crc32c
+import jax.numpy as jnp
+import msgpack
+import pytest
+
+import deltackpt
+from deltackpt import inspect, serving
+from deltackpt.errors import DeltackptError, FormatTooOld
+from deltackpt.format import manifest, names
+from deltackpt.tiers.copy import copy
+from deltackpt.upkeep import doctor
+from deltackpt.upkeep.verify import verify_root
+
+TABLES = {"embeddings": deltackpt.Tables(select="t")}
+
+
+def without_a_layer(data: bytes) -> bytes:
+    """The manifest of a delta whose arrays are Zarr arrays."""
+    head = manifest.from_bytes(data, name="manifest")
+    features = tuple(name for name in head.features if name != manifest.LAYERS)
+    return manifest.to_bytes(dataclasses.replace(head, layer=None, features=features))
+
+
+def without_a_version(data: bytes) -> bytes:
+    """The record with a version beside its body only."""
+    head = msgpack.unpackb(data)
+    body = msgpack.unpackb(head["body"])
+    del body["format_version"]
+    head["body"] = msgpack.packb(body)
+    return msgpack.packb(head | {"crc32c": google_crc32c.value(head["body"])})
+
+
+@pytest.fixture(params=[without_a_layer, without_a_version])
+def root(request, tmp_path) -> Path:
+    """A directory whose newest step is a delta of a development version."""
+    table = jnp.zeros((100, 4))
+    touched = deltackpt.touched.init({"t": table})
+    with deltackpt.CheckpointManager(tmp_path / "run", handlers=TABLES) as trainer:
+        trainer.save(1, {"t": table, "w": jnp.ones(3)}, touched=touched)
+        trainer.wait_until_finished()
+        touched = deltackpt.touched.mark(touched, {"t": jnp.array([5])})
+        trainer.save(2, {"t": table.at[5].set(1), "w": jnp.ones(3)}, touched=touched)
+    at = tmp_path / "run/2/embeddings" / names.manifest_name(0)
+    at.write_bytes(request.param(at.read_bytes()))
+    return tmp_path / "run"
+
+
+def reading(root: Path) -> deltackpt.CheckpointManager:
+    options = deltackpt.ManagerOptions(access="read")
+    return deltackpt.CheckpointManager(root, handlers=TABLES, options=options)
+
+
+def restored(root: Path) -> None:
+    with reading(root) as manager:
+        manager.restore(2)
+
+
+def restored_latest(root: Path) -> None:
+    with reading(root) as manager:
+        manager.restore_latest()
+
+
+def resumed(root: Path) -> None:
+    with deltackpt.CheckpointManager(root, handlers=TABLES) as trainer:
+        trainer.restore_latest()
+
+
+def by_command(*arguments: str) -> Callable[[Path], None]:
+    """Runs a command that must name the error."""
+
+    def run(root: Path) -> None:
+        found = command.run(arguments[0], root, *arguments[1:])
+        assert found.returncode != 0 and "[format-too-old]" in found.stderr
+        raise FormatTooOld(found.stderr)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        restored,
+        restored_latest,
+        resumed,
+        lambda root: inspect.open(root)[2],
+        lambda root: copy(root, root.parent / "target"),
+        by_command("compact"),
+        by_command("plan"),
+        by_command("show", "2"),
+    ],
+    ids=["restore", "restore_latest", "resume", "inspect", "copy", "compact", "plan", "show"],
+)
+def test_a_step_of_a_development_version_is_refused(root, read):
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    with pytest.raises(FormatTooOld, match="development version"):
+        read(root)
+    assert {path for path in before if not path.name.startswith("lease")} <= {*root.rglob("*")}
+
+
+def test_reports_name_a_step_of_a_development_version(root):
+    report = verify_root(root)
+    assert [verdict.step for verdict in report.steps if not verdict.restorable] == [2]
+    assert any("development version" in str(problem) for problem in report.problems)
+    assert "development version" in command.run("ls", root).stdout
+    with serving.follow(root, poll_secs=None) as live:
+        live.advance()
+        assert "development version" in str(live.problem)
+    found = {finding.subject: finding for finding in doctor.examine(root, read_only=True)}
+    assert found["newest step"].severity == "problem"
+    assert "development version" in found["newest step"].found
+
+
+def test_training_that_starts_anew_saves_a_base(root):
+    with deltackpt.CheckpointManager(root, handlers=TABLES) as trainer:
+        trainer.save(3, {"t": jnp.ones((100, 4)), "w": jnp.ones(3)})
+        trainer.wait_until_finished()
+    assert inspect.open(root).save_of(3).kind == "base"
+    with pytest.raises(DeltackptError):
+        restored(root)
