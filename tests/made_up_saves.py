@@ -3,12 +3,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from deltackpt.format import manifest, names
 from deltackpt.format.blocks import VALUES
-from deltackpt.format.manifest import BaseRef, Cover, Layout, Manifest, SaveId, TableEntry
+from deltackpt.format.manifest import (
+    BaseRef,
+    Cover,
+    LayerRef,
+    Layout,
+    Manifest,
+    SaveId,
+    TableEntry,
+)
 from deltackpt.format.segments import ArrayEntry, FieldSpec, GroupEntry, Segment
 
 ROWS, WIDTH = 100, 4
@@ -56,10 +65,18 @@ def cover(share: tuple[int, int] = (0, manifest.WHOLE_SHARE)) -> Cover:
     return Cover(group="g0", tables=((0, 1),), share=share, columns=(0, WIDTH))
 
 
+def to_bytes(made: Manifest) -> bytes:
+    """The bytes of a manifest; a delta has a layer."""
+    if made.kind == "delta":
+        layer = LayerRef(nbytes=8192, crc32c=0, digest=0)
+        made = dataclasses.replace(made, layer=layer, features=(manifest.LAYERS,))
+    return manifest.to_bytes(made)
+
+
 def write(item_dir: Path, made: Manifest) -> bytes:
     """Writes a manifest where its process would; returns its bytes."""
     item_dir.mkdir(parents=True, exist_ok=True)
-    data = manifest.to_bytes(made)
+    data = to_bytes(made)
     (item_dir / names.manifest_name(made.process)).write_bytes(data)
     return data
 

@@ -71,7 +71,7 @@ class Nodes(Job):
         )
 
     def write(self, process: int, **changes) -> bytes:
-        data = manifest.to_bytes(self.part(process, **changes))
+        data = made_up_saves.to_bytes(self.part(process, **changes))
         name = f"{names.EMBEDDINGS_ITEM}/{names.manifest_name(process)}"
         self.at(process).tell({name: data, names.step_digests_name(process): b"digests"})
         return data

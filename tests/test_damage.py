@@ -21,6 +21,7 @@ from deltackpt.errors import (
     Damaged,
     DeltackptError,
     FormatTooNew,
+    FormatTooOld,
     NoIntactStep,
     RestoreError,
 )
@@ -207,7 +208,7 @@ def check_record(path: Path) -> None:
         manifest.from_bytes(path.read_bytes(), name=path.name)
 
 
-@pytest.mark.parametrize("repeated", [True, False], ids=["repeated", "as it was once written"])
+@pytest.mark.parametrize("repeated", [True, False], ids=["repeated", "development version"])
 @pytest.mark.parametrize("outer", [0, 1, 2, 3, 65, 127])
 @pytest.mark.parametrize("inner", [1, 2])
 def test_the_version_that_the_checksum_covers_decides(written, inner, outer, repeated):
@@ -224,6 +225,9 @@ def test_the_version_that_the_checksum_covers_decides(written, inner, outer, rep
     )
     if outer and repeated and inner > 1:
         with pytest.raises(FormatTooNew, match=f"format version {inner}"):
+            manifest.from_bytes(data, name="it")
+    elif outer and not repeated:
+        with pytest.raises(FormatTooOld, match="development version"):
             manifest.from_bytes(data, name="it")
     elif outer == 1:
         assert manifest.from_bytes(data, name="it").save_id.step == 1

@@ -37,7 +37,7 @@ from deltackpt.layers.read import Layer
 from deltackpt.ledger.committed import Committed
 from deltackpt.ledger.directory import Root
 from deltackpt.reading import chains, orbax_values
-from deltackpt.reading.dense_values import DenseItem
+from deltackpt.reading.stored_dense import DenseItem
 from deltackpt.state import tables
 from deltackpt.storage import digests, kv_store, ocdbt, ocdbt_index
 from deltackpt.storage.batch import FileBatch

@@ -15,8 +15,10 @@ from test_verify import chunk, flip
 
 import deltackpt
 from deltackpt.errors import Damaged, StepNotFound
-from deltackpt.reading import chains, dense_values, reader
+from deltackpt.layers.read import Layer, StoredBytes
+from deltackpt.reading import chains, reader, stored_dense
 from deltackpt.resources import memory
+from deltackpt.storage.store import spot
 from deltackpt.upkeep import estimate
 from deltackpt.upkeep.estimate import restore_plan
 
@@ -25,6 +27,14 @@ GOLDEN = Path(make_golden.__file__).parent
 
 def array_files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("part.*/**/c/**/*") if path.is_file()]
+
+
+def chunk_bytes(layer_file: Path) -> int:
+    """Bytes of the chunks of tables in a layer file."""
+    layer = Layer(StoredBytes(spot(layer_file)), layer_file.stat().st_size)
+    rows = {group.name for group in layer.row_groups() if group.kind == "rows"}
+    arrays = [array for array in layer.manifest.arrays if array.row_group in rows]
+    return sum(layer.bytes_of(array, 0, array.shape[0]) for array in arrays)
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +51,10 @@ def test_the_plan_counts_the_bytes_on_disk(name):
     assert [save.kind for save in plan.chain] == ["base", "delta"]
     for save in plan.chain:
         held = array_files(GOLDEN / name / save.name)
-        assert save.file_count == len(held)
-        assert save.nbytes == sum(path.stat().st_size for path in held)
+        layers = [*(GOLDEN / name / save.name).rglob("layer.*")]
+        assert save.file_count == len(held) + len(layers)
+        sizes = [*(path.stat().st_size for path in held), *map(chunk_bytes, layers)]
+        assert save.nbytes == sum(sizes)
     assert plan.bytes_read == pytest.approx(sum(t.bytes_read for t in plan.tables), abs=10)
     assert {table.table: table.rows for table in plan.tables} == {
         "tables/users": 50,
@@ -64,7 +76,7 @@ def test_planned_memory_equals_what_a_restore_fills(written):
     }
     assert {table.table: table.memory_bytes for table in plan.tables} == filled
     assert plan.memory_bytes == sum(filled.values())
-    dense = dense_values.listed(chains.read_chain(written / "3")[-1])
+    dense = stored_dense.listed(chains.read_chain(written / "3")[-1])
     assert plan.merged_bytes == plan.memory_bytes + sum(value.nbytes for value in dense)
     assert (plan.dense_file_count, plan.dense_bytes) != (0, 0)
 

@@ -18,9 +18,9 @@ import deltackpt
 from deltackpt.errors import RestoreError
 from deltackpt.format.manifest import SaveId
 from deltackpt.handlers.reading import OrbaxItems
-from deltackpt.reading import chains, dense_values, point_files
-from deltackpt.reading.dense_values import DenseValues
+from deltackpt.reading import chains, point_files, stored_dense
 from deltackpt.reading.reader import RestoredTables, restore_tables
+from deltackpt.reading.stored_dense import DenseValues
 from deltackpt.standby.follower import Follower
 from deltackpt.testing import Disk, stored_chunks
 from deltackpt.upkeep.compact import compact
@@ -57,7 +57,7 @@ class DenseTrainer(Trainer):
 
 
 def dense_in_storage(root: Path, step: int) -> DenseValues:
-    return dense_values.of_step(chains.read_chain(root / str(step)))
+    return stored_dense.of_step(chains.read_chain(root / str(step)))
 
 
 def held_files(one: Follower) -> dict[str, np.ndarray]:

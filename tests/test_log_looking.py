@@ -48,7 +48,7 @@ from deltackpt.upkeep.unneeded import Retention
 from deltackpt.upkeep.verify import verify_root
 from deltackpt.wal.segments import FilledRecord, SegmentWriter
 
-GOLDEN = Path(make_golden.__file__).parent / "log-v3"
+GOLDEN = Path(make_golden.__file__).parent / "log-v1"
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
 
 

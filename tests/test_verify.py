@@ -28,7 +28,7 @@ from deltackpt.format import manifest, names
 from deltackpt.format.blocks import StoredRows
 from deltackpt.layers.read import Layer
 from deltackpt.ledger.directory import Root
-from deltackpt.reading import chains, dense_values, inventory, reader
+from deltackpt.reading import chains, inventory, reader, stored_dense
 from deltackpt.storage import digests as integrity
 from deltackpt.storage.store import Spot
 from deltackpt.testing import stored_chunks
@@ -71,7 +71,7 @@ def restores(root: Path, step: int) -> bool:
             Root.open(root, read_only=True).check_step_files(root / str(step))
             chain = chains.read_chain(root / str(step))
             reader.restore_tables(chain)
-            dense_values.of_step(chain)
+            stored_dense.of_step(chain)
         except RestoreError:
             return False
     return True

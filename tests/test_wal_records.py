@@ -59,7 +59,7 @@ from deltackpt.wal.segments import FilledRecord
 #: Memory limit for reading a few kilobytes.
 MOST_BYTES = 256 << 20
 RECORDS = (1, 2, 3)
-GOLDEN = Path(make_golden.__file__).parent / "log-v3"
+GOLDEN = Path(make_golden.__file__).parent / "log-v1"
 
 
 def numbers_of(scan: Any) -> list[int]:
@@ -697,7 +697,7 @@ def test_raw_rows_beside_codes_have_positions_within_the_record(position, tmp_pa
 
 def restore_golden(root: Path, step: int) -> None:
     options = deltackpt.ManagerOptions(access="read")
-    logged = make_golden.LOGGED[3]
+    logged = make_golden.LOGGED[1]
     with deltackpt.CheckpointManager(root, handlers=logged.handlers, options=options) as manager:
         manager.restore(step, logged.state_at(step, int(step > make_golden.GOES_ON_FROM)))
 

@@ -4,30 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from deltackpt.codecs.codec import StoredArray
+
 #: Dtypes of numbers that lossy codecs take.
 FLOATS = ("float32", "bfloat16", "float16")
-
-
-class BlockArray(NamedTuple):
-    """A stored array of a block codec.
-
-    Attributes:
-      trailing: shape per block; if ragged, per element.
-      dtype: stored dtype.
-      zstd: whether its chunks are compressed.
-      byte_planes: whether chunks are compressed with their last axis first.
-      ragged: whether the array ``count`` contains the number of elements of each block.
-    """
-
-    trailing: tuple[int, ...]
-    dtype: np.dtype
-    zstd: bool = False
-    byte_planes: bool = False
-    ragged: bool = False
 
 
 class BlockCodec(Protocol):
@@ -52,7 +36,7 @@ class BlockCodec(Protocol):
         """Returns whether blocks of a dtype can be stored."""
         ...
 
-    def stored(self, dtype: np.dtype) -> Mapping[str, BlockArray]:
+    def stored(self, dtype: np.dtype) -> Mapping[str, StoredArray]:
         """Returns suffix to stored array; the main one has the suffix ``""``."""
         ...
 

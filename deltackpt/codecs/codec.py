@@ -15,14 +15,21 @@ import numpy as np
 
 
 class StoredArray(NamedTuple):
-    """One stored array of a field: shape of a row, dtype, and how its chunks are compressed.
+    """One stored array of a field, or of blocks of dense leaves.
 
-    ``byte_planes`` arrays are stored with their last axis first and compressed by zstd.
+    Attributes:
+      trailing: shape of a row; of an element if it is ragged.
+      dtype: stored dtype.
+      byte_planes: whether chunks have their last axis first, and are compressed by zstd.
+      zstd: whether chunks are compressed.
+      ragged: whether the array ``count`` contains the number of elements of each row.
     """
 
     trailing: tuple[int, ...]
     dtype: np.dtype
     byte_planes: bool = False
+    zstd: bool = False
+    ragged: bool = False
 
 
 class Codec(Protocol):

@@ -21,7 +21,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from deltackpt.codecs import packing
-from deltackpt.codecs.block_codec import FLOATS, BlockArray
+from deltackpt.codecs.block_codec import FLOATS
+from deltackpt.codecs.codec import StoredArray
 from deltackpt.format.dense_blocks import BLOCK
 from deltackpt.format.dtypes import dtype_of
 
@@ -137,12 +138,12 @@ class Logarithms:
         """See ``BlockCodec``."""
         return dtype in FLOATS
 
-    def stored(self, dtype: np.dtype) -> Mapping[str, BlockArray]:
+    def stored(self, dtype: np.dtype) -> Mapping[str, StoredArray]:
         """See ``BlockCodec``."""
         return {
-            "": BlockArray((BLOCK,), np.dtype(np.uint8), zstd=True),
-            "low": BlockArray((), np.dtype(np.uint16), zstd=True),
-            "step": BlockArray((), np.dtype(np.uint8), zstd=True),
+            "": StoredArray((BLOCK,), np.dtype(np.uint8), zstd=True),
+            "low": StoredArray((), np.dtype(np.uint16), zstd=True),
+            "step": StoredArray((), np.dtype(np.uint8), zstd=True),
         }
 
     def decode(
@@ -180,12 +181,12 @@ class LogarithmDifference:
         """See ``BlockCodec``."""
         return dtype in FLOATS
 
-    def stored(self, dtype: np.dtype) -> Mapping[str, BlockArray]:
+    def stored(self, dtype: np.dtype) -> Mapping[str, StoredArray]:
         """See ``BlockCodec``."""
         packed = packing.packed_bytes(BLOCK, 4)
         return {
-            "": BlockArray((packed,), np.dtype(np.uint8), zstd=True),
-            "step": BlockArray((), np.dtype(np.uint8), zstd=True),
+            "": StoredArray((packed,), np.dtype(np.uint8), zstd=True),
+            "step": StoredArray((), np.dtype(np.uint8), zstd=True),
         }
 
     def decode(

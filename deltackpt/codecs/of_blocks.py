@@ -21,7 +21,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from deltackpt.codecs import logarithms, registry
-from deltackpt.codecs.block_codec import FLOATS, BlockArray, BlockCodec
+from deltackpt.codecs.block_codec import FLOATS, BlockCodec
+from deltackpt.codecs.codec import StoredArray
 from deltackpt.codecs.uniform import Uniform
 from deltackpt.codecs.widening import widened
 from deltackpt.errors import OptionError
@@ -50,9 +51,9 @@ class Whole:
         """See ``BlockCodec``."""
         return True
 
-    def stored(self, dtype: np.dtype) -> Mapping[str, BlockArray]:
+    def stored(self, dtype: np.dtype) -> Mapping[str, StoredArray]:
         """See ``BlockCodec``."""
-        return {"": BlockArray((BLOCK,), stored_dtype(dtype))}
+        return {"": StoredArray((BLOCK,), stored_dtype(dtype))}
 
     def decode(
         self, arrays: Mapping[str, np.ndarray], reference: np.ndarray | None, out: np.ndarray
@@ -76,9 +77,9 @@ class Planes:
         """See ``BlockCodec``."""
         return True
 
-    def stored(self, dtype: np.dtype) -> Mapping[str, BlockArray]:
+    def stored(self, dtype: np.dtype) -> Mapping[str, StoredArray]:
         """See ``BlockCodec``."""
-        return {"": BlockArray((BLOCK, dtype.itemsize), np.dtype(np.uint8), byte_planes=True)}
+        return {"": StoredArray((BLOCK, dtype.itemsize), np.dtype(np.uint8), byte_planes=True)}
 
     def decode(
         self, arrays: Mapping[str, np.ndarray], reference: np.ndarray | None, out: np.ndarray
@@ -109,12 +110,12 @@ class Sparse:
         """See ``BlockCodec``."""
         return True
 
-    def stored(self, dtype: np.dtype) -> Mapping[str, BlockArray]:
+    def stored(self, dtype: np.dtype) -> Mapping[str, StoredArray]:
         """See ``BlockCodec``."""
         return {
-            "count": BlockArray((), np.dtype(np.uint16), zstd=True),
-            "at": BlockArray((), np.dtype(np.uint8), zstd=True, ragged=True),
-            "": BlockArray((), bits_dtype(dtype), zstd=True, ragged=True),
+            "count": StoredArray((), np.dtype(np.uint16), zstd=True),
+            "at": StoredArray((), np.dtype(np.uint8), zstd=True, ragged=True),
+            "": StoredArray((), bits_dtype(dtype), zstd=True, ragged=True),
         }
 
     def decode(
@@ -162,10 +163,10 @@ class _Linear:
         """See ``BlockCodec``."""
         return dtype in FLOATS
 
-    def stored(self, dtype: np.dtype) -> Mapping[str, BlockArray]:
+    def stored(self, dtype: np.dtype) -> Mapping[str, StoredArray]:
         """See ``BlockCodec``."""
         found = self.code.stored((BLOCK,), np.dtype(np.float32))
-        return {name: BlockArray(one.trailing, one.dtype, zstd=True) for name, one in found.items()}
+        return {name: one._replace(zstd=True) for name, one in found.items()}
 
 
 @dataclasses.dataclass(frozen=True)

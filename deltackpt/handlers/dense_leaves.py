@@ -29,8 +29,8 @@ from deltackpt.errors import Damaged, RestoreError, StorageError
 from deltackpt.format.names import DENSE_ITEM, PYTREE_METADATA
 from deltackpt.format.soundness import MOST_ZSTD_RATIO
 from deltackpt.handlers import dense
-from deltackpt.reading.dense_values import DenseItem, DenseValues
 from deltackpt.reading.orbax_values import ARRAY_METADATAS, OrbaxValues
+from deltackpt.reading.stored_dense import DenseItem, DenseValues
 from deltackpt.resources import memory
 from deltackpt.restore.step_files import DenseFiles
 from deltackpt.restore.steps import DenseRead

@@ -18,9 +18,9 @@ from deltackpt.handlers import dense
 from deltackpt.handlers.dense_leaves import DenseLeaves
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import chains, orbax_values, saves
-from deltackpt.reading.dense_values import DenseItem
 from deltackpt.reading.orbax_values import OrbaxValues
 from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.stored_dense import DenseItem
 from deltackpt.restore.step_files import DenseFiles, ItemFiles
 from deltackpt.restore.steps import DenseRead, Items
 from deltackpt.storage.store import FileStore, spot

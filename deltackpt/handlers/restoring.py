@@ -34,7 +34,7 @@ from deltackpt.handlers.reading import OrbaxItems
 from deltackpt.handlers.restored import RestoredState, same_leaves, to_compare
 from deltackpt.handlers.run import Run
 from deltackpt.outcomes import ReadRows, ReadState, Restored
-from deltackpt.reading import chains, dense_values
+from deltackpt.reading import chains, stored_dense
 from deltackpt.reading.reader import Progress, RestoredTables
 from deltackpt.reading.stretches import RecoveryPoint
 from deltackpt.restore import steps
@@ -492,7 +492,7 @@ class Restorer:
         try:
             chain = chains.read_chain(found.target.step_dir, run.item)
             # Read once more to be compared: what is wrong there is not taken for equal.
-            described = dense_values.of_step(chain, lambda key: key.endswith(f"/{ZARRAY}")).values
+            described = stored_dense.of_step(chain, lambda key: key.endswith(f"/{ZARRAY}")).values
         except (RestoreError, StorageError):
             # Damaged or removed since it was restored: the next delta holds whole leaves.
             return

@@ -32,7 +32,7 @@ from deltackpt.inspect.step import Step
 from deltackpt.ledger import points
 from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading import chains, dense_values, removal, saves
+from deltackpt.reading import chains, removal, saves, stored_dense
 from deltackpt.reading.log_states import log_state
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.stretches import Logs, RecoveryPoint, Way
@@ -229,7 +229,7 @@ class Checkpoints:
         problem, dense_nbytes = "", None
         try:
             if head.dense_blocks is not None:
-                dense_nbytes = sum(one.record.nbytes for one in dense_values.sources(save))
+                dense_nbytes = sum(one.record.nbytes for one in stored_dense.shards(save))
             if save not in self._figures:
                 segments = [segment for record in save.manifests for segment in record.segments]
                 figures = table_figures(head.groups, head.tables, segments)

@@ -24,11 +24,10 @@ from deltackpt.format.manifest import path_name
 from deltackpt.format.segments import Segment
 from deltackpt.inspect.dense import DenseItem
 from deltackpt.inspect.lazy import PointSaves, Saves
-from deltackpt.reading import dense_values, logged_dense, orbax_values
-from deltackpt.reading.dense_values import DenseValues
-from deltackpt.reading.dense_work import PartSource
+from deltackpt.reading import logged_dense, orbax_values, stored_dense
 from deltackpt.reading.orbax_values import OrbaxValues
 from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.stored_dense import DenseShard, DenseValues
 from deltackpt.storage import ocdbt
 from deltackpt.storage.store import Spot
 from deltackpt.units import size
@@ -92,7 +91,7 @@ class DenseOfBlocks(DenseItem):
         return self._values(lambda name: name.endswith(f"/{ocdbt.ZARRAY}"))
 
     def _values(self, wanted: Callable[[str], bool]) -> DenseValues:
-        return dense_values.of_step(self._saves.chain, wanted, item_of=self._item_of)
+        return stored_dense.of_step(self._saves.chain, wanted, item_of=self._item_of)
 
     def _item_of(self, save: StoredSave) -> OrbaxValues:
         """The item of a base, as it was checked."""
@@ -172,7 +171,7 @@ def saved_leaves(save: StoredSave) -> tuple[SavedLeaf, ...]:
         return ()
     names = {".".join(entry.key): path_name(entry.path) for entry in save.layout.dense}
     found: dict[str, _Counted] = collections.defaultdict(_Counted)
-    for source in dense_values.sources(save):
+    for source in stored_dense.shards(save):
         for value in source.record.values:
             array, _, chunk = value.key.rpartition("/")
             if not value.file and chunk != ocdbt.ZARRAY:
@@ -208,7 +207,7 @@ class _Counted:
     raw_bytes: int = 0
 
 
-def _held(source: PartSource) -> Iterator[tuple[str, str, int, float]]:
+def _held(source: DenseShard) -> Iterator[tuple[str, str, int, float]]:
     """For each array with blocks in a segment: name, codec, blocks, bytes of files."""
     lengths = _file_bytes(source)
     values = [value for value in source.record.values if value.at is not None and not value.file]
@@ -223,7 +222,7 @@ def _held(source: PartSource) -> Iterator[tuple[str, str, int, float]]:
             if value.plain:
                 yield name, value.group, 0, share * value.count
                 continue
-            rows = dense_values.rows_of(source, segment) if rows is None else rows
+            rows = source.rows(segment) if rows is None else rows
             held = blocks.row_slice(rows, value.at, value.at + value.blocks)
             if count := held.stop - held.start:
                 yield name, _codec(segment), count, share * count
@@ -233,7 +232,7 @@ def _codec(segment: Segment) -> str:
     return "+".join(encoding.codec for encoding in segment.encodings)
 
 
-def _file_bytes(source: PartSource) -> dict[str, int]:
+def _file_bytes(source: DenseShard) -> dict[str, int]:
     """Bytes of the chunks of each segment of a part."""
     return {
         segment.name: sum(source.arrays.files_of(segment).values())

@@ -5,6 +5,8 @@ The planner reads row indices from the newest layer backwards, and skips rows th
 contains. Each row is therefore decoded and written once. Two kinds of rows are merged whole first,
 oldest layer first: ranges, such as those of a base, which are read straight into the buffers, and
 raw rows of which at least half are needed.
+
+Blocks of dense leaves may be relative to older ones; see ``layers.chains``.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
@@ -22,9 +25,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from deltackpt import codecs
+from deltackpt.codecs import of_blocks
+from deltackpt.codecs.block_codec import BlockCodec
 from deltackpt.errors import Damaged
 from deltackpt.format import blocks, names
 from deltackpt.format.blocks import EncodedBlock, Ranges, RowBlock, Rows, Span, StoredRows
+from deltackpt.format.dense_blocks import BLOCK, BLOCKS
 from deltackpt.format.segments import ArrayEntry, FieldSpec, GroupEntry, Segment
 from deltackpt.format.soundness import MOST
 from deltackpt.layers.targets import Target, Targets
@@ -38,12 +44,55 @@ SCRATCH_BYTES = 128 * 2**20
 _DECODED_ROWS = 1 << 14
 #: Smaller pieces are mostly Python code, so the GIL would serialize threads.
 _SMALL_BYTES, _SMALL_TOTAL_BYTES = 1 << 18, 1 << 26
+#: Small pieces of blocks are read with their neighbours, so many bytes and windows of an array.
+_WINDOW_BYTES, _WINDOWS = 1 << 20, 3
+#: Suffix of the array with the number of elements of each row in ragged arrays.
+_COUNT = "count"
+#: Blocks per call for codecs that cannot change scattered blocks in place.
+_GATHERED_BLOCKS = 1024
 #: Segments with at least this many row indices are read on another thread.
 _MANY_ROWS = 1 << 13
 
 
-class Layer(Protocol):
-    """What one process wrote in a save or a WAL record; read on demand and verified."""
+class Source(Protocol):
+    """Stored arrays, read on demand and verified."""
+
+    def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
+        """Returns the name of a stored array in errors."""
+        ...
+
+    def failing(self) -> AbstractContextManager[object]:
+        """Returns a context that converts the errors of reading the arrays."""
+        ...
+
+    def view(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> np.ndarray | None:
+        """Returns elements that are in memory and verified; None if ``read_into`` must read them.
+
+        Raises:
+          Damaged: the array is missing or altered.
+        """
+        ...
+
+    def read_into(
+        self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
+    ) -> None:
+        """Reads elements ``[start, stop)`` of an array's first axis into ``out``, verified.
+
+        Args:
+          segment: a segment of the source.
+          entry: one of its arrays.
+          start: first element.
+          stop: last element + 1.
+          out: (stop - start, *entry.shape[1:]) of the stored dtype.
+
+        Raises:
+          Damaged: the array is missing or altered.
+        """
+        ...
+
+
+class Layer(Source, Protocol):
+    """What one process wrote in a save or a WAL record."""
 
     @property
     def groups(self) -> Mapping[str, GroupEntry]:
@@ -60,10 +109,6 @@ class Layer(Protocol):
         """Whether row indices are read without the values."""
         ...
 
-    def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
-        """Returns the name of a stored array in errors."""
-        ...
-
     def check(self, segment: Segment) -> None:
         """Checks that the stored data are long enough; called before memory is allocated for them.
 
@@ -72,40 +117,11 @@ class Layer(Protocol):
         """
         ...
 
-    def failing(self) -> AbstractContextManager[object]:
-        """Returns a context that converts the errors of reading the layer."""
-        ...
-
-    def view(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> np.ndarray | None:
-        """Returns elements that are in memory and verified; None if ``read_into`` must read them.
-
-        Raises:
-          Damaged: the array is missing or altered.
-        """
-        ...
-
     def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
         """Returns the row indices in ``[first, stop)`` of a segment without ranges.
 
         Raises:
           Damaged: they are missing or altered.
-        """
-        ...
-
-    def read_into(
-        self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
-    ) -> None:
-        """Reads elements ``[start, stop)`` of an array's first axis into ``out``, verified.
-
-        Args:
-          segment: one of ``segments``.
-          entry: one of its arrays.
-          start: first element.
-          stop: last element + 1.
-          out: (stop - start, *entry.shape[1:]) of the stored dtype.
-
-        Raises:
-          Damaged: the array is missing or altered.
         """
         ...
 
@@ -183,8 +199,34 @@ def plan(
     return _Planner(layers, targets, indices, on_rows, pool).stages()
 
 
+def mark(flags: np.ndarray, rows: Rows) -> None:
+    """Sets the flags of some rows."""
+    if isinstance(rows, np.ndarray):
+        flags[rows] = True
+    else:
+        for start, stop in blocks.spans_of(rows):
+            flags[start:stop] = True
+
+
+class Work(Protocol):
+    """A part of a merge that one thread does."""
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes to read."""
+        ...
+
+    def run(self, scratch: Staging) -> None:
+        """Reads, decodes and merges; ``scratch`` is temporary memory.
+
+        Raises:
+          Damaged: an array is missing or altered.
+        """
+        ...
+
+
 def run(
-    stages: Iterable[Iterable[Piece]],
+    stages: Iterable[Iterable[Work]],
     scratch: Staging,
     on_bytes: Callable[[int], None] | None = None,
     pool: concurrent.futures.Executor | None = None,
@@ -203,7 +245,7 @@ def run(
       Damaged: an array is missing or altered. No thread is still running.
     """
 
-    def merge(piece: Piece) -> None:
+    def merge(piece: Work) -> None:
         piece.run(scratch)
         if on_bytes is not None:
             on_bytes(piece.nbytes)
@@ -216,7 +258,7 @@ def run(
             _run_at_once(stage, merge, pool, threads)
 
 
-def are_small(pieces: Iterable[Piece]) -> bool:
+def are_small(pieces: Iterable[Work]) -> bool:
     """Returns whether one thread merges some pieces in less time than several."""
     sizes = [piece.nbytes for piece in pieces]
     return max(sizes, default=0) <= _SMALL_BYTES and sum(sizes) <= _SMALL_TOTAL_BYTES
@@ -257,7 +299,7 @@ class Piece:
     stop: int
     targets: tuple[Target, ...]
 
-    @functools.cached_property
+    @property
     def nbytes(self) -> int:
         """Stored bytes of the piece."""
         return sum(
@@ -273,7 +315,8 @@ class Piece:
         """
         with self.field.layer.failing():
             direct = self._direct_target()
-            self._populate()
+            if not self.field.is_relative:
+                self._populate()
             if direct is not None:
                 self._read(self.field.stored[""], direct.view(codecs.stored_dtype(direct.dtype)))
                 return
@@ -284,10 +327,14 @@ class Piece:
                 return lent[-1]
 
             try:
-                # Copies of chosen rows stay in the cache, too.
-                step = _DECODED_ROWS // (1 if self.needed is None else 4)
-                for encoded in self._encoded(self._stored(room), step):
-                    apply(codecs.decode_block(encoded, [self.field.spec]), self.targets)
+                stored = self._stored(room)
+                if self.field.block_codec is not None:
+                    self._change_blocks(self.field.block_codec, stored)
+                else:
+                    # Copies of chosen rows stay in the cache, too.
+                    step = _DECODED_ROWS // (1 if self.needed is None else 4)
+                    for encoded in self._encoded(stored, step):
+                        apply(codecs.decode_block(encoded, [self.field.spec]), self.targets)
             finally:
                 for buffer in lent:
                     scratch.give_back(buffer)
@@ -329,13 +376,33 @@ class Piece:
     ) -> dict[str, np.ndarray]:
         """Returns the stored arrays; those that must be read are in memory from ``room``."""
         layer, segment, found = self.field.layer, self.field.segment, {}
-        for entry in self.field.stored.values():
-            array = layer.view(segment, entry, self.start, self.stop)
+        for suffix, entry in self.field.stored.items():
+            start, stop = self.field.elements(suffix, self.start, self.stop)
+            array = layer.view(segment, entry, start, stop)
             if array is None:
-                array = room((self.stop - self.start, *entry.shape[1:]), np.dtype(entry.dtype))
-                self._read(entry, array)
+                array = self.field.window(entry, start, stop)
+            if array is None:
+                array = room((stop - start, *entry.shape[1:]), np.dtype(entry.dtype))
+                layer.read_into(segment, entry, start, stop, array)
             found[entry.name] = array
         return found
+
+    def _change_blocks(self, codec: BlockCodec, stored: Mapping[str, np.ndarray]) -> None:
+        """Decodes blocks in the only target, which contains the older ones."""
+        [target] = self.targets
+        arrays = {suffix: stored[entry.name] for suffix, entry in self.field.stored.items()}
+        first, stop = (row - target.rows[0] for row in reach(self.rows))
+        try:
+            # Blocks that a newer save replaces may decode to NaN here.
+            with np.errstate(all="ignore"):
+                if stop - first == len(self.rows):
+                    _decode_blocks(codec, arrays, target.buffer[first:stop])
+                else:
+                    rows = np.asarray(self.rows) - target.rows[0]
+                    _decode_scattered(codec, arrays, rows, target.buffer)
+        except ValueError as error:
+            name = self.field.layer.name_of(self.field.segment, self.field.stored[""])
+            raise Damaged(name, "codes of its blocks", str(error)) from error
 
     def _encoded(self, stored: Mapping[str, np.ndarray], step: int) -> Iterator[EncodedBlock]:
         """Yields the needed rows of the stored arrays, ``step`` at a time."""
@@ -377,22 +444,102 @@ class Piece:
 class StoredField:
     """One field of a segment, with its spec as the segment has it."""
 
-    layer: Layer
+    layer: Source
     segment: Segment
     spec: FieldSpec
+    #: Array and number to the elements of the windows that were read last.
+    _windows: dict[tuple[str, int], np.ndarray] = dataclasses.field(default_factory=dict)
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    @functools.cached_property
+    def block_codec(self) -> BlockCodec | None:
+        """The codec of blocks of dense leaves; None for rows of tables and slots."""
+        return of_blocks.get(self.spec.codec) if self.spec.name == BLOCKS else None
+
+    @functools.cached_property
+    def is_relative(self) -> bool:
+        """Whether decoding needs the older values."""
+        return self.block_codec is not None and self.block_codec.relative
 
     @functools.cached_property
     def stored(self) -> dict[str, ArrayEntry]:
         """Codec suffix to the stored array."""
-        suffixes = codecs.get(self.spec.codec).stored(
-            self.spec.trailing, codecs.dtype_of(self.spec.dtype)
-        )
+        dtype = codecs.dtype_of(self.spec.dtype)
+        if self.block_codec is not None:
+            suffixes = [*self.block_codec.stored(dtype)]
+        else:
+            suffixes = [*codecs.get(self.spec.codec).stored(self.spec.trailing, dtype)]
         return {suffix: self._entries[self._name(suffix)] for suffix in suffixes}
+
+    def elements(self, suffix: str, start: int, stop: int) -> Span:
+        """Returns the elements of a stored array that belong to some rows.
+
+        Raises:
+          Damaged: the numbers of elements are missing or altered.
+        """
+        if suffix not in self._ragged:
+            return start, stop
+        first, last = int(self._ends[start]), int(self._ends[stop])
+        if last > (count := self.stored[suffix].shape[0]):
+            name = self.layer.name_of(self.segment, self.stored[suffix])
+            raise Damaged(name, f"{last} elements", f"{count}")
+        return first, last
+
+    def window(self, entry: ArrayEntry, start: int, stop: int) -> np.ndarray | None:
+        """Returns a few blocks of a segment, whose neighbours are read with them.
+
+        Leaves may be so small that reading each on its own would take most of the time.
+
+        Returns:
+          The elements; None if they are many, or if the rows are those of a table.
+        """
+        if self._ragged and entry is self.stored[_COUNT]:
+            return self._counts[start:stop]
+        size = max(1, _WINDOW_BYTES * entry.shape[0] // max(1, entry.nbytes))
+        number = start // size
+        if self.block_codec is None or stop - start > size // 4 or stop > (number + 1) * size:
+            return None
+        held = self._windows.get((entry.name, number))
+        if held is None:
+            with self._lock:  # Other threads wait for the window instead of reading it, too.
+                held = self._windows.get((entry.name, number))
+                if held is None:
+                    last = min((number + 1) * size, entry.shape[0])
+                    held = np.empty((last - number * size, *entry.shape[1:]), entry.dtype)
+                    self.layer.read_into(self.segment, entry, number * size, last, held)
+                    self._windows[entry.name, number] = held
+                    for oldest in [*self._windows][: -_WINDOWS * len(self.stored)]:
+                        del self._windows[oldest]
+        return held[start - number * size : stop - number * size]
+
+    @functools.cached_property
+    def _ragged(self) -> frozenset[str]:
+        """Suffixes of arrays with several elements for a row."""
+        if self.block_codec is None:
+            return frozenset()
+        stored = self.block_codec.stored(codecs.dtype_of(self.spec.dtype))
+        return frozenset(suffix for suffix, array in stored.items() if array.ragged)
+
+    @functools.cached_property
+    def _counts(self) -> np.ndarray:
+        """The number of elements of each row in ragged arrays, (rows,)."""
+        entry = self.stored[_COUNT]
+        counts = memory.empty_buffer(entry.shape, np.dtype(entry.dtype))
+        self.layer.read_into(self.segment, entry, 0, entry.shape[0], counts)
+        return counts
+
+    @functools.cached_property
+    def _ends(self) -> np.ndarray:
+        """Where the elements of each row end in ragged arrays, (rows + 1,) int64."""
+        # Summing elements of another width in one call takes three times as long.
+        ends = np.zeros(len(self._counts) + 1, np.int64)
+        ends[1:] = self._counts
+        return np.cumsum(ends, out=ends)
 
     @functools.cached_property
     def beside(self) -> tuple[ArrayEntry, ...]:
         """The rows that are stored raw, and their positions; may be empty."""
-        if codecs.get(self.spec.codec).lossless:
+        if self.block_codec is not None or codecs.get(self.spec.codec).lossless:
             return ()
         names = [self._name(suffix) for suffix in (codecs.BESIDE, codecs.BESIDE_AT)]
         return tuple(self._entries[name] for name in names if name in self._entries)
@@ -625,6 +772,25 @@ class _Planner:
                     start = end
 
 
+def _decode_blocks(codec: BlockCodec, arrays: Mapping[str, np.ndarray], data: np.ndarray) -> None:
+    codec.decode(arrays, data if codec.relative else None, data)
+
+
+def _decode_scattered(
+    codec: BlockCodec, arrays: Mapping[str, np.ndarray], rows: np.ndarray, data: np.ndarray
+) -> None:
+    """Decodes some rows of ``data`` in place, or through a copy that stays in the cache."""
+    if isinstance(codec, of_blocks.Sparse):
+        codec.change(arrays, rows, data)
+        return
+    for start in range(0, len(rows), _GATHERED_BLOCKS):
+        part = slice(start, start + _GATHERED_BLOCKS)
+        some = rows[part]
+        out = data[some] if codec.relative else np.empty((len(some), BLOCK), data.dtype)
+        _decode_blocks(codec, {suffix: array[part] for suffix, array in arrays.items()}, out)
+        data[some] = out
+
+
 def _spans(rows: Rows) -> tuple[Span, ...]:
     assert not isinstance(rows, np.ndarray)
     return blocks.spans_of(rows)
@@ -650,8 +816,8 @@ def _share_cells(one: _Found, other: _Found) -> bool:
 
 
 def _run_at_once(
-    pieces: Iterable[Piece],
-    call: Callable[[Piece], None],
+    pieces: Iterable[Work],
+    call: Callable[[Work], None],
     pool: concurrent.futures.Executor,
     threads: int,
 ) -> None:

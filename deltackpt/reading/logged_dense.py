@@ -2,7 +2,7 @@
 """Dense leaves of a recovery point, from its records; no jax.
 
 A full record contains its leaves whole, or as blocks relative to those of the previous full record
-in the same segment; ``dense_values`` applies them like those of steps.
+in the same segment; ``stored_dense`` applies them like those of steps.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ import numpy as np
 from deltackpt.errors import Damaged
 from deltackpt.format.dense_blocks import Key
 from deltackpt.format.manifest import SaveId
-from deltackpt.reading import dense_values
-from deltackpt.reading.dense_values import DenseValues
-from deltackpt.reading.dense_work import OnBytes, PartSource, uncounted
+from deltackpt.reading import stored_dense
 from deltackpt.reading.orbax_values import OnFilled, nobody
-from deltackpt.reading.part_arrays import LayerArrays
+from deltackpt.reading.stored_dense import DenseShard, DenseValues, OnBytes, uncounted
 from deltackpt.reading.stretches import Way
 from deltackpt.reading.wal_records import ProcessLog, WalRecord, damage_of
 
@@ -122,16 +120,15 @@ class ProcessDense:
                 break
         name = record.name
         base = None if held is None else _Held(held, name)
-        values, files = dense_values.values_of(sources, base, name, self._wanted)
+        values, files = stored_dense.values_of(sources, base, name, self._wanted)
         found = {(False, key): data for key, data in values.items()}
         found |= {(True, key): data for key, data in files.items()}
         now.values[self._key(record)] = found
         return found
 
-    def _source(self, record: WalRecord) -> PartSource:
+    def _source(self, record: WalRecord) -> DenseShard:
         assert record.dense is not None
-        arrays = LayerArrays(lambda: record.layer, name=record.name, file="")
-        return PartSource(arrays, arrays.check, record.dense, record.name, self._on_bytes)
+        return DenseShard(record.arrays, record.dense, record.name, self._on_bytes)
 
     def _key(self, record: WalRecord) -> tuple[int, int, SaveId]:
         return self._stretch, self._process, record.save_id
@@ -156,7 +153,7 @@ class ProcessDense:
 
 
 class _Held(NamedTuple):
-    """The values of an earlier record; see ``dense_values.Base``."""
+    """The values of an earlier record; see ``dense.Base``."""
 
     values: Values
     name: str

@@ -17,8 +17,8 @@ import numpy as np
 from deltackpt.errors import Damaged
 from deltackpt.format import names
 from deltackpt.format.manifest import Layout
-from deltackpt.reading.dense_values import DenseValues
 from deltackpt.reading.replay import LoggedState
+from deltackpt.reading.stored_dense import DenseValues
 
 _VALUES, _FILES, _ROWS = "values/", "files/", "rows/"
 #: Prefix of the dense leaves of a delta without a dense item.

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,8 +22,7 @@ from deltackpt.layers import merge
 from deltackpt.layers.merge import Piece
 from deltackpt.layers.targets import Targets
 from deltackpt.reading import bounds
-from deltackpt.reading.dense_values import DenseValues
-from deltackpt.reading.part_arrays import LayerArrays
+from deltackpt.reading.stored_dense import DenseValues
 from deltackpt.reading.stretches import Leg, Way
 from deltackpt.reading.wal_records import WalRecord, damage_of
 from deltackpt.resources import memory
@@ -155,11 +153,7 @@ class SeenRows:
 
     def add(self, group: str, rows: Rows) -> None:
         """Adds some virtual rows of a group."""
-        if isinstance(rows, np.ndarray):
-            self._rows[group][rows] = True
-        else:
-            for start, stop in blocks.spans_of(rows):
-                self._rows[group][start:stop] = True
+        merge.mark(self._rows[group], rows)
 
     def or_those_of(self, other: SeenRows) -> SeenRows:
         """Returns the union with the rows of other records of the same tables."""
@@ -233,11 +227,11 @@ class RecordPart:
 
     def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
         """Returns the name of a stored array in errors."""
-        return self._arrays.name_of(segment, entry)
+        return self.record.arrays.name_of(segment, entry)
 
     def check(self, segment: Segment) -> None:
         """See ``layers.merge.Layer``."""
-        self._arrays.check(segment)
+        self.record.arrays.check(segment)
 
     def failing(self) -> AbstractContextManager[None]:
         """See ``layers.merge.Layer``."""
@@ -266,9 +260,9 @@ class RecordPart:
         Raises:
           Damaged: an array is missing or altered.
         """
-        layer = self.record.layer
-        held = layer.loaded() if layer.nbytes <= _LOADED_BYTES else layer
-        arrays = LayerArrays(lambda: held, name=self.record.name, file="")
+        arrays = self.record.arrays
+        if self.record.layer.nbytes <= _LOADED_BYTES:
+            arrays = arrays.loaded()
         found: dict[tuple[str, str], np.ndarray] = {}
         for segment in self.segments:
             arrays.check(segment)
@@ -280,10 +274,6 @@ class RecordPart:
                     arrays.read_into(segment, entry, 0, entry.shape[0], out)
                 found[segment.name, entry.name] = out
         return found
-
-    @functools.cached_property
-    def _arrays(self) -> LayerArrays:
-        return LayerArrays(lambda: self.record.layer, name=self.record.name, file="")
 
 
 def _room(entry: ArrayEntry, record: WalRecord) -> np.ndarray:

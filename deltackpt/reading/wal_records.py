@@ -36,6 +36,7 @@ from deltackpt.layers.read import Layer, StoredBytes
 from deltackpt.layers.shard import segment_of
 from deltackpt.layers.write import REMOVED
 from deltackpt.reading.log_progress import Noted, newest_durable
+from deltackpt.reading.part_arrays import LayerArrays
 from deltackpt.storage import arrays
 from deltackpt.storage.store import FileStore, Missing, Spot, Stamp
 
@@ -129,6 +130,11 @@ class WalRecord:
         except Unsound as error:
             raise error.within("dense").damage(self.name) from error
         return found
+
+    @functools.cached_property
+    def arrays(self) -> LayerArrays:
+        """Returns the arrays of its layer."""
+        return LayerArrays(lambda: self.layer, name=self.name, file="")
 
     @property
     def dense_bytes(self) -> int:

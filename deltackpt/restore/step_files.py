@@ -18,7 +18,7 @@ import numpy as np
 
 from deltackpt.errors import Damaged
 from deltackpt.format import names
-from deltackpt.reading.dense_values import DenseValues
+from deltackpt.reading.stored_dense import DenseValues
 from deltackpt.storage import digests, ocdbt
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.ocdbt import Value
@@ -42,7 +42,7 @@ class DenseFiles:
     """Dense leaves of a WAL record, or of a delta with blocks, as Orbax's item of a step.
 
     Attributes:
-      fresh: same as in ``dense_values.DenseItem``; the item's contents must not be modified.
+      fresh: same as in ``dense.DenseItem``; the item's contents must not be modified.
     """
 
     fresh = False

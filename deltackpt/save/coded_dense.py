@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from deltackpt.codecs import of_blocks
+from deltackpt.codecs import StoredArray, of_blocks
 from deltackpt.format import blocks, dense_blocks
 from deltackpt.format.dense_blocks import (
     BLOCK,
@@ -343,7 +343,7 @@ def _written(
     return parts.stored_segment(place, group, (0, BLOCK), rows, row_numbers, [field])
 
 
-def entry_of(suffix: str, array: of_blocks.BlockArray, held: Sequence[np.ndarray]) -> ArrayEntry:
+def entry_of(suffix: str, array: StoredArray, held: Sequence[np.ndarray]) -> ArrayEntry:
     """Returns the stored array of some blocks, in chunks of 16 MiB."""
     count = sum(len(one) for one in held)
     name = f"{BLOCKS}.{suffix}" if suffix else BLOCKS

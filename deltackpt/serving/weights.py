@@ -20,11 +20,11 @@ from deltackpt.format.dense_blocks import BLOCK, BlockedValue, Key
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.manifest import DenseLeaf, Layout, path_name
 from deltackpt.inspect.dense import DenseItem
-from deltackpt.reading import dense_values, logged_dense, saves
-from deltackpt.reading.dense_values import DenseValues, shape_of
+from deltackpt.reading import logged_dense, saves, stored_dense
 from deltackpt.reading.logged_dense import DenseKept
 from deltackpt.reading.orbax_values import ARRAY_METADATAS
 from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.stored_dense import DenseValues, shape_of
 from deltackpt.reading.stretches import RecoveryPoint, Way
 from deltackpt.serving import leaves as serving_leaves
 from deltackpt.serving.buffers import Buffer, Buffers
@@ -75,7 +75,7 @@ class Weights:
             made[key] = self._buffers.new(shape_of(value), dtype_of(value.dtype))
             return made[key].data
 
-        found = dense_values.of_step(chain, _asks_for(wanted), room=room, on_bytes=meter.add)
+        found = stored_dense.of_step(chain, _asks_for(wanted), room=room, on_bytes=meter.add)
         return self._held(save, wanted, found, made, held, meter)
 
     def after(self, held: Held, further: Sequence[StoredSave]) -> Held | None:
@@ -93,31 +93,28 @@ class Weights:
         """
         if not held.goes_on or not all(save.needs_older_dense for save in further):
             return None
-        values, meter, fresh = dict(held.values), _Bytes(), dict[Key, Buffer]()
+        values, meter = dict(held.values), _Bytes()
 
         def writable(key: Key) -> np.ndarray:
-            if key not in fresh:
-                before = values[key].data
-                fresh[key] = values[key] = self._buffers.new(before.shape, before.dtype)
-                np.copyto(fresh[key].data, before)
-            return fresh[key].data
+            before = values[key].data
+            values[key] = self._buffers.new(before.shape, before.dtype)
+            np.copyto(values[key].data, before)
+            return values[key].data
 
         kinds = _kinds(held.leaves.values(), held.values)
         kinds |= {key: ("uint8", held.values[key].data.size) for key in held.about}
-        sources = [[*dense_values.sources(save, meter.add)] for save in further]
-        for save, each in zip(further, sources, strict=True):
+        shards = [[*stored_dense.shards(save, meter.add)] for save in further]
+        for save, each in zip(further, shards, strict=True):
             # Include leaves that were added, or that became arrays.
             wanted = kinds.keys() | _descriptions(self._chosen(save.layout))
-            records = [value for source in each for value in source.record.values]
+            records = [value for shard in each for value in shard.record.values]
             wanted |= {_key(one) for one in records if one.file and _is_about(one.key)}
             found = {_key(one): _kind(one) for one in records if _key(one) in wanted}
             if found != kinds:
                 return None
-        for each in sources:
-            for source in each:
-                own = {_key(one) for one in source.record.values} & values.keys()
-                dense_values.apply(source, {key: values[key].data for key in own}, writable)
         save = further[-1]
+        before = {key: buffer.data for key, buffer in values.items()}
+        stored_dense.apply(shards[::-1], before, save.name, writable)
         arrays = {leaf: self._described(name_of(leaf), values, save.name) for leaf in held.leaves}
         if any(found is None for found in arrays.values()):
             return None

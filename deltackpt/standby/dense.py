@@ -15,9 +15,9 @@ import numpy as np
 from deltackpt.errors import Damaged
 from deltackpt.format.dense_blocks import BlockedValue
 from deltackpt.format.dtypes import dtype_of
-from deltackpt.reading import chains, dense_values, point_files
-from deltackpt.reading.dense_values import shape_of
+from deltackpt.reading import chains, point_files, stored_dense
 from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.stored_dense import shape_of
 from deltackpt.standby.files import HeldFiles, Room
 
 
@@ -71,10 +71,8 @@ class BlockedDense:
         for name, value in self._values.items():
             np.copyto(data[name], _data(self._before, before[name], value))
         by_key = {(one.file, one.key): data[name] for name, one in self._values.items()}
-        for save in self._further:
-            for source in dense_values.sources(save):
-                own = {(one.file, one.key) for one in source.record.values}
-                dense_values.apply(source, {key: by_key[key] for key in own})
+        saves = [[*stored_dense.shards(save)] for save in reversed(self._further)]
+        stored_dense.apply(saves, by_key, self._save.name)
 
     def _read(self, data: Mapping[str, np.ndarray]) -> None:
         """Reads all of them, from the base on if they are changes."""
@@ -85,7 +83,7 @@ class BlockedDense:
         def room(value: BlockedValue) -> np.ndarray:
             return data[_name(value)]
 
-        found = dense_values.of_step(chain, room=room)
+        found = stored_dense.of_step(chain, room=room)
         for file, values in ((False, found.values), (True, found.files)):
             for key, value in values.items():
                 name = f"{point_files.STEP}{point_files.name_of(key, file=file)}"
@@ -107,11 +105,11 @@ class BlockedDense:
 def _values(save: StoredSave) -> dict[str, BlockedValue]:
     """The values that all processes have of a step, by file name."""
     found: dict[str, BlockedValue] = {}
-    for source in dense_values.sources(save):
-        for value in source.record.values:
+    for shard in stored_dense.shards(save):
+        for value in shard.record.values:
             name = _name(value)
             if name in found:
-                raise Damaged(source.name, f"{value.key} of one process", "a duplicate")
+                raise Damaged(shard.name, f"{value.key} of one process", "a duplicate")
             found[name] = value
     return found
 
@@ -125,6 +123,6 @@ def _kinds(values: Mapping[str, BlockedValue]) -> dict[str, tuple[str, str, int]
 
 
 def _data(held: HeldFiles, offset: int, value: BlockedValue) -> np.ndarray:
-    """A value as ``dense_values.apply`` expects it."""
+    """A value as ``stored_dense.apply`` expects it."""
     shape = shape_of(value)
     return held.memory.array(offset, shape, dtype_of(value.dtype))

@@ -49,7 +49,7 @@ from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.opening import BucketSteps, open_steps
 from deltackpt.ledger.steps import Steps
 from deltackpt.ledger.upload import upload
-from deltackpt.reading import chains, dense_values, inventory, removal, saves
+from deltackpt.reading import chains, inventory, removal, saves, stored_dense
 from deltackpt.reading.meter import Meter, Progress
 from deltackpt.reading.saves import StoredSave
 from deltackpt.resources import priority
@@ -197,7 +197,7 @@ def _compact_in_bucket(
             assert isinstance(held, Committed)
             for save in found:
                 _fetch(held, save.item_dir.key, folder)
-            _, base = dense_values.sources_of(found)
+            _, base = stored_dense.shards_of(found)
             if found[-1].head.dense_blocks is not None and base is not None:
                 _fetch_item(held, base, folder)
         done = fold_chain(folder, step=step)

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from deltackpt.errors import Damaged
 from deltackpt.format.dense_blocks import Key
-from deltackpt.reading import dense_values, orbax_values
-from deltackpt.reading.dense_work import PartSource
+from deltackpt.reading import orbax_values, stored_dense
 from deltackpt.reading.orbax_values import OrbaxValues
 from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.stored_dense import BaseItem, DensePlan, DenseShard
 from deltackpt.storage import ocdbt
 from deltackpt.storage.ocdbt import ZARRAY
 
@@ -31,7 +31,7 @@ class DenseChain(NamedTuple):
     """
 
     name: str
-    sources: list[list[PartSource]]
+    sources: list[list[DenseShard]]
     base: StoredSave | None
     missing: dict[Key, int]
 
@@ -43,8 +43,12 @@ class DenseChain(NamedTuple):
           Damaged: its records are inconsistent.
         """
         name = saves[-1].name
-        sources, base = dense_values.sources_of(saves)
-        missing = dense_values.missing(sources, base, name) if saves[-1].needs_older_dense else {}
+        sources, base = stored_dense.shards_of(saves)
+        missing: dict[Key, int] = {}
+        if saves[-1].needs_older_dense:
+            item = None if base is None else BaseItem(base)
+            plan = DensePlan.sized(sources, name, lambda key: True, item)
+            missing = {key: value.nbytes for key, value in plan.missing.items()}
         return cls(name, sources, base, missing)
 
     def check(self) -> None:
@@ -58,7 +62,7 @@ class DenseChain(NamedTuple):
         if not self.sources:
             return
         item = self._item() if self.missing else None
-        found = dense_values.values_of(self.sources, item, self.name, _describes)
+        found = stored_dense.values_of(self.sources, item, self.name, _describes)
         keys = {
             value.key
             for source in self.sources[0]

@@ -25,7 +25,7 @@ from deltackpt.layers.merge import RowIndices
 from deltackpt.layers.targets import Target, Targets
 from deltackpt.ledger import points
 from deltackpt.ledger.opening import open_steps
-from deltackpt.reading import chains, dense_values, orbax_values, reader, removal
+from deltackpt.reading import chains, orbax_values, reader, removal, stored_dense
 from deltackpt.reading.part_arrays import PartArrays
 from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.reading.stretches import RecoveryPoint, Way
@@ -230,7 +230,7 @@ def _plan(
         memory_bytes=nbytes,
         dense_bytes=sum(dense.values()),
         dense_file_count=len(dense),
-        merged_bytes=nbytes + sum(value.nbytes for value in dense_values.listed(saves[-1])),
+        merged_bytes=nbytes + sum(value.nbytes for value in stored_dense.listed(saves[-1])),
         estimate=Estimate(
             records_secs=records_secs,
             tables_secs=tables_secs,

@@ -23,9 +23,9 @@ import numpy as np
 from deltackpt.errors import OptionError
 from deltackpt.format import names
 from deltackpt.format.dense_blocks import BlockedValue
-from deltackpt.reading import dense_values
-from deltackpt.reading.dense_values import DenseValues
+from deltackpt.reading import stored_dense
 from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.stored_dense import DenseValues
 from deltackpt.resources import memory
 from deltackpt.storage import digests, files, ocdbt
 from deltackpt.storage.batch import FileBatch
@@ -88,7 +88,7 @@ def move(plan: Plan) -> None:
 
 def least_memory_bytes(chain: Sequence[StoredSave]) -> int:
     """Returns the minimum memory in bytes for merging the dense leaves of a chain."""
-    values = dense_values.listed(chain[-1])
+    values = stored_dense.listed(chain[-1])
     if not values:
         return 0
     return _READ_BYTES + _COPIES * max(value.nbytes for value in values)
@@ -103,11 +103,11 @@ def _write(attempt: Path, chain: Sequence[StoredSave], memory_bytes: int) -> Non
         )
     item = attempt / names.DENSE_ITEM
     batch = FileBatch(attempt, fsync=True)
-    pieces = [*_pieces(dense_values.listed(chain[-1]), (memory_bytes - _READ_BYTES) // _COPIES)]
+    pieces = [*_pieces(stored_dense.listed(chain[-1]), (memory_bytes - _READ_BYTES) // _COPIES)]
     keys: set[str] = set()
     described: dict[str, memoryview] = {}
     for number, wanted in enumerate(pieces):
-        found = dense_values.of_step(chain, wanted.__contains__)
+        found = stored_dense.of_step(chain, wanted.__contains__)
         keys |= found.values.keys()
         described |= {
             key: memoryview(bytes(value))

@@ -19,7 +19,7 @@ from deltackpt.format.blocks import Span
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.segments import GroupEntry
 from deltackpt.ledger.directory import Root
-from deltackpt.reading import chains, dense_values, removal, saves
+from deltackpt.reading import chains, removal, saves, stored_dense
 from deltackpt.reading.saves import StoredSave
 
 #: A part is a few seconds of work, which is lost with its worker.
@@ -115,7 +115,7 @@ def plan(
         parts=_divided(groups, nbytes, count),
         nbytes=nbytes,
         deltas=sum(save.info.kind == "delta" for save in found),
-        dense_bytes=sum(value.nbytes for value in dense_values.listed(found[-1])),
+        dense_bytes=sum(value.nbytes for value in stored_dense.listed(found[-1])),
     )
 
 

@@ -17,9 +17,9 @@ from deltackpt.format.dense_blocks import PLAIN
 from deltackpt.format.manifest import Manifest
 from deltackpt.format.segments import FieldSpec, GroupEntry, Segment, width
 from deltackpt.layers import merge
-from deltackpt.reading import bounds, dense_values, dense_work
-from deltackpt.reading.dense_work import PartSource
+from deltackpt.reading import bounds, stored_dense
 from deltackpt.reading.saves import StoredPart, StoredSave
+from deltackpt.reading.stored_dense import DenseShard
 from deltackpt.resources import memory
 
 
@@ -55,7 +55,7 @@ def structure_problems(save: StoredSave) -> Iterator[tuple[str, str, str]]:
     for group in save.head.groups:
         yield from _coverage_problems(save.head, group, held)
     if save.head.dense_blocks is not None:
-        for part, source in zip(save.parts(), dense_values.sources(save), strict=True):
+        for part, source in zip(save.parts(), stored_dense.shards(save), strict=True):
             yield from _dense_problems(part, source)
 
 
@@ -91,7 +91,7 @@ def _own_bytes(record: Manifest) -> int:
     return dataclasses.replace(record, parts=()).nbytes
 
 
-def _dense_problems(part: StoredPart, source: PartSource) -> Iterator[tuple[str, str, str]]:
+def _dense_problems(part: StoredPart, source: DenseShard) -> Iterator[tuple[str, str, str]]:
     """Inconsistencies in the blocks of dense leaves that a process wrote."""
     held: dict[str, list[blocks.Rows]] = {}
     folder = names.part_dir(Path(), part.record.process)
@@ -101,16 +101,15 @@ def _dense_problems(part: StoredPart, source: PartSource) -> Iterator[tuple[str,
             yield f"{folder}/{segment.name}{below}", wanted, found
         if wrong:
             continue
-        dense_work.check_arrays(source, segment)
         if segment.group != PLAIN:
-            codec = dense_work.codec_of(segment, source.name)
-            if source.record.complete and codec.relative:
-                yield f"{folder}/{segment.name}", "blocks without a reference", codec.name
-            held.setdefault(segment.group, []).append(dense_values.rows_of(source, segment))
+            field = source.field_of(segment)
+            if source.record.complete and field.is_relative:
+                yield f"{folder}/{segment.name}", "blocks without a reference", field.spec.codec
+            held.setdefault(segment.group, []).append(source.rows(segment))
         elif segment.count != (total := dense_blocks.plain_bytes(source.record)):
             yield f"{folder}/{segment.name}", f"{total} bytes of plain values", f"{segment.count}"
     for group, rows in held.items():
-        starts, stops, reached = _sorted_spans(rows)
+        starts, stops, reached = blocks.sorted_spans(rows)
         twice = int(np.maximum(0, np.minimum(stops, reached[:-1]) - starts).sum())
         if twice:
             yield f"{folder}", f"each block of {group} in one segment", f"{twice} in two"
@@ -138,7 +137,7 @@ def _coverage_problems(
     for spec in group.fields:
         found = held.get((group.name, spec.name), [])
         for columns, rows in _by_columns(group, spec, found):
-            starts, stops, reached = _sorted_spans(rows)
+            starts, stops, reached = blocks.sorted_spans(rows)
             twice = int(np.maximum(0, np.minimum(stops, reached[:-1]) - starts).sum())
             missing = group.rows - (sum(map(len, rows)) - twice)
             name = f"{group.name}.{spec.name}, columns [{columns[0]}, {columns[1]})"
@@ -182,26 +181,3 @@ def _by_columns(
                 if span[0] <= first and last <= span[1]
             ],
         )
-
-
-def _sorted_spans(held: Sequence[blocks.Rows]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Spans of rows in the order of their starts; memory does not depend on the table's size.
-
-    Returns:
-      Starts and ends, int64 (n,); and (n + 1,) the largest end of all spans before each.
-    """
-    found = []
-    for rows in held:
-        if isinstance(rows, np.ndarray):
-            cuts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
-            ends = np.append(cuts[1:], len(rows)) - 1 if len(rows) else cuts
-            found.append((rows[cuts], rows[ends] + 1))
-        else:
-            spans = np.array(blocks.spans_of(rows), np.int64).reshape(-1, 2)
-            found.append((spans[:, 0], spans[:, 1]))
-    nothing = np.empty(0, np.int64)
-    starts = np.concatenate([nothing, *(one for one, _ in found)])
-    stops = np.concatenate([nothing, *(one for _, one in found)])
-    order = np.argsort(starts, kind="stable")
-    starts, stops = starts[order], stops[order]
-    return starts, stops, np.maximum.accumulate(np.concatenate([[0], stops]))

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from deltackpt import units
 from deltackpt.errors import Damaged, DeltackptError, FormatTooNew, FormatTooOld
+from deltackpt.format.dense_blocks import PLAIN
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading import chains, dense_work, saves
+from deltackpt.reading import chains, saves
 from deltackpt.storage.store import spot
 from deltackpt.upkeep.dense_chain import DenseChain
 from deltackpt.upkeep.doctor.findings import Finding
@@ -45,7 +46,8 @@ def dense_findings(opened: Steps) -> Iterator[Finding]:
         found = DenseChain.of(chains.read_chain(at, opened.item))
         for source in (source for one in found.sources for source in one):
             for segment in source.record.segments:
-                dense_work.check_arrays(source, segment)
+                if segment.group != PLAIN:
+                    source.field_of(segment)
         found.check()
     except (DeltackptError, OSError) as error:
         yield Finding(

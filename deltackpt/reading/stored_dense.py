@@ -1,0 +1,673 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense leaves of saves and WAL records whose layers contain them; no jax.
+
+A layer lists the values of its process's part of the dense item, and contains the blocks that
+changed. ``DensePlan`` determines from the newest save backwards what is needed: once a block has a
+codec that is not relative, older saves are not needed for it. Blocks that no layer completes come
+from the base's item, in Orbax's layout. ``layers.merge`` then applies what is needed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from deltackpt import codecs
+from deltackpt.codecs import of_blocks
+from deltackpt.errors import Damaged, OptionError
+from deltackpt.format import blocks, names
+from deltackpt.format.blocks import StoredRows
+from deltackpt.format.dense_blocks import BLOCK, BLOCKS, PLAIN, BlockedValue, DenseBlocks, Key
+from deltackpt.format.dtypes import dtype_of
+from deltackpt.format.manifest import Layout
+from deltackpt.format.segments import ArrayEntry, FieldSpec, Segment
+from deltackpt.layers import chains, merge
+from deltackpt.layers.chains import StoredBlocks
+from deltackpt.layers.merge import StoredField
+from deltackpt.layers.targets import Target, Targets
+from deltackpt.reading import orbax_values
+from deltackpt.reading.chains import read_whole
+from deltackpt.reading.orbax_values import OnFilled, OrbaxValues, nobody
+from deltackpt.reading.part_arrays import LayerArrays
+from deltackpt.reading.saves import StoredSave
+from deltackpt.resources import memory
+from deltackpt.resources.staging import Staging
+from deltackpt.storage.ocdbt import ZARRAY
+
+#: Values up to this size are allocated without a check of their claimed length.
+_SMALL_BYTES = 64 << 20
+#: Threads that read and decode.
+_READERS = 3
+_NO_TABLES = Layout(groups=(), tables=(), dense=(), tracking_paths=())
+
+#: Called with the lengths of what is read.
+OnBytes = Callable[[int], None]
+
+
+def uncounted(nbytes: int) -> None:
+    """Ignores the number of bytes read."""
+
+
+class DenseValues(NamedTuple):
+    """The dense item of a step, in any storage format.
+
+    Attributes:
+      values: the values of Orbax's database by key, of all processes.
+      files: the files beside it, by their paths in the item.
+    """
+
+    values: Mapping[str, memoryview]
+    files: Mapping[str, memoryview]
+
+
+class Base(Protocol):
+    """The item of a base: ``orbax_values.OrbaxValues``."""
+
+    def nbytes(self, key: Key) -> int | None:
+        """Returns a value's size in bytes according to the item, or None."""
+        ...
+
+    def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = ...) -> None:
+        """Reads and verifies values, directly into their destination.
+
+        Args:
+          into: destination of each wanted value, (bytes,) uint8.
+          on_filled: may be called with each range of bytes that was read, once, from several
+            threads and before the range is verified. The callee may modify it afterwards.
+
+        Raises:
+          Damaged: a value is missing, altered, or has another length.
+        """
+        ...
+
+
+#: Returns memory for a value, of ``shape_of`` it; padding in it may have any contents.
+Room = Callable[[BlockedValue], np.ndarray]
+
+
+def shape_of(value: BlockedValue) -> tuple[int, ...]:
+    """Returns the shape of a value's buffer: (blocks, 256); for a plain one (bytes,)."""
+    return (value.count,) if value.plain else (value.blocks, BLOCK)
+
+
+def _empty(value: BlockedValue) -> np.ndarray:
+    return memory.empty_buffer(shape_of(value), dtype_of(value.dtype))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DenseShard:
+    """The dense leaves that one process wrote in a step or a WAL record.
+
+    Attributes:
+      arrays: the arrays of its layer.
+      record: its values and segments.
+      name: its name in errors.
+      on_bytes: called with the lengths of what is read.
+    """
+
+    arrays: LayerArrays
+    record: DenseBlocks
+    name: str
+    on_bytes: OnBytes = uncounted
+
+    def failing(self) -> contextlib.AbstractContextManager[None]:
+        """See ``layers.merge.Source``."""
+        return contextlib.nullcontext()
+
+    def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
+        """Returns the name of a stored array in errors."""
+        return self.arrays.name_of(segment, entry)
+
+    def view(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> None:
+        """Returns None: arrays are read from the layer."""
+
+    def read_into(
+        self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
+    ) -> None:
+        """See ``layers.merge.Source``."""
+        self.arrays.check(segment)
+        self.on_bytes(self.arrays.bytes_of(segment, entry, start, stop))
+        self.arrays.read_into(segment, entry, start, stop, out)
+
+    def rows(self, segment: Segment) -> blocks.Rows:
+        """Returns the indices of the blocks of a segment in its group, ascending.
+
+        Raises:
+          Damaged: the indices are missing or altered.
+        """
+        if segment.ranges is not None:
+            rows = blocks.rows_of(segment.ranges)
+        else:
+            self.arrays.check(segment)
+            rows = self.arrays.row_indices(segment).rows
+            self.on_bytes(sum(map(functools.partial(self._bytes_of, segment), segment.arrays)))
+        if len(rows) != segment.count:
+            raise Damaged(self.name, f"{segment.count} blocks of {segment.name}", f"{len(rows)}")
+        total = sum(value.blocks for value in self.record.of_group(segment.group))
+        if (end := merge.reach(rows)[1]) > total:
+            raise Damaged(f"{self.name}, {segment.name}", f"rows below {total}", f"{end - 1}")
+        return rows
+
+    def _bytes_of(self, segment: Segment, entry: ArrayEntry) -> int:
+        return self.arrays.stored_bytes(segment, entry) if entry.name == names.GAPS else 0
+
+    def codec_of(self, segment: Segment) -> of_blocks.BlockCodec:
+        """Returns the codec of a segment's blocks.
+
+        Raises:
+          Damaged: the codec is unknown.
+        """
+        used = [encoding.codec for encoding in segment.encodings if encoding.field == BLOCKS]
+        try:
+            [codec] = used
+            return of_blocks.get(codec)
+        except (ValueError, OptionError) as error:
+            raise Damaged(self.name, f"a codec of {segment.name}", f"{used}") from error
+
+    def field_of(self, segment: Segment) -> StoredField:
+        """Returns the blocks of a segment, which has the arrays of its codec.
+
+        Raises:
+          Damaged: it lacks an array, or its codec is unknown.
+        """
+        codec, entries = self.codec_of(segment), {entry.name: entry for entry in segment.arrays}
+        for suffix, array in codec.stored(dtype_of(segment.group)).items():
+            name = codecs.array_name(BLOCKS, suffix)
+            found, expected = entries.get(name), f"{array.dtype.name} array {name}"
+            if found is None:
+                raise Damaged(self.name, f"{expected} of {segment.name}", "none")
+            count = found.shape[0] if array.ragged else segment.count
+            if found.shape != (count, *array.trailing) or found.dtype != array.dtype.name:
+                shown = f"{found.dtype}{list(found.shape)}"
+                raise Damaged(self.name, f"{expected} of {segment.name}", shown)
+        spec = FieldSpec(name=BLOCKS, trailing=(BLOCK,), dtype=segment.group, codec=codec.name)
+        return StoredField(self, segment, spec)
+
+    @functools.cached_property
+    def plain_bytes(self) -> np.ndarray:
+        """Returns the bytes of all its plain values, (n,) uint8.
+
+        Raises:
+          Damaged: they are missing or altered.
+        """
+        found = [segment for segment in self.record.segments if segment.group == PLAIN]
+        if not found:
+            return np.empty(0, np.uint8)
+        [segment] = found
+        [entry] = segment.arrays
+        out = memory.empty_buffer((segment.count,), np.dtype(np.uint8))
+        self.read_into(segment, entry, 0, segment.count, out)
+        return out
+
+
+def of_step(
+    saves: Sequence[StoredSave],
+    wanted: Callable[[str], bool] = lambda key: True,
+    *,
+    item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.of_save,
+    room: Room = _empty,
+    on_bytes: OnBytes = uncounted,
+) -> DenseValues:
+    """Returns the dense item of the last save of a chain.
+
+    If the chain cannot be read, another chain to the same step is tried: see ``chains.read_whole``.
+
+    Args:
+      saves: a chain, as returned by ``read_chain``.
+      wanted: whether to read the value of a key of the database; files are always read.
+      item_of: returns Orbax's item of a base; callers that read a step repeatedly cache it.
+      room: allocates the values of blocks; values of a base have their own memory.
+      on_bytes: called with the length of each chunk, or of each value of the base, as it is read.
+
+    Raises:
+      Damaged: an object is missing or altered; the message names it.
+      StepGone: a step of the chain was removed concurrently.
+    """
+
+    def read(saves: Sequence[StoredSave]) -> DenseValues:
+        return DenseItem(saves, item_of, room=room, on_bytes=on_bytes).read(wanted)
+
+    return read_whole(saves, read)
+
+
+class DenseItem:
+    """The dense item of a step, read on demand.
+
+    Attributes:
+      fresh: whether what is read has no other owner, and may be kept and changed.
+    """
+
+    fresh = True
+
+    def __init__(
+        self,
+        saves: Sequence[StoredSave],
+        item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.of_save,
+        *,
+        room: Room = _empty,
+        on_bytes: OnBytes = uncounted,
+    ):
+        """Reads only manifests.
+
+        Args:
+          saves: a chain, as returned by ``read_chain``.
+          item_of: as for ``of_step``.
+          room: as for ``of_step``.
+          on_bytes: as for ``of_step``.
+
+        Raises:
+          Damaged: a manifest is missing or altered.
+        """
+        self._shards, base = shards_of(saves, on_bytes)
+        self._base = None if base is None else BaseItem(base, item_of, on_bytes)
+        self._room = room
+        self._name = saves[-1].name
+
+    @functools.cached_property
+    def outline(self) -> DenseValues:
+        """Returns all files, and the metadata of the arrays.
+
+        Raises:
+          Damaged: an object is missing or altered.
+        """
+        return self.read(lambda key: key.endswith(f"/{ZARRAY}"))
+
+    def read(self, wanted: Callable[[str], bool]) -> DenseValues:
+        """Returns the wanted values of the database, and all files.
+
+        Args:
+          wanted: whether to read the value of a key.
+
+        Raises:
+          Damaged: an object is missing or altered.
+        """
+        if self._shards:
+            return values_of(self._shards, self._base, self._name, wanted, self._room)
+        assert self._base is not None
+        return self._base.all(wanted)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BaseItem:
+    """The item of a base, opened only if needed, since it may have been removed; see ``Base``."""
+
+    save: StoredSave
+    item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.of_save
+    on_bytes: OnBytes = uncounted
+
+    @functools.cached_property
+    def item(self) -> OrbaxValues:
+        """Returns the item, which caches what it has verified."""
+        return self.item_of(self.save)
+
+    def nbytes(self, key: Key) -> int | None:
+        """See ``Base``."""
+        return self.item.nbytes(key)
+
+    def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = nobody) -> None:
+        """See ``Base``."""
+        before = self.item.bytes_read
+        self.item.fill(into, on_filled)
+        self.on_bytes(self.item.bytes_read - before)
+
+    def all(self, wanted: Callable[[str], bool]) -> DenseValues:
+        """Returns all files, and the wanted values."""
+        before = self.item.bytes_read
+        found = self.item.read([key for key in self.item.keys() if key[0] or wanted(key[1])])
+        self.on_bytes(self.item.bytes_read - before)
+        return _split(found)
+
+
+def listed(save: StoredSave) -> list[BlockedValue]:
+    """Returns the dense item's values if a save stores them in its layers; otherwise none."""
+    if save.head.dense_blocks is None:
+        return []
+    return [value for shard in shards(save) for value in shard.record.values]
+
+
+def shards_of(
+    saves: Sequence[StoredSave], on_bytes: OnBytes = uncounted
+) -> tuple[list[list[DenseShard]], StoredSave | None]:
+    """Returns the dense leaves of a chain's deltas, newest first, and the save below the deltas.
+
+    The latter is None if no older save is needed, or if the chain begins with a delta.
+    """
+    found = []
+    for save in reversed(saves):
+        if save.head.dense_blocks is None:
+            return found, save
+        found.append([*shards(save, on_bytes)])
+        if not save.needs_older_dense:
+            break
+    return found, None
+
+
+def shards(save: StoredSave, on_bytes: OnBytes = uncounted) -> Iterator[DenseShard]:
+    """Returns the dense leaves that each process wrote, for a save with them in its layers.
+
+    Args:
+      save: the save.
+      on_bytes: as for ``of_step``.
+
+    Raises:
+      Damaged: a manifest is missing or altered, or lists no dense leaves.
+    """
+    for part in save.parts():
+        record, process = part.record.dense_blocks, part.record.process
+        if record is None or not isinstance(part.arrays, LayerArrays):
+            shown = f"{save.name}/{names.manifest_name(process)}"
+            raise Damaged(shown, "blocks of dense leaves, as in the first shard", "none")
+        yield DenseShard(part.arrays, record, f"{save.name}, process {process}", on_bytes)
+
+
+def values_of(
+    saves: Sequence[Sequence[DenseShard]],
+    base: Base | None,
+    name: str,
+    wanted: Callable[[str], bool] = lambda key: True,
+    room: Room = _empty,
+) -> DenseValues:
+    """Returns the dense item at the newest of some saves or WAL records.
+
+    Args:
+      saves: the shards of each, newest first.
+      base: the dense item of the oldest one's parent; None without a parent.
+      name: the newest one's name in errors.
+      wanted: as for ``of_step``.
+      room: as for ``of_step``.
+
+    Raises:
+      Damaged: an object is missing or altered.
+    """
+    plan = DensePlan.sized(saves, name, lambda key: key[0] or wanted(key[1]), base)
+    return _split({key: data.data for key, data in plan.read(room, base).items()})
+
+
+def apply(
+    saves: Sequence[Sequence[DenseShard]],
+    held: Mapping[Key, np.ndarray],
+    name: str,
+    writable: Callable[[Key], np.ndarray] | None = None,
+) -> None:
+    """Applies saves to the values of the state before them, in place.
+
+    Args:
+      saves: the shards of each save, newest first.
+      held: leaves as (blocks, 256), plain values as (n,) uint8; the saves have them alike.
+      name: the newest save's name in errors.
+      writable: returns an equal copy to write instead of a value, only for those that change; by
+        default the value itself.
+
+    Raises:
+      Damaged: an object is missing or altered.
+    """
+    plan = DensePlan(saves, name, held.__contains__)
+    plan.apply({key: held[key] if writable is None else writable(key) for key in plan.changed})
+
+
+class DensePlan:
+    """What must be read for some values of the newest of some saves or WAL records.
+
+    The values of each shard and dtype, end to end, are a group of 256-wide rows. Older shards with
+    other values are mapped to the rows of the newest.
+
+    Attributes:
+      missing: the values that the saves do not complete: they are relative to what is below.
+      changed: the values of which the saves contain a part.
+    """
+
+    def __init__(
+        self,
+        saves: Sequence[Sequence[DenseShard]],
+        name: str,
+        wanted: Callable[[Key], bool],
+    ):
+        """Reads row indices, but no values.
+
+        Args:
+          saves: the shards of each, newest first.
+          name: the newest one's name in errors.
+          wanted: whether to read a value.
+
+        Raises:
+          Damaged: an object is missing or altered, or invalid.
+        """
+        self._name = name
+        self._newest = saves[0]
+        self._values: dict[Key, BlockedValue] = {}
+        #: First rows and values of each group, and the group and first row of each value.
+        self._places: dict[str, list[tuple[int, Key]]] = {}
+        self._place_of: dict[Key, tuple[str, int]] = {}
+        for number, shard in enumerate(saves[0]):
+            for value in shard.record.values:
+                key = value.file, value.key
+                if key in self._values:
+                    raise Damaged(shard.name, f"{value.key} of one process", "a duplicate")
+                if wanted(key):
+                    self._values[key] = value
+                    if value.at is not None and not value.plain:
+                        group = _group_name(number, value.group)
+                        self._places.setdefault(group, []).append((value.at, key))
+                        self._place_of[key] = group, value.at
+        self.missing = {key: value for key, value in self._values.items() if value.count}
+        self.changed: set[Key] = set()
+        #: Whether some save completes a block; takes no space before it is written.
+        self._complete = {key: np.zeros(value.blocks, bool) for key, value in self._values.items()}
+        #: Blocks of each save, newest first, and the shard and first byte of each plain value.
+        self._blocks: list[list[StoredBlocks]] = []
+        self._plain: dict[Key, tuple[DenseShard, int]] = {}
+        for save in saves:
+            if not self.missing:
+                break
+            self._add(save)
+
+    @classmethod
+    def sized(
+        cls,
+        saves: Sequence[Sequence[DenseShard]],
+        name: str,
+        wanted: Callable[[Key], bool],
+        base: Base | None,
+    ) -> DensePlan:
+        """Returns a plan, after the claimed sizes of large values were checked.
+
+        A value has no more blocks than saves contain of its group without a reference, or it is as
+        long as the base has it. Errors of small values are found, and named better, later.
+
+        Args:
+          saves: as for ``DensePlan``.
+          name: as for ``DensePlan``.
+          wanted: as for ``DensePlan``.
+          base: what is below the saves.
+
+        Raises:
+          Damaged: a value is longer; or as for ``DensePlan``.
+        """
+        held: collections.Counter[str] = collections.Counter()
+        for shard in (shard for save in saves for shard in save):
+            for segment in shard.record.segments:
+                if segment.group == PLAIN or not shard.codec_of(segment).relative:
+                    held[segment.group] += segment.count
+        for shard in saves[0]:
+            for value in shard.record.values:
+                key, size = (value.file, value.key), value.count if value.plain else value.blocks
+                if value.nbytes <= _SMALL_BYTES or size <= held[value.group] or not wanted(key):
+                    continue
+                if (found := None if base is None else base.nbytes(key)) != value.nbytes:
+                    expected = f"{value.nbytes} bytes of {value.key} in the base"
+                    raise Damaged(shard.name, expected, "none" if found is None else f"{found}")
+        return cls(saves, name, wanted)
+
+    def read(self, room: Room, base: Base | None) -> dict[Key, np.ndarray]:
+        """Reads the values; returns the bytes of each.
+
+        Args:
+          room: returns memory for a value.
+          base: what is below the saves.
+
+        Raises:
+          Damaged: an object is missing or altered.
+        """
+        data: dict[Key, np.ndarray] = {}
+        for key, value in self._values.items():
+            try:
+                data[key] = room(value)
+            except MemoryError as error:
+                found = f"{value.count} elements of {value.key}"
+                raise Damaged(self._name, "values that fit into memory", found) from error
+        if self.missing and base is None:
+            shown = ", ".join(key for _, key in list(self.missing)[:3])
+            raise Damaged(self._name, f"dense leaves down to a base: {shown}", "none")
+        self._merge(data, base)
+        return {key: _bytes_of(value, data[key]) for key, value in self._values.items()}
+
+    def apply(self, held: Mapping[Key, np.ndarray]) -> None:
+        """Writes what changed to memory with the values below the saves.
+
+        Args:
+          held: memory of the ``changed`` values; see ``apply``.
+
+        Raises:
+          Damaged: an object is missing or altered.
+        """
+        self._merge(held, None)
+
+    def _merge(self, data: Mapping[Key, np.ndarray], base: Base | None) -> None:
+        for key, (shard, at) in self._plain.items():
+            value, found = self._values[key], shard.plain_bytes
+            if at + value.count > len(found):
+                expected = "plain values within the stored bytes"
+                raise Damaged(shard.name, expected, f"{len(found)}")
+            data[key][:] = found[at : at + value.count]
+        targets = {
+            key: Target(
+                group=group,
+                field=BLOCKS,
+                rows=(first, first + self._values[key].blocks),
+                columns=None,
+                buffer=data[key],
+            )
+            for key, (group, first) in self._place_of.items()
+            if key in data
+        }
+        work = chains.chains(self._blocks, Targets([*targets.values()], _NO_TABLES))
+        scratch = Staging(merge.SCRATCH_BYTES)
+
+        def on_filled(key: Key, start: int, stop: int) -> None:
+            """Applies the changes to a part of a value while it is in the cache."""
+            if (target := targets.get(key)) is None:
+                return
+            nbytes = chains.chain_rows(target) * BLOCK * target.buffer.itemsize
+            whole = stop == self._values[key].nbytes
+            end = -(-stop // nbytes) if whole else stop // nbytes
+            for number in range(-(-start // nbytes), end):
+                if (chain := work.pop((id(target), number), None)) is not None:
+                    chain.run(scratch)
+
+        if base is not None and self.missing:
+            for key, value in self.missing.items():
+                data[key].reshape(-1)[value.count :] = np.zeros((), data[key].dtype)
+            into = {key: _bytes_of(value, data[key]) for key, value in self.missing.items()}
+            base.fill(into, on_filled)
+        with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-dense") as pool:
+            several = None if merge.are_small(work.values()) else pool
+            merge.run([work.values()], scratch, None, several, _READERS)
+
+    def _add(self, save: Sequence[DenseShard]) -> None:
+        """Adds the shards of the next older save."""
+        added: list[StoredBlocks] = []
+        for shard in save:
+            values = {
+                key: value
+                for value in shard.record.values
+                if (key := (value.file, value.key)) in self.missing
+            }
+            for key, value in values.items():
+                self._check_kind(key, value, shard.name)
+                if value.plain and value.at is not None:
+                    self._plain[key] = shard, value.at
+                    self.changed.add(key)
+            groups = {value.group for value in values.values() if not value.plain}
+            found = [segment for segment in shard.record.segments if segment.group in groups]
+            added += (one for segment in found for one in self._placed(shard, segment, values))
+        _check_disjoint(added)
+        for group, field, held in added:
+            places = self._places.get(group, [])
+            (low, high), first_of = merge.reach(held.rows), operator.itemgetter(0)
+            # Places are in ascending order.
+            begin = max(0, bisect.bisect_right(places, low, key=first_of) - 1)
+            places = places[begin : bisect.bisect_left(places, high, key=first_of)]
+            spans = [(first, first + self._values[key].blocks) for first, key in places]
+            slices = blocks.row_slices(held.rows, spans)
+            for (first, key), at in zip(places, slices, strict=True):
+                if at.start < at.stop:
+                    self.changed.add(key)
+                    if not field.is_relative:
+                        merge.mark(self._complete[key], blocks.shifted(held.rows[at], -first))
+        self._blocks.append(added)
+        for key in [*self.missing]:
+            plain = self._values[key].plain
+            if key in self._plain if plain else self._complete[key].all():
+                del self.missing[key]
+
+    def _placed(
+        self, shard: DenseShard, segment: Segment, values: Mapping[Key, BlockedValue]
+    ) -> Iterator[StoredBlocks]:
+        """Yields the blocks of a segment at their rows in the newest save."""
+        field, rows = shard.field_of(segment), shard.rows(segment)
+        for number, newest in enumerate(self._newest):
+            if newest.record.layout == shard.record.layout:
+                yield StoredBlocks(_group_name(number, segment.group), field, StoredRows(rows))
+                return
+        for key, value in values.items():
+            if value.group != segment.group:
+                continue
+            assert value.at is not None
+            at = blocks.row_slice(rows, value.at, value.at + value.blocks)
+            if at.start < at.stop:
+                group, first = self._place_of[key]
+                held = StoredRows(blocks.shifted(rows[at], first - value.at), at.start)
+                yield StoredBlocks(group, field, held)
+
+    def _check_kind(self, key: Key, value: BlockedValue, name: str) -> None:
+        newest = self._values[key]
+        if (value.group, value.dtype, value.count) != (newest.group, newest.dtype, newest.count):
+            expected = f"{newest.count} elements of {value.key} as {newest.dtype}"
+            raise Damaged(name, expected, f"{value.count} as {value.dtype}")
+
+
+def _check_disjoint(added: Sequence[StoredBlocks]) -> None:
+    """Checks that no two segments of a save have the same block."""
+    by_group: dict[str, list[StoredBlocks]] = {}
+    for one in added:
+        by_group.setdefault(one.group, []).append(one)
+    for found in (found for found in by_group.values() if len(found) > 1):
+        starts, _, reached = blocks.sorted_spans([one.held.rows for one in found])
+        if np.any(starts < reached[:-1]):
+            field = found[0].field
+            shown = field.layer.name_of(field.segment, field.stored[""])
+            raise Damaged(shown, "blocks of no other segment", "duplicates")
+
+
+def _group_name(number: int, dtype: str) -> str:
+    return f"{number}/{dtype}"
+
+
+def _bytes_of(value: BlockedValue, data: np.ndarray) -> np.ndarray:
+    return data.reshape(-1)[: value.count].view(np.uint8)
+
+
+def _split(found: Mapping[Key, memoryview]) -> DenseValues:
+    return DenseValues(
+        {key: data for (file, key), data in found.items() if not file},
+        {key: data for (file, key), data in found.items() if file},
+    )
