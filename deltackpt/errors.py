@@ -180,18 +180,23 @@ class ForeignDirectory(RestoreError):
     code = "foreign-directory"
 
 
-class FormatTooNew(RestoreError):
+class FormatMismatch(RestoreError):
+    """Another version of deltackpt wrote the data: ``FormatTooNew`` or ``FormatTooOld``."""
+
+    code = "format-mismatch"
+    another_step_may_do = False
+
+
+class FormatTooNew(FormatMismatch):
     """The step needs a newer version of deltackpt."""
 
     code = "format-too-new"
-    another_step_may_do = False
 
 
-class FormatTooOld(RestoreError):
+class FormatTooOld(FormatMismatch):
     """A development version of deltackpt wrote the data; this version cannot read it."""
 
     code = "format-too-old"
-    another_step_may_do = False
 
 
 class Damaged(RestoreError):

@@ -127,3 +127,34 @@ def test_training_that_starts_anew_saves_a_base(root):
     assert inspect.open(root).save_of(3).kind == "base"
     with pytest.raises(DeltackptError):
         restored(root)
+
+
+def test_a_wal_header_of_a_development_version_is_a_problem_and_no_crash(tmp_path):
+    table = jnp.zeros((100, 4))
+    touched = deltackpt.touched.init({"t": table})
+    options = deltackpt.ManagerOptions(wal=deltackpt.WalOptions())
+    root = tmp_path / "run"
+    with deltackpt.CheckpointManager(root, handlers=TABLES, options=options) as trainer:
+        trainer.save(1, {"t": table}, touched=touched)
+        trainer.wait_until_finished()
+        trainer.append(2, {"t": table}, touched=touched)
+        trainer.wait_appended()
+    for header in [root / "log/0.msgpack", *root.glob("log/0/head.msgpack")]:
+        header.write_bytes(without_a_version(header.read_bytes()))
+    report = verify_root(root)
+    assert any("development version" in str(problem) for problem in report.problems)
+    assert [verdict.restorable for verdict in report.steps] == [True]
+    found = {finding.subject: finding for finding in doctor.examine(root, read_only=True)}
+    assert found["WAL"].severity == "problem"
+    with pytest.raises(FormatTooOld, match="development version"):
+        restored_latest(root)
+    with reading(root) as manager:
+        result = manager.restore_latest(wal=False)
+    assert result is not None and result.step == 1
+
+
+def test_a_lease_of_a_development_version_is_a_finding(root):
+    [lease] = root.glob("lease.*")
+    lease.write_bytes(without_a_version(lease.read_bytes()))
+    found = {finding.subject: finding for finding in doctor.examine(root, read_only=True)}
+    assert found["lease"].severity == "problem"

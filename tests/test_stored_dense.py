@@ -17,6 +17,9 @@ from deltackpt.errors import Damaged
 from deltackpt.format import dense_blocks
 from deltackpt.format.blocks import rows_of
 from deltackpt.format.dense_blocks import BLOCK, BLOCKS, PLAIN, BlockedValue, DenseBlocks, Key
+from deltackpt.format.dtypes import dtype_of, stored_dtype
+from deltackpt.format.records import Unsound
+from deltackpt.layers import chains, merge
 from deltackpt.layers.read import Layer, StoredBytes
 from deltackpt.layers.shard import segment_of
 from deltackpt.layers.write import LayerFile
@@ -26,7 +29,7 @@ from deltackpt.reading.stored_dense import DensePlan, DenseShard
 from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.storage.store import spot
 
-DTYPES = ("uint16", "float32")
+DTYPES = ("uint16", "float32", "bfloat16")
 CODECS = ("raw", "planes", "xor", "sparse")
 #: Key to dtype and number of elements; some are plain.
 LEAVES = {
@@ -36,6 +39,7 @@ LEAVES = {
     "d": ("float32", 300),
     "e": ("uint8", 5),
     "f": ("uint16", 3000),
+    "g": ("bfloat16", 600),
 }
 #: Key to its bits: (blocks, 256) unsigned; a plain one (n,) uint8.
 State = dict[str, np.ndarray]
@@ -46,7 +50,7 @@ def is_plain(key: str) -> bool:
 
 
 def bits_of(dtype: str) -> np.dtype:
-    return np.dtype(f"u{np.dtype(dtype).itemsize}")
+    return np.dtype(f"u{dtype_of(dtype).itemsize}")
 
 
 def new_leaf(key: str, rng: np.random.Generator) -> np.ndarray:
@@ -61,7 +65,7 @@ def new_leaf(key: str, rng: np.random.Generator) -> np.ndarray:
 def arrays_of(dtype: str, codec: str, now: np.ndarray, before: np.ndarray) -> list[Array]:
     """The stored arrays of some blocks."""
     if codec == "raw":
-        return [Array(BLOCKS, now.view(dtype))]
+        return [Array(BLOCKS, now.view(stored_dtype(dtype_of(dtype))))]
     if codec in ("planes", "xor"):
         bits = now if codec == "planes" else now ^ before
         return [Array(BLOCKS, bits.reshape(-1).view(np.uint8).reshape(*now.shape, -1), "planes")]
@@ -215,10 +219,21 @@ def runs(draw) -> list[tuple[list[str], int, tuple[str, ...], float]]:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    data=st.data(), saves=runs(), seed=st.integers(0, 1 << 30), small=st.sampled_from([0, 64 << 20])
+    data=st.data(),
+    saves=runs(),
+    seed=st.integers(0, 1 << 30),
+    checked=st.sampled_from([0, 64 << 20]),
+    chain=st.sampled_from([1, 2000, 4 << 20]),
+    window=st.sampled_from([1, 3000, 1 << 20]),
 )
-def test_any_saves_restore_the_values_of_the_model(tmp_path_factory, data, saves, seed, small):
-    with mock.patch.object(stored_dense, "_SMALL_BYTES", small):
+def test_any_saves_restore_the_values_of_the_model(
+    tmp_path_factory, data, saves, seed, checked, chain, window
+):
+    with (
+        mock.patch.object(stored_dense, "_SMALL_BYTES", checked),
+        mock.patch.object(chains, "_CHAIN_BYTES", chain),
+        mock.patch.object(merge, "_WINDOW_BYTES", window),
+    ):
         check_model(tmp_path_factory, data, saves, seed)
 
 
@@ -234,7 +249,7 @@ def check_model(tmp_path_factory, data, saves, seed):
     }
     # The same, applied to memory with the values below, of leaves that all of them have.
     common = {key for key in run.below if all(key in keys for keys, *_ in saves)} & wanted
-    held = {(False, key): run.below[key].copy().view(LEAVES[key][0]) for key in common}
+    held = {(False, key): run.below[key].copy().view(dtype_of(LEAVES[key][0])) for key in common}
     copied: set[Key] = set()
 
     def writable(key: Key) -> np.ndarray:
@@ -285,4 +300,59 @@ def test_a_block_in_two_segments_is_damage(tmp_path):
     twice = dataclasses.replace(shard.record, segments=(one, other, one))
     with pytest.raises(Damaged, match="blocks of no other segment"):
         DensePlan([[dataclasses.replace(shard, record=twice)]], "newest", lambda key: True)
+    run.close()
+
+
+def test_plain_values_outside_the_stored_bytes_are_not_a_record(tmp_path):
+    run = Run(tmp_path, 1)
+    run.start(["e"])
+    run.save(["e"], 1, ("raw",), 1.0)
+    record = run.saves[0][0].record
+    [value], [segment] = record.values, record.segments
+    beyond = dataclasses.replace(value, at=1)
+    other = dataclasses.replace(segment, name=f"{dense_blocks.SEGMENTS}{PLAIN}2")
+    for values, segments in [
+        ((beyond,), (segment,)),
+        ((value,), ()),
+        ((value,), (segment, other)),
+    ]:
+        with pytest.raises(Unsound):
+            dense_blocks.check(dataclasses.replace(record, values=values, segments=segments))
+    run.close()
+
+
+def test_memory_of_another_kind_is_refused_before_it_changes(tmp_path):
+    run = Run(tmp_path, 1)
+    run.start(["a", "e"])
+    run.save(["a", "e"], 1, ("sparse",), 1.0)
+    for key, held in [("a", np.zeros(700, np.uint16)), ("e", np.zeros((1, BLOCK), np.uint8))]:
+        with pytest.raises(Damaged, match=key):
+            stored_dense.apply(run.saves, {(False, key): held}, "newest")
+        assert not held.any()
+    run.close()
+
+
+def test_a_codec_for_other_dtypes_is_damage(tmp_path):
+    run = Run(tmp_path, 1)
+    run.start(["f"])
+    run.save(["f"], 1, ("raw",), 1.0)
+    [shard] = run.saves[0]
+    [segment] = shard.record.segments
+    [encoding] = segment.encodings
+    lossy = dataclasses.replace(segment, encodings=(dataclasses.replace(encoding, codec="ef8"),))
+    with pytest.raises(Damaged, match="a codec of uint16"):
+        shard.field_of(lossy)
+    run.close()
+
+
+def test_only_the_counts_up_to_the_needed_blocks_are_read(tmp_path):
+    run = Run(tmp_path, 1)
+    run.start(["f"])
+    run.save(["f"], 1, ("sparse",), 1.0)
+    [shard] = run.saves[0]
+    field = shard.field_of(shard.record.segments[0])
+    with mock.patch.object(merge, "_WINDOW_BYTES", 1):
+        first, last = field.elements("at", 0, 1)
+        assert (first, len(field._ends_to(1))) == (0, 2)
+        assert field.elements("at", 1, 12)[0] == last
     run.close()

@@ -30,7 +30,7 @@ SEGMENTS = "dense."
 BLOCKS = "blocks"
 
 #: Values that were checked, kept alive so that their identities stay unique, and their blocks.
-_known: dict[int, tuple[tuple[BlockedValue, ...], Mapping[str, int]]] = {}
+_known: dict[int, tuple[tuple[BlockedValue, ...], tuple[Mapping[str, int], int]]] = {}
 _MOST_KNOWN = 16
 
 #: A value of the item: whether it is a file, and its key.
@@ -98,10 +98,10 @@ class DenseBlocks:
         return sum(entry.nbytes for segment in self.segments for entry in segment.arrays)
 
     @functools.cached_property
-    def layout(self) -> tuple[tuple[str, str, int | None, int], ...]:
+    def layout(self) -> tuple[tuple[bool, str, str, int | None, int], ...]:
         """Returns key, group, first block and size of the values of blocks, in their order."""
         return tuple(
-            (value.key, value.group, value.at, value.count)
+            (value.file, value.key, value.group, value.at, value.count)
             for value in self.values
             if value.group != PLAIN
         )
@@ -154,8 +154,12 @@ def check(record: DenseBlocks, *, remember: bool = False) -> None:
     Raises:
       Unsound: the record is invalid.
     """
-    ends = _known_ends_of(record.values) if remember else _ends_of(record.values)
+    ends, plain_stop = _known_ends_of(record.values) if remember else _ends_of(record.values)
     names: set[str] = set()
+    plain = [segment.count for segment in record.segments if segment.group == PLAIN]
+    require(len(plain) <= 1, "one segment of plain values", f"{len(plain)}", "segments")
+    stored = sum(plain)
+    require(plain_stop <= stored, f"plain values within {stored} bytes", plain_stop, "values")
     for segment in record.segments:
         check_segment(segment)
         require(segment.name not in names, "one segment of a name", segment.name, "segments")
@@ -178,7 +182,7 @@ def check(record: DenseBlocks, *, remember: bool = False) -> None:
         _check_complete(record, ends)
 
 
-def _known_ends_of(values: tuple[BlockedValue, ...]) -> Mapping[str, int]:
+def _known_ends_of(values: tuple[BlockedValue, ...]) -> tuple[Mapping[str, int], int]:
     """Returns ``_ends_of`` some values, remembered by identity.
 
     ``records.quickly`` returns the same objects for the same bytes, and saves mostly have the same
@@ -192,11 +196,15 @@ def _known_ends_of(values: tuple[BlockedValue, ...]) -> Mapping[str, int]:
     return known[1]
 
 
-def _ends_of(values: tuple[BlockedValue, ...]) -> Mapping[str, int]:
-    """Checks values; returns the number of blocks of each group, and that of plain bytes."""
+def _ends_of(values: tuple[BlockedValue, ...]) -> tuple[Mapping[str, int], int]:
+    """Checks values.
+
+    Returns:
+      The number of blocks of each group, and that of plain bytes; and where the last of them ends.
+    """
     keys: set[Key] = set()
     ends: dict[str, int] = {}
-    plain_end = 0
+    plain_end = plain_stop = 0
     for value in values:
         # A record may have thousands of values, so errors are described only if there are any.
         key, at, plain = (value.file, value.key), value.at, value.group == PLAIN
@@ -218,8 +226,9 @@ def _ends_of(values: tuple[BlockedValue, ...]) -> Mapping[str, int]:
             ends[value.group] = expected + value.blocks
         elif at is not None:
             plain_end += value.count
+            plain_stop = max(plain_stop, at + value.count if value.count else 0)
     ends[PLAIN] = plain_end
-    return ends
+    return ends, plain_stop
 
 
 def _check_value(value: BlockedValue, keys: Set[Key], expected: int) -> None:

@@ -363,6 +363,8 @@ class Piece:
         """Returns the part of a final buffer that raw stored bytes can be read into."""
         if self.field.spec.codec != "raw" or not isinstance(self.rows, range):
             return None
+        if self.field.has_window(self.field.stored[""], self.start, self.stop):
+            return None
         for target in self.targets:
             first, last = target.rows
             if first <= self.rows.start and self.rows.stop <= last:
@@ -449,6 +451,8 @@ class StoredField:
     spec: FieldSpec
     #: Array and number to the elements of the windows that were read last.
     _windows: dict[tuple[str, int], np.ndarray] = dataclasses.field(default_factory=dict)
+    #: Where the elements of the first rows end in ragged arrays: (rows + 1,) int64.
+    _ends: list[np.ndarray] = dataclasses.field(default_factory=lambda: [np.zeros(1, np.int64)])
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     @functools.cached_property
@@ -479,7 +483,8 @@ class StoredField:
         """
         if suffix not in self._ragged:
             return start, stop
-        first, last = int(self._ends[start]), int(self._ends[stop])
+        ends = self._ends_to(stop)
+        first, last = int(ends[start]), int(ends[stop])
         if last > (count := self.stored[suffix].shape[0]):
             name = self.layer.name_of(self.segment, self.stored[suffix])
             raise Damaged(name, f"{last} elements", f"{count}")
@@ -494,11 +499,11 @@ class StoredField:
           The elements; None if they are many, or if the rows are those of a table.
         """
         if self._ragged and entry is self.stored[_COUNT]:
-            return self._counts[start:stop]
-        size = max(1, _WINDOW_BYTES * entry.shape[0] // max(1, entry.nbytes))
-        number = start // size
-        if self.block_codec is None or stop - start > size // 4 or stop > (number + 1) * size:
+            return np.diff(self._ends_to(stop)[start : stop + 1])
+        if not self.has_window(entry, start, stop):
             return None
+        size = _window_rows(entry)
+        number = start // size
         held = self._windows.get((entry.name, number))
         if held is None:
             with self._lock:  # Other threads wait for the window instead of reading it, too.
@@ -512,6 +517,15 @@ class StoredField:
                         del self._windows[oldest]
         return held[start - number * size : stop - number * size]
 
+    def has_window(self, entry: ArrayEntry, start: int, stop: int) -> bool:
+        """Returns whether some elements of an array are read with their neighbours."""
+        size = _window_rows(entry)
+        return (
+            self.block_codec is not None
+            and stop - start <= size // 4
+            and (stop - 1) // size == start // size
+        )
+
     @functools.cached_property
     def _ragged(self) -> frozenset[str]:
         """Suffixes of arrays with several elements for a row."""
@@ -520,21 +534,25 @@ class StoredField:
         stored = self.block_codec.stored(codecs.dtype_of(self.spec.dtype))
         return frozenset(suffix for suffix, array in stored.items() if array.ragged)
 
-    @functools.cached_property
-    def _counts(self) -> np.ndarray:
-        """The number of elements of each row in ragged arrays, (rows,)."""
-        entry = self.stored[_COUNT]
-        counts = memory.empty_buffer(entry.shape, np.dtype(entry.dtype))
-        self.layer.read_into(self.segment, entry, 0, entry.shape[0], counts)
-        return counts
+    def _ends_to(self, stop: int) -> np.ndarray:
+        """Returns where the elements of each row end in ragged arrays, for ``stop`` rows or more.
 
-    @functools.cached_property
-    def _ends(self) -> np.ndarray:
-        """Where the elements of each row end in ragged arrays, (rows + 1,) int64."""
-        # Summing elements of another width in one call takes three times as long.
-        ends = np.zeros(len(self._counts) + 1, np.int64)
-        ends[1:] = self._counts
-        return np.cumsum(ends, out=ends)
+        Segments may claim many more rows than are needed.
+        """
+        with self._lock:
+            [ends] = self._ends
+            have = len(ends) - 1
+            if have < stop:
+                entry = self.stored[_COUNT]
+                last = min(entry.shape[0], max(stop, 2 * have, _window_rows(entry)))
+                counts = np.empty(last - have, entry.dtype)
+                self.layer.read_into(self.segment, entry, have, last, counts)
+                # Summing elements of another width in one call takes three times as long.
+                more = np.zeros(last + 1, np.int64)
+                more[: have + 1], more[have + 1 :] = ends, counts
+                np.cumsum(more[have:], out=more[have:])
+                self._ends[:] = [more]
+            return self._ends[0]
 
     @functools.cached_property
     def beside(self) -> tuple[ArrayEntry, ...]:
@@ -770,6 +788,10 @@ class _Planner:
                         rows = held.rows[own]
                         yield Piece(field, rows, mask, start, end, self._over(one, name, rows))
                     start = end
+
+
+def _window_rows(entry: ArrayEntry) -> int:
+    return max(1, _WINDOW_BYTES * entry.shape[0] // max(1, entry.nbytes))
 
 
 def _decode_blocks(codec: BlockCodec, arrays: Mapping[str, np.ndarray], data: np.ndarray) -> None:

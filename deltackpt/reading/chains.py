@@ -16,8 +16,7 @@ from deltackpt import events
 from deltackpt.errors import (
     BrokenChain,
     DamagedWal,
-    FormatTooNew,
-    FormatTooOld,
+    FormatMismatch,
     RestoreError,
     StepGone,
     StepNotFound,
@@ -97,7 +96,7 @@ def read_whole(saves: Sequence[StoredSave], read: Callable[[Sequence[StoredSave]
     for _ in range(_MOST_CHAINS):
         try:
             return read(saves)
-        except (FormatTooNew, FormatTooOld, TemplateMismatch, DamagedWal):
+        except (FormatMismatch, TemplateMismatch, DamagedWal):
             raise
         except RestoreError as error:
             if saves[0].compacted:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
-from deltackpt.errors import Damaged, DeltackptError, FormatTooNew, FormatTooOld, StorageError
+from deltackpt.errors import Damaged, DeltackptError, FormatMismatch, StorageError
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
 from deltackpt.reading.log_places import LogPlaces
@@ -111,7 +111,7 @@ def log_state(at: LogPlaces) -> LogState:
     history, problem = None, None
     try:
         history = logs.read()
-    except (Damaged, FormatTooNew) as error:
+    except (Damaged, FormatMismatch) as error:
         problem = error
     eras = {} if history is None else {era.head.stretch: era for era in history.eras}
     stretches = [
@@ -128,6 +128,6 @@ def _state(logs: Logs, number: int, eras: Mapping[int, Era], known: bool) -> Str
         head = logs.head(number)
         folder = logs.segments_of(head)
         era = eras.get(number) or logs.era(head, None)
-    except (Damaged, FormatTooNew, FormatTooOld, StorageError) as error:
+    except (Damaged, FormatMismatch, StorageError) as error:
         return StretchState(number=number, folders=(beside,), era=None, live=live, problem=error)
     return StretchState(number=number, folders=(folder,), era=era, live=live)

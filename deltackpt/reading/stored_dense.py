@@ -180,6 +180,9 @@ class DenseShard:
           Damaged: it lacks an array, or its codec is unknown.
         """
         codec, entries = self.codec_of(segment), {entry.name: entry for entry in segment.arrays}
+        if not codec.takes(segment.group):
+            expected = f"a codec of {segment.group} for {segment.name}"
+            raise Damaged(self.name, expected, codec.name)
         for suffix, array in codec.stored(dtype_of(segment.group)).items():
             name = codecs.array_name(BLOCKS, suffix)
             found, expected = entries.get(name), f"{array.dtype.name} array {name}"
@@ -542,12 +545,13 @@ class DensePlan:
         self._merge(held, None)
 
     def _merge(self, data: Mapping[Key, np.ndarray], base: Base | None) -> None:
+        for key, held in data.items():
+            value = self._values[key]
+            if (held.shape, held.dtype) != (shape_of(value), dtype_of(value.dtype)):
+                expected = f"{value.key} as {held.dtype.name}{list(held.shape)}"
+                raise Damaged(self._name, expected, f"{value.dtype}{list(shape_of(value))}")
         for key, (shard, at) in self._plain.items():
-            value, found = self._values[key], shard.plain_bytes
-            if at + value.count > len(found):
-                expected = "plain values within the stored bytes"
-                raise Damaged(shard.name, expected, f"{len(found)}")
-            data[key][:] = found[at : at + value.count]
+            data[key][:] = shard.plain_bytes[at : at + self._values[key].count]
         targets = {
             key: Target(
                 group=group,

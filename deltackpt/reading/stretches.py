@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from deltackpt.errors import Damaged, DamagedWal, FormatTooNew
+from deltackpt.errors import Damaged, DamagedWal, FormatMismatch
 from deltackpt.format import names, stretches
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import Continues, StretchHead
@@ -385,7 +385,7 @@ class Logs:
         if head.directory is not None:
             apart = apart_folder(head.directory, head.run)
             for read in (apart.head, apart.copy):
-                with contextlib.suppress(Damaged, FormatTooNew):
+                with contextlib.suppress(Damaged, FormatMismatch):
                     name, data = read(head.stretch)
                     if stretches.from_bytes(data, name=name) == head:
                         return apart.segments(head.stretch)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deltackpt.errors import Damaged, DamagedWal, FormatTooNew, FormatTooOld
+from deltackpt.errors import Damaged, DamagedWal, FormatMismatch, FormatTooOld
 from deltackpt.format import dense_blocks, names, wal_records
 from deltackpt.format.dense_blocks import DenseBlocks
 from deltackpt.format.manifest import SaveId
@@ -482,7 +482,7 @@ class ProcessLog:
             data = np.empty(nbytes, np.uint8)
             window.read_into(start, [data.data])
             for page in footer.pages_with_headers(data):
-                with contextlib.suppress(Damaged, FormatTooNew):
+                with contextlib.suppress(Damaged, FormatMismatch):
                     header = _header_at(window, start + page, window.name)
                     if header is not None and header.sequence > scan.seq:
                         layer = Layer(window, header.nbytes, start=start + page)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import google_crc32c
 
-from deltackpt.errors import Damaged, FormatTooNew, FormatTooOld
+from deltackpt.errors import Damaged, FormatMismatch
 from deltackpt.format import names, stretches
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.names import PieceRange
@@ -116,7 +116,7 @@ class LogPromotion:
                 break
             try:
                 fresh.append(self._logs.head(number))
-            except (Damaged, FormatTooNew) as error:
+            except (Damaged, FormatMismatch) as error:
                 # Its fork point is unknown: without it, records that must not count would.
                 if number not in self._unreadable:
                     _logger.error("%s; no earlier remote WAL record is used", error)
@@ -187,7 +187,7 @@ class LogPromotion:
                 continue
             try:
                 head = self._logs.head(ref.stretch)
-            except (Damaged, FormatTooNew):
+            except (Damaged, FormatMismatch):
                 continue  # No more of it will be uploaded.
             if head.run == ref.run:
                 yield ref, head
@@ -337,7 +337,7 @@ def _advanced(log: ProcessLog) -> bool:
     """Scans a log; returns whether this version can read it, and so upload more of it."""
     try:
         log.advance()
-    except (FormatTooNew, FormatTooOld):
+    except FormatMismatch:
         return False
     return True
 

@@ -21,7 +21,7 @@ from deltackpt import events
 from deltackpt.errors import (
     ClosedError,
     Damaged,
-    FormatTooNew,
+    FormatMismatch,
     OptionError,
     RestoreError,
     StorageError,
@@ -404,7 +404,7 @@ def _unpacked(
 
 def _check_save(step_dir: Path, item: str, save_id: SaveId) -> None:
     """Checks that a step is the save that its bundle names; a restore reports newer formats."""
-    with contextlib.suppress(FormatTooNew):
+    with contextlib.suppress(FormatMismatch):
         found = saves.read_info(spot(step_dir), item).save_id
         if found != save_id:
             raise Damaged(step_dir.name, f"the save {save_id}", f"{found}")

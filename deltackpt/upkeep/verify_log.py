@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from deltackpt.errors import Damaged, FormatTooNew, StorageError
+from deltackpt.errors import Damaged, FormatMismatch, StorageError
 from deltackpt.format import names, stretches
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
@@ -151,7 +151,7 @@ class _LogAudit:
         layout = era.head.layout
         try:
             replay.replay(way, Targets((), layout), layout)
-        except (Damaged, FormatTooNew, StorageError) as error:
+        except (Damaged, FormatMismatch, StorageError) as error:
             if not self._went(record):
                 self._tell(_object_of(error), error)
                 self._broken.rows.setdefault(record.save_id, self.problems[-1].object_name)

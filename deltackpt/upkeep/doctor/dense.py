@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from deltackpt import units
-from deltackpt.errors import Damaged, DeltackptError, FormatTooNew, FormatTooOld
+from deltackpt.errors import Damaged, DeltackptError, FormatMismatch
 from deltackpt.format.dense_blocks import PLAIN
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import chains, saves
@@ -30,7 +30,7 @@ def dense_findings(opened: Steps) -> Iterator[Finding]:
         at = spot(opened.at(newest))
         if saves.read_save(at, opened.item).head.dense_blocks is None:
             return
-    except (Damaged, FormatTooNew, FormatTooOld) as error:
+    except (Damaged, FormatMismatch) as error:
         yield Finding(
             area="directory",
             subject="newest step",

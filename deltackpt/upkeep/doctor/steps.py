@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from deltackpt.errors import Damaged, DeltackptError
+from deltackpt.errors import Damaged, DeltackptError, FormatMismatch
 from deltackpt.format import names
 from deltackpt.upkeep.doctor.findings import (
     SCHEME,
@@ -217,6 +217,15 @@ def _lease(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
         return
     try:
         lease = read_lease(path / names.lease_name(newest))
+    except FormatMismatch as error:
+        yield Finding(
+            area="directory",
+            subject="lease",
+            severity="problem",
+            found=str(error),
+            meaning="Another version of deltackpt uses the directory.",
+        )
+        return
     except Damaged:
         yield Finding(
             area="directory",
