@@ -539,6 +539,8 @@ class StoredField:
 
         Segments may claim many more rows than are needed.
         """
+        if stop < len(self._ends[0]):
+            return self._ends[0]
         with self._lock:
             [ends] = self._ends
             have = len(ends) - 1

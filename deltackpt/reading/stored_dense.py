@@ -45,6 +45,8 @@ from deltackpt.storage.ocdbt import ZARRAY
 
 #: Values up to this size are allocated without a check of their claimed length.
 _SMALL_BYTES = 64 << 20
+#: The changes of smaller leaves are mostly Python code, which threads only slow down.
+_SMALL_LEAF_BYTES = 1 << 20
 #: Threads that read and decode.
 _READERS = 3
 _NO_TABLES = Layout(groups=(), tables=(), dense=(), tracking_paths=())
@@ -568,7 +570,8 @@ class DensePlan:
 
         def on_filled(key: Key, start: int, stop: int) -> None:
             """Applies the changes to a part of a value while it is in the cache."""
-            if (target := targets.get(key)) is None:
+            target = targets.get(key)
+            if target is None or target.buffer.nbytes < _SMALL_LEAF_BYTES:
                 return
             nbytes = chains.chain_rows(target) * BLOCK * target.buffer.itemsize
             whole = stop == self._values[key].nbytes
