@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from written import write_array, write_digested
 
 from deltackpt.errors import Damaged, OptionError, OutOfSpace, StorageError
-from deltackpt.format import gaps
 from deltackpt.resources.staging import Staging
 from deltackpt.storage import arrays, batch, digests, files
 from deltackpt.storage.crc import ChunkSums
@@ -145,20 +144,6 @@ def test_a_damaged_chunk_is_named(tmp_path, zstd, how):
         out = np.empty((stop - start, 4), np.float32)
         with pytest.raises(Damaged, match="part.0/g0.0/values/c/0/0"):
             arrays.read_array(directory, entry, start, stop, out, checksums=checksums)
-
-
-@given(st.sets(st.integers(0, 2**40)))
-def test_gaps_hold_any_sorted_rows(rows):
-    ascending = np.array(sorted(rows), np.int64)
-    encoded = gaps.encode_gaps(ascending)
-    found = gaps.decode_gaps(encoded, total_rows=2**40 + 1, name="x")
-    assert np.array_equal(found, ascending)
-
-
-@pytest.mark.parametrize("encoded", [[3, 0, 1], [1, 2, 90], [2**63 + 1, 5]])
-def test_invalid_gaps_are_damage(encoded):
-    with pytest.raises(Damaged, match=r"rows\.gaps"):
-        gaps.decode_gaps(np.array(encoded, np.uint64), total_rows=50, name="rows.gaps")
 
 
 def test_an_atomic_write_leaves_the_old_contents_when_it_fails(tmp_path):

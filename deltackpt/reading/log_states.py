@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
-from deltackpt.errors import Damaged, DeltackptError, FormatMismatch, StorageError
+from deltackpt.errors import Damaged, DeltackptError, FormatMismatch, FormatTooNew, StorageError
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
 from deltackpt.reading.log_places import LogPlaces
@@ -105,13 +105,14 @@ def log_state(at: LogPlaces) -> LogState:
 
     Raises:
       StorageError: the location cannot be read.
+      FormatTooOld: a development version of deltackpt wrote a WAL that counts.
     """
     logs = Logs(at)
     numbers = logs.numbers()
     history, problem = None, None
     try:
         history = logs.read()
-    except (Damaged, FormatMismatch) as error:
+    except (Damaged, FormatTooNew) as error:
         problem = error
     eras = {} if history is None else {era.head.stretch: era for era in history.eras}
     stretches = [
