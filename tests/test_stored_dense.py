@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense leaves of any saves equal a model in memory, whatever was added, removed or reordered."""
+"""Dense leaves of any saves equal a model in memory, also if leaves were added or reordered."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -264,8 +265,15 @@ def check_model(tmp_path_factory, data, saves, seed):
     run.close()
 
 
-def test_a_base_is_needed_only_for_values_that_the_saves_do_not_complete(tmp_path):
-    run = Run(tmp_path, 1)
+@pytest.fixture
+def run(tmp_path) -> Iterator[Run]:
+    """A run without saves."""
+    made = Run(tmp_path, 1)
+    yield made
+    made.close()
+
+
+def test_a_base_is_needed_only_for_values_that_the_saves_do_not_complete(run):
     run.start(["a", "c", "e"])
     run.save(["a", "c", "e"], 1, ("raw",), 1.0)
     run.save(["a", "c", "e"], 1, ("sparse",), 1.0)
@@ -274,11 +282,9 @@ def test_a_base_is_needed_only_for_values_that_the_saves_do_not_complete(tmp_pat
     assert {key for _, key in relative.missing} == {"a", "c"}
     with pytest.raises(Damaged, match="dense leaves down to a base"):
         stored_dense.values_of(run.saves[:1], None, "newest")
-    run.close()
 
 
-def test_a_value_of_another_kind_is_damage(tmp_path):
-    run = Run(tmp_path, 1)
+def test_a_value_of_another_kind_is_damage(run):
     run.start(["a"])
     run.save(["a"], 1, ("sparse",), 1.0)
     [shard] = run.saves[0]
@@ -288,11 +294,9 @@ def test_a_value_of_another_kind_is_damage(tmp_path):
     newest = dataclasses.replace(shard, record=other)
     with pytest.raises(Damaged, match="956 elements of a as uint16.*700"):
         DensePlan([[newest], [shard]], "newest", lambda key: True)
-    run.close()
 
 
-def test_a_block_in_two_segments_is_damage(tmp_path):
-    run = Run(tmp_path, 1)
+def test_a_block_in_two_segments_is_damage(run):
     run.start(["f"])
     run.save(["f"], 1, ("sparse", "raw"), 1.0)
     [shard] = run.saves[0]
@@ -300,11 +304,9 @@ def test_a_block_in_two_segments_is_damage(tmp_path):
     twice = dataclasses.replace(shard.record, segments=(one, other, one))
     with pytest.raises(Damaged, match="blocks of no other segment"):
         DensePlan([[dataclasses.replace(shard, record=twice)]], "newest", lambda key: True)
-    run.close()
 
 
-def test_plain_values_outside_the_stored_bytes_are_not_a_record(tmp_path):
-    run = Run(tmp_path, 1)
+def test_plain_values_outside_the_stored_bytes_are_not_a_record(run):
     run.start(["e"])
     run.save(["e"], 1, ("raw",), 1.0)
     record = run.saves[0][0].record
@@ -318,22 +320,18 @@ def test_plain_values_outside_the_stored_bytes_are_not_a_record(tmp_path):
     ]:
         with pytest.raises(Unsound):
             dense_blocks.check(dataclasses.replace(record, values=values, segments=segments))
-    run.close()
 
 
-def test_memory_of_another_kind_is_refused_before_it_changes(tmp_path):
-    run = Run(tmp_path, 1)
+def test_memory_of_another_kind_is_refused_before_it_changes(run):
     run.start(["a", "e"])
     run.save(["a", "e"], 1, ("sparse",), 1.0)
     for key, held in [("a", np.zeros(700, np.uint16)), ("e", np.zeros((1, BLOCK), np.uint8))]:
         with pytest.raises(Damaged, match=key):
             stored_dense.apply(run.saves, {(False, key): held}, "newest")
         assert not held.any()
-    run.close()
 
 
-def test_a_codec_for_other_dtypes_is_damage(tmp_path):
-    run = Run(tmp_path, 1)
+def test_a_codec_for_other_dtypes_is_damage(run):
     run.start(["f"])
     run.save(["f"], 1, ("raw",), 1.0)
     [shard] = run.saves[0]
@@ -342,11 +340,9 @@ def test_a_codec_for_other_dtypes_is_damage(tmp_path):
     lossy = dataclasses.replace(segment, encodings=(dataclasses.replace(encoding, codec="ef8"),))
     with pytest.raises(Damaged, match="a codec of uint16"):
         shard.field_of(lossy)
-    run.close()
 
 
-def test_only_the_counts_up_to_the_needed_blocks_are_read(tmp_path):
-    run = Run(tmp_path, 1)
+def test_only_the_counts_up_to_the_needed_blocks_are_read(run):
     run.start(["f"])
     run.save(["f"], 1, ("sparse",), 1.0)
     [shard] = run.saves[0]
@@ -355,4 +351,3 @@ def test_only_the_counts_up_to_the_needed_blocks_are_read(tmp_path):
         first, last = field.elements("at", 0, 1)
         assert (first, len(field._ends_to(1))) == (0, 2)
         assert field.elements("at", 1, 12)[0] == last
-    run.close()

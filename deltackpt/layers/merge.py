@@ -44,7 +44,7 @@ SCRATCH_BYTES = 128 * 2**20
 _DECODED_ROWS = 1 << 14
 #: Smaller pieces are mostly Python code, so the GIL would serialize threads.
 _SMALL_BYTES, _SMALL_TOTAL_BYTES = 1 << 18, 1 << 26
-#: Small pieces of blocks are read with their neighbours, so many bytes and windows of an array.
+#: Small pieces of blocks are read in windows of this size, of which the last few are kept.
 _WINDOW_BYTES, _WINDOWS = 1 << 20, 3
 #: Suffix of the array with the number of elements of each row in ragged arrays.
 _COUNT = "count"
@@ -281,7 +281,9 @@ def apply(block: RowBlock, targets: Iterable[Target]) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Piece:
-    """Rows at positions ``[start, stop)`` of one field of a segment, within one chunk.
+    """Rows at positions ``[start, stop)`` of one field of a segment.
+
+    Those of a table are within one chunk, and blocks of dense leaves within one target.
 
     Attributes:
       field: the field.
@@ -442,7 +444,7 @@ class Piece:
         self.field.layer.read_into(self.field.segment, entry, self.start, self.stop, out)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class StoredField:
     """One field of a segment, with its spec as the segment has it."""
 
@@ -451,8 +453,8 @@ class StoredField:
     spec: FieldSpec
     #: Array and number to the elements of the windows that were read last.
     _windows: dict[tuple[str, int], np.ndarray] = dataclasses.field(default_factory=dict)
-    #: Where the elements of the first rows end in ragged arrays: (rows + 1,) int64.
-    _ends: list[np.ndarray] = dataclasses.field(default_factory=lambda: [np.zeros(1, np.int64)])
+    #: Ends of the elements of the first rows in ragged arrays: (rows + 1,) int64.
+    _ends: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1, np.int64))
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     @functools.cached_property
@@ -491,7 +493,7 @@ class StoredField:
         return first, last
 
     def window(self, entry: ArrayEntry, start: int, stop: int) -> np.ndarray | None:
-        """Returns a few blocks of a segment, whose neighbours are read with them.
+        """Returns a few elements of blocks, which are read together with adjacent ones.
 
         Leaves may be so small that reading each on its own would take most of the time.
 
@@ -518,7 +520,7 @@ class StoredField:
         return held[start - number * size : stop - number * size]
 
     def has_window(self, entry: ArrayEntry, start: int, stop: int) -> bool:
-        """Returns whether some elements of an array are read with their neighbours."""
+        """Returns whether some elements of an array are read together with adjacent ones."""
         size = _window_rows(entry)
         return (
             self.block_codec is not None
@@ -539,11 +541,10 @@ class StoredField:
 
         Segments may claim many more rows than are needed.
         """
-        if stop < len(self._ends[0]):
-            return self._ends[0]
+        if stop < len(ends := self._ends):
+            return ends
         with self._lock:
-            [ends] = self._ends
-            have = len(ends) - 1
+            have = len(self._ends) - 1
             if have < stop:
                 entry = self.stored[_COUNT]
                 last = min(entry.shape[0], max(stop, 2 * have, _window_rows(entry)))
@@ -551,10 +552,10 @@ class StoredField:
                 self.layer.read_into(self.segment, entry, have, last, counts)
                 # Summing elements of another width in one call takes three times as long.
                 more = np.zeros(last + 1, np.int64)
-                more[: have + 1], more[have + 1 :] = ends, counts
+                more[: have + 1], more[have + 1 :] = self._ends, counts
                 np.cumsum(more[have:], out=more[have:])
-                self._ends[:] = [more]
-            return self._ends[0]
+                self._ends = more
+            return self._ends
 
     @functools.cached_property
     def beside(self) -> tuple[ArrayEntry, ...]:

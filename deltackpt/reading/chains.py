@@ -119,7 +119,7 @@ def _other_chain(saves: Sequence[StoredSave], unusable: set[Spot]) -> tuple[Stor
         found = _walked(target.step_dir, target.item, lambda base: base not in unusable)
     except RestoreError:
         return None
-    # Of dense leaves, a chain may begin at a delta that contains all of them.
+    # A chain of dense leaves may begin at a delta that contains all of them.
     last = found[-len(saves) :]
     same = [save.item_dir for save in last] == [save.item_dir for save in saves]
     return None if same or found[-1].info.save_id != target.info.save_id else found

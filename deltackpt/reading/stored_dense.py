@@ -151,16 +151,14 @@ class DenseShard:
         else:
             self.arrays.check(segment)
             rows = self.arrays.row_indices(segment).rows
-            self.on_bytes(sum(map(functools.partial(self._bytes_of, segment), segment.arrays)))
+            gaps = [entry for entry in segment.arrays if entry.name == names.GAPS]
+            self.on_bytes(sum(self.arrays.stored_bytes(segment, entry) for entry in gaps))
         if len(rows) != segment.count:
             raise Damaged(self.name, f"{segment.count} blocks of {segment.name}", f"{len(rows)}")
         total = sum(value.blocks for value in self.record.of_group(segment.group))
         if (end := merge.reach(rows)[1]) > total:
             raise Damaged(f"{self.name}, {segment.name}", f"rows below {total}", f"{end - 1}")
         return rows
-
-    def _bytes_of(self, segment: Segment, entry: ArrayEntry) -> int:
-        return self.arrays.stored_bytes(segment, entry) if entry.name == names.GAPS else 0
 
     def codec_of(self, segment: Segment) -> of_blocks.BlockCodec:
         """Returns the codec of a segment's blocks.
@@ -199,15 +197,12 @@ class DenseShard:
 
     @functools.cached_property
     def plain_bytes(self) -> np.ndarray:
-        """Returns the bytes of all its plain values, (n,) uint8.
+        """Returns the bytes of all its plain values, (n,) uint8; it has some.
 
         Raises:
           Damaged: they are missing or altered.
         """
-        found = [segment for segment in self.record.segments if segment.group == PLAIN]
-        if not found:
-            return np.empty(0, np.uint8)
-        [segment] = found
+        [segment] = [segment for segment in self.record.segments if segment.group == PLAIN]
         [entry] = segment.arrays
         out = memory.empty_buffer((segment.count,), np.dtype(np.uint8))
         self.read_into(segment, entry, 0, segment.count, out)
@@ -416,7 +411,7 @@ def apply(
       Damaged: an object is missing or altered.
     """
     plan = DensePlan(saves, name, held.__contains__)
-    plan.apply({key: held[key] if writable is None else writable(key) for key in plan.changed})
+    plan.merge({key: held[key] if writable is None else writable(key) for key in plan.changed})
 
 
 class DensePlan:
@@ -532,21 +527,19 @@ class DensePlan:
         if self.missing and base is None:
             shown = ", ".join(key for _, key in list(self.missing)[:3])
             raise Damaged(self._name, f"dense leaves down to a base: {shown}", "none")
-        self._merge(data, base)
+        self.merge(data, base)
         return {key: _bytes_of(value, data[key]) for key, value in self._values.items()}
 
-    def apply(self, held: Mapping[Key, np.ndarray]) -> None:
-        """Writes what changed to memory with the values below the saves.
+    def merge(self, data: Mapping[Key, np.ndarray], base: Base | None = None) -> None:
+        """Merges what the saves contain into memory.
 
         Args:
-          held: memory of the ``changed`` values; see ``apply``.
+          data: memory of the ``changed`` values or more, of ``shape_of`` each.
+          base: what is below the saves; None if the memory contains it.
 
         Raises:
-          Damaged: an object is missing or altered.
+          Damaged: an object is missing or altered, or the memory is that of other values.
         """
-        self._merge(held, None)
-
-    def _merge(self, data: Mapping[Key, np.ndarray], base: Base | None) -> None:
         for key, held in data.items():
             value = self._values[key]
             if (held.shape, held.dtype) != (shape_of(value), dtype_of(value.dtype)):
