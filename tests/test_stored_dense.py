@@ -20,7 +20,7 @@ from deltackpt.format.blocks import rows_of
 from deltackpt.format.dense_blocks import BLOCK, BLOCKS, PLAIN, BlockedValue, DenseBlocks, Key
 from deltackpt.format.dtypes import dtype_of, stored_dtype
 from deltackpt.format.records import Unsound
-from deltackpt.layers import chains, merge
+from deltackpt.layers import merge
 from deltackpt.layers.read import Layer, StoredBytes
 from deltackpt.layers.shard import segment_of
 from deltackpt.layers.write import LayerFile
@@ -232,7 +232,7 @@ def test_any_saves_restore_the_values_of_the_model(
 ):
     with (
         mock.patch.object(stored_dense, "_SMALL_BYTES", checked),
-        mock.patch.object(chains, "_CHAIN_BYTES", chain),
+        mock.patch.object(stored_dense, "_CHAIN_BYTES", chain),
         mock.patch.object(merge, "_WINDOW_BYTES", window),
     ):
         check_model(tmp_path_factory, data, saves, seed)

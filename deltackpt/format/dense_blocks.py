@@ -11,7 +11,6 @@ an array are *plain*: consecutive bytes.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Iterator, Mapping, Set
 
 from deltackpt.format import dtypes
@@ -96,15 +95,6 @@ class DenseBlocks:
     def nbytes(self) -> int:
         """Bytes of its arrays, before any compression."""
         return sum(entry.nbytes for segment in self.segments for entry in segment.arrays)
-
-    @functools.cached_property
-    def layout(self) -> tuple[tuple[bool, str, str, int | None, int], ...]:
-        """Returns key, group, first block and size of the values of blocks, in their order."""
-        return tuple(
-            (value.file, value.key, value.group, value.at, value.count)
-            for value in self.values
-            if value.group != PLAIN
-        )
 
     def of_group(self, group: str) -> list[BlockedValue]:
         """Returns the values in a group, in the order of their blocks."""

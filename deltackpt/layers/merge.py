@@ -6,7 +6,7 @@ contains. Each row is therefore decoded and written once. Two kinds of rows are 
 oldest layer first: ranges, such as those of a base, which are read straight into the buffers, and
 raw rows of which at least half are needed.
 
-Blocks of dense leaves may be relative to older ones; see ``layers.chains``.
+Blocks of dense leaves may be relative to older ones; see ``reading.stored_dense``.
 """
 
 from __future__ import annotations

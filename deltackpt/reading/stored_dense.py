@@ -15,8 +15,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -25,15 +24,13 @@ from deltackpt import codecs
 from deltackpt.codecs import of_blocks
 from deltackpt.errors import Damaged, OptionError
 from deltackpt.format import blocks, names
-from deltackpt.format.blocks import StoredRows
+from deltackpt.format.blocks import Rows, StoredRows
 from deltackpt.format.dense_blocks import BLOCK, BLOCKS, PLAIN, BlockedValue, DenseBlocks, Key
 from deltackpt.format.dtypes import dtype_of
-from deltackpt.format.manifest import Layout
 from deltackpt.format.segments import ArrayEntry, FieldSpec, Segment
-from deltackpt.layers import chains, merge
-from deltackpt.layers.chains import StoredBlocks
-from deltackpt.layers.merge import StoredField
-from deltackpt.layers.targets import Target, Targets
+from deltackpt.layers import merge
+from deltackpt.layers.merge import Piece, StoredField
+from deltackpt.layers.targets import Target
 from deltackpt.reading import orbax_values
 from deltackpt.reading.chains import read_whole
 from deltackpt.reading.orbax_values import OnFilled, OrbaxValues, nobody
@@ -41,15 +38,17 @@ from deltackpt.reading.part_arrays import LayerArrays
 from deltackpt.reading.saves import StoredSave
 from deltackpt.resources import memory
 from deltackpt.resources.staging import Staging
+from deltackpt.storage import ocdbt
 from deltackpt.storage.ocdbt import ZARRAY
 
 #: Values up to this size are allocated without a check of their claimed length.
 _SMALL_BYTES = 64 << 20
 #: The changes of smaller leaves are mostly Python code, which threads only slow down.
 _SMALL_LEAF_BYTES = 1 << 20
+#: Bytes of a value that a chain changes; they stay in the CPU cache.
+_CHAIN_BYTES = 4 << 20
 #: Threads that read and decode.
 _READERS = 3
-_NO_TABLES = Layout(groups=(), tables=(), dense=(), tracking_paths=())
 
 #: Called with the lengths of what is read.
 OnBytes = Callable[[int], None]
@@ -140,7 +139,7 @@ class DenseShard:
         self.on_bytes(self.arrays.bytes_of(segment, entry, start, stop))
         self.arrays.read_into(segment, entry, start, stop, out)
 
-    def rows(self, segment: Segment) -> blocks.Rows:
+    def rows(self, segment: Segment) -> Rows:
         """Returns the indices of the blocks of a segment in its group, ascending.
 
         Raises:
@@ -243,6 +242,9 @@ class DenseItem:
     """The dense item of a step, read on demand.
 
     Attributes:
+      shards: the dense leaves in the layers of each delta, newest first; empty if the step has
+        Orbax's item.
+      base: Orbax's item below them; None if no older save is needed, or if the chain has no base.
       fresh: whether what is read has no other owner, and may be kept and changed.
     """
 
@@ -267,8 +269,15 @@ class DenseItem:
         Raises:
           Damaged: a manifest is missing or altered.
         """
-        self._shards, base = shards_of(saves, on_bytes)
-        self._base = None if base is None else BaseItem(base, item_of, on_bytes)
+        self.shards: list[list[DenseShard]] = []
+        self.base: BaseItem | None = None
+        for save in reversed(saves):
+            if save.head.dense_blocks is None:
+                self.base = BaseItem(save, item_of, on_bytes)
+                break
+            self.shards.append([*shards(save, on_bytes)])
+            if not save.needs_older_dense:
+                break
         self._room = room
         self._name = saves[-1].name
 
@@ -281,6 +290,40 @@ class DenseItem:
         """
         return self.read(lambda key: key.endswith(f"/{ZARRAY}"))
 
+    @functools.cached_property
+    def missing(self) -> Mapping[Key, BlockedValue]:
+        """Returns the values that the deltas do not complete; reads only records and row indices.
+
+        Raises:
+          Damaged: an object is missing or altered.
+        """
+        if not self.shards:
+            return {}
+        return DensePlan.sized(self.shards, self._name, lambda key: True, self.base).missing
+
+    def check(self) -> None:
+        """Checks that the chain has everything that the deltas need, without reading values.
+
+        Each save may be intact by itself and still lack what a later one needs, for example if the
+        base was replaced by another one.
+
+        Raises:
+          Damaged: a value is missing; the error names the base's item or the step.
+        """
+        if not self.shards:
+            return
+        _require_base(self._name, self.missing, self.base)
+        for key, value in self.missing.items():
+            assert self.base is not None
+            if (found := self.base.nbytes(key)) != value.nbytes:
+                expected = f"{value.nbytes} bytes of {key[1]}, which {self._name} builds on"
+                raise Damaged(
+                    self.base.item.name, expected, "none" if found is None else f"{found}"
+                )
+        values = (value for shard in self.shards[0] for value in shard.record.values)
+        keys = {value.key for value in values if not value.file}
+        ocdbt.check_keys(self._name, keys, self.outline.values)
+
     def read(self, wanted: Callable[[str], bool]) -> DenseValues:
         """Returns the wanted values of the database, and all files.
 
@@ -290,10 +333,10 @@ class DenseItem:
         Raises:
           Damaged: an object is missing or altered.
         """
-        if self._shards:
-            return values_of(self._shards, self._base, self._name, wanted, self._room)
-        assert self._base is not None
-        return self._base.all(wanted)
+        if self.shards:
+            return values_of(self.shards, self.base, self._name, wanted, self._room)
+        assert self.base is not None
+        return self.base.all(wanted)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -332,23 +375,6 @@ def listed(save: StoredSave) -> list[BlockedValue]:
     if save.head.dense_blocks is None:
         return []
     return [value for shard in shards(save) for value in shard.record.values]
-
-
-def shards_of(
-    saves: Sequence[StoredSave], on_bytes: OnBytes = uncounted
-) -> tuple[list[list[DenseShard]], StoredSave | None]:
-    """Returns the dense leaves of a chain's deltas, newest first, and the save below the deltas.
-
-    The latter is None if no older save is needed, or if the chain begins with a delta.
-    """
-    found = []
-    for save in reversed(saves):
-        if save.head.dense_blocks is None:
-            return found, save
-        found.append([*shards(save, on_bytes)])
-        if not save.needs_older_dense:
-            break
-    return found, None
 
 
 def shards(save: StoredSave, on_bytes: OnBytes = uncounted) -> Iterator[DenseShard]:
@@ -417,12 +443,11 @@ def apply(
 class DensePlan:
     """What must be read for some values of the newest of some saves or WAL records.
 
-    The values of each shard and dtype, end to end, are a group of 256-wide rows. Older shards with
-    other values are mapped to the rows of the newest.
+    A chain is everything that the saves change in the same few blocks of a value. One thread
+    applies it, oldest save first, while the blocks are in the cache.
 
     Attributes:
       missing: the values that the saves do not complete: they are relative to what is below.
-      changed: the values of which the saves contain a part.
     """
 
     def __init__(
@@ -442,33 +467,28 @@ class DensePlan:
           Damaged: an object is missing or altered, or invalid.
         """
         self._name = name
-        self._newest = saves[0]
-        self._values: dict[Key, BlockedValue] = {}
-        #: First rows and values of each group, and the group and first row of each value.
-        self._places: dict[str, list[tuple[int, Key]]] = {}
-        self._place_of: dict[Key, tuple[str, int]] = {}
-        for number, shard in enumerate(saves[0]):
-            for value in shard.record.values:
-                key = value.file, value.key
-                if key in self._values:
-                    raise Damaged(shard.name, f"{value.key} of one process", "a duplicate")
-                if wanted(key):
-                    self._values[key] = value
-                    if value.at is not None and not value.plain:
-                        group = _group_name(number, value.group)
-                        self._places.setdefault(group, []).append((value.at, key))
-                        self._place_of[key] = group, value.at
+        self._values = {
+            key: value
+            for shard in saves[0]
+            for value in shard.record.values
+            if wanted(key := (value.file, value.key))
+        }
         self.missing = {key: value for key, value in self._values.items() if value.count}
-        self.changed: set[Key] = set()
         #: Whether some save completes a block; takes no space before it is written.
         self._complete = {key: np.zeros(value.blocks, bool) for key, value in self._values.items()}
-        #: Blocks of each save, newest first, and the shard and first byte of each plain value.
-        self._blocks: list[list[StoredBlocks]] = []
+        #: Value and number of the chain within it to its blocks, newest save first.
+        self._chains: dict[tuple[Key, int], list[_StoredBlocks]] = {}
+        #: The shard and first byte of each plain value.
         self._plain: dict[Key, tuple[DenseShard, int]] = {}
         for save in saves:
             if not self.missing:
                 break
             self._add(save)
+
+    @property
+    def changed(self) -> set[Key]:
+        """Returns the values of which the saves contain a part."""
+        return {*self._plain, *(key for key, _ in self._chains)}
 
     @classmethod
     def sized(
@@ -524,9 +544,7 @@ class DensePlan:
             except MemoryError as error:
                 found = f"{value.count} elements of {value.key}"
                 raise Damaged(self._name, "values that fit into memory", found) from error
-        if self.missing and base is None:
-            shown = ", ".join(key for _, key in list(self.missing)[:3])
-            raise Damaged(self._name, f"dense leaves down to a base: {shown}", "none")
+        _require_base(self._name, self.missing, base)
         self.merge(data, base)
         return {key: _bytes_of(value, data[key]) for key, value in self._values.items()}
 
@@ -547,30 +565,18 @@ class DensePlan:
                 raise Damaged(self._name, expected, f"{value.dtype}{list(shape_of(value))}")
         for key, (shard, at) in self._plain.items():
             data[key][:] = shard.plain_bytes[at : at + self._values[key].count]
-        targets = {
-            key: Target(
-                group=group,
-                field=BLOCKS,
-                rows=(first, first + self._values[key].blocks),
-                columns=None,
-                buffer=data[key],
-            )
-            for key, (group, first) in self._place_of.items()
-            if key in data
-        }
-        work = chains.chains(self._blocks, Targets([*targets.values()], _NO_TABLES))
+        work = {place: self._chain(place, data) for place in self._chains}
         scratch = Staging(merge.SCRATCH_BYTES)
 
         def on_filled(key: Key, start: int, stop: int) -> None:
             """Applies the changes to a part of a value while it is in the cache."""
-            target = targets.get(key)
-            if target is None or target.buffer.nbytes < _SMALL_LEAF_BYTES:
+            value = self._values[key]
+            if value.plain or value.nbytes < _SMALL_LEAF_BYTES:
                 return
-            nbytes = chains.chain_rows(target) * BLOCK * target.buffer.itemsize
-            whole = stop == self._values[key].nbytes
-            end = -(-stop // nbytes) if whole else stop // nbytes
+            nbytes = _chain_blocks(value) * BLOCK * dtype_of(value.dtype).itemsize
+            end = -(-stop // nbytes) if stop == value.nbytes else stop // nbytes
             for number in range(-(-start // nbytes), end):
-                if (chain := work.pop((id(target), number), None)) is not None:
+                if (chain := work.pop((key, number), None)) is not None:
                     chain.run(scratch)
 
         if base is not None and self.missing:
@@ -584,82 +590,142 @@ class DensePlan:
 
     def _add(self, save: Sequence[DenseShard]) -> None:
         """Adds the shards of the next older save."""
-        added: list[StoredBlocks] = []
+        added: set[Key] = set()
         for shard in save:
-            values = {
-                key: value
-                for value in shard.record.values
-                if (key := (value.file, value.key)) in self.missing
-            }
-            for key, value in values.items():
-                self._check_kind(key, value, shard.name)
-                if value.plain and value.at is not None:
+            groups: dict[str, list[BlockedValue]] = {}
+            for value in shard.record.values:
+                key = value.file, value.key
+                if (newest := self.missing.get(key)) is None:
+                    continue
+                if key in added:
+                    raise Damaged(shard.name, f"{value.key} of one process", "a duplicate")
+                added.add(key)
+                if _kind_of(value) != _kind_of(newest):
+                    expected = f"{newest.count} elements of {value.key} as {newest.dtype}"
+                    raise Damaged(shard.name, expected, f"{value.count} as {value.dtype}")
+                if not value.plain:
+                    groups.setdefault(value.group, []).append(value)
+                elif value.at is not None:
                     self._plain[key] = shard, value.at
-                    self.changed.add(key)
-            groups = {value.group for value in values.values() if not value.plain}
-            found = [segment for segment in shard.record.segments if segment.group in groups]
-            added += (one for segment in found for one in self._placed(shard, segment, values))
-        _check_disjoint(added)
-        for group, field, held in added:
-            places = self._places.get(group, [])
-            (low, high), first_of = merge.reach(held.rows), operator.itemgetter(0)
-            # Places are in ascending order.
-            begin = max(0, bisect.bisect_right(places, low, key=first_of) - 1)
-            places = places[begin : bisect.bisect_left(places, high, key=first_of)]
-            spans = [(first, first + self._values[key].blocks) for first, key in places]
-            slices = blocks.row_slices(held.rows, spans)
-            for (first, key), at in zip(places, slices, strict=True):
-                if at.start < at.stop:
-                    self.changed.add(key)
-                    if not field.is_relative:
-                        merge.mark(self._complete[key], blocks.shifted(held.rows[at], -first))
-        self._blocks.append(added)
+            for group, values in groups.items():
+                segments = [one for one in shard.record.segments if one.group == group]
+                found = [(shard.field_of(one), shard.rows(one)) for one in segments]
+                _check_disjoint(found)
+                for field, rows in found:
+                    for value, held in held_values(values, rows):
+                        self._add_blocks(value, field, held)
         for key in [*self.missing]:
             plain = self._values[key].plain
             if key in self._plain if plain else self._complete[key].all():
                 del self.missing[key]
 
-    def _placed(
-        self, shard: DenseShard, segment: Segment, values: Mapping[Key, BlockedValue]
-    ) -> Iterator[StoredBlocks]:
-        """Yields the blocks of a segment at their rows in the newest save."""
-        field, rows = shard.field_of(segment), shard.rows(segment)
-        for number, newest in enumerate(self._newest):
-            if newest.record.layout == shard.record.layout:
-                yield StoredBlocks(_group_name(number, segment.group), field, StoredRows(rows))
-                return
-        for key, value in values.items():
-            if value.group != segment.group:
-                continue
-            assert value.at is not None
-            at = blocks.row_slice(rows, value.at, value.at + value.blocks)
-            if at.start < at.stop:
-                group, first = self._place_of[key]
-                held = StoredRows(blocks.shifted(rows[at], first - value.at), at.start)
-                yield StoredBlocks(group, field, held)
+    def _add_blocks(self, value: BlockedValue, field: StoredField, held: StoredRows) -> None:
+        """Adds some blocks of a value to its chains, without those that newer saves complete."""
+        key, size = (value.file, value.key), _chain_blocks(value)
+        complete = self._complete[key]
+        spans = [(start, start + size) for start in range(0, value.blocks, size)]
+        for number, part in enumerate(blocks.row_slices(held.rows, spans)):
+            rows = held.rows[part]
+            if len(rows) and not _all_marked(complete, rows):
+                found = _StoredBlocks(field, StoredRows(rows, held.first + part.start))
+                self._chains.setdefault((key, number), []).append(found)
+        if not field.is_relative:
+            merge.mark(complete, held.rows)
 
-    def _check_kind(self, key: Key, value: BlockedValue, name: str) -> None:
-        newest = self._values[key]
-        if (value.group, value.dtype, value.count) != (newest.group, newest.dtype, newest.count):
-            expected = f"{newest.count} elements of {value.key} as {newest.dtype}"
-            raise Damaged(name, expected, f"{value.count} as {value.dtype}")
+    def _chain(self, place: tuple[Key, int], data: Mapping[Key, np.ndarray]) -> _Chain:
+        """The work of a chain, in memory that contains the values below the saves."""
+        key, _ = place
+        target = Target("", BLOCKS, (0, self._values[key].blocks), None, data[key])
+        return _Chain(
+            [
+                Piece(field, rows, None, first, first + len(rows), (target,))
+                for field, (rows, first) in self._chains[place]
+            ]
+        )
 
 
-def _check_disjoint(added: Sequence[StoredBlocks]) -> None:
-    """Checks that no two segments of a save have the same block."""
-    by_group: dict[str, list[StoredBlocks]] = {}
-    for one in added:
-        by_group.setdefault(one.group, []).append(one)
-    for found in (found for found in by_group.values() if len(found) > 1):
-        starts, _, reached = blocks.sorted_spans([one.held.rows for one in found])
+class _StoredBlocks(NamedTuple):
+    """Some blocks of a value in a segment, by their numbers in the value."""
+
+    field: StoredField
+    held: StoredRows
+
+
+class _Chain(NamedTuple):
+    """Pieces of the same blocks, newest save first; see ``layers.merge.Work``."""
+
+    pieces: list[Piece]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def run(self, scratch: Staging) -> None:
+        for piece in reversed(self.pieces):
+            piece.run(scratch)
+
+
+def held_values(
+    values: Sequence[BlockedValue], rows: Rows
+) -> Iterator[tuple[BlockedValue, StoredRows]]:
+    """Yields the values that have some of the blocks of a segment, with their blocks.
+
+    Args:
+      values: values of the segment's group, ascending.
+      rows: the rows of the segment in the group.
+
+    Yields:
+      A value; and the numbers of its blocks in the segment, with their first position there.
+    """
+    low, high = merge.reach(rows)
+    begin = max(0, bisect.bisect_right(values, low, key=_first_of) - 1)
+    values = values[begin : bisect.bisect_left(values, high, key=_first_of)]
+    firsts = [_first_of(value) for value in values]
+    spans = [(at, at + value.blocks) for at, value in zip(firsts, values, strict=True)]
+    slices = blocks.row_slices(rows, spans)
+    for value, first, part in zip(values, firsts, slices, strict=True):
+        if part.start < part.stop:
+            yield value, StoredRows(blocks.shifted(rows[part], -first), part.start)
+
+
+def _kind_of(value: BlockedValue) -> tuple[str, str, int]:
+    return value.group, value.dtype, value.count
+
+
+def _first_of(value: BlockedValue) -> int:
+    assert value.at is not None
+    return value.at
+
+
+def _chain_blocks(value: BlockedValue) -> int:
+    """How many blocks the chains of a value have, the last one excepted."""
+    return max(1, _CHAIN_BYTES // (BLOCK * dtype_of(value.dtype).itemsize))
+
+
+def _all_marked(flags: np.ndarray, rows: Rows) -> bool:
+    """Whether the flags of all of some rows are set."""
+    first, stop = merge.reach(rows)
+    # Mostly none is, which is quicker to see than to look each of them up.
+    around = flags[first:stop]
+    if isinstance(rows, range) or not around.any():
+        return bool(around.all())
+    return bool(flags[np.asarray(rows)].all())
+
+
+def _check_disjoint(found: Sequence[tuple[StoredField, Rows]]) -> None:
+    """Checks that no two segments of a group have the same block."""
+    if len(found) > 1:
+        starts, _, reached = blocks.sorted_spans([rows for _, rows in found])
         if np.any(starts < reached[:-1]):
-            field = found[0].field
+            field, _ = found[0]
             shown = field.layer.name_of(field.segment, field.stored[""])
             raise Damaged(shown, "blocks of no other segment", "duplicates")
 
 
-def _group_name(number: int, dtype: str) -> str:
-    return f"{number}/{dtype}"
+def _require_base(name: str, missing: Collection[Key], base: Base | None) -> None:
+    if missing and base is None:
+        shown = ", ".join(key for _, key in [*missing][:3])
+        raise Damaged(name, f"dense leaves down to a base: {shown}", "none")
 
 
 def _bytes_of(value: BlockedValue, data: np.ndarray) -> np.ndarray:

@@ -49,9 +49,10 @@ from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.opening import BucketSteps, open_steps
 from deltackpt.ledger.steps import Steps
 from deltackpt.ledger.upload import upload
-from deltackpt.reading import chains, inventory, removal, saves, stored_dense
+from deltackpt.reading import chains, inventory, removal, saves
 from deltackpt.reading.meter import Meter, Progress
 from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.stored_dense import DenseItem
 from deltackpt.resources import priority
 from deltackpt.storage import buckets, files, parts
 from deltackpt.storage.store import spot
@@ -197,9 +198,9 @@ def _compact_in_bucket(
             assert isinstance(held, Committed)
             for save in found:
                 _fetch(held, save.item_dir.key, folder)
-            _, base = stored_dense.shards_of(found)
-            if found[-1].head.dense_blocks is not None and base is not None:
-                _fetch_item(held, base, folder)
+            item_below = DenseItem(found)
+            if item_below.shards and item_below.base is not None:
+                _fetch_item(held, item_below.base.save, folder)
         done = fold_chain(folder, step=step)
         if done is not None:
             _put_base(Journal(opened.journal.root), folder, Unit(step, item))

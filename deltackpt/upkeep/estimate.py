@@ -28,11 +28,11 @@ from deltackpt.ledger.opening import open_steps
 from deltackpt.reading import chains, orbax_values, reader, removal, stored_dense
 from deltackpt.reading.part_arrays import PartArrays
 from deltackpt.reading.saves import StoredPart, StoredSave
+from deltackpt.reading.stored_dense import DenseItem
 from deltackpt.reading.stretches import RecoveryPoint, Way
 from deltackpt.resources import memory
 from deltackpt.storage import digests
 from deltackpt.storage.store import Spot
-from deltackpt.upkeep.dense_chain import DenseChain
 
 #: Limits of stored bytes and (roughly) time for sampling tables.
 _SAMPLE_BYTES = 64 << 20
@@ -339,19 +339,19 @@ def _other_files(step_dir: Spot, item: str) -> dict[Spot, int]:
 
 def _dense_files(chain: Sequence[StoredSave]) -> dict[Spot, int]:
     """Files of dense leaves that a chain stores as blocks, and of the base's item."""
-    held = DenseChain.of(chain)
+    item = DenseItem(chain)
     found: dict[Spot, int] = {}
-    for save, of_save in zip(reversed(chain), held.sources, strict=False):
-        blocks = ((one.arrays, segment) for one in of_save for segment in one.record.segments)
+    for save, shards in zip(reversed(chain), item.shards, strict=False):
+        blocks = ((one.arrays, segment) for one in shards for segment in one.record.segments)
         found |= _files(save, blocks)
-    if held.missing or (chain[-1].compacted and not held.sources):
-        found |= _item_files(held.base)
+    if item.base is not None and (item.missing or (chain[-1].compacted and not item.shards)):
+        found |= _item_files(item.base.save)
     return found
 
 
-def _item_files(base: StoredSave | None) -> dict[Spot, int]:
+def _item_files(base: StoredSave) -> dict[Spot, int]:
     """Files of a base's dense item, if it has one."""
-    if base is None or not base.has_dense:
+    if not base.has_dense:
         return {}
     at = orbax_values.of_save(base).at
     return {at / name: (at / name).length() for name in at.keys()}

@@ -30,8 +30,7 @@ from deltackpt.resources import memory
 from deltackpt.storage import digests, files, ocdbt
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import Digest, Digests
-from deltackpt.storage.ocdbt import ZARRAY, Value
-from deltackpt.upkeep.dense_chain import check_keys
+from deltackpt.storage.ocdbt import ZARRAY, Value, check_keys
 from deltackpt.upkeep.plan import Plan
 
 #: Memory per byte of a piece: decoded, in TensorStore's in-memory files, and the stored data of the

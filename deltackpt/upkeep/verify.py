@@ -38,7 +38,7 @@ from deltackpt.ledger.steps import Steps
 from deltackpt.reading import saves
 from deltackpt.reading.meter import Meter, Progress
 from deltackpt.reading.part_arrays import is_of_dense_segment
-from deltackpt.upkeep.dense_chain import DenseChain
+from deltackpt.reading.stored_dense import DenseItem
 from deltackpt.upkeep.verdicts import (
     LogReport,
     Problem,
@@ -267,14 +267,14 @@ class _Audit:
     def _without_dense(self, step: int, read: Sequence[str]) -> list[str]:
         """Saves of a chain that make its dense leaves incomplete."""
         try:
-            found = DenseChain.of([self._found[name][0].read() for name in read])
-            if found.missing and found.base is not None:
-                name = found.base.step_dir.name
-                if self._has_damaged_item(name) and not found.base.compacted:
-                    return [name]
-            if found.sources and self._has_damaged_dense(oldest := read[-len(found.sources)]):
+            item = DenseItem([self._found[name][0].read() for name in read])
+            if item.missing and item.base is not None:
+                base = item.base.save
+                if self._has_damaged_item(base.step_dir.name) and not base.compacted:
+                    return [base.step_dir.name]
+            if item.shards and self._has_damaged_dense(oldest := read[-len(item.shards)]):
                 return [oldest]
-            found.check()
+            item.check()
         except (Damaged, ForeignDirectory) as error:
             self._add(step, error)
             return [str(step)]
@@ -283,10 +283,14 @@ class _Audit:
         return []
 
     def _has_damaged_item(self, name: str) -> bool:
-        """Whether the dense item of a step is damaged."""
-        of_item = f"{name}/{names.DENSE_ITEM}"
+        """Whether the dense item of a step, or a list of its digests, is damaged."""
         problems = self._found[name][1].problems if name in self._found else ()
-        return any(f"{problem.object_name}/".startswith(f"{of_item}/") for problem in problems)
+        found = (problem.object_name.removeprefix(f"{name}/") for problem in problems)
+        return any(
+            inside.partition("/")[0] in (names.DENSE_ITEM, names.STEP_DIGESTS)
+            or names.step_digests_process(inside) is not None
+            for inside in found
+        )
 
     def _has_damaged_dense(self, name: str) -> bool:
         """Whether dense leaves in the shards of a delta are damaged."""
