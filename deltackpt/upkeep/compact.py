@@ -56,7 +56,7 @@ from deltackpt.reading.stored_dense import DenseItem
 from deltackpt.resources import priority
 from deltackpt.storage import buckets, files, parts
 from deltackpt.storage.store import spot
-from deltackpt.upkeep.fold import Folded, fold, least_memory_bytes, ready
+from deltackpt.upkeep.fold import Folded, fold, most_workers, written_part
 from deltackpt.upkeep.plan import Plan, chain, plan, standing
 
 #: Default memory limit of a compaction.
@@ -152,7 +152,9 @@ def compact(
         if planned is None:
             return None
         _require_room(planned)
-        count = min(wanted, len(planned.parts), most_workers(planned, memory_bytes))
+        with standing(planned):
+            most = most_workers(planned, chain(planned), memory_bytes)
+        count = min(wanted, len(planned.parts), most)
         try:
             folded = (fold_all or _by_threads)(planned, count, memory_bytes // count, progress)
             publish(planned)
@@ -283,22 +285,6 @@ def exclusive(directory: Path) -> Iterator[None]:
         yield
 
 
-def most_workers(plan: Plan, memory_bytes: int) -> int:
-    """Returns how many workers can run in parallel within a memory limit.
-
-    Raises:
-      OptionError: the limit is too low for one worker.
-    """
-    with standing(plan):
-        least = least_memory_bytes(chain(plan))
-    if memory_bytes < least:
-        raise OptionError(
-            f"memory_bytes: expected at least {least:,} to compact step {plan.step}, found "
-            f"{memory_bytes:,}; raise it"
-        )
-    return memory_bytes // least
-
-
 def publish(plan: Plan) -> None:
     """Makes the base visible by one rename; everything is fsynced before and after it.
 
@@ -315,34 +301,35 @@ def publish(plan: Plan) -> None:
     count = len(plan.parts)
     written = []
     for number in range(count):
-        part = ready(plan, number)
+        part = written_part(plan, number)
         if part is None:
             raise Damaged(
-                f"{plan.temporary}/{plan.item}/{names.manifest_name(number)}",
+                f"{plan.temporary}/{number}",
                 f"part {number} of {count}",
                 "no such part",
                 "merge it, then publish again",
             )
         written.append(part)
+    base, final = plan.part_dir(0), names.compacted_dir(plan.step_dir, plan.item)
     if count > 1:
         head, *others = written
         index = (
             parts.part_of(head.record, 0),
             *(parts.part_of(part.record, part.crc32c) for part in others),
         )
-        path = plan.item_dir / names.manifest_name(0)
-        files.write_atomic(
-            path, manifest.to_bytes(dataclasses.replace(head.record, parts=index)), fsync=True
-        )
+        record = manifest.to_bytes(dataclasses.replace(head.record, parts=index))
+        files.write_atomic(base / names.manifest_name(0), record, fsync=True)
     with standing(plan):
         chain(plan)
-    final = names.compacted_dir(plan.step_dir, plan.item)
     with files.typed_errors(final, "be published"):
-        files.fsync_path(plan.item_dir)
+        for number in range(1, count):
+            for path in files.entries_below(plan.part_dir(number), plan.directory):
+                files.rename_below(path, base / path.name, plan.directory)
+        files.fsync_path(base)
         # Move a stale or damaged base out of the way.
         with contextlib.suppress(FileNotFoundError):
             files.rename_below(final, plan.workspace / "replaced", plan.directory)
-        _rename_into(plan.item_dir, final, plan.directory)
+        _rename_into(base, final, plan.directory)
         files.fsync_path(final.parent)
         files.fsync_path(final.parent.parent)
 
@@ -356,7 +343,7 @@ def _by_threads(
     def run(number: int) -> Folded:
         if stop.is_set():
             raise concurrent.futures.CancelledError
-        return fold(planned, number, memory_bytes=memory_bytes, progress=_share(meter))
+        return fold(planned, number, memory_bytes=memory_bytes, on_bytes=meter.add)
 
     stop = threading.Event()
     with concurrent.futures.ThreadPoolExecutor(threads, "deltackpt-fold", priority.lower) as pool:
@@ -369,18 +356,6 @@ def _by_threads(
             pool.shutdown(cancel_futures=True)
             raise
     return [future.result() for future in futures]
-
-
-def _share(meter: Meter) -> Progress:
-    """Progress callback of one part."""
-    done = 0
-
-    def add(now: int, total: int) -> None:
-        nonlocal done
-        meter.add(now - done)
-        done = now
-
-    return add
 
 
 def _require_room(plan: Plan) -> None:
