@@ -18,10 +18,11 @@ import numpy as np
 from deltackpt import codecs
 from deltackpt.errors import BrokenChain, RestoreError, StepGone, StepNotFound, TemplateMismatch
 from deltackpt.format import blocks
-from deltackpt.format.blocks import Span
-from deltackpt.format.manifest import SaveId
+from deltackpt.format.manifest import SaveId, TableEntry
+from deltackpt.format.segments import FieldSpec
 from deltackpt.inspect.changes import entry_of, holds, named, pandas
-from deltackpt.inspect.lazy import RowNumbers, Saves, buffers_of
+from deltackpt.inspect.lazy import RowNumbers, Saves, targets_in
+from deltackpt.layers.targets import Targets
 from deltackpt.reading import chains, reader, removal, replay
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.stretches import History as LogHistory
@@ -262,11 +263,8 @@ class _Walk:
             return
         table, spec = found
         wanted = {point.save_id: point for point in points}
-        count = int(np.searchsorted(self._rows, table.rows))
-        buffers, targets = buffers_of(save.layout, table, spec, _spans(self._rows[:count]))
-        ends = np.cumsum([len(buffer) for buffer in buffers])
-        for buffer, end in zip(buffers, ends, strict=True):
-            buffer[...] = values[end - len(buffer) : end]
+        now = values.copy()
+        targets = self._targets(now, save, table, spec)
         written = np.zeros(len(self._rows), bool)
         for leg, save_id in _moments(way):
             records = {
@@ -282,11 +280,8 @@ class _Walk:
             # Such a field is written in full, and only by full records.
             if point is None or (spec.always and not point.full):
                 continue
-            now = np.zeros_like(values)
-            for buffer, end in zip(buffers, ends, strict=True):
-                now[end - len(buffer) : end] = buffer
             every = spec.always and point.full
-            yield point, _State(table.rows, now, written | every)
+            yield point, _State(table.rows, now.copy(), written | every)
             written = np.zeros(len(self._rows), bool)
 
     def _values_at(self, save: StoredSave) -> np.ndarray | None:
@@ -334,17 +329,21 @@ class _Walk:
         if found is None:
             return None
         table, spec = found
-        count = int(np.searchsorted(self._rows, table.rows))
-        buffers, targets = buffers_of(save.layout, table, spec, _spans(self._rows[:count]))
-        ends = np.cumsum([len(buffer) for buffer in buffers])
-        if parent is not None:
-            for buffer, end in zip(buffers, ends, strict=True):
-                buffer[...] = parent[end - len(buffer) : end]
-        reader.fill(saves, targets, indices=self._numbers, over_parent=parent is not None)
         values = np.zeros((len(self._rows), *spec.trailing), codecs.dtype_of(spec.dtype))
-        for buffer, end in zip(buffers, ends, strict=True):
-            values[end - len(buffer) : end] = buffer
+        if parent is not None:
+            count = int(np.searchsorted(self._rows, table.rows))
+            values[:count] = parent[:count]
+        targets = self._targets(values, save, table, spec)
+        reader.fill(saves, targets, indices=self._numbers, over_parent=parent is not None)
         return values
+
+    def _targets(
+        self, values: np.ndarray, save: StoredSave, table: TableEntry, spec: FieldSpec
+    ) -> Targets:
+        """The rows that a save's table has, in ``values``, as targets."""
+        rows = self._rows[: int(np.searchsorted(self._rows, table.rows))]
+        spans = list(blocks.joined((int(row), int(row) + 1) for row in rows))
+        return targets_in(values, save.layout, table, spec, spans)
 
 
 def _moments(way: Way) -> Iterator[tuple[Leg, SaveId]]:
@@ -352,8 +351,3 @@ def _moments(way: Way) -> Iterator[tuple[Leg, SaveId]]:
     for leg in way.legs:
         ids = {record.save_id for records in leg.records.values() for record in records}
         yield from ((leg, save_id) for save_id in sorted(ids, key=lambda one: one.attempt))
-
-
-def _spans(rows: np.ndarray) -> list[Span]:
-    """The spans of ascending rows."""
-    return list(blocks.joined((int(row), int(row) + 1) for row in rows))

@@ -467,12 +467,9 @@ class DensePlan:
           Damaged: an object is missing or altered, or invalid.
         """
         self._name = name
-        self._values = {
-            key: value
-            for shard in saves[0]
-            for value in shard.record.values
-            if wanted(key := (value.file, value.key))
-        }
+        every = (value for shard in saves[0] for value in shard.record.values)
+        values = {(value.file, value.key): value for value in every}
+        self._values = {key: value for key, value in values.items() if wanted(key)}
         self.missing = {key: value for key, value in self._values.items() if value.count}
         #: Whether some save completes a block; takes no space before it is written.
         self._complete = {key: np.zeros(value.blocks, bool) for key, value in self._values.items()}

@@ -23,7 +23,6 @@ import dataclasses
 import functools
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -339,20 +338,13 @@ def _by_threads(
 ) -> list[Folded]:
     """Merges all parts in threads of a lower priority: measured no slower than processes."""
     meter = Meter(progress, planned.nbytes)
-
-    def run(number: int) -> Folded:
-        if stop.is_set():
-            raise concurrent.futures.CancelledError
-        return fold(planned, number, memory_bytes=memory_bytes, on_bytes=meter.add)
-
-    stop = threading.Event()
+    run = functools.partial(fold, planned, memory_bytes=memory_bytes, on_bytes=meter.add)
     with concurrent.futures.ThreadPoolExecutor(threads, "deltackpt-fold", priority.lower) as pool:
         futures = [pool.submit(run, number) for number in range(len(planned.parts))]
         try:
             for future in concurrent.futures.as_completed(futures):
                 future.result()
         except BaseException:
-            stop.set()
             pool.shutdown(cancel_futures=True)
             raise
     return [future.result() for future in futures]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,15 +18,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from deltackpt import codecs
 from deltackpt.errors import StepNotFound
 from deltackpt.format import blocks, manifest, names
-from deltackpt.format.blocks import Span, StoredRows
+from deltackpt.format.blocks import Rows, Span, StoredRows
 from deltackpt.format.manifest import TableEntry
 from deltackpt.format.segments import FieldSpec, GroupEntry, Segment
 from deltackpt.layers import merge
-from deltackpt.layers.merge import RowIndices
 from deltackpt.layers.targets import Target, Targets
 from deltackpt.ledger import points
 from deltackpt.ledger.opening import open_steps
-from deltackpt.reading import chains, orbax_values, reader, removal, stored_dense
+from deltackpt.reading import chains, reader, removal, stored_dense
 from deltackpt.reading.part_arrays import PartArrays
 from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.reading.stored_dense import DenseItem
@@ -344,17 +344,11 @@ def _dense_files(chain: Sequence[StoredSave]) -> dict[Spot, int]:
     for save, shards in zip(reversed(chain), item.shards, strict=False):
         blocks = ((one.arrays, segment) for one in shards for segment in one.record.segments)
         found |= _files(save, blocks)
-    if item.base is not None and (item.missing or (chain[-1].compacted and not item.shards)):
-        found |= _item_files(item.base.save)
+    from_base = item.missing or (chain[-1].compacted and not item.shards)
+    if from_base and item.base is not None and item.base.save.has_dense:
+        at = item.base.item.at
+        found |= {at / name: (at / name).length() for name in at.keys()}
     return found
-
-
-def _item_files(base: StoredSave) -> dict[Spot, int]:
-    """Files of a base's dense item, if it has one."""
-    if not base.has_dense:
-        return {}
-    at = orbax_values.of_save(base).at
-    return {at / name: (at / name).length() for name in at.keys()}
 
 
 def _dense_secs(dense: Mapping[Spot, int]) -> float:
@@ -373,33 +367,25 @@ def _sampled(saves: Sequence[StoredSave]) -> tuple[float, int, float]:
 
     It is an upper bound: it counts rows that newer saves replace, which a restore skips.
     """
-    kinds: dict[tuple[str, ...], list[tuple[StoredSave, StoredPart, Segment]]] = {}
-    total: dict[tuple[str, ...], int] = collections.Counter()
+    kinds: dict[_Kind, list[_Sample]] = collections.defaultdict(list)
     for save in saves:
         for part in save.parts():
             for segment in part.record.segments:
-                kind = _kind(save, part, segment)
-                kinds.setdefault(kind, []).append((save, part, segment))
-                total[kind] += _field_bytes(segment)
-    seconds: dict[tuple[str, ...], float] = collections.defaultdict(float)
-    nbytes: dict[tuple[str, ...], int] = collections.Counter()
+                fields = (segment.spec(part.groups[segment.group], one) for one in segment.fields)
+                kind = (save.info.kind, *(spec.codec for spec in fields))
+                kinds[kind].append((save, part, segment))
+    total = {kind: sum(map(_field_bytes, found)) for kind, found in kinds.items()}
+    seconds: dict[_Kind, float] = collections.defaultdict(float)
+    nbytes: dict[_Kind, int] = collections.Counter()
     started = time.perf_counter()
-    for kind, sample in _in_turn(kinds):
+    for kind, sample in _in_turn(kinds, total):
         if nbytes and (
             sum(nbytes.values()) > _SAMPLE_BYTES or time.perf_counter() - started > _SAMPLE_SECS
         ):
             break
-        save = sample[0]
-        prepared = _prepared(*sample)
-        if save.info.kind == "delta":
-            # A delta is merged into memory that is mapped; a base is read into fresh memory.
-            for target in prepared.targets.all:
-                target.buffer.fill(0)
-        before = time.perf_counter()
-        nbytes[kind] += reader.fill(
-            [save], prepared.targets, indices=prepared.indices, over_parent=True
-        )
-        seconds[kind] += time.perf_counter() - before + prepared.seconds
+        secs, read = _measured(*sample)
+        seconds[kind] += secs
+        nbytes[kind] += read
     read, whole = sum(nbytes.values()), sum(total.values())
     mean = sum(seconds.values()) / max(1, read)
     estimate = sum(
@@ -409,66 +395,57 @@ def _sampled(saves: Sequence[StoredSave]) -> tuple[float, int, float]:
     return estimate, read, read / max(1, whole)
 
 
-def _kind(save: StoredSave, part: StoredPart, segment: Segment) -> tuple[str, ...]:
-    """Key of segments that are read at the same speed."""
-    group = part.groups[segment.group]
-    return (save.info.kind, *(segment.spec(group, field).codec for field in segment.fields))
+#: Segments that are read at the same speed: kind of save, and codecs.
+_Kind = tuple[str, ...]
+_Sample = tuple[StoredSave, StoredPart, Segment]
 
 
 def _in_turn(
-    kinds: Mapping[tuple[str, ...], list[tuple[StoredSave, StoredPart, Segment]]],
-) -> Iterator[tuple[tuple[str, ...], tuple[StoredSave, StoredPart, Segment]]]:
-    """Takes segments of all kinds in turn, the largest of each kind first."""
-    largest = {
-        kind: sorted(found, key=lambda one: -_field_bytes(one[2])) for kind, found in kinds.items()
-    }
-    order = sorted(largest, key=lambda kind: -sum(_field_bytes(one[2]) for one in largest[kind]))
-    for number in range(max(map(len, largest.values()), default=0)):
-        for kind in order:
-            if number < len(largest[kind]):
-                yield kind, largest[kind][number]
+    kinds: Mapping[_Kind, Sequence[_Sample]], total: Mapping[_Kind, int]
+) -> Iterator[tuple[_Kind, _Sample]]:
+    """Yields segments of all kinds in turn, the largest of each kind first."""
+    order = sorted(kinds, key=lambda kind: -total[kind])
+    largest = (sorted(kinds[kind], key=_field_bytes, reverse=True) for kind in order)
+    for samples in itertools.zip_longest(*largest):
+        yield from ((kind, one) for kind, one in zip(order, samples, strict=True) if one)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Prepared:
-    """A sample of a segment.
-
-    Attributes:
-      targets: memory for its rows.
-      indices: returns the row indices of the sample, and None for other segments.
-      seconds: time it took to read the indices.
-    """
-
-    targets: Targets
-    indices: RowIndices
-    seconds: float
-
-
-def _prepared(save: StoredSave, part: StoredPart, segment: Segment) -> _Prepared:
-    """Prepares reading the first rows of a segment: some chunks, within the memory limit."""
-    group = part.groups[segment.group]
+def _measured(save: StoredSave, part: StoredPart, segment: Segment) -> tuple[float, int]:
+    """Merges the first rows of a segment, within the memory limit; returns seconds and bytes."""
+    group, started = part.groups[segment.group], time.perf_counter()
     specs = [spec for spec in group.fields if spec.name in segment.fields]
-    started = time.perf_counter()
-    rows = merge.segment_rows(part, segment)
-    count = _rows_of_first_chunks(segment)
-    seconds = (time.perf_counter() - started) * count / max(1, segment.count)
-    rows = rows[:count]
+    rows = _first_rows(part, segment)
+    seconds = time.perf_counter() - started
     first = merge.reach(rows)[0]
     most = max(1, _WINDOW_BYTES // max(1, sum(spec.row_bytes for spec in specs)))
     rows = rows[blocks.row_slice(rows, first, first + most)]
     span = merge.reach(rows)
     targets = Targets([_target(group, spec, span, segment) for spec in specs], save.layout)
+    if save.info.kind == "delta":
+        # A delta is merged into memory that is mapped; a base is read into fresh memory.
+        for target in targets.all:
+            target.buffer.fill(0)
 
     def indices(found: StoredPart, of: Segment, targets: Targets) -> StoredRows | None:
         return StoredRows(rows) if (found, of) == (part, segment) else None
 
-    return _Prepared(targets, indices, seconds)
+    started = time.perf_counter()
+    nbytes = reader.fill([save], targets, indices=indices, over_parent=True)
+    return seconds + time.perf_counter() - started, nbytes
 
 
-def _rows_of_first_chunks(segment: Segment) -> int:
+def _first_rows(part: StoredPart, segment: Segment) -> Rows:
+    """The rows of the first chunks of a segment; reads few other row indices."""
     arrays = [entry for entry in segment.arrays if entry.name != names.GAPS]
     largest = max(arrays, key=lambda entry: entry.nbytes)
-    return min(segment.count, _CHUNKS * largest.chunk_rows)
+    count = min(segment.count, _CHUNKS * largest.chunk_rows)
+    total = part.groups[segment.group].rows
+    stop = total * count // max(1, segment.count)
+    while True:
+        rows = merge.rows_within(part, segment, (0, stop)).rows
+        if len(rows) >= count or stop >= total:
+            return rows[:count]
+        stop = 2 * stop + 1
 
 
 def _target(group: GroupEntry, spec: FieldSpec, span: Span, segment: Segment) -> Target:
@@ -478,6 +455,7 @@ def _target(group: GroupEntry, spec: FieldSpec, span: Span, segment: Segment) ->
     return Target(group.name, spec.name, span, segment.columns if split else None, buffer)
 
 
-def _field_bytes(segment: Segment) -> int:
+def _field_bytes(sample: _Sample) -> int:
     """Stored bytes of the fields of a segment, before any compression, as in ``reader``."""
+    _, _, segment = sample
     return sum(entry.nbytes for entry in segment.arrays if entry.name != names.GAPS)

@@ -284,8 +284,7 @@ class _Audit:
 
     def _has_damaged_item(self, name: str) -> bool:
         """Whether the dense item of a step, or a list of its digests, is damaged."""
-        problems = self._found[name][1].problems if name in self._found else ()
-        found = (problem.object_name.removeprefix(f"{name}/") for problem in problems)
+        found = (one.object_name.removeprefix(f"{name}/") for one in self._problems(name))
         return any(
             inside.partition("/")[0] in (names.DENSE_ITEM, names.STEP_DIGESTS)
             or names.step_digests_process(inside) is not None
@@ -295,13 +294,15 @@ class _Audit:
     def _has_damaged_dense(self, name: str) -> bool:
         """Whether dense leaves in the shards of a delta are damaged."""
         item = f"{name}/{self._item}/"
-        problems = self._found[name][1].problems if name in self._found else ()
         return any(
             problem.stops != "nothing"
             and problem.object_name.startswith(item)
             and is_of_dense_segment(problem.object_name.removeprefix(item))
-            for problem in problems
+            for problem in self._problems(name)
         )
+
+    def _problems(self, name: str) -> tuple[Problem, ...]:
+        return self._found[name][1].problems if name in self._found else ()
 
     def _add(self, step: int, error: Damaged | ForeignDirectory) -> None:
         """Adds a problem of the chain to the report on a step."""

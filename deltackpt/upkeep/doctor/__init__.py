@@ -115,7 +115,6 @@ def _examine_directory(directory: str, *, read_only: bool) -> Iterator[Finding]:
     room = shutil.disk_usage(path).free
     if room < LEAST_ROOM_BYTES:
         yield Finding(
-            area="directory",
             subject="measurement",
             severity="warning",
             found=f"skipped: only {units.size(room)} free",
@@ -129,7 +128,6 @@ def _examine_directory(directory: str, *, read_only: bool) -> Iterator[Finding]:
             times = measure(Path(scratch))
     except OSError as error:
         yield Finding(
-            area="directory",
             subject="writing",
             severity="problem",
             found=os.strerror(error.errno or 0),

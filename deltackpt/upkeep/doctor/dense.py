@@ -32,7 +32,6 @@ def dense_findings(opened: Steps) -> Iterator[Finding]:
             return
     except (Damaged, FormatMismatch) as error:
         yield Finding(
-            area="directory",
             subject="newest step",
             severity="problem",
             found=f"step {newest}: {error}",
@@ -52,7 +51,6 @@ def dense_findings(opened: Steps) -> Iterator[Finding]:
         item.check()
     except (DeltackptError, OSError) as error:
         yield Finding(
-            area="directory",
             subject="dense leaves",
             severity="problem",
             found=f"step {newest}: {error}",
@@ -63,9 +61,7 @@ def dense_findings(opened: Steps) -> Iterator[Finding]:
     deltas, nbytes = len(item.shards), sum(shard.record.nbytes for shard in shards)
     where = f", and the rest from {item.base.save.name}" if item.base and item.missing else ""
     yield Finding(
-        area="directory",
         subject="dense leaves",
-        severity="ok",
         found=f"step {newest} stores them in the shards of {units.count(deltas, 'delta')}, "
         f"{units.size(nbytes)} before compression{where}",
         figures={"deltas": deltas, "nbytes": nbytes, "from_base": bool(item.missing)},

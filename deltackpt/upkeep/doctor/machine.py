@@ -32,7 +32,6 @@ def memory_finding() -> Finding:
     return Finding(
         area="machine",
         subject="memory",
-        severity="ok",
         found=text,
         figures={
             "total_bytes": found.total,
