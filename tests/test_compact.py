@@ -167,7 +167,7 @@ def test_a_part_is_merged_in_many_windows_with_any_memory_budget(tmp_path):
     with (
         mock.patch.object(folding, "_LEAST_BYTES", 1 << 10),
         mock.patch.object(folding, "_compressed_bytes", lambda *given: 0),
-        mock.patch.object(folding, "_COPIES_OF_DENSE", 1),
+        mock.patch.object(folding, "_COPIES", 1),
         mock.patch.object(arrays, "CHUNK_BYTES", 512),
         compact.exclusive(tmp_path),
     ):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import os
 import time
@@ -19,14 +20,13 @@ from deltackpt import codecs
 from deltackpt.errors import StepNotFound
 from deltackpt.format import blocks, manifest, names
 from deltackpt.format.blocks import Rows, Span, StoredRows
-from deltackpt.format.manifest import TableEntry
+from deltackpt.format.manifest import Layout
 from deltackpt.format.segments import FieldSpec, GroupEntry, Segment
 from deltackpt.layers import merge
 from deltackpt.layers.targets import Target, Targets
 from deltackpt.ledger import points
 from deltackpt.ledger.opening import open_steps
 from deltackpt.reading import chains, reader, removal, stored_dense
-from deltackpt.reading.part_arrays import PartArrays
 from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.reading.stored_dense import DenseItem
 from deltackpt.reading.stretches import RecoveryPoint, Way
@@ -182,13 +182,18 @@ def restore_plan(
         started = time.perf_counter()
         walked = chains.read_chain(step_dir, item)
         with chains.standing_chain(walked):
-            for save in walked:
-                _files(save, _segments(save))  # Reads the digests.
+            stored = [
+                # The digests are read for this.
+                _Stored(save, part, segment, part.arrays.files_of(segment))
+                for save in walked
+                for part in save.parts()
+                for segment in part.record.segments
+            ]
             records_secs = time.perf_counter() - started
             if way is not None:
-                return _with_log(_plan(step, walked, {}, records_secs), way)
+                return _with_log(_plan(step, walked, stored, {}, records_secs), way)
             dense = _other_files(step_dir, item) | _dense_files(walked)
-            return _plan(step, walked, dense, records_secs)
+            return _plan(step, walked, stored, dense, records_secs)
 
 
 def _with_log(below: RestorePlan, way: Way) -> RestorePlan:
@@ -212,19 +217,71 @@ def _with_log(below: RestorePlan, way: Way) -> RestorePlan:
     )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Stored:
+    """A segment of tables in a save of the chain.
+
+    Attributes:
+      files: its bytes in each file, without ``zarr.json``, by path below the item's folder.
+    """
+
+    save: StoredSave
+    part: StoredPart
+    segment: Segment
+    files: Mapping[str, int]
+
+    @property
+    def group(self) -> GroupEntry:
+        return self.part.groups[self.segment.group]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.files.values())
+
+    @property
+    def field_bytes(self) -> int:
+        """Stored bytes of its fields, before any compression, as in ``reader``."""
+        entries = self.segment.arrays
+        return sum(entry.nbytes for entry in entries if entry.name != names.GAPS)
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        specs = (self.segment.spec(self.group, field) for field in self.segment.fields)
+        return tuple(spec.codec for spec in specs)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether its rows count as rows of tables; those split over column segments do once."""
+        return blocks.VALUES in self.segment.fields and self.segment.columns[0] == 0
+
+    @functools.cached_property
+    def rows(self) -> dict[str, int]:
+        """Number of its rows by table."""
+        members = manifest.members(self.group, self.save.head.tables)
+        for encoding in self.segment.encodings:
+            return {table.name: count for table, count in zip(members, encoding.rows, strict=True)}
+        rows = merge.segment_rows(self.part, self.segment)
+        spans = [(table.offset, table.offset + table.rows) for table in members]
+        slices = zip(members, blocks.row_slices(rows, spans), strict=True)
+        return {table.name: held.stop - held.start for table, held in slices}
+
+
 def _plan(
-    step: int, saves: Sequence[StoredSave], dense: Mapping[Spot, int], records_secs: float
+    step: int,
+    saves: Sequence[StoredSave],
+    stored: Sequence[_Stored],
+    dense: Mapping[Spot, int],
+    records_secs: float,
 ) -> RestorePlan:
     """The plan of a step whose manifests were read in ``records_secs``."""
-    sizes = {save.name: _segment_bytes(save) for save in saves}
-    chain = tuple(_save_plan(save, sizes[save.name]) for save in saves)
-    tables_secs, sampled, share = _sampled(saves)
+    chain = tuple(_save_plan(save, [one for one in stored if one.save is save]) for save in saves)
+    tables_secs, sampled, share = _sampled(stored)
     groups = saves[-1].layout.groups
     nbytes = sum(group.rows * group.row_bytes for group in groups)
     return RestorePlan(
         step=step,
         chain=chain,
-        tables=tuple(_table_plans(saves, sizes)),
+        tables=tuple(_table_plans(saves[-1].layout, stored)),
         bytes_read=sum(save.nbytes for save in chain),
         file_count=sum(save.file_count for save in chain),
         memory_bytes=nbytes,
@@ -241,62 +298,27 @@ def _plan(
     )
 
 
-#: Process and segment to its stored bytes, without ``zarr.json``.
-_Sizes = Mapping[tuple[int, str], int]
-
-
-def _segment_bytes(save: StoredSave) -> _Sizes:
-    return {
-        (part.record.process, segment.name): sum(part.arrays.files_of(segment).values())
-        for part in save.parts()
-        for segment in part.record.segments
-    }
-
-
-def _files(save: StoredSave, segments: Iterable[tuple[PartArrays, Segment]]) -> dict[Spot, int]:
-    """The files that hold some segments of a save, with the bytes of these."""
-    found: dict[Spot, int] = collections.Counter()
-    for arrays, segment in segments:
-        for name, nbytes in arrays.files_of(segment).items():
-            found[save.item_dir / name] += nbytes
-    return found
-
-
-def _segments(save: StoredSave) -> Iterator[tuple[PartArrays, Segment]]:
-    return ((part.arrays, segment) for part in save.parts() for segment in part.record.segments)
-
-
-def _save_plan(save: StoredSave, sizes: _Sizes) -> SavePlan:
-    used = {
-        segment.spec(part.groups[segment.group], field).codec
-        for part in save.parts()
-        for segment in part.record.segments
-        for field in segment.fields
-    }
+def _save_plan(save: StoredSave, stored: Sequence[_Stored]) -> SavePlan:
     return SavePlan(
         name=save.name if save.compacted else save.info.step_dir,
         kind=save.info.kind,
         compacted=save.compacted,
-        rows=sum(_value_rows(save).values()),
-        nbytes=sum(sizes.values()),
-        file_count=len(_files(save, _segments(save))),
-        codecs=tuple(sorted(used)),
+        rows=sum(sum(one.rows.values()) for one in stored if one.is_counted),
+        nbytes=sum(one.nbytes for one in stored),
+        file_count=len({name for one in stored for name in one.files}),
+        codecs=tuple(sorted({codec for one in stored for codec in one.codecs})),
     )
 
 
-def _table_plans(saves: Sequence[StoredSave], sizes: Mapping[str, _Sizes]) -> Iterator[TablePlan]:
+def _table_plans(target: Layout, stored: Iterable[_Stored]) -> Iterator[TablePlan]:
     """The tables of a step, with the sizes of their data in the chain."""
-    target = saves[-1].layout
-    groups = target.group_by_name
     nbytes: dict[str, float] = collections.defaultdict(float)
     rows: dict[str, int] = collections.Counter()
-    for save in saves:
-        rows.update(_value_rows(save))
-        for part in save.parts():
-            for segment in part.record.segments:
-                held = sizes[save.name][part.record.process, segment.name]
-                for name, count in _table_rows(part, segment, save.head.tables).items():
-                    nbytes[name] += held * count / max(1, segment.count)
+    for one in stored:
+        for name, count in one.rows.items():
+            nbytes[name] += one.nbytes * count / max(1, one.segment.count)
+            rows[name] += count if one.is_counted else 0
+    groups = target.group_by_name
     for table in target.tables:
         yield TablePlan(
             table=table.name,
@@ -305,29 +327,6 @@ def _table_plans(saves: Sequence[StoredSave], sizes: Mapping[str, _Sizes]) -> It
             bytes_read=round(nbytes[table.name]),
             memory_bytes=table.rows * groups[table.group].row_bytes,
         )
-
-
-def _value_rows(save: StoredSave) -> dict[str, int]:
-    """Number of rows in a save by table; counts rows split over column segments once."""
-    found: dict[str, int] = collections.Counter()
-    for part in save.parts():
-        for segment in part.record.segments:
-            if blocks.VALUES in segment.fields and segment.columns[0] == 0:
-                found.update(_table_rows(part, segment, save.head.tables))
-    return found
-
-
-def _table_rows(part: StoredPart, segment: Segment, tables: Iterable[TableEntry]) -> dict[str, int]:
-    """Number of rows in a segment by table."""
-    members = manifest.members(part.groups[segment.group], tables)
-    for encoding in segment.encodings:
-        return {table.name: count for table, count in zip(members, encoding.rows, strict=True)}
-    rows = merge.segment_rows(part, segment)
-    slices = {
-        table.name: blocks.row_slice(rows, table.offset, table.offset + table.rows)
-        for table in members
-    }
-    return {name: held.stop - held.start for name, held in slices.items()}
 
 
 def _other_files(step_dir: Spot, item: str) -> dict[Spot, int]:
@@ -340,10 +339,12 @@ def _other_files(step_dir: Spot, item: str) -> dict[Spot, int]:
 def _dense_files(chain: Sequence[StoredSave]) -> dict[Spot, int]:
     """Files of dense leaves that a chain stores as blocks, and of the base's item."""
     item = DenseItem(chain)
-    found: dict[Spot, int] = {}
+    found: dict[Spot, int] = collections.Counter()
     for save, shards in zip(reversed(chain), item.shards, strict=False):
-        blocks = ((one.arrays, segment) for one in shards for segment in one.record.segments)
-        found |= _files(save, blocks)
+        for shard in shards:
+            for segment in shard.record.segments:
+                for name, nbytes in shard.arrays.files_of(segment).items():
+                    found[save.item_dir / name] += nbytes
     from_base = item.missing or (chain[-1].compacted and not item.shards)
     if from_base and item.base is not None and item.base.save.has_dense:
         at = item.base.item.at
@@ -362,19 +363,19 @@ def _dense_secs(dense: Mapping[Spot, int]) -> float:
     return (time.perf_counter() - started) * sum(dense.values()) / max(1, read)
 
 
-def _sampled(saves: Sequence[StoredSave]) -> tuple[float, int, float]:
+#: Segments that are read at the same speed: kind of save, and codecs.
+_Kind = tuple[str, ...]
+
+
+def _sampled(stored: Iterable[_Stored]) -> tuple[float, int, float]:
     """Predicted time to read and merge a chain; sampled bytes, and their share.
 
     It is an upper bound: it counts rows that newer saves replace, which a restore skips.
     """
-    kinds: dict[_Kind, list[_Sample]] = collections.defaultdict(list)
-    for save in saves:
-        for part in save.parts():
-            for segment in part.record.segments:
-                fields = (segment.spec(part.groups[segment.group], one) for one in segment.fields)
-                kind = (save.info.kind, *(spec.codec for spec in fields))
-                kinds[kind].append((save, part, segment))
-    total = {kind: sum(map(_field_bytes, found)) for kind, found in kinds.items()}
+    kinds: dict[_Kind, list[_Stored]] = collections.defaultdict(list)
+    for one in stored:
+        kinds[one.save.info.kind, *one.codecs].append(one)
+    total = {kind: sum(one.field_bytes for one in found) for kind, found in kinds.items()}
     seconds: dict[_Kind, float] = collections.defaultdict(float)
     nbytes: dict[_Kind, int] = collections.Counter()
     started = time.perf_counter()
@@ -383,7 +384,7 @@ def _sampled(saves: Sequence[StoredSave]) -> tuple[float, int, float]:
             sum(nbytes.values()) > _SAMPLE_BYTES or time.perf_counter() - started > _SAMPLE_SECS
         ):
             break
-        secs, read = _measured(*sample)
+        secs, read = _measured(sample)
         seconds[kind] += secs
         nbytes[kind] += read
     read, whole = sum(nbytes.values()), sum(total.values())
@@ -395,25 +396,21 @@ def _sampled(saves: Sequence[StoredSave]) -> tuple[float, int, float]:
     return estimate, read, read / max(1, whole)
 
 
-#: Segments that are read at the same speed: kind of save, and codecs.
-_Kind = tuple[str, ...]
-_Sample = tuple[StoredSave, StoredPart, Segment]
-
-
 def _in_turn(
-    kinds: Mapping[_Kind, Sequence[_Sample]], total: Mapping[_Kind, int]
-) -> Iterator[tuple[_Kind, _Sample]]:
+    kinds: Mapping[_Kind, Sequence[_Stored]], total: Mapping[_Kind, int]
+) -> Iterator[tuple[_Kind, _Stored]]:
     """Yields segments of all kinds in turn, the largest of each kind first."""
     order = sorted(kinds, key=lambda kind: -total[kind])
-    largest = (sorted(kinds[kind], key=_field_bytes, reverse=True) for kind in order)
+    largest = (sorted(kinds[kind], key=lambda one: -one.field_bytes) for kind in order)
     for samples in itertools.zip_longest(*largest):
         yield from ((kind, one) for kind, one in zip(order, samples, strict=True) if one)
 
 
-def _measured(save: StoredSave, part: StoredPart, segment: Segment) -> tuple[float, int]:
+def _measured(sample: _Stored) -> tuple[float, int]:
     """Merges the first rows of a segment, within the memory limit; returns seconds and bytes."""
-    group, started = part.groups[segment.group], time.perf_counter()
+    save, part, segment, group = sample.save, sample.part, sample.segment, sample.group
     specs = [spec for spec in group.fields if spec.name in segment.fields]
+    started = time.perf_counter()
     rows = _first_rows(part, segment)
     seconds = time.perf_counter() - started
     first = merge.reach(rows)[0]
@@ -453,9 +450,3 @@ def _target(group: GroupEntry, spec: FieldSpec, span: Span, segment: Segment) ->
     held = segment.spec(group, spec.name)
     buffer = memory.empty_buffer((span[1] - span[0], *held.trailing), codecs.dtype_of(spec.dtype))
     return Target(group.name, spec.name, span, segment.columns if split else None, buffer)
-
-
-def _field_bytes(sample: _Sample) -> int:
-    """Stored bytes of the fields of a segment, before any compression, as in ``reader``."""
-    _, _, segment = sample
-    return sum(entry.nbytes for entry in segment.arrays if entry.name != names.GAPS)

@@ -21,7 +21,6 @@ import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -48,15 +47,11 @@ from deltackpt.upkeep.plan import Plan, chain, standing
 #: Minimum memory of a worker besides the largest compressed chunk, or the largest dense value:
 #: smaller windows are very slow.
 _LEAST_BYTES = 8 << 20
-#: TensorStore reads a compressed chunk as a whole: its bytes, decoded, in order, copied.
-_COPIES_OF_COMPRESSED = 4
-#: A dense value: decoded, in TensorStore's in-memory files, and the stored data of the chain that
-#: is read to verify it.
-_COPIES_OF_DENSE = 4
-#: A chunk that is being written, and the next one: its data, TensorStore's copy, encoded.
-_COPIES_WRITTEN = 4
-#: A piece of a delta that is being merged: stored, decoded, and intermediate.
-_COPIES_READ = 4
+#: TensorStore reads a compressed chunk as a whole: its bytes, decoded, in order, copied. A dense
+#: value: decoded, in TensorStore's in-memory files, and the stored data that is read to verify it.
+#: A piece of a delta: stored, decoded, and intermediate. A chunk that is being written, and the
+#: next one: its data, TensorStore's copy, encoded.
+_COPIES = 4
 #: Share of the memory limit that is used for tables: the C library keeps some of what is freed.
 _SPENT = 2 / 3
 
@@ -146,37 +141,13 @@ def most_workers(
     """
     least = math.ceil((_LEAST_BYTES + _compressed_bytes(chain, targets)) / _SPENT)
     if sizes := [value.nbytes for value in stored_dense.listed(chain[-1])]:
-        least = max(least, _LEAST_BYTES + _COPIES_OF_DENSE * max(sizes))
+        least = max(least, _LEAST_BYTES + _COPIES * max(sizes))
     if memory_bytes < least:
         raise OptionError(
             f"memory_bytes: expected at least {least:,} to compact step {plan.step}, found "
             f"{memory_bytes:,}; raise it, or use fewer workers"
         )
     return memory_bytes // least
-
-
-class _Budget(NamedTuple):
-    """How a worker uses its memory for tables; see the module.
-
-    Attributes:
-      row_indices: maximum number of row indices of deltas in memory.
-      window_bytes: bytes of the rows that are merged at a time.
-      chunk_bytes: bytes of a chunk that is being written.
-    """
-
-    row_indices: int
-    window_bytes: int
-    chunk_bytes: int
-
-    @classmethod
-    def of(cls, memory_bytes: int) -> _Budget:
-        """Divides the memory for rows."""
-        row_indices_bytes = memory_bytes // 4
-        piece_bytes = min(arrays.CHUNK_BYTES, memory_bytes // 4 // _COPIES_READ)
-        chunk_bytes = min(arrays.CHUNK_BYTES, memory_bytes // 4 // _COPIES_WRITTEN)
-        spent = row_indices_bytes + _COPIES_READ * piece_bytes + _COPIES_WRITTEN * chunk_bytes
-        # An int64 index, and a flag.
-        return cls(row_indices_bytes // 9, memory_bytes - spent, chunk_bytes)
 
 
 class _PartMerge:
@@ -215,7 +186,13 @@ class _PartMerge:
         most_workers(plan, chain, memory_bytes, self._every)  # Enough for one.
         self._memory_bytes = memory_bytes
         compressed_bytes = _compressed_bytes(chain, self._every)
-        self._budget = _Budget.of(int(memory_bytes * _SPENT) - compressed_bytes)
+        # For tables: a quarter each for row indices, pieces of deltas and chunks, at most; the rest
+        # is the window.
+        for_rows = int(memory_bytes * _SPENT) - compressed_bytes
+        self._chunk_bytes = min(arrays.CHUNK_BYTES, for_rows // 4 // _COPIES)
+        self._window_bytes = for_rows - for_rows // 4 - 2 * _COPIES * self._chunk_bytes
+        # An int64 index, and a flag.
+        self._most_row_indices = for_rows // 4 // 9
         self._row_indices = _RowIndices()
         self._scratch = Staging(2 * arrays.CHUNK_BYTES)
         self._batch = FileBatch(attempt, fsync=True)
@@ -256,7 +233,7 @@ class _PartMerge:
         (array,) = codec.stored(spec.trailing, codecs.dtype_of(spec.dtype)).values()
         count = span[1] - span[0]
         # Equal chunks: a shorter last one would be stored at full length.
-        chunks = max(1, -(-count * spec.row_bytes // self._budget.chunk_bytes))
+        chunks = max(1, -(-count * spec.row_bytes // self._chunk_bytes))
         entry = arrays.array_entry(
             spec.name,
             (count, *array.trailing),
@@ -275,7 +252,7 @@ class _PartMerge:
 
     def _windows(self, group: GroupEntry, spec: FieldSpec, span: Span) -> Iterator[np.ndarray]:
         """Yields the merged rows of a field in order; each window is valid until the next."""
-        size = max(1, self._budget.window_bytes // max(1, spec.row_bytes))
+        size = max(1, self._window_bytes // max(1, spec.row_bytes))
         shape = min(size, span[1] - span[0]), *spec.trailing
         buffer = memory.empty_buffer(shape, codecs.dtype_of(spec.dtype))
         for first, last in self._ranges(group, span):
@@ -308,7 +285,7 @@ class _PartMerge:
         ]
         first, last = span
         rows = last - first
-        while rows > 1 and sum(min(count, rows) for count in counts) > self._budget.row_indices:
+        while rows > 1 and sum(min(count, rows) for count in counts) > self._most_row_indices:
             rows = -(-rows // 2)
         for start in range(first, last, rows):
             yield start, min(start + rows, last)
@@ -318,7 +295,7 @@ class _PartMerge:
 
         If they do not fit into the memory, each piece has a database, as those of a process.
         """
-        room = (self._memory_bytes - _LEAST_BYTES) // _COPIES_OF_DENSE
+        room = (self._memory_bytes - _LEAST_BYTES) // _COPIES
         pieces = [*_pieces(self._target, room)]
         keys: set[str] = set()
         described: dict[str, bytes] = {}
@@ -449,4 +426,4 @@ def _compressed_bytes(chain: Sequence[StoredSave], targets: Targets | None) -> i
         for entry in segment.arrays
         if entry.compressed
     )
-    return _COPIES_OF_COMPRESSED * math.ceil(max(chunks, default=0))
+    return _COPIES * math.ceil(max(chunks, default=0))

@@ -395,12 +395,8 @@ def _outside(path: Path) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
 
 def _journal_problem(error: Damaged) -> Problem:
     """The problem of a journal object: its saves are missing, or were read from its copy."""
-    return Problem(
-        object_name=error.object_name,
-        expected=error.expected,
-        found=f"{error.found}; {error.action}",
-        stops="nothing",
-    )
+    problem = Problem.of(error, "nothing")
+    return dataclasses.replace(problem, found=f"{error.found}; {error.action}")
 
 
 def _lease_problems(path: Path) -> Iterable[Problem]:
@@ -411,9 +407,7 @@ def _lease_problems(path: Path) -> Iterable[Problem]:
     except FileNotFoundError:
         return  # Removed by a newer trainer.
     except Damaged as error:
-        yield Problem(
-            object_name=path.name, expected=error.expected, found=error.found, stops="nothing"
-        )
+        yield dataclasses.replace(Problem.of(error, "nothing"), object_name=path.name)
     except (DeltackptError, OSError) as error:
         yield Problem(object_name=path.name, expected="a lease", found=str(error), stops="nothing")
 

@@ -13,11 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from deltackpt import units
-from deltackpt.upkeep.doctor.findings import (
-    Finding,
-    Severity,
-    secs_text,
-)
+from deltackpt.upkeep.doctor.findings import Finding, Severity, secs_text
 
 #: Size of the large file: enough that a drive's flush takes a while.
 _LARGE_BYTES = 64 << 20

@@ -14,10 +14,7 @@ from pathlib import Path
 import psutil
 
 from deltackpt import units
-from deltackpt.upkeep.doctor.findings import (
-    Finding,
-    file_text,
-)
+from deltackpt.upkeep.doctor.findings import Finding, file_text
 
 _BUFFER_BYTES = 32 << 20
 

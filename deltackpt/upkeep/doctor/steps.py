@@ -12,12 +12,7 @@ from pathlib import Path
 
 from deltackpt.errors import Damaged, DeltackptError, FormatMismatch
 from deltackpt.format import names
-from deltackpt.upkeep.doctor.findings import (
-    SCHEME,
-    SCRATCH,
-    Finding,
-    ago_text,
-)
+from deltackpt.upkeep.doctor.findings import SCHEME, SCRATCH, Finding, ago_text
 
 
 def bucket_findings(url: str, *, read_only: bool, endpoint: str | None = None) -> Iterator[Finding]:
