@@ -161,7 +161,7 @@ def _held(shard: DenseShard) -> Iterator[tuple[str, str, int, float]]:
         if segment.group == PLAIN:
             held = [(value, PLAIN, 0, value.count) for value in values if value.at is not None]
         else:
-            rows = stored_dense.held_values(values, shard.rows(segment))
+            rows = stored_dense.blocks_by_value(values, shard.rows(segment))
             held = [(value, codec, len(rows), len(rows)) for value, (rows, _) in rows]
         for value, codec, count, stored in held:
             name, _, chunk = value.key.rpartition("/")

@@ -15,7 +15,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -312,14 +312,13 @@ class DenseItem:
         """
         if not self.shards:
             return
-        _require_base(self._name, self.missing, self.base)
         for key, value in self.missing.items():
-            assert self.base is not None
-            if (found := self.base.nbytes(key)) != value.nbytes:
+            name, nbytes = self._name, None
+            if self.base is not None:
+                name, nbytes = self.base.item.name, self.base.nbytes(key)
+            if nbytes != value.nbytes:
                 expected = f"{value.nbytes} bytes of {key[1]}, which {self._name} builds on"
-                raise Damaged(
-                    self.base.item.name, expected, "none" if found is None else f"{found}"
-                )
+                raise Damaged(name, expected, "none" if nbytes is None else f"{nbytes}")
         values = (value for shard in self.shards[0] for value in shard.record.values)
         keys = {value.key for value in values if not value.file}
         ocdbt.check_keys(self._name, keys, self.outline.values)
@@ -541,7 +540,9 @@ class DensePlan:
             except MemoryError as error:
                 found = f"{value.count} elements of {value.key}"
                 raise Damaged(self._name, "values that fit into memory", found) from error
-        _require_base(self._name, self.missing, base)
+        if self.missing and base is None:
+            shown = ", ".join(key for _, key in list(self.missing)[:3])
+            raise Damaged(self._name, f"dense leaves down to a base: {shown}", "none")
         self.merge(data, base)
         return {key: _bytes_of(value, data[key]) for key, value in self._values.items()}
 
@@ -562,7 +563,10 @@ class DensePlan:
                 raise Damaged(self._name, expected, f"{value.dtype}{list(shape_of(value))}")
         for key, (shard, at) in self._plain.items():
             data[key][:] = shard.plain_bytes[at : at + self._values[key].count]
-        work = {place: self._chain(place, data) for place in self._chains}
+        work = {
+            (key, number): self._chain(key, found, data[key])
+            for (key, number), found in self._chains.items()
+        }
         scratch = Staging(merge.SCRATCH_BYTES)
 
         def on_filled(key: Key, start: int, stop: int) -> None:
@@ -609,7 +613,7 @@ class DensePlan:
                 found = [(shard.field_of(one), shard.rows(one)) for one in segments]
                 _check_disjoint(found)
                 for field, rows in found:
-                    for value, held in held_values(values, rows):
+                    for value, held in blocks_by_value(values, rows):
                         self._add_blocks(value, field, held)
         for key in [*self.missing]:
             plain = self._values[key].plain
@@ -629,14 +633,13 @@ class DensePlan:
         if not field.is_relative:
             merge.mark(complete, held.rows)
 
-    def _chain(self, place: tuple[Key, int], data: Mapping[Key, np.ndarray]) -> _Chain:
-        """The work of a chain, in memory that contains the values below the saves."""
-        key, _ = place
-        target = Target("", BLOCKS, (0, self._values[key].blocks), None, data[key])
+    def _chain(self, key: Key, found: Iterable[_StoredBlocks], data: np.ndarray) -> _Chain:
+        """The work of a chain, in memory that contains the value below the saves."""
+        target = Target("", BLOCKS, (0, self._values[key].blocks), None, data)
         return _Chain(
             [
                 Piece(field, rows, None, first, first + len(rows), (target,))
-                for field, (rows, first) in self._chains[place]
+                for field, (rows, first) in found
             ]
         )
 
@@ -662,7 +665,7 @@ class _Chain(NamedTuple):
             piece.run(scratch)
 
 
-def held_values(
+def blocks_by_value(
     values: Sequence[BlockedValue], rows: Rows
 ) -> Iterator[tuple[BlockedValue, StoredRows]]:
     """Yields the values that have some of the blocks of a segment, with their blocks.
@@ -717,12 +720,6 @@ def _check_disjoint(found: Sequence[tuple[StoredField, Rows]]) -> None:
             field, _ = found[0]
             shown = field.layer.name_of(field.segment, field.stored[""])
             raise Damaged(shown, "blocks of no other segment", "duplicates")
-
-
-def _require_base(name: str, missing: Collection[Key], base: Base | None) -> None:
-    if missing and base is None:
-        shown = ", ".join(key for _, key in [*missing][:3])
-        raise Damaged(name, f"dense leaves down to a base: {shown}", "none")
 
 
 def _bytes_of(value: BlockedValue, data: np.ndarray) -> np.ndarray:
