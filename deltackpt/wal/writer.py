@@ -76,7 +76,7 @@ class Wanted:
     root: SaveId | None
 
 
-class LogWriter:
+class WalWriter:
     """Writes the batches of one process in the background, in order; see the module."""
 
     def __init__(
