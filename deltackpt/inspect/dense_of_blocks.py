@@ -25,7 +25,7 @@ from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.stored_dense import DenseShard, DenseValues
 from deltackpt.storage import ocdbt
 from deltackpt.storage.kv_store import Reachable, in_memory
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 from deltackpt.units import size
 
 
@@ -34,7 +34,7 @@ class DenseOfBlocks(DenseItem):
 
     def __init__(
         self,
-        item_dir: Spot,
+        item_dir: StorePath,
         saves: Saves,
         entries: Sequence[DenseEntry],
         *,

@@ -26,15 +26,15 @@ from deltackpt.reading.chains import read_whole
 from deltackpt.reading.orbax_values import OrbaxValues
 from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.reading.stored_dense import DenseValues
-from deltackpt.reading.stretches import Leg, Way
+from deltackpt.reading.wal_index import ReplayPlan, ReplaySegment
 from deltackpt.resources import memory
 from deltackpt.storage.crc import BLOCK_BYTES
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 
 #: Memory limit of one read, in addition to the requested rows.
 _WINDOW_BYTES = 64 << 20
 #: Item, save, process and name of a segment: a save may replace one that was rolled back.
-_Place = tuple[Spot, SaveId, int, str]
+_Place = tuple[StorePath, SaveId, int, str]
 #: Memory limit of the row indices cached for the next read.
 _ROW_NUMBERS_BYTES = 256 << 20
 
@@ -171,7 +171,7 @@ class Saves:
         self.chain = tuple(saves)
         self.numbers = numbers or RowNumbers()
         #: Orbax's items that were read, which remember what they have verified, and their versions.
-        self._items: dict[Spot, tuple[dict[str, Hashable], OrbaxValues]] = {}
+        self._items: dict[StorePath, tuple[dict[str, Hashable], OrbaxValues]] = {}
 
     @property
     def name(self) -> str:
@@ -231,56 +231,58 @@ class PointSaves(Saves):
     """A chain, and the WAL records that lead from its step to a recovery point.
 
     Attributes:
-      way: the records to replay.
+      plan: the records to replay.
     """
 
-    def __init__(self, saves: Sequence[StoredSave], way: Way, numbers: RowNumbers | None = None):
+    def __init__(
+        self, saves: Sequence[StoredSave], plan: ReplayPlan, numbers: RowNumbers | None = None
+    ):
         """Takes a chain of ``chains.read_chain``, the records, and a cache of row indices."""
         super().__init__(saves, numbers)
-        self.way = way
+        self.plan = plan
         self._logged: dict[str, Mapping[str, np.ndarray]] = {}
 
     @property
     def name(self) -> str:
         """See ``Saves``."""
-        return str(self.way.point)
+        return str(self.plan.point)
 
     @property
     def save_id(self) -> SaveId:
         """Id of the recovery point's WAL record."""
-        return self.way.point.save_id
+        return self.plan.point.save_id
 
     def dense(self, wanted: Callable[[str], bool]) -> DenseValues:
         """See ``Saves``."""
-        return logged_dense.dense_of(self.way, wanted=wanted)
+        return logged_dense.dense_of(self.plan, wanted=wanted)
 
     def logged_rows(self, table: TableEntry) -> np.ndarray:
         """See ``Saves``."""
         if table.group not in self._logged:
-            way = self._way_of(table.group)
+            plan = self._plan_of(table.group)
             self._logged[table.group] = replay.replay(
-                way, Targets((), self.layout), self.layout
+                plan, Targets((), self.layout), self.layout
             ).rows
         return self._logged[table.group][table.name]
 
     def _fill(self, saves: Sequence[StoredSave], targets: Targets, group: str) -> None:
         """See ``Saves``."""
         super()._fill(saves, targets, group)
-        replay.replay(self._way_of(group), targets, self.layout)
+        replay.replay(self._plan_of(group), targets, self.layout)
 
-    def _way_of(self, group: str) -> Way:
+    def _plan_of(self, group: str) -> ReplayPlan:
         """The records, with only the rows of a group."""
-        legs = (
-            Leg(
-                leg.head,
+        segments = (
+            ReplaySegment(
+                segment.head,
                 {
                     process: tuple(record.of_group(group) for record in of)
-                    for process, of in leg.records.items()
+                    for process, of in segment.records.items()
                 },
             )
-            for leg in self.way.legs
+            for segment in self.plan.segments
         )
-        return dataclasses.replace(self.way, legs=tuple(legs))
+        return dataclasses.replace(self.plan, segments=tuple(segments))
 
 
 def targets_in(

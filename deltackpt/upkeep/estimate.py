@@ -29,10 +29,10 @@ from deltackpt.ledger.opening import open_steps
 from deltackpt.reading import chains, reader, removal, stored_dense
 from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.reading.stored_dense import DenseItem
-from deltackpt.reading.stretches import RecoveryPoint, Way
+from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan
 from deltackpt.resources import memory
 from deltackpt.storage import digests
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 
 #: Limits of stored bytes and (roughly) time for sampling tables.
 _SAMPLE_BYTES = 64 << 20
@@ -176,7 +176,7 @@ def restore_plan(
     step = opened.newest_step() if step is None else step
     if step is None:
         raise StepNotFound(f"{opened}: expected committed steps, found none; check the path")
-    step, way = points.find(opened, step)
+    step, plan = points.find(opened, step)
     step_dir = opened.at(step)
     with removal.standing(step_dir, instead="ask for"):
         started = time.perf_counter()
@@ -190,30 +190,34 @@ def restore_plan(
                 for segment in part.record.segments
             ]
             records_secs = time.perf_counter() - started
-            if way is not None:
-                return _with_log(_plan(step, walked, stored, {}, records_secs), way)
+            if plan is not None:
+                return _with_log(_plan(step, walked, stored, {}, records_secs), plan)
             dense = _other_files(step_dir, item) | _dense_files(walked)
             return _plan(step, walked, stored, dense, records_secs)
 
 
-def _with_log(below: RestorePlan, way: Way) -> RestorePlan:
+def _with_log(below: RestorePlan, plan: ReplayPlan) -> RestorePlan:
     """The plan of a recovery point: that of the step below it, plus the WAL records."""
-    every = [record for leg in way.legs for of in leg.records.values() for record in of]
+    every = [
+        record for segment in plan.segments for of in segment.records.values() for record in of
+    ]
     started, read = time.perf_counter(), 0
     for record in every:
         if read > _SAMPLE_BYTES or (read and time.perf_counter() - started > _SAMPLE_SECS):
             break
         record.layer.verify()
         read += record.nbytes
-    wal_secs = (time.perf_counter() - started) * way.nbytes / max(1, read)
+    wal_secs = (time.perf_counter() - started) * plan.nbytes / max(1, read)
     return dataclasses.replace(
         below,
-        step=way.point.step,
-        dense_bytes=sum(record.dense_bytes for record in way.last_records.values()),
+        step=plan.point.step,
+        dense_bytes=sum(record.dense_bytes for record in plan.last_records.values()),
         estimate=dataclasses.replace(below.estimate, wal_secs=wal_secs),
-        point=way.point,
-        wal_bytes=way.nbytes,
-        wal_records=sum(max(map(len, leg.records.values()), default=0) for leg in way.legs),
+        point=plan.point,
+        wal_bytes=plan.nbytes,
+        wal_records=sum(
+            max(map(len, segment.records.values()), default=0) for segment in plan.segments
+        ),
     )
 
 
@@ -270,7 +274,7 @@ def _plan(
     step: int,
     saves: Sequence[StoredSave],
     stored: Sequence[_Stored],
-    dense: Mapping[Spot, int],
+    dense: Mapping[StorePath, int],
     records_secs: float,
 ) -> RestorePlan:
     """The plan of a step whose manifests were read in ``records_secs``."""
@@ -329,17 +333,17 @@ def _table_plans(target: Layout, stored: Iterable[_Stored]) -> Iterator[TablePla
         )
 
 
-def _other_files(step_dir: Spot, item: str) -> dict[Spot, int]:
+def _other_files(step_dir: StorePath, item: str) -> dict[StorePath, int]:
     """Files of the other items of a step, with their bytes."""
     inside = f"{item}/"
     names = [name for name in step_dir.keys() if not name.startswith(inside)]
     return {step_dir / name: (step_dir / name).length() for name in names}
 
 
-def _dense_files(chain: Sequence[StoredSave]) -> dict[Spot, int]:
+def _dense_files(chain: Sequence[StoredSave]) -> dict[StorePath, int]:
     """Files of dense leaves that a chain stores as blocks, and of the base's item."""
     item = DenseItem(chain)
-    found: dict[Spot, int] = collections.Counter()
+    found: dict[StorePath, int] = collections.Counter()
     for save, shards in zip(reversed(chain), item.shards, strict=False):
         for shard in shards:
             for segment in shard.record.segments:
@@ -352,7 +356,7 @@ def _dense_files(chain: Sequence[StoredSave]) -> dict[Spot, int]:
     return found
 
 
-def _dense_secs(dense: Mapping[Spot, int]) -> float:
+def _dense_secs(dense: Mapping[StorePath, int]) -> float:
     """Time to check the dense files, extrapolated by bytes from some of them."""
     started, read = time.perf_counter(), 0
     for path, nbytes in dense.items():

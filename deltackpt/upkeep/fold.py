@@ -41,7 +41,7 @@ from deltackpt.storage import arrays, digests, files, ocdbt, parts
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.ocdbt import ZARRAY
 from deltackpt.storage.parts import ArrayPlace, Share, StoredArrays, StoredField, WrittenPart
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 from deltackpt.upkeep.plan import Plan, chain, standing
 
 #: Minimum memory of a worker besides the largest compressed chunk, or the largest dense value:
@@ -391,7 +391,7 @@ class _RowIndices:
 
     def __init__(self) -> None:
         self._span: Span = (0, 0)
-        self._held: dict[tuple[Spot, int, str], StoredRows] = {}
+        self._held: dict[tuple[StorePath, int, str], StoredRows] = {}
 
     def move(self, span: Span) -> None:
         """Moves to another range of rows."""
