@@ -26,7 +26,6 @@ import numpy as np
 
 from deltackpt.errors import UnsupportedLeaf
 from deltackpt.save import extract
-from deltackpt.state import placement
 from deltackpt.storage import ocdbt
 
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
@@ -87,15 +86,6 @@ class Plan:
     described: dict[str, bytes]
     chunks: tuple[Chunk, ...]
     files: dict[str, str]
-
-    def fetched(self) -> list[tuple[Chunk, np.ndarray]]:
-        """Returns all chunks in host memory: views of what is there, copies from accelerators."""
-        sources = [
-            chunk.source if chunk.on_host else placement.host_copy(chunk.source)
-            for chunk in self.chunks
-        ]
-        found = zip(self.chunks, sources, strict=True)
-        return [(chunk, np.asarray(source)[chunk.window]) for chunk, source in found]
 
     def values(self) -> Iterator[ocdbt.Value]:
         """Returns everything for the database; chunks are fetched on demand."""

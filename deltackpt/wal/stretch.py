@@ -20,7 +20,7 @@ from deltackpt.layers.footer import EpochRef
 from deltackpt.reading.log_places import LogFolder
 from deltackpt.reading.stretches import Logs, RecoveryPoint, apart_folder
 from deltackpt.resources.write_buffers import WriteBuffers
-from deltackpt.save.dense_blocks import DenseKeeper
+from deltackpt.save.dense import DenseKeeper
 from deltackpt.storage.store import Exists, spot
 from deltackpt.wal.dense_records import DenseRecords
 from deltackpt.wal.progress import Progress
