@@ -8,8 +8,9 @@ if a ``DenseKeeper`` keeps the decoded values of the parent, only the blocks tha
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +44,17 @@ class DenseLeaves:
     def __init__(
         self,
         plan: Plan,
-        values: Sequence[DenseValue],
+        chunks: Sequence[DenseValue],
         pieces: Mapping[str, Sequence[np.ndarray]],
         staging: Staging,
         keeper: DenseKeeper | None,
     ):
         """Created by ``capture``."""
-        self.values = values
         #: Bytes of all values.
-        self.nbytes = sum(value.data.nbytes for value in values)
+        self.nbytes = sum(value.data.nbytes for value in chunks)
+        self.nbytes += sum(map(len, plan.described.values()))
+        self.nbytes += sum(len(text.encode()) for text in plan.files.values())
+        self.chunks = chunks
         self._plan = plan
         self._pieces = pieces
         self._staging = staging
@@ -76,11 +79,8 @@ class DenseLeaves:
         own = item_dir
         if others.count > 1:
             own = ocdbt.process_directory(item_dir, others.process)
-        values = [
-            Value(value.key, bytes(value.data) if value.shape is None else value.array)
-            for value in self.values
-            if not value.file
-        ]
+        values = [Value(key, data) for key, data in self._plan.described.items()]
+        values += [Value(value.key, value.array) for value in self.chunks]
         try:
             ocdbt.write(own, values, batch, nodes_apart=others.apart)
         finally:
@@ -90,6 +90,14 @@ class DenseLeaves:
             path = item_dir / name
             batch.make(path.parent)
             batch.write(path, text.encode())
+
+    def values(self) -> Iterator[DenseValue]:
+        """Yields all values of the item, in its order."""
+        for name, text in self._plan.files.items():
+            yield DenseValue.of_bytes(name, text.encode(), file=True)
+        for key, data in self._plan.described.items():
+            yield DenseValue.of_bytes(key, data)
+        yield from self.chunks
 
     def complete(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
         """See ``step.Item``."""
@@ -118,7 +126,7 @@ class DenseLeaves:
           pool: runs the encoding.
           rolling: the delta's share of a rolling base.
         """
-        keeper, values = self._keeper, self.values
+        keeper, values = self._keeper, [*self.values()]
         try:
             if keeper is None:
                 return dense_layer.write_whole(place_of, values, self._pieces)
@@ -137,15 +145,16 @@ class DenseLeaves:
     def keep(self, save_id: SaveId) -> None:
         """Makes the values of a keeper the reference of a base, once it is committed."""
         assert self._keeper is not None
-        self._keeper.keep(save_id, self.values, [value.data for value in self.values])
+        values = [*self.values()]
+        self._keeper.keep(save_id, values, [value.data for value in values])
 
     def release(self) -> None:
         """Releases the memory that no save needs. Idempotent."""
         if self._keeper is not None:
-            self._keeper.references.done_with(value.data for value in self.values)
+            self._keeper.references.done_with(value.data for value in self.chunks)
         else:
             self._staging.done_with(itertools.chain(*self._pieces.values()))
-        self.values, self._pieces = (), {}
+        self.chunks, self._pieces = (), {}
 
 
 class DenseKeeper:
@@ -234,11 +243,7 @@ class DenseKeeper:
             found = self.capture(tree, leaves, process, same)
         except UnsupportedLeaf:
             return
-        kept = [
-            value
-            for value in found.values
-            if value.shape is not None and _name_of(value.key) not in changed
-        ]
+        kept = [value for value in found.chunks if _name_of(value.key) not in changed]
         self.keep(save_id, kept, [value.data for value in kept])
         self.references.committed(save_id, save_id)
         found.release()
@@ -264,87 +269,106 @@ def _captured(
       given: see ``DenseKeeper.capture``.
     """
     codings, given = codings or {}, given or {}
-    values = [
-        DenseValue.of_bytes(key, text.encode(), file=True) for key, text in plan.files.items()
-    ]
-    values += [DenseValue.of_bytes(key, data) for key, data in plan.described.items()]
-    groups = {
-        dtype: dtype.name if dtype.isnative and dtype.name in BLOCKED_DTYPES else PLAIN
-        for dtype in {chunk.source.dtype for chunk in plan.chunks}
-    }
+    leaf, coding = "", Coding()
+    values: dict[str, DenseValue] = {}
     sources = []
     for chunk in plan.chunks:
         source = chunk.source
-        stays = not chunk.on_host and groups[source.dtype] != PLAIN
-        if stays:
-            _, coding = codings.get(_name_of(chunk.key), ("", Coding()))
-            is_small = source.nbytes < PLAIN_BYTES
-            stays = not is_small and device_blocks.takes(coding.codec, groups[source.dtype])
-        if not (stays or chunk.on_host or chunk.key in given):
-            source = placement.host_copy(source)
-        sources.append((chunk, source, stays))
-    #: Indices of values that share a buffer, and of those that are not copied.
-    runs: list[list[int]] = []
-    open_runs: dict[np.dtype, list[int]] = {}
-    views = set[int]()
-    for chunk, source, stays in sources:
-        dtype, name, held = np.dtype(source.dtype), _name_of(chunk.key), given.get(chunk.key)
-        leaf, coding = codings.get(name, (name, Coding()))
-        group = groups[dtype]
-        if stays:
-            data, shape = device_blocks.capture(source, chunk.window)
-            values.append(DenseValue(chunk.key, group, data, shape, dtype, coding, leaf))
+        if not chunk.on_host:
+            leaf, coding = codings.get(_name_of(chunk.key), ("", Coding()))
+            group, is_small = _group_of(source.dtype), source.nbytes < PLAIN_BYTES
+            if not is_small and device_blocks.takes(coding.codec, group):
+                data, shape = device_blocks.capture(source, chunk.window)
+                values[chunk.key] = DenseValue(
+                    chunk.key, group, data, shape, source.dtype, coding, leaf
+                )
+            elif chunk.key not in given:
+                source = placement.host_copy(source)
+        sources.append(source)
+    #: Values that share a buffer, or one that has its own.
+    runs: list[list[DenseValue]] = []
+    open_runs: dict[np.dtype, list[DenseValue]] = {}
+    views = set[str]()
+    for chunk, source in zip(plan.chunks, sources, strict=True):
+        key = chunk.key
+        if key in values:
             continue
-        if held is None:
+        if codings:
+            leaf, coding = codings.get(_name_of(key), ("", Coding()))
+        if (held := given.get(key)) is None:
             found = np.asarray(source)[chunk.window]
         else:
-            found = held.view(dtype).reshape(chunk.shape)
-        if found.nbytes < PLAIN_BYTES or group == PLAIN:
+            found = held.view(source.dtype).reshape(chunk.shape)
+        dtype = found.dtype
+        group = _group_of(dtype)
+        if group == PLAIN or found.nbytes < PLAIN_BYTES:
             data = np.frombuffer(found.tobytes(), np.uint8)
-            values.append(DenseValue(chunk.key, PLAIN, data, found.shape, dtype, coding, leaf))
+            values[key] = DenseValue(key, PLAIN, data, found.shape, dtype, coding, leaf)
             continue
-        number = len(values)
-        values.append(DenseValue(chunk.key, group, found, found.shape, dtype, coding, leaf))
+        value = values[key] = DenseValue(key, group, found, found.shape, dtype, coding, leaf)
         is_view = found.size % BLOCK == 0 if held is not None else not (chunk.on_host or keeper)
         if is_view:
-            views.add(number)
+            views.add(key)
         if is_view or keeper is not None or found.nbytes >= _SHARED_BYTES:
             open_runs.pop(dtype, None)
-            runs.append([number])
+            runs.append([value])
         elif dtype in open_runs:
-            open_runs[dtype].append(number)
+            open_runs[dtype].append(value)
         else:
-            open_runs[dtype] = [number]
+            open_runs[dtype] = [value]
             runs.append(open_runs[dtype])
+    least = _STAGED_BYTES if keeper is None else _SHARED_BYTES
+    pieces = _copied(runs, views, staging, least)
+    return DenseLeaves(plan, [values[chunk.key] for chunk in plan.chunks], pieces, staging, keeper)
+
+
+def _copied(
+    runs: Sequence[Sequence[DenseValue]], views: Container[str], staging: Staging, least: int
+) -> dict[str, list[np.ndarray]]:
+    """Replaces the data of values by their blocks, in memory of their own.
+
+    Args:
+      runs: values of one dtype each, which share a buffer.
+      views: keys of values that are in their own memory already.
+      staging: provides buffers.
+      least: size of the smallest buffer that is taken from it.
+
+    Returns:
+      Group to its blocks in the order of the values, (n, 256) each.
+    """
     pieces: dict[str, list[np.ndarray]] = {}
     copies: list[tuple[np.ndarray, np.ndarray]] = []
-    least = _STAGED_BYTES if keeper is None else _SHARED_BYTES
     try:
         for run in runs:
-            of_group = pieces.setdefault(values[run[0]].group, [])
-            if run[0] in views:
-                flat = np.ascontiguousarray(values[run[0]].data).reshape(-1)
+            of_group, dtype = pieces.setdefault(run[0].group, []), run[0].dtype
+            if run[0].key in views:
+                flat = np.ascontiguousarray(run[0].data).reshape(-1)
                 of_group.extend(_blocks(flat))
-                data = flat if flat.size % BLOCK else of_group[-1]
-                values[run[0]] = values[run[0]]._replace(data=data)
+                run[0].data = flat if flat.size % BLOCK else of_group[-1]
                 continue
-            bounds = [0, *itertools.accumulate(blocks_of(values[n].data.size) for n in run)]
-            shape, dtype = (bounds[-1], BLOCK), values[run[0]].dtype
+            bounds = [0, *itertools.accumulate(blocks_of(value.data.size) for value in run)]
+            shape = bounds[-1], BLOCK
             is_staged = bounds[-1] * BLOCK * dtype.itemsize >= least
             buffer = staging.take(shape, dtype) if is_staged else np.empty(shape, dtype)
             of_group.append(buffer)
-            for number, start, stop in zip(run, bounds, bounds[1:], strict=False):
-                found = np.asarray(values[number].data)
-                data = buffer if len(run) == 1 else buffer[start:stop]
-                flat = data.reshape(-1)
-                copies.append((flat[: found.size].reshape(found.shape), found))
-                flat[found.size :] = 0
-                values[number] = values[number]._replace(data=data)
+            for value, start, stop in zip(run, bounds, bounds[1:], strict=False):
+                found = np.asarray(value.data)
+                value.data = buffer if len(run) == 1 else buffer[start:stop]
+                flat, count = value.data.reshape(-1), found.size
+                copies.append((flat[:count].reshape(found.shape), found))
+                if count < flat.size:
+                    flat[count:] = 0
         staging.copy(copies)
     except BaseException:
         staging.done_with(itertools.chain(*pieces.values()))
         raise
-    return DenseLeaves(plan, values, pieces, staging, keeper)
+    return pieces
+
+
+@functools.cache
+def _group_of(dtype: np.dtype) -> str:
+    """Returns the group of large values of a dtype."""
+    return dtype.name if dtype.isnative and dtype.name in BLOCKED_DTYPES else PLAIN
 
 
 def _name_of(key: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -46,7 +47,8 @@ _COMPRESSED_BYTES = 64 << 10
 _RAW = "raw"
 
 
-class DenseValue(NamedTuple):
+@dataclasses.dataclass(eq=False, slots=True)
+class DenseValue:
     """A captured value of the dense item.
 
     Attributes:

@@ -65,10 +65,6 @@ class Chunk(NamedTuple):
         sizes = zip(self.window, self.source.shape, strict=True)
         return tuple(len(range(size)[part]) for part, size in sizes)
 
-    def array(self) -> np.ndarray:
-        """Fetches the chunk; on the CPU, the result may alias the source."""
-        return np.ascontiguousarray(np.asarray(self.source)[self.window])
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -86,13 +82,6 @@ class Plan:
     described: dict[str, bytes]
     chunks: tuple[Chunk, ...]
     files: dict[str, str]
-
-    def values(self) -> Iterator[ocdbt.Value]:
-        """Returns everything for the database; chunks are fetched on demand."""
-        for key, data in self.described.items():
-            yield ocdbt.Value(key, data)
-        for chunk in self.chunks:
-            yield ocdbt.Value(chunk.key, chunk.array())
 
 
 def covered(leaf: Any) -> str | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import dataclasses
 import hashlib
 import json
 import logging
@@ -225,7 +226,7 @@ def watch_encoders() -> None:
         found = real(values, *arguments, **options)
         chunks: dict[str, dict[int, np.ndarray]] = collections.defaultdict(dict)
         for value, delta in zip(values, found, strict=True):
-            decoded = value._replace(data=np.asarray(delta.decoded))
+            decoded = dataclasses.replace(value, data=np.asarray(delta.decoded))
             # Leaves are sharded by their first axis.
             number = value.key.rpartition("/")[2].partition(".")[0]
             chunks[value.leaf][int(number) if number.isdecimal() else 0] = decoded.array
