@@ -131,12 +131,18 @@ class Staging:
     def done_with(self, arrays: Iterable[Any]) -> None:
         """Returns the buffers among some arrays to the pool; see ``give_back``."""
         with self._lock:
-            returned = [self._lent.pop(id(one))[1] for one in arrays if id(one) in self._lent]
-            self._free += returned
-            lent = sum(raw.nbytes for _, raw in self._lent.values())
-            room = min(self.most_free_bytes, self.budget_bytes - lent)
-            while self._free and sum(raw.nbytes for raw in self._free) > room:
+            self._free += [self._lent.pop(id(one))[1] for one in arrays if id(one) in self._lent]
+            while self._free and (
+                self.nbytes > self.budget_bytes
+                or sum(raw.nbytes for raw in self._free) > self.most_free_bytes
+            ):
                 self._free.pop(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes of all buffers, lent or kept."""
+        lent = sum(raw.nbytes for _, raw in self._lent.values())
+        return lent + sum(raw.nbytes for raw in self._free)
 
 
 def _pieces(out: np.ndarray, source: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
