@@ -29,7 +29,7 @@ from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalIndex, Wal
 from deltackpt.reading.wal_locations import WalFolder, WalLocations
 from deltackpt.reading.wal_records import ProcessWal
 from deltackpt.resources.write_buffers import WriteBuffers
-from deltackpt.save import coded_dense
+from deltackpt.save import dense_layer
 from deltackpt.storage import arrays
 from deltackpt.storage.parts import Place
 from deltackpt.storage.store import store_path
@@ -115,7 +115,7 @@ def fill_of(number: int, run: str = "a0") -> Fill:
             encodings=(RAW,),
         )
         value = BlockedValue(key="w", dtype="uint8", count=len(weights), group=PLAIN, at=0)
-        plain = coded_dense.write_plain(place_of, [weights], zstd=False)
+        plain = dense_layer.write_plain(place_of, [weights], zstd=False)
         data = np.frombuffer(str(number).encode(), np.uint8)
         place_of(ITEMS).write_array(arrays.array_entry(ITEM_BYTES, data.shape, data.dtype), [data])
         head = RecordHead(

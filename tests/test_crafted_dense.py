@@ -34,7 +34,7 @@ from deltackpt.reading.part_arrays import LayerArrays
 from deltackpt.reading.saves import read_info
 from deltackpt.reading.wal_index import newest_plan
 from deltackpt.resources.write_buffers import WriteBuffers
-from deltackpt.save import coded_dense
+from deltackpt.save import dense_layer
 from deltackpt.storage import ocdbt
 from deltackpt.storage.parts import Place
 from deltackpt.upkeep.verify import verify_root
@@ -89,7 +89,7 @@ class Root(NamedTuple):
             for segment in self.record.rows:
                 copy_segment(self.record.layer, segment, place_of(segment.name))
             found = [np.frombuffer(data, np.uint8) for data in values.values()]
-            plain = coded_dense.write_plain(place_of, found, zstd=False)
+            plain = dense_layer.write_plain(place_of, found, zstd=False)
             changed = dataclasses.replace(head, values=packed_values(blocked))
             return FilledRecord(changed, [*self.record.rows, plain])
 

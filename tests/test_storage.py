@@ -196,7 +196,7 @@ def test_staging_reuses_buffers_and_stays_within_its_budget():
     many = [staging.take((1 << 20,), np.dtype(np.uint8)) for _ in range(6)]
     for buffer in many:
         staging.give_back(buffer)
-    assert staging._kept_bytes() <= staging.budget_bytes
+    assert staging.nbytes <= staging.budget_bytes
 
 
 def test_small_requests_reuse_one_buffer():
@@ -204,7 +204,7 @@ def test_small_requests_reuse_one_buffer():
     staging = Staging(64 << 20)
     for number in range(20):
         staging.give_back(staging.take((number % 5,), np.dtype(np.int32)))
-    assert staging._kept_bytes() == 1 << 20
+    assert staging.nbytes == 1 << 20
 
 
 def test_staging_serves_threads_at_once():

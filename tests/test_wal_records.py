@@ -49,7 +49,7 @@ from deltackpt.format.wal_epochs import Continues
 from deltackpt.format.wal_records import ITEM_BYTES, ITEMS, RecordHead, packed_values
 from deltackpt.layers import footer
 from deltackpt.layers.footer import PAGE_BYTES
-from deltackpt.save import coded_dense
+from deltackpt.save import dense_layer
 from deltackpt.storage import arrays
 from deltackpt.storage.parts import Place
 from deltackpt.storage.store import FileStore
@@ -114,7 +114,7 @@ def test_a_head_may_be_large(numbers, tmp_path):
 
     def fill(place_of: Callable[[str], Place]) -> FilledRecord:
         found = [np.zeros(8 * len(values), np.uint8)]
-        plain = coded_dense.write_plain(place_of, found, zstd=False)
+        plain = dense_layer.write_plain(place_of, found, zstd=False)
         packed = packed_values(values)
         head = RecordHead(part=0, part_start=0, full=True, unix_ns=0, values=packed)
         return FilledRecord(head, [plain])

@@ -50,7 +50,7 @@ def write_dense(
       meet: returns when all processes have written.
     """
     others, batch = of_this_process(item_dir.parent, 60.0), FileBatch(item_dir, fsync=True)
-    leaves = DenseLeaves.take(tree, processes.index(), Staging(1 << 30))
+    leaves = DenseLeaves.capture(tree, processes.index(), Staging(1 << 30))
     leaves.write(item_dir, batch, others)
     meet()
     if others.process == 0:

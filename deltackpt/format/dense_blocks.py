@@ -11,7 +11,7 @@ an array are *plain*: consecutive bytes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 
 from deltackpt.format import dtypes
 from deltackpt.format.segments import Segment
@@ -120,18 +120,6 @@ BLOCKED_DTYPES = frozenset(
         *("float8_e5m2fnuz", "bool"),
     )
 )
-
-
-def laid_out(values: Iterable[BlockedValue]) -> Iterator[BlockedValue]:
-    """Assigns positions to the values' blocks: end to end in each group."""
-    ends: dict[str, int] = {}
-    for value in values:
-        if value.plain:
-            yield value
-            continue
-        at = ends.get(value.group, 0)
-        ends[value.group] = at + value.blocks
-        yield dataclasses.replace(value, at=at)
 
 
 def check(record: DenseBlocks, *, remember: bool = False) -> None:
