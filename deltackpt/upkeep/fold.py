@@ -45,6 +45,7 @@ from deltackpt.storage.parts import (
     StoredField,
     WrittenPart,
 )
+from deltackpt.storage.posix import DurableDir, fsync_path
 from deltackpt.storage.store import Spot
 from deltackpt.upkeep import fold_dense
 from deltackpt.upkeep.plan import Plan, chain, standing
@@ -93,8 +94,8 @@ def fold(plan: Plan, number: int, *, memory_bytes: int, progress: Progress | Non
         held = chain(plan)
     attempt = plan.workspace / f"{number}.{uuid.uuid4().hex}"
     try:
-        files.make_below(plan.directory, attempt)
-        files.make_below(plan.directory, plan.item_dir)
+        DurableDir(plan.directory, fsync=False).make(attempt)
+        DurableDir(plan.directory, fsync=False).make(plan.item_dir)
         with standing(plan), chains.standing_chain(held):
             dense = fold_dense.fold(plan, held, memory_bytes) if number == 0 else {}
             work = _Fold(plan, number, held, attempt, memory_bytes, progress, dense)
@@ -103,7 +104,7 @@ def fold(plan: Plan, number: int, *, memory_bytes: int, progress: Progress | Non
             fold_dense.move(plan)
         _move(attempt, plan.item_dir, number)
     finally:
-        files.remove_tree(attempt, below=plan.directory)
+        DurableDir(plan.directory).remove(attempt)
     return Folded(bytes_read=work.bytes_read, bytes_written=written.nbytes)
 
 
@@ -141,9 +142,9 @@ def _move(attempt: Path, item_dir: Path, number: int) -> None:
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                     raise
         for name in (names.digests_name(number), names.manifest_name(number)):
-            files.fsync_path(item_dir)
+            fsync_path(item_dir)
             os.replace(attempt / name, item_dir / name)
-        files.fsync_path(item_dir)
+        fsync_path(item_dir)
 
 
 class _Budget(NamedTuple):

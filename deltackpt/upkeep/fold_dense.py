@@ -31,6 +31,7 @@ from deltackpt.storage import digests, files, ocdbt
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import Digest, Digests
 from deltackpt.storage.ocdbt import ZARRAY, Value
+from deltackpt.storage.posix import DurableDir, fsync_path
 from deltackpt.upkeep.dense_chain import check_keys
 from deltackpt.upkeep.plan import Plan
 
@@ -69,11 +70,11 @@ def fold(plan: Plan, chain: Sequence[StoredSave], memory_bytes: int) -> dict[str
     if not folded.is_dir():
         attempt = plan.workspace / f"dense.{uuid.uuid4().hex}"
         try:
-            files.make_below(plan.directory, attempt / names.DENSE_ITEM)
+            DurableDir(plan.directory, fsync=False).make(attempt / names.DENSE_ITEM)
             _write(attempt, chain, memory_bytes)
             _rename(attempt, folded)
         finally:
-            files.remove_tree(attempt, below=plan.directory)
+            DurableDir(plan.directory).remove(attempt)
     found = digests.read_digests(folded / _DIGESTS)
     return {name: found.digest(name) for name in found.files}
 
@@ -83,7 +84,7 @@ def move(plan: Plan) -> None:
     with files.typed_errors(plan.item_dir, "be written"):
         with contextlib.suppress(FileNotFoundError):
             os.rename(plan.workspace / _FOLDED / names.DENSE_ITEM, plan.item_dir / names.DENSE_ITEM)
-        files.fsync_path(plan.item_dir)
+        fsync_path(plan.item_dir)
 
 
 def least_memory_bytes(chain: Sequence[StoredSave]) -> int:
@@ -168,4 +169,4 @@ def _rename(attempt: Path, folded: Path) -> None:
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
-        files.fsync_path(folded.parent)
+        fsync_path(folded.parent)
