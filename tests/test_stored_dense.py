@@ -29,7 +29,7 @@ from deltackpt.reading.part_arrays import LayerArrays
 from deltackpt.reading.stored_dense import DensePlan, DenseShard
 from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.storage.posix import DirectFile
-from deltackpt.storage.store import spot
+from deltackpt.storage.store import store_path
 
 DTYPES = ("uint16", "float32", "bfloat16")
 CODECS = ("raw", "planes", "xor", "sparse")
@@ -177,7 +177,7 @@ class Run:
         file = LayerFile(DirectFile(path), self.buffers, fsync=False, chunk_bytes=1024)
         written = append(file, manifest_of(), groups)
         file.file.close()
-        return Layer(StoredBytes(spot(path)), written.stop)
+        return Layer(StoredBytes(store_path(path)), written.stop)
 
     def close(self) -> None:
         self.buffers.close()

@@ -20,7 +20,7 @@ from deltackpt.options import DeltaOptions
 from deltackpt.storage import buckets
 from deltackpt.storage.kv_store import KvStore
 from deltackpt.storage.posix import DurableDir
-from deltackpt.storage.store import Refused, Spot, Unanswered
+from deltackpt.storage.store import Refused, StorePath, Unanswered
 from deltackpt.tiers import promoter, promotion
 from deltackpt.tiers.promotion import Promoter
 from deltackpt.tiers.stage import default_stage
@@ -38,7 +38,7 @@ def alone(monkeypatch) -> None:
     monkeypatch.setattr("deltackpt.tiers.running.Running.start", lambda self: None)
 
 
-def place(one: Node) -> Spot:
+def place(one: Node) -> StorePath:
     return buckets.place(one.url, endpoint=one.endpoint).open()
 
 
