@@ -30,7 +30,7 @@ from deltackpt.reading.wal_locations import WalFolder, WalLocations
 from deltackpt.reading.wal_records import ProcessWal
 from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.save import dense_layer
-from deltackpt.storage import arrays
+from deltackpt.storage import arrays, parts
 from deltackpt.storage.parts import Place
 from deltackpt.storage.store import store_path
 from deltackpt.wal.segments import Fill, FilledRecord, SegmentWriter
@@ -103,7 +103,7 @@ def fill_of(number: int, run: str = "a0") -> Fill:
         place = place_of("g0.0")
         gaps, values = place.write_rows(rows), values_of(number, run)
         entry = arrays.array_entry("values", values.shape, values.dtype)
-        place.write_array(entry, [values])
+        parts.write_array(place, entry, [values])
         segment = Segment(
             name="g0.0",
             group="g0",
@@ -117,7 +117,9 @@ def fill_of(number: int, run: str = "a0") -> Fill:
         value = BlockedValue(key="w", dtype="uint8", count=len(weights), group=PLAIN, at=0)
         plain = dense_layer.write_plain(place_of, [weights], zstd=False)
         data = np.frombuffer(str(number).encode(), np.uint8)
-        place_of(ITEMS).write_array(arrays.array_entry(ITEM_BYTES, data.shape, data.dtype), [data])
+        parts.write_array(
+            place_of(ITEMS), arrays.array_entry(ITEM_BYTES, data.shape, data.dtype), [data]
+        )
         head = RecordHead(
             part=0,
             part_start=0,

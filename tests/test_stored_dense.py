@@ -28,6 +28,7 @@ from deltackpt.reading import stored_dense
 from deltackpt.reading.part_arrays import LayerArrays
 from deltackpt.reading.stored_dense import DensePlan, DenseShard
 from deltackpt.resources.write_buffers import WriteBuffers
+from deltackpt.storage.posix import DirectFile
 from deltackpt.storage.store import store_path
 
 DTYPES = ("uint16", "float32", "bfloat16")
@@ -173,9 +174,9 @@ class Run:
 
     def _written(self, groups: list[Rows]) -> Layer:
         path = self.folder / f"layer.{len(list(self.folder.iterdir()))}"
-        file = LayerFile(path, self.buffers, fsync=False, chunk_bytes=1024)
+        file = LayerFile(DirectFile(path), self.buffers, fsync=False, chunk_bytes=1024)
         written = append(file, manifest_of(), groups)
-        file.close()
+        file.file.close()
         return Layer(StoredBytes(store_path(path)), written.stop)
 
     def close(self) -> None:

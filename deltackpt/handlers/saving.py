@@ -55,7 +55,7 @@ from deltackpt.save.step import Item, Step
 from deltackpt.state import contexts, tables
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import TouchState
-from deltackpt.storage import files
+from deltackpt.storage.posix import DurableDir
 
 #: Reports that wait for ``wait()``: a loop may never call it.
 _REPORTS = 1000
@@ -298,7 +298,7 @@ class Saver:
     def _begun(self, step: int, attempt: int, name: str, handler: Any, args: Any) -> HandlerItem:
         run = self._run
         item_dir = self._temporary(step, attempt) / name
-        files.make_below(run.held.path, item_dir)
+        DurableDir(run.held.path, fsync=False).make(item_dir)
         return HandlerItem.begin(handler, item_dir, args, run.workers)
 
     def _temporary(self, number: int, attempt: int) -> Path:
@@ -510,7 +510,7 @@ class Saver:
             return self._failed(flight, cause)
         run.newest = flight.step
         while self._leftovers:
-            files.remove_tree(self._leftovers.pop())
+            DurableDir(run.held.path).remove(self._leftovers.pop())
         done = flight.future.result()
         self._report(flight, done)
         for text in done.warnings:

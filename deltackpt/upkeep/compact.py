@@ -35,6 +35,7 @@ from deltackpt.errors import (
     OptionError,
     OutOfSpace,
     StepNotFound,
+    StorageError,
     TargetDiffers,
     UnsupportedRoot,
 )
@@ -54,6 +55,7 @@ from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.stored_dense import DenseItem
 from deltackpt.resources import priority
 from deltackpt.storage import buckets, files, parts
+from deltackpt.storage.posix import DurableDir, fsync_path
 from deltackpt.storage.store import store_path
 from deltackpt.upkeep.fold import Folded, fold, most_workers, written_part
 from deltackpt.upkeep.plan import Plan, chain, plan, standing
@@ -158,7 +160,7 @@ def compact(
             folded = (fold_all or _by_threads)(planned, count, memory_bytes // count, progress)
             publish(planned)
         finally:
-            files.remove_tree(planned.workspace, below=planned.directory)
+            DurableDir(planned.directory).remove(planned.workspace)
     return Compacted(
         step=planned.step,
         save_id=planned.save_id,
@@ -267,20 +269,17 @@ def exclusive(directory: Path) -> Iterator[None]:
         )
     # Before anything is created there: the directory may not be deltackpt's.
     Root.open(directory, read_only=True).close()
-    folder = directory / names.COMPACTED
+    opened, folder = DurableDir(directory), directory / names.COMPACTED
     path = folder / names.COMPACTION_LOCK
-    if not folder.is_dir():
-        with files.typed_errors(path, "be locked"):
-            folder.mkdir(exist_ok=True)
-            files.fsync_path(directory)
+    opened.make(folder)
     refusal = AlreadyCompacting(
         f"{directory}: expected no other compaction, found the lock {path} held by another "
         "process; wait until it has ended"
     )
     with locks.held(path, refusal):
-        for entry in files.entries_below(folder, directory):
+        for entry in opened.entries(folder):
             if names.is_compaction(entry.name):
-                files.remove_tree(entry, below=directory)
+                opened.remove(entry)
         yield
 
 
@@ -297,7 +296,7 @@ def publish(plan: Plan) -> None:
     with contextlib.suppress(Damaged):
         if saves.read_compacted(plan.step_dir, plan.save_id, plan.item) is not None:
             return
-    count = len(plan.parts)
+    opened, count = DurableDir(plan.directory), len(plan.parts)
     written = []
     for number in range(count):
         part = written_part(plan, number)
@@ -317,20 +316,24 @@ def publish(plan: Plan) -> None:
             *(parts.part_of(part.record, part.crc32c) for part in others),
         )
         record = manifest.to_bytes(dataclasses.replace(head.record, parts=index))
-        files.write_atomic(base / names.manifest_name(0), record, fsync=True)
+        opened.write(base / names.manifest_name(0), record)
     with standing(plan):
         chain(plan)
     with files.typed_errors(final, "be published"):
+        moving = DurableDir(plan.directory, fsync=False)
         for number in range(1, count):
-            for path in files.entries_below(plan.part_dir(number), plan.directory):
-                files.rename_below(path, base / path.name, plan.directory)
-        files.fsync_path(base)
+            for path in moving.entries(plan.part_dir(number)):
+                moving.publish(path, base / path.name)
+        fsync_path(base)
+    try:
         # Move a stale or damaged base out of the way.
-        with contextlib.suppress(FileNotFoundError):
-            files.rename_below(final, plan.workspace / "replaced", plan.directory)
-        _rename_into(base, final, plan.directory)
-        files.fsync_path(final.parent)
-        files.fsync_path(final.parent.parent)
+        opened.publish(final, plan.workspace / "replaced")
+    except StorageError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
+    opened.publish(base, final)
+    with files.typed_errors(final, "be published"):
+        fsync_path(final.parent.parent)  # A killed compaction may have made its folder.
 
 
 def _by_threads(
@@ -357,14 +360,3 @@ def _require_room(plan: Plan) -> None:
             f"{plan.directory}: expected room for {needed:,} bytes to compact step "
             f"{plan.step}, found {free:,} bytes free; free space or keep fewer steps, then retry"
         )
-
-
-def _rename_into(source: Path, final: Path, below: Path) -> None:
-    while True:
-        try:
-            files.rename_below(source, final, below)
-            return
-        except FileNotFoundError:
-            # A trainer may have removed the empty folder.
-            if not source.is_dir():
-                raise

@@ -41,6 +41,7 @@ from deltackpt.storage import arrays, digests, files, ocdbt, parts
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.ocdbt import ZARRAY
 from deltackpt.storage.parts import ArrayPlace, Share, StoredArrays, StoredField, WrittenPart
+from deltackpt.storage.posix import DurableDir, fsync_path
 from deltackpt.storage.store import StorePath
 from deltackpt.upkeep.plan import Plan, chain, standing
 
@@ -94,7 +95,7 @@ def fold(
         held = chain(plan)
     attempt = plan.workspace / f"{number}.{uuid.uuid4().hex}"
     try:
-        files.make_below(plan.directory, attempt)
+        DurableDir(plan.directory, fsync=False).make(attempt)
         with standing(plan), chains.standing_chain(held):
             work = _PartMerge(plan, number, held, attempt, memory_bytes, on_bytes)
             written = work.write()
@@ -105,9 +106,9 @@ def fold(
                 # Another attempt has written the same rows and leaves.
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                     raise
-            files.fsync_path(plan.workspace)
+            fsync_path(plan.workspace)
     finally:
-        files.remove_tree(attempt, below=plan.directory)
+        DurableDir(plan.directory).remove(attempt)
     return Folded(bytes_read=work.bytes_read, bytes_written=written.nbytes)
 
 

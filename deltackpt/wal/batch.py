@@ -196,7 +196,7 @@ def write_record(
         segments += leaves.dense.record.segments
     if data := b"".join(item.data for item in batch.items):
         entry = arrays.array_entry(ITEM_BYTES, (len(data),), np.dtype(np.uint8))
-        place_of(ITEMS).write_array(entry, [np.frombuffer(data, np.uint8)])
+        parts.write_array(place_of(ITEMS), entry, [np.frombuffer(data, np.uint8)])
     head = RecordHead(
         part=0,
         part_start=0,
