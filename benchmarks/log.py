@@ -38,8 +38,9 @@ from report import Report, Sample, arguments, megabytes, secs, times
 import deltackpt
 from deltackpt.format import names
 from deltackpt.layers import targets
-from deltackpt.reading import replay as replaying
-from deltackpt.reading.stretches import Logs, newest_way
+from deltackpt.reading import reader, wal_rows
+from deltackpt.reading.wal_index import Logs, newest_way
+from deltackpt.reading.wal_rows import SeenRows
 from deltackpt.storage.store import spot
 
 #: Bars on the time, relative to training without saves.
@@ -273,21 +274,17 @@ def replay(report: Report, options: argparse.Namespace, place: Path) -> None:
     base = era.processes[0].log.records[0].parent
     way = newest_way(history, {base.step: base})
     assert way is not None
-    rows = sum(
-        segment.count
-        for leg in way.legs
-        for record in leg.records[0]
-        for segment in record.segments
-    )
+    rows = sum(segment.count for _, record in way.records for segment in record.segments)
     buffers, wanted = targets.empty_buffers(era.head.layout)
     for array in jax.tree.leaves(buffers):
         array[...] = 0
     found, distinct = [], 0
     for _ in range(options.repeats + 1):
         started = time.process_time()
-        replayed = replaying.replay(way, wanted, era.head.layout)
+        seen, records = SeenRows(era.head.layout), wal_rows.layers_of(way, era.head.layout)
+        reader.fill((), wanted, records=records, seen=seen, threads=1, over_parent=True)
         found.append(time.process_time() - started)
-        distinct = sum(map(len, replayed.rows.values()))
+        distinct = sum(map(len, seen.by_table().values()))
     cpu = found[1:]  # The first reads the log into the page cache.
     for what, count, bar in (("", rows, 1.0), (", each counted once", distinct, None)):
         per_5m = Sample(tuple(value * REPLAY_ROWS / count for value in cpu))

@@ -24,10 +24,11 @@ from deltackpt.layers.read import Layer, StoredBytes
 from deltackpt.layers.shard import segment_of
 from deltackpt.layers.targets import empty_buffers
 from deltackpt.layers.write import REMOVED
-from deltackpt.reading import logged_dense, replay
+from deltackpt.reading import logged_dense, reader, wal_rows
 from deltackpt.reading.log_places import LogFolder, LogLayers
-from deltackpt.reading.stretches import History, Logs, RecoveryPoint, Way, newest_way
+from deltackpt.reading.wal_index import History, Logs, RecoveryPoint, Way, newest_way
 from deltackpt.reading.wal_records import ProcessLog
+from deltackpt.reading.wal_rows import SeenRows
 from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.save import coded_dense
 from deltackpt.storage import arrays
@@ -258,9 +259,10 @@ def follow(way: Way) -> Read:
     buffers, targets = empty_buffers(LAYOUT)
     [table] = buffers[TABLE]["values"].values()
     table[:] = 0
-    replayed = replay.replay(way, targets, LAYOUT)
+    seen, records = SeenRows(LAYOUT), wal_rows.layers_of(way, LAYOUT)
+    reader.fill((), targets, records=records, seen=seen, over_parent=True)
     dense = {key: bytes(data) for key, data in logged_dense.dense_of(way).values.items()}
-    return Read(way.point, table, replayed.rows[TABLE], dense, replay.items_of(way)[0])
+    return Read(way.point, table, seen.by_table()[TABLE], dense, way.items()[0])
 
 
 def read_newest(at: Path) -> Read | None:

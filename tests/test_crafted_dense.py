@@ -32,7 +32,7 @@ from deltackpt.layers.write import LayerFile
 from deltackpt.reading import logged_dense
 from deltackpt.reading.part_arrays import LayerArrays
 from deltackpt.reading.saves import read_info
-from deltackpt.reading.stretches import newest_way
+from deltackpt.reading.wal_index import newest_way
 from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.save import coded_dense
 from deltackpt.storage import ocdbt

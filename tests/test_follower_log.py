@@ -34,11 +34,12 @@ from deltackpt.errors import (
     StepNotFound,
     StorageError,
 )
-from deltackpt.format.manifest import SaveId
-from deltackpt.layers.targets import empty_buffers, targets_of
-from deltackpt.reading import chains, logged_dense, point_files, reader, replay, saves
+from deltackpt.format.manifest import Layout, SaveId
+from deltackpt.layers.targets import Targets, empty_buffers, targets_of
+from deltackpt.reading import chains, logged_dense, point_files, reader, saves, wal_rows
 from deltackpt.reading.reader import RestoredTables
-from deltackpt.reading.stretches import Logs, RecoveryPoint, newest_way
+from deltackpt.reading.wal_index import Logs, RecoveryPoint, Way, newest_way
+from deltackpt.reading.wal_rows import SeenRows
 from deltackpt.standby import candidates
 from deltackpt.standby import follower as follower_module
 from deltackpt.standby import wal as followed
@@ -51,6 +52,13 @@ def logs_of(root: Path) -> Logs:
     return Logs(spot(root / "log"))
 
 
+def replay(way: Way, targets: Targets, layout: Layout) -> dict[str, np.ndarray]:
+    """Replays records onto the buffers of a step; returns the rows of each table in them."""
+    seen, records = SeenRows(layout), wal_rows.layers_of(way, layout)
+    reader.fill((), targets, records=records, seen=seen, over_parent=True)
+    return seen.by_table()
+
+
 def from_storage(root: Path, save_id: SaveId, point: RecoveryPoint | None) -> RestoredTables:
     """Restores a step, and a point above it if one is given, from storage."""
     found = reader.restore_tables(chains.read_chain(root / str(save_id.step)))
@@ -58,7 +66,7 @@ def from_storage(root: Path, save_id: SaveId, point: RecoveryPoint | None) -> Re
     if point is not None:
         way = logs_of(root).read().way(point, save_id)
         assert way is not None
-        replay.replay(way, targets_of(found.buffers, found.layout), found.layout)
+        replay(way, targets_of(found.buffers, found.layout), found.layout)
     return found
 
 
@@ -76,11 +84,11 @@ def assert_holds_storage(one: Follower, root: Path) -> None:
     assert way is not None
     files = {file.name: holding.files.array(file) for file in holding.files.index}
     found = point_files.state_of(files, holding.layout)
-    assert found.items == replay.items_of(way)
+    assert found.items == way.items()
     dense = logged_dense.dense_of(way)
     assert {**found.dense.values} == dense.values and {**found.dense.files} == dense.files
     targets = targets_of({}, holding.layout)
-    rows = replay.replay(way, targets, holding.layout).rows
+    rows = replay(way, targets, holding.layout)
     assert {name: held.tolist() for name, held in found.rows.items()} == {
         name: held.tolist() for name, held in rows.items()
     }

@@ -18,7 +18,7 @@ from deltackpt.handlers.reading import OrbaxItems
 from deltackpt.handlers.run import Run
 from deltackpt.policies.retention import PreservationPolicy
 from deltackpt.reading import saves
-from deltackpt.reading.stretches import Logs, coverings
+from deltackpt.reading.wal_index import Logs, coverings
 from deltackpt.restore import placing
 from deltackpt.state import tables
 from deltackpt.storage.store import Spot

@@ -25,7 +25,7 @@ from deltackpt.handlers.run import Run
 from deltackpt.ledger import damaged_saves, points
 from deltackpt.ledger.damaged_saves import DamagedSave
 from deltackpt.ledger.log_losses import losses_of
-from deltackpt.reading.stretches import History, Logs, RecoveryPoint, coverings, newest_way
+from deltackpt.reading.wal_index import History, Logs, RecoveryPoint, coverings, newest_way
 
 #: How often a log is read again at most while each look finds other damage.
 _LOOKS = 4

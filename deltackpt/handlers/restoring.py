@@ -36,7 +36,7 @@ from deltackpt.handlers.run import Run
 from deltackpt.outcomes import ReadRows, ReadState, Restored
 from deltackpt.reading import chains, stored_dense
 from deltackpt.reading.reader import Progress, RestoredTables
-from deltackpt.reading.stretches import RecoveryPoint
+from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.restore import steps
 from deltackpt.restore.placing import same_tables
 from deltackpt.restore.steps import Found, Items, Loaded, RowRanges, Service, StepReader

@@ -35,7 +35,7 @@ from deltackpt.ledger.steps import Steps
 from deltackpt.reading import chains, removal, saves, stored_dense
 from deltackpt.reading.log_states import log_state
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.stretches import Logs, RecoveryPoint, Way
+from deltackpt.reading.wal_index import Logs, RecoveryPoint, Way
 from deltackpt.storage import files
 from deltackpt.storage.store import Spot, Stamp
 

@@ -22,10 +22,11 @@ from deltackpt.format.blocks import Span
 from deltackpt.format.manifest import SaveId
 from deltackpt.inspect.changes import entry_of, holds, named, pandas
 from deltackpt.inspect.lazy import RowNumbers, Saves, buffers_of
-from deltackpt.reading import chains, reader, removal, replay
+from deltackpt.reading import chains, reader, removal, wal_rows
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.stretches import History as LogHistory
-from deltackpt.reading.stretches import Leg, RecoveryPoint, Way, coverings
+from deltackpt.reading.wal_index import History as LogHistory
+from deltackpt.reading.wal_index import RecoveryPoint, Way, coverings
+from deltackpt.reading.wal_rows import SeenRows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -268,17 +269,11 @@ class _Walk:
         for buffer, end in zip(buffers, ends, strict=True):
             buffer[...] = values[end - len(buffer) : end]
         written = np.zeros(len(self._rows), bool)
-        for leg, save_id in _moments(way):
-            records = {
-                process: tuple(
-                    record.of_group(table.group) for record in of if record.save_id == save_id
-                )
-                for process, of in leg.records.items()
-            }
-            moment = dataclasses.replace(way, legs=(Leg(leg.head, records),))
-            held = replay.replay(moment, targets, save.layout).rows[table.name]
-            written |= np.isin(self._rows, held)
-            point = wanted.get(save_id)
+        for record in wal_rows.layers_of(way, save.layout, table.group):
+            seen = SeenRows(save.layout)
+            reader.fill((), targets, records=[record], seen=seen, over_parent=True)
+            written |= np.isin(self._rows, seen.by_table()[table.name])
+            point = wanted.get(record[0].record.save_id)
             # Such a field is written in full, and only by full records.
             if point is None or (spec.always and not point.full):
                 continue
@@ -345,13 +340,6 @@ class _Walk:
         for buffer, end in zip(buffers, ends, strict=True):
             values[end - len(buffer) : end] = buffer
         return values
-
-
-def _moments(way: Way) -> Iterator[tuple[Leg, SaveId]]:
-    """The WAL records in order; those of all processes at one step together."""
-    for leg in way.legs:
-        ids = {record.save_id for records in leg.records.values() for record in records}
-        yield from ((leg, save_id) for save_id in sorted(ids, key=lambda one: one.attempt))
 
 
 def _spans(rows: np.ndarray) -> list[Span]:

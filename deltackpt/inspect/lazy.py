@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import math
 import threading
@@ -21,10 +20,11 @@ from deltackpt.format.segments import FieldSpec, Segment, width
 from deltackpt.inspect.statistics import Statistics, statistics_of
 from deltackpt.layers import merge
 from deltackpt.layers.targets import Targets, empty_buffers
-from deltackpt.reading import reader, replay
+from deltackpt.reading import reader, wal_rows
 from deltackpt.reading.chains import read_whole
 from deltackpt.reading.saves import StoredPart, StoredSave
-from deltackpt.reading.stretches import Leg, Way
+from deltackpt.reading.wal_index import Way
+from deltackpt.reading.wal_rows import SeenRows, WalRows
 from deltackpt.storage.crc import BLOCK_BYTES
 from deltackpt.storage.store import Spot
 
@@ -191,11 +191,16 @@ class Saves:
 
         def read(saves: Sequence[StoredSave]) -> list[np.ndarray]:
             buffers, targets = buffers_of(self.layout, table, spec, spans)
-            reader.fill(saves, targets, indices=self.numbers)
+            records = self._records(table.group)
+            reader.fill(saves, targets, records=records, indices=self.numbers)
             self.chain = tuple(saves)  # The chain that could be read.
             return buffers
 
         return read_whole(self.chain, read)
+
+    def _records(self, group: str) -> WalRows:
+        """The rows of a group in the records above the chain."""
+        return ()
 
 
 class PointSaves(Saves):
@@ -219,37 +224,14 @@ class PointSaves(Saves):
     def logged_rows(self, table: TableEntry) -> np.ndarray:
         """See ``Saves``."""
         if table.group not in self._logged:
-            way = self._way_of(table.group)
-            self._logged[table.group] = replay.replay(
-                way, Targets((), self.layout), self.layout
-            ).rows
+            records = self._records(table.group)
+            seen, nothing = SeenRows(self.layout), Targets((), self.layout)
+            reader.fill((), nothing, records=records, seen=seen, over_parent=True)
+            self._logged[table.group] = seen.by_table()
         return self._logged[table.group][table.name]
 
-    def read(self, table: TableEntry, spec: FieldSpec, spans: Sequence[Span]) -> list[np.ndarray]:
-        """See ``Saves``."""
-
-        def read(saves: Sequence[StoredSave]) -> list[np.ndarray]:
-            buffers, targets = buffers_of(self.layout, table, spec, spans)
-            reader.fill(saves, targets, indices=self.numbers)
-            replay.replay(self._way_of(table.group), targets, self.layout)
-            self.chain = tuple(saves)
-            return buffers
-
-        return read_whole(self.chain, read)
-
-    def _way_of(self, group: str) -> Way:
-        """The records, with only the rows of a group."""
-        legs = (
-            Leg(
-                leg.head,
-                {
-                    process: tuple(record.of_group(group) for record in of)
-                    for process, of in leg.records.items()
-                },
-            )
-            for leg in self.way.legs
-        )
-        return dataclasses.replace(self.way, legs=tuple(legs))
+    def _records(self, group: str) -> WalRows:
+        return wal_rows.layers_of(self.way, self.layout, group)
 
 
 def buffers_of(

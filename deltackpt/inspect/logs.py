@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from deltackpt.format.manifest import SaveId
 from deltackpt.inspect import html
 from deltackpt.reading.log_states import LogState, StretchState
-from deltackpt.reading.stretches import RecoveryPoint, coverings
+from deltackpt.reading.wal_index import RecoveryPoint, coverings
 from deltackpt.units import size
 
 

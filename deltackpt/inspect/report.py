@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from deltackpt.events import TableFigures
     from deltackpt.inspect import Checkpoints, Save, Step
     from deltackpt.inspect.dense_of_blocks import SavedLeaf
-    from deltackpt.reading.stretches import RecoveryPoint
+    from deltackpt.reading.wal_index import RecoveryPoint
 
 #: Lines of the table of steps; the page counts the older ones that are left out.
 _MOST_STEPS = 1000

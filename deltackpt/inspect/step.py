@@ -27,7 +27,7 @@ from deltackpt.inspect.dense_of_blocks import (
 from deltackpt.inspect.lazy import LazyArray, PointSaves, Saves
 from deltackpt.reading import removal, saves
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.stretches import RecoveryPoint
+from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.storage.store import Stamp
 from deltackpt.units import count, size
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading.stretches import History, Loss
+from deltackpt.reading.wal_index import History, Loss
 
 
 def losses_of(root: Steps, history: History, newest: int, *, above: int = -1) -> list[Loss]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from deltackpt.errors import StepNotFound
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading.stretches import History, Logs, RecoveryPoint, Way, coverings, newest_way
+from deltackpt.reading.wal_index import History, Logs, RecoveryPoint, Way, coverings, newest_way
 
 
 def find(root: Steps, asked: int | RecoveryPoint) -> tuple[int, Way | None]:

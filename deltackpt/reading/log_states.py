@@ -15,7 +15,7 @@ from deltackpt.errors import Damaged, DeltackptError, FormatMismatch, FormatTooN
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
 from deltackpt.reading.log_places import LogPlaces
-from deltackpt.reading.stretches import Era, History, Logs, RecoveryPoint
+from deltackpt.reading.wal_index import Era, History, Logs, RecoveryPoint
 from deltackpt.storage.store import Spot
 
 

@@ -18,7 +18,7 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.reading import stored_dense
 from deltackpt.reading.orbax_values import OnFilled, nobody
 from deltackpt.reading.stored_dense import DenseShard, DenseValues, OnBytes, uncounted
-from deltackpt.reading.stretches import Way
+from deltackpt.reading.wal_index import Way
 from deltackpt.reading.wal_records import ProcessLog, WalRecord, damage_of
 
 #: The values of a process's part of the item.

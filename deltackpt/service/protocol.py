@@ -15,7 +15,7 @@ from deltackpt.errors import RestoreError, ServiceMismatch
 from deltackpt.format import manifest
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
-from deltackpt.reading.stretches import RecoveryPoint
+from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.standby.files import HeldFile
 from deltackpt.standby.memory import MemoryAddress
 

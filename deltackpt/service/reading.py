@@ -26,7 +26,7 @@ from deltackpt.format.chain import SaveInfo
 from deltackpt.layers.targets import Target, Targets, Wanted, empty_buffers
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.stretches import RecoveryPoint
+from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.resources import pages
 from deltackpt.service import calls, protocol
 from deltackpt.service.names import Replica

@@ -26,10 +26,9 @@ from deltackpt.format.manifest import path_name
 from deltackpt.ledger.opening import open_steps
 from deltackpt.reading import chains, removal, saves
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.stretches import RecoveryPoint, Way
+from deltackpt.reading.wal_index import RecoveryPoint, Way
 from deltackpt.serving.version import Held, Version
 from deltackpt.serving.weights import Weights
-from deltackpt.standby import work
 from deltackpt.standby.candidates import Candidates
 from deltackpt.standby.wal import FollowedWal
 from deltackpt.state import nesting
@@ -334,7 +333,7 @@ class _Holder:
         held = self._step
         if held is None:
             return None
-        further = work.since(newest, held)
+        further = chains.since(newest, held.save.save_id, held.layout)
         if not further:
             return None
         try:

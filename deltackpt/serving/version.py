@@ -18,7 +18,7 @@ from deltackpt.format.chain import SaveInfo
 from deltackpt.format.dense_blocks import Key
 from deltackpt.format.manifest import DenseLeaf, KeyPath, Layout, SaveId, path_name
 from deltackpt.reading.orbax_values import key_impls
-from deltackpt.reading.stretches import RecoveryPoint
+from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.serving.buffers import Buffer
 from deltackpt.serving.leaves import LeafArray
 from deltackpt.state import nesting

@@ -25,7 +25,7 @@ from deltackpt.reading.logged_dense import DenseKept
 from deltackpt.reading.orbax_values import ARRAY_METADATAS
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.stored_dense import DenseValues, shape_of
-from deltackpt.reading.stretches import RecoveryPoint, Way
+from deltackpt.reading.wal_index import RecoveryPoint, Way
 from deltackpt.serving import leaves as serving_leaves
 from deltackpt.serving.buffers import Buffer, Buffers
 from deltackpt.serving.leaves import LeafArray, name_of

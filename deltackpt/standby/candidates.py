@@ -13,7 +13,7 @@ from typing import Protocol
 from deltackpt.errors import DamagedWal, DeltackptError, RestoreError, StepGone, without_frames
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import removal
-from deltackpt.reading.stretches import Way
+from deltackpt.reading.wal_index import Way
 from deltackpt.standby.wal import FollowedWal
 from deltackpt.storage.store import Spot, Stamp
 

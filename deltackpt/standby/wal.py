@@ -17,7 +17,7 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.log_losses import in_both, losses_of
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import saves
-from deltackpt.reading.stretches import History, Logs, Loss, RecoveryPoint, Way, newest_way
+from deltackpt.reading.wal_index import History, Logs, Loss, RecoveryPoint, Way, newest_way
 from deltackpt.storage.store import Stamp
 
 #: A damaged record is not read again for this long.

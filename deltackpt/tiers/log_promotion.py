@@ -28,7 +28,7 @@ from deltackpt.ledger.entries import LogRef, State
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.promoted_log import HEAD, HEAD_COPY, pieces_at
 from deltackpt.reading.log_progress import NAME, Noted, newest_durable
-from deltackpt.reading.stretches import Logs
+from deltackpt.reading.wal_index import Logs
 from deltackpt.reading.wal_records import ProcessLog, WalRecord
 from deltackpt.resources.pace import Pace
 from deltackpt.storage.store import Missing, Spot, spot

@@ -25,7 +25,7 @@ from deltackpt.ledger.steps import Steps
 from deltackpt.ledger.view import JournalView
 from deltackpt.options import ManagerOptions, Tiers
 from deltackpt.reading import saves
-from deltackpt.reading.stretches import Logs
+from deltackpt.reading.wal_index import Logs
 from deltackpt.storage import buckets, files, redaction
 from deltackpt.storage.store import spot
 from deltackpt.tiers import recall

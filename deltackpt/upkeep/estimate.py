@@ -28,7 +28,7 @@ from deltackpt.ledger.opening import open_steps
 from deltackpt.reading import chains, orbax_values, reader, removal, stored_dense
 from deltackpt.reading.part_arrays import PartArrays
 from deltackpt.reading.saves import StoredPart, StoredSave
-from deltackpt.reading.stretches import RecoveryPoint, Way
+from deltackpt.reading.wal_index import RecoveryPoint, Way
 from deltackpt.resources import memory
 from deltackpt.storage import digests
 from deltackpt.storage.store import Spot

@@ -8,7 +8,7 @@ import contextlib
 from deltackpt.errors import RestoreError
 from deltackpt.format import names
 from deltackpt.reading.log_places import LogFolder
-from deltackpt.reading.stretches import Logs
+from deltackpt.reading.wal_index import Logs
 
 
 def remove(at: LogFolder, number: int) -> None:

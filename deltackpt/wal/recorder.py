@@ -43,7 +43,7 @@ from deltackpt.handlers import dense
 from deltackpt.handlers.run import Run, keeper
 from deltackpt.options import WalOptions
 from deltackpt.outcomes import Appended
-from deltackpt.reading.stretches import Logs, RecoveryPoint
+from deltackpt.reading.wal_index import Logs, RecoveryPoint
 from deltackpt.resources.staging import Staging
 from deltackpt.save import snapshot
 from deltackpt.save.branch import Known, doubt, settled

@@ -18,7 +18,7 @@ from deltackpt.format.stretches import Continues, StretchHead
 from deltackpt.handlers.run import Run
 from deltackpt.layers.footer import EpochRef
 from deltackpt.reading.log_places import LogFolder
-from deltackpt.reading.stretches import Logs, RecoveryPoint, apart_folder
+from deltackpt.reading.wal_index import Logs, RecoveryPoint, apart_folder
 from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.save.dense_blocks import DenseKeeper
 from deltackpt.storage.store import Exists, spot

@@ -11,7 +11,7 @@ from pathlib import Path
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.stretches import StretchHead
 from deltackpt.reading.log_places import LogFolder
-from deltackpt.reading.stretches import Logs
+from deltackpt.reading.wal_index import Logs
 from deltackpt.storage.store import spot
 from deltackpt.upkeep import stretches
 

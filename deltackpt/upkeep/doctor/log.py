@@ -12,7 +12,7 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.log_losses import in_both, losses_of
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading.log_states import LogState, log_state
-from deltackpt.reading.stretches import Era, History, Logs, Way, newest_way
+from deltackpt.reading.wal_index import Era, History, Logs, Way, newest_way
 from deltackpt.storage.store import spot
 from deltackpt.upkeep.doctor.findings import Finding, ago_text
 
