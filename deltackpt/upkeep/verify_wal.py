@@ -27,7 +27,7 @@ from deltackpt.reading.meter import Meter
 from deltackpt.reading.wal_index import Covering, Era, History, Logs, Loss, RecoveryPoint, coverings
 from deltackpt.reading.wal_records import ProcessLog, WalRecord
 from deltackpt.storage import ocdbt
-from deltackpt.upkeep.verdicts import LogReport, PointVerdict, Problem
+from deltackpt.upkeep.verdicts import LogReport, PointVerdict, Problem, Stops
 
 
 def verify_wal(opened: Steps, steps: Mapping[int, SaveId], meter: Meter) -> LogReport:
@@ -71,9 +71,8 @@ class _WalAudit:
         """Verifies the valid WAL epochs."""
         found, forked_from = self._found, None
         if found.problem is not None:
-            self._tell(
-                found.problem, f"{names.LOG}/{names.stretch_name(found.stretches[0].number)}"
-            )
+            name = names.stretch_name(found.stretches[0].number)
+            self._tell(found.problem, f"{names.LOG}/{name}")
         if found.history is not None and found.history.eras:
             continues = found.history.eras[-1].head.continues
             forked_from = None if continues is None else continues.stretch
@@ -89,7 +88,7 @@ class _WalAudit:
         with contextlib.suppress(Damaged, StorageError):
             name, data = self._found.at.copy(era.head.stretch)
             if data != stretches.to_bytes(era.head):
-                self._add_copy(name, "the bytes of the header", "different bytes")
+                self._add(name, "the bytes of the header", "different bytes")
         dense: dict[SaveId, list[_Value]] = {}
         for process, log in era.processes.items():
             self.file_count += len(log.log.segments)
@@ -184,7 +183,7 @@ class _WalAudit:
         for one in losses:
             self._tell(one.error)
         for error in history.replaced:
-            self._add_copy(error.object_name, error.expected, error.found)
+            self._add(error.object_name, error.expected, error.found)
         if self.problems:
             # Without damage, records below a step were only trimmed.
             lost = [one for one in unreached if one.full]
@@ -228,16 +227,11 @@ class _WalAudit:
         expected, found = "data that this deltackpt can read", str(error)
         if isinstance(error, Damaged):
             expected, found = error.expected, error.found
-        self.problems.append(
-            Problem(object_name=name, expected=expected, found=found, stops="points")
-        )
+        self._add(name, expected, found, "points")
         return name
 
-    def _add_copy(self, name: str, expected: str, found: str) -> None:
-        """Adds damage of a header of which there is a copy, or of the copy."""
-        self.problems.append(
-            Problem(object_name=name, expected=expected, found=found, stops="nothing")
-        )
+    def _add(self, name: str, expected: str, found: str, stops: Stops = "nothing") -> None:
+        self.problems.append(Problem(object_name=name, expected=expected, found=found, stops=stops))
 
 
 def _object_of(error: Exception) -> str:
