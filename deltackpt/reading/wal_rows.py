@@ -21,8 +21,10 @@ from deltackpt.reading import bounds
 from deltackpt.reading.part_arrays import LayerArrays, Shard
 from deltackpt.reading.wal_index import Way
 from deltackpt.reading.wal_records import WalRecord, damage_of
+from deltackpt.storage.store import FileStore
 
-#: Records up to this length are read with one range, dense leaves included.
+#: Records up to this length are read with one request, dense leaves included. From a file, reading
+#: the arrays takes less time than the memory for whole records.
 _SMALL_BYTES = 256 << 10
 #: Memory for such records; more of them are read array by array.
 _SMALL_TOTAL_BYTES = 64 << 20
@@ -67,9 +69,9 @@ class SeenRows:
 
     def covers(self, other: SeenRows, targets: Targets) -> bool:
         """Returns whether the set has all wanted rows of another one."""
-        spans = {(one.group, slice(*one.rows)) for one in targets.all}
         return not any(
-            np.any(other._flags[name][at] & ~self._flags[name][at]) for name, at in spans
+            np.any(other._flags[group][start:stop] & ~self._flags[group][start:stop])
+            for group, (start, stop) in {(one.group, one.rows) for one in targets.all}
         )
 
     def by_table(self) -> dict[str, np.ndarray]:
@@ -83,7 +85,7 @@ class SeenRows:
 
 
 def rows_of(
-    record: WalRecord, layout: Layout, group: str | None = None, *, is_small: bool = False
+    record: WalRecord, layout: Layout, group: str | None = None, *, most_bytes: int = _SMALL_BYTES
 ) -> RecordRows:
     """Returns the rows of a record; reads nothing.
 
@@ -91,19 +93,21 @@ def rows_of(
       record: the record.
       layout: the tables of its epoch.
       group: returns only rows of this group; by default all.
-      is_small: whether to read the record with one range.
+      most_bytes: length up to which the record is read with one request.
 
     Raises:
       Damaged: a row group is invalid.
     """
     groups, source = layout.group_by_name, StoredBytes(record.segment)
+    is_file = isinstance(record.segment.store, FileStore)
     segments = tuple(one for one in record.segments if group in (None, one.group))
     for segment in segments:
         bounds.check_segment(segment, groups, None, record.name)
 
     def opened() -> Layer:
         # A copy, which records what this replay has verified.
-        return record.layer.loaded() if is_small else record.layer.at(source)
+        found = record.layer.at(source)
+        return found if is_file or record.nbytes > most_bytes else found.loaded()
 
     arrays = LayerArrays(opened, name=record.name, file="")
     return RecordRows(arrays, segments, groups, record)
@@ -131,10 +135,10 @@ def layers_of(way: Way, layout: Layout, group: str | None = None) -> list[list[R
                 "restore the step itself: restore_latest(wal=False)",
                 way.point.save_id,
             )
-        is_small = record.nbytes <= min(_SMALL_BYTES, left)
-        left -= record.nbytes if is_small else 0
+        most_bytes = min(_SMALL_BYTES, left)
+        left -= record.nbytes if record.nbytes <= most_bytes else 0
         with damage_of(record):
-            rows = rows_of(record, layout, group, is_small=is_small)
+            rows = rows_of(record, layout, group, most_bytes=most_bytes)
         found.setdefault((head.stretch, record.save_id.attempt), []).append(rows)
     return [found[key] for key in sorted(found)]
 
