@@ -32,7 +32,7 @@ from deltackpt.layers.write import LayerFile
 from deltackpt.reading import logged_dense
 from deltackpt.reading.part_arrays import LayerArrays
 from deltackpt.reading.saves import read_info
-from deltackpt.reading.wal_index import newest_way
+from deltackpt.reading.wal_index import newest_plan
 from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.save import coded_dense
 from deltackpt.storage import ocdbt
@@ -68,9 +68,9 @@ class Root(NamedTuple):
     @property
     def values(self) -> dict[Key, bytes]:
         """Values of the record."""
-        way = newest_way(history_of(self.path / "log"), {0: read_info(self.path / "0").save_id})
-        assert way is not None
-        found = logged_dense.dense_of(way)
+        plan = newest_plan(history_of(self.path / "log"), {0: read_info(self.path / "0").save_id})
+        assert plan is not None
+        found = logged_dense.dense_of(plan)
         held = {(False, key): bytes(data) for key, data in found.values.items()}
         return held | {(True, key): bytes(data) for key, data in found.files.items()}
 

@@ -24,7 +24,7 @@ from deltackpt.reading import chains, reader, saves
 from deltackpt.save import division
 from deltackpt.state import ownership
 from deltackpt.state.remembered import ByLayout
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 
 HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
 OPTIONS = deltackpt.ManagerOptions(
@@ -235,13 +235,13 @@ def slow_store():
 def test_a_slow_store_is_read_ahead_by_the_hint(tmp_path, slow_store):
     saved(tmp_path, 1, 5)
     threads = collections.Counter()
-    real = Spot.read
+    real = StorePath.read
 
     def counted(at, *arguments, **options):
         threads[threading.current_thread() is threading.main_thread()] += 1
         return real(at, *arguments, **options)
 
-    with mock.patch.object(Spot, "read", counted):
+    with mock.patch.object(StorePath, "read", counted):
         found = chains.read_chain(tmp_path / "4")
     assert [save.info.step_dir for save in found] == ["0", "1", "2", "3", "4"]
     # Each manifest is read once, all but that of the step itself by the threads that prefetch.
@@ -290,14 +290,14 @@ def test_a_fast_store_is_not_read_ahead(tmp_path):
 
 def test_a_manifest_that_could_not_be_read_ahead_is_read_again(tmp_path, slow_store):
     saved(tmp_path, 1, 4)
-    real = Spot.read
+    real = StorePath.read
 
     def refused(at, *arguments, **options):
         if threading.current_thread() is not threading.main_thread():
             raise StorageError(f"{at}: expected to read it, found an error")
         return real(at, *arguments, **options)
 
-    with mock.patch.object(Spot, "read", refused):
+    with mock.patch.object(StorePath, "read", refused):
         found = chains.read_chain(tmp_path / "3")
     assert [save.info.step_dir for save in found] == ["0", "1", "2", "3"]
 

@@ -24,8 +24,7 @@ from deltackpt.inspect.changes import entry_of, holds, named, pandas
 from deltackpt.inspect.lazy import RowNumbers, Saves, buffers_of
 from deltackpt.reading import chains, reader, removal, wal_rows
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.wal_index import History as LogHistory
-from deltackpt.reading.wal_index import RecoveryPoint, Way, coverings
+from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalIndex, coverings
 from deltackpt.reading.wal_rows import SeenRows
 
 
@@ -79,7 +78,7 @@ def history(
     field: str,
     *,
     all_steps: bool,
-    log: LogHistory | None,
+    log: WalIndex | None,
 ) -> History:
     """See ``Checkpoints.history``.
 
@@ -150,17 +149,17 @@ def history(
 
 
 def _at_points(
-    log: LogHistory, walk: _Walk, read: Callable[[int], StoredSave]
+    log: WalIndex, walk: _Walk, read: Callable[[int], StoredSave]
 ) -> Iterator[tuple[RecoveryPoint, _State]]:
     """The states at the recovery points of a WAL; for a repeated step, the newest."""
     told: set[int] = set()
-    ways, _ = coverings(log, walk.known_steps)
-    for way, points in ways:
+    plans, _ = coverings(log, walk.known_steps)
+    for plan, points in plans:
         try:
-            save = read(way.step.step)
+            save = read(plan.step.step)
         except (StepNotFound, StepGone):
             continue  # The step was removed since.
-        for point, state in walk.along(save, way, points):
+        for point, state in walk.along(save, plan, points):
             if point.step not in told:
                 told.add(point.step)
                 yield point, state
@@ -250,7 +249,7 @@ class _Walk:
         return {one.step: one for one, values in self._values.items() if values is not None}
 
     def along(
-        self, save: StoredSave, way: Way, points: Sequence[RecoveryPoint]
+        self, save: StoredSave, plan: ReplayPlan, points: Sequence[RecoveryPoint]
     ) -> Iterator[tuple[RecoveryPoint, _State]]:
         """The states at recovery points above a save, oldest first.
 
@@ -269,7 +268,7 @@ class _Walk:
         for buffer, end in zip(buffers, ends, strict=True):
             buffer[...] = values[end - len(buffer) : end]
         written = np.zeros(len(self._rows), bool)
-        for record in wal_rows.layers_of(way, save.layout, table.group):
+        for record in wal_rows.layers_of(plan, save.layout, table.group):
             seen = SeenRows(save.layout)
             reader.fill((), targets, records=[record], seen=seen, over_parent=True)
             written |= np.isin(self._rows, seen.by_table()[table.name])

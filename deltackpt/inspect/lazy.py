@@ -23,15 +23,15 @@ from deltackpt.layers.targets import Targets, empty_buffers
 from deltackpt.reading import reader, wal_rows
 from deltackpt.reading.chains import read_whole
 from deltackpt.reading.saves import StoredPart, StoredSave
-from deltackpt.reading.wal_index import Way
+from deltackpt.reading.wal_index import ReplayPlan
 from deltackpt.reading.wal_rows import SeenRows, WalRows
 from deltackpt.storage.crc import BLOCK_BYTES
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 
 #: Memory limit of one read, in addition to the requested rows.
 _WINDOW_BYTES = 64 << 20
 #: Item, save, process and name of a segment: a save may replace one that was rolled back.
-_Place = tuple[Spot, SaveId, int, str]
+_Place = tuple[StorePath, SaveId, int, str]
 #: Memory limit of the row indices cached for the next read.
 _ROW_NUMBERS_BYTES = 256 << 20
 
@@ -207,19 +207,21 @@ class PointSaves(Saves):
     """A chain, and the WAL records that lead from its step to a recovery point.
 
     Attributes:
-      way: the records to replay.
+      plan: the records to replay.
     """
 
-    def __init__(self, saves: Sequence[StoredSave], way: Way, numbers: RowNumbers | None = None):
+    def __init__(
+        self, saves: Sequence[StoredSave], plan: ReplayPlan, numbers: RowNumbers | None = None
+    ):
         """Takes a chain of ``chains.read_chain``, the records, and a cache of row indices."""
         super().__init__(saves, numbers)
-        self.way = way
+        self.plan = plan
         self._logged: dict[str, Mapping[str, np.ndarray]] = {}
 
     @property
     def save_id(self) -> SaveId:
         """Id of the recovery point's WAL record."""
-        return self.way.point.save_id
+        return self.plan.point.save_id
 
     def logged_rows(self, table: TableEntry) -> np.ndarray:
         """See ``Saves``."""
@@ -231,7 +233,7 @@ class PointSaves(Saves):
         return self._logged[table.group][table.name]
 
     def _records(self, group: str) -> WalRows:
-        return wal_rows.layers_of(self.way, self.layout, group)
+        return wal_rows.layers_of(self.plan, self.layout, group)
 
 
 def buffers_of(

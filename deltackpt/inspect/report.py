@@ -247,10 +247,10 @@ def _drawn(ck: Checkpoints, facts: _Facts) -> tuple[list[str], list[str]]:
 
 
 def _page(ck: Checkpoints, facts: _Facts, drawn: Sequence[str], warnings: Sequence[str]) -> str:
-    name = html.escape(ck.spot.name)
+    name = html.escape(ck.store_path.name)
     return _PAGE.format(
         name=name,
-        path=html.escape(str(ck.spot)),
+        path=html.escape(str(ck.store_path)),
         item=html.escape(ck.item),
         style=_STYLE,
         version=__version__,

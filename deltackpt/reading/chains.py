@@ -37,7 +37,7 @@ from deltackpt.reading.saves import (
     read_compacted,
     read_save,
 )
-from deltackpt.storage.store import Spot, spot
+from deltackpt.storage.store import StorePath, store_path
 
 #: How often to look up a chain again that trainers and compactors keep replacing.
 _MOST_CHAINS = 8
@@ -65,7 +65,7 @@ def read_chain(
       BrokenChain: a parent is missing or is another save than the one named.
       StepGone: the step was removed at the same time.
     """
-    step_dir = spot(step_dir)
+    step_dir = store_path(step_dir)
     with standing(step_dir):
         for _ in range(_MOST_CHAINS):
             before = compacted_bases(step_dir.parent, item)
@@ -81,7 +81,7 @@ def read_chain(
     )
 
 
-def _among(bases: Collection[str]) -> Callable[[Spot], bool]:
+def _among(bases: Collection[str]) -> Callable[[StorePath], bool]:
     """Returns whether a compacted base was listed; querying the store at each link takes longer."""
     return lambda base: base.parent.name in bases
 
@@ -99,7 +99,7 @@ def read_whole(saves: Sequence[StoredSave], read: Callable[[Sequence[StoredSave]
     Raises:
       RestoreError: the error of ``read`` for the last chain.
     """
-    unusable: set[Spot] = set()
+    unusable: set[StorePath] = set()
     for _ in range(_MOST_CHAINS):
         try:
             return read(saves)
@@ -119,7 +119,9 @@ def read_whole(saves: Sequence[StoredSave], read: Callable[[Sequence[StoredSave]
     return read(saves)
 
 
-def _other_chain(saves: Sequence[StoredSave], unusable: set[Spot]) -> tuple[StoredSave, ...] | None:
+def _other_chain(
+    saves: Sequence[StoredSave], unusable: set[StorePath]
+) -> tuple[StoredSave, ...] | None:
     """Returns another chain to the same save, or None."""
     target = saves[-1]
     try:
@@ -132,7 +134,9 @@ def _other_chain(saves: Sequence[StoredSave], unusable: set[Spot]) -> tuple[Stor
     return None if same or found[-1].info.save_id != target.info.save_id else found
 
 
-def _walked(step_dir: Spot, item: str, usable: Callable[[Spot], bool]) -> tuple[StoredSave, ...]:
+def _walked(
+    step_dir: StorePath, item: str, usable: Callable[[StorePath], bool]
+) -> tuple[StoredSave, ...]:
     """Returns the current chain of a step; ``usable`` filters compacted bases."""
     pool = concurrent.futures.ThreadPoolExecutor(_PREFETCHES, "deltackpt-prefetch")
     try:
@@ -142,13 +146,16 @@ def _walked(step_dir: Spot, item: str, usable: Callable[[Spot], bool]) -> tuple[
 
 
 def _walked_with(
-    pool: concurrent.futures.Executor, step_dir: Spot, item: str, usable: Callable[[Spot], bool]
+    pool: concurrent.futures.Executor,
+    step_dir: StorePath,
+    item: str,
+    usable: Callable[[StorePath], bool],
 ) -> tuple[StoredSave, ...]:
-    coming: dict[Spot, concurrent.futures.Future[bytes]] = {}
+    coming: dict[StorePath, concurrent.futures.Future[bytes]] = {}
     slow_reads = 0
     damaged: list[RestoreError] = []
 
-    def compacted(where: Spot, save_id: SaveId) -> StoredSave | None:
+    def compacted(where: StorePath, save_id: SaveId) -> StoredSave | None:
         if not usable(names.compacted_dir(where, item)):
             return None
         try:
@@ -157,7 +164,7 @@ def _walked_with(
             damaged.append(error)
             return None
 
-    def fetched(at: Spot, shown: str) -> bytes:
+    def fetched(at: StorePath, shown: str) -> bytes:
         nonlocal slow_reads
         if (prefetched := coming.pop(at, None)) is not None:
             with contextlib.suppress(DeltackptError, OSError):
@@ -167,7 +174,7 @@ def _walked_with(
         slow_reads = slow_reads + 1 if time.perf_counter() - started > _SLOW_SECS else 0
         return data
 
-    def read(where: Spot) -> StoredSave:
+    def read(where: StorePath) -> StoredSave:
         found = read_save(where, item, read=fetched)
         # Only a hint, which pays off if a store is slow: the parents' references decide.
         for parent in found.head.parents if slow_reads >= _SLOW_READS else ():

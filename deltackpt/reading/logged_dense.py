@@ -18,8 +18,8 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.reading import stored_dense
 from deltackpt.reading.orbax_values import OnFilled, nobody
 from deltackpt.reading.stored_dense import DenseShard, DenseValues, OnBytes, uncounted
-from deltackpt.reading.wal_index import Way
-from deltackpt.reading.wal_records import ProcessLog, WalRecord, damage_of
+from deltackpt.reading.wal_index import ReplayPlan
+from deltackpt.reading.wal_records import ProcessWal, WalRecord, damage_of
 
 #: The values of a process's part of the item.
 Values = Mapping[Key, memoryview]
@@ -42,7 +42,7 @@ class DenseKept:
 
 
 def dense_of(
-    way: Way,
+    plan: ReplayPlan,
     kept: DenseKept | None = None,
     wanted: Wanted = everything,
     *,
@@ -51,7 +51,7 @@ def dense_of(
     """Returns the dense leaves of the recovery point.
 
     Args:
-      way: the replay plan to the recovery point.
+      plan: the replay plan to the recovery point.
       kept: cache of earlier calls with the same ``wanted``; this call adds what it reads.
       wanted: which values to read.
       on_bytes: called with the lengths of what is read.
@@ -62,9 +62,9 @@ def dense_of(
     values: dict[str, memoryview] = {}
     files: dict[str, memoryview] = {}
     before, now = kept or DenseKept(), DenseKept()
-    for process, record in way.last_records.items():
-        log = way.era.processes[process].log
-        dense = ProcessDense(way.era.head.stretch, process, log, wanted, on_bytes)
+    for process, record in plan.last_records.items():
+        log = plan.view.processes[process].log
+        dense = ProcessDense(plan.view.head.epoch, process, log, wanted, on_bytes)
         with damage_of(record):
             for (file, key), data in dense.values_of(record, before, now).items():
                 (files if file else values)[key] = data
@@ -78,23 +78,23 @@ class ProcessDense:
 
     def __init__(
         self,
-        stretch: int,
+        epoch: int,
         process: int,
-        log: ProcessLog,
+        log: ProcessWal,
         wanted: Wanted = everything,
         on_bytes: OnBytes = uncounted,
     ):
         """Reads nothing yet.
 
         Args:
-          stretch: sequence number of the epoch.
+          epoch: sequence number of the epoch.
           process: index of the process.
           log: what it wrote.
           wanted: as for ``dense_of``.
           on_bytes: as for ``dense_of``.
         """
         self._wanted, self._on_bytes = wanted, on_bytes
-        self._stretch = stretch
+        self._epoch = epoch
         self._process = process
         self._records = {record.save_id.attempt: record for record in log.records}
 
@@ -131,7 +131,7 @@ class ProcessDense:
         return DenseShard(record.arrays, record.dense, record.name, self._on_bytes)
 
     def _key(self, record: WalRecord) -> tuple[int, int, SaveId]:
-        return self._stretch, self._process, record.save_id
+        return self._epoch, self._process, record.save_id
 
     def _before(self, record: WalRecord) -> WalRecord | None:
         """Returns the record that the leaves of one are relative to; None if they are whole.

@@ -27,7 +27,7 @@ from deltackpt.reading.chains import raise_if_removed, read_whole
 from deltackpt.reading.meter import Meter, Progress
 from deltackpt.reading.part_arrays import Shard
 from deltackpt.reading.saves import StoredPart, StoredSave
-from deltackpt.reading.wal_index import Way
+from deltackpt.reading.wal_index import ReplayPlan
 from deltackpt.reading.wal_rows import SeenRows, WalRows
 from deltackpt.resources.staging import Staging
 
@@ -81,7 +81,7 @@ def restore_tables(
     *,
     wanted: Wanted | None = None,
     progress: Progress | None = None,
-    way: Way | None = None,
+    plan: ReplayPlan | None = None,
     seen: SeenRows | None = None,
 ) -> RestoredTables:
     """Reads and merges the wanted parts of a chain, from the shards that contain them.
@@ -92,7 +92,7 @@ def restore_tables(
       saves: a chain of ``read_chain``.
       wanted: what to restore; by default every table and slot as a whole.
       progress: called as bytes are read.
-      way: WAL records to replay onto the step; none by default.
+      plan: WAL records to replay onto the step; none by default.
       seen: receives the rows of the records.
 
     Raises:
@@ -101,7 +101,7 @@ def restore_tables(
       StepGone: a step of the chain was removed at the same time.
       TemplateMismatch: a wanted table or box does not exist.
     """
-    restored = functools.partial(_restored, wanted=wanted, progress=progress, way=way, seen=seen)
+    restored = functools.partial(_restored, wanted=wanted, progress=progress, plan=plan, seen=seen)
     return read_whole(saves, restored)
 
 
@@ -110,13 +110,13 @@ def _restored(
     *,
     wanted: Wanted | None,
     progress: Progress | None,
-    way: Way | None,
+    plan: ReplayPlan | None,
     seen: SeenRows | None,
 ) -> RestoredTables:
     started = time.perf_counter()
     target_layout = saves[-1].layout
     buffers, targets = empty_buffers(target_layout, wanted)
-    records = () if way is None else wal_rows.layers_of(way, target_layout)
+    records = () if plan is None else wal_rows.layers_of(plan, target_layout)
     bytes_read = fill(saves, targets, progress, records=records, seen=seen)
     return RestoredTables(
         buffers=buffers,

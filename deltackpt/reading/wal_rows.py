@@ -19,7 +19,7 @@ from deltackpt.layers.read import Layer, StoredBytes
 from deltackpt.layers.targets import Targets
 from deltackpt.reading import bounds
 from deltackpt.reading.part_arrays import LayerArrays, Shard
-from deltackpt.reading.wal_index import Way
+from deltackpt.reading.wal_index import ReplayPlan
 from deltackpt.reading.wal_records import WalRecord, damage_of
 from deltackpt.storage.store import FileStore
 
@@ -113,11 +113,11 @@ def rows_of(
     return RecordRows(arrays, segments, groups, record)
 
 
-def layers_of(way: Way, layout: Layout, group: str | None = None) -> list[list[RecordRows]]:
+def layers_of(plan: ReplayPlan, layout: Layout, group: str | None = None) -> list[list[RecordRows]]:
     """Returns the rows of each record of a replay plan, oldest record first; reads nothing.
 
     Args:
-      way: the replay plan.
+      plan: the replay plan.
       layout: layout of its step.
       group: returns only rows of this group; by default all.
 
@@ -126,20 +126,20 @@ def layers_of(way: Way, layout: Layout, group: str | None = None) -> list[list[R
     """
     found: dict[tuple[int, int], list[RecordRows]] = {}
     left = _SMALL_TOTAL_BYTES
-    for head, record in way.records:
+    for head, record in plan.records:
         if not head.layout.has_rows_of(layout):
             raise DamagedWal(
-                f"WAL epoch {head.stretch}",
-                f"the tables of step {way.step.step}",
+                f"WAL epoch {head.epoch}",
+                f"the tables of step {plan.step.step}",
                 "others",
                 "restore the step itself: restore_latest(wal=False)",
-                way.point.save_id,
+                plan.point.save_id,
             )
         most_bytes = min(_SMALL_BYTES, left)
         left -= record.nbytes if record.nbytes <= most_bytes else 0
         with damage_of(record):
             rows = rows_of(record, layout, group, most_bytes=most_bytes)
-        found.setdefault((head.stretch, record.save_id.attempt), []).append(rows)
+        found.setdefault((head.epoch, record.save_id.attempt), []).append(rows)
     return [found[key] for key in sorted(found)]
 
 

@@ -237,7 +237,7 @@ class _Read:
 
     def _is_at_point(self, pinned: Pinned) -> bool:
         wanted = self._point
-        return wanted is not None and (pinned.stretch, pinned.point) == wanted[:2]
+        return wanted is not None and (pinned.epoch, pinned.point) == wanted[:2]
 
     def _refusal(self, replica: Replica, pinned: Pinned) -> ServiceError:
         wanted, held = self._save.info.save_id, pinned.held

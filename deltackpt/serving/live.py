@@ -26,13 +26,13 @@ from deltackpt.format.manifest import path_name
 from deltackpt.ledger.opening import open_steps
 from deltackpt.reading import chains, removal, saves
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.wal_index import RecoveryPoint, Way
+from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan
 from deltackpt.serving.version import Held, Version
 from deltackpt.serving.weights import Weights
 from deltackpt.standby.candidates import Candidates
 from deltackpt.standby.wal import FollowedWal
 from deltackpt.state import nesting
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 
 _logger = logging.getLogger(__name__)
 
@@ -304,24 +304,24 @@ class _Holder:
         self._step: Held | None = None
         self._item, self._weights = item, weights
 
-    def is_at(self, way: Way | None) -> bool:
+    def is_at(self, plan: ReplayPlan | None) -> bool:
         """See ``Holder``."""
         held = self.held
-        if held is None or way is None:
+        if held is None or plan is None:
             return held is not None and held.point is None
-        return held.is_at(way.step, way.point)
+        return held.is_at(plan.step, plan.point)
 
-    def take(self, step_dir: Spot, way: Way | None) -> bool:
+    def take(self, step_dir: StorePath, plan: ReplayPlan | None) -> bool:
         """See ``Holder``."""
         newest = saves.read_save(step_dir, self._item)
         save_id = newest.info.save_id
-        if way is not None and way.step != save_id:
+        if plan is not None and plan.step != save_id:
             raise removal.gone(step_dir)
         held = self.held
-        if held is not None and held.is_at(save_id, None if way is None else way.point):
+        if held is not None and held.is_at(save_id, None if plan is None else plan.point):
             return False
-        if way is not None:
-            self.held = self._weights.of_point(newest, way, held)
+        if plan is not None:
+            self.held = self._weights.of_point(newest, plan, held)
         elif self._step is not None and self._step.is_at(save_id, None):
             self.held = self._step
         else:

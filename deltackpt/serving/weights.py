@@ -25,7 +25,7 @@ from deltackpt.reading.logged_dense import DenseKept
 from deltackpt.reading.orbax_values import ARRAY_METADATAS
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.stored_dense import DenseValues, shape_of
-from deltackpt.reading.wal_index import RecoveryPoint, Way
+from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan
 from deltackpt.serving import leaves as serving_leaves
 from deltackpt.serving.buffers import Buffer, Buffers
 from deltackpt.serving.leaves import LeafArray, name_of
@@ -130,12 +130,12 @@ class Weights:
             bytes_read=meter.count,
         )
 
-    def of_point(self, save: StoredSave, way: Way, held: Held | None) -> Held:
+    def of_point(self, save: StoredSave, plan: ReplayPlan, held: Held | None) -> Held:
         """Reads all leaves of a recovery point.
 
         Args:
           save: the step below it.
-          way: the WAL records from the step to the recovery point.
+          plan: the WAL records from the step to the recovery point.
           held: as for ``of_step``.
 
         Raises:
@@ -143,11 +143,11 @@ class Weights:
         """
         meter, wanted = _Bytes(), self._chosen(save.layout)
         asked = _asks_for(wanted)
-        found = logged_dense.dense_of(way, self._logged, asked, on_bytes=meter.add)
+        found = logged_dense.dense_of(plan, self._logged, asked, on_bytes=meter.add)
         try:
-            return self._held(save, wanted, found, {}, held, meter, way.point)
+            return self._held(save, wanted, found, {}, held, meter, plan.point)
         except Damaged as error:
-            raise DamagedWal.of(error, way.point.save_id) from error
+            raise DamagedWal.of(error, plan.point.save_id) from error
 
     def _chosen(self, layout: Layout) -> tuple[DenseLeaf, ...]:
         found = serving_leaves.chosen(layout, self._patterns)

@@ -42,7 +42,7 @@ from deltackpt.reading import chains, reader, removal, saves, wal_rows
 from deltackpt.reading.logged_dense import DenseKept
 from deltackpt.reading.part_arrays import Shard
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.wal_index import RecoveryPoint, Way
+from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan
 from deltackpt.reading.wal_rows import SeenRows
 from deltackpt.resources.memory import available_bytes
 from deltackpt.standby import files as held_files
@@ -56,7 +56,7 @@ from deltackpt.standby.holding import Goal, Holding
 from deltackpt.standby.memory import MemoryAddress, SharedMemory
 from deltackpt.standby.publish import Publish
 from deltackpt.standby.wal import FollowedWal
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 
 #: Maximum size of pending rows, as a fraction of the memory; more are applied in pieces.
 _STAGING_SHARE, _LEAST_STAGING_BYTES = 1 / 8, 64 << 20
@@ -245,23 +245,23 @@ class Follower:
             "found none; restore from storage"
         )
 
-    def is_at(self, way: Way | None) -> bool:
+    def is_at(self, plan: ReplayPlan | None) -> bool:
         """See ``candidates.Holder``."""
         held = self._holding
-        if held is None or way is None:
+        if held is None or plan is None:
             return held is not None and held.point is None
-        return held.is_at(way.step, way.point)
+        return held.is_at(plan.step, plan.point)
 
-    def take(self, step_dir: Spot, way: Way | None) -> bool:
+    def take(self, step_dir: StorePath, plan: ReplayPlan | None) -> bool:
         """See ``candidates.Holder``.
 
         If the step must be loaded into new memory, the call does only that.
         """
         newest = saves.read_save(step_dir, self._item)
-        if way is not None and way.step != newest.info.save_id:
+        if plan is not None and plan.step != newest.info.save_id:
             raise removal.gone(step_dir)
-        full = None if way is None else self._wal.full(way)
-        goal = Goal(save=newest, way=way, full=full)
+        full = None if plan is None else self._wal.full(plan)
+        goal = Goal(save=newest, plan=plan, full=full)
         held = self._holding
         if held is not None and held.is_at(goal.save_id, goal.point):
             return False
@@ -283,23 +283,25 @@ class Follower:
         chains.read_whole(chain, lambda found: self._take_chain(found, goal))
         return True
 
-    def _further(self, goal: Goal, held: Holding) -> tuple[list[StoredSave], Way | None] | None:
+    def _further(
+        self, goal: Goal, held: Holding
+    ) -> tuple[list[StoredSave], ReplayPlan | None] | None:
         """The saves and records to apply to the held state; None if it must be reloaded."""
         further = chains.since(goal.save, held.save.save_id, held.layout)
         if further is None or held.point is None:
-            return None if further is None else (further, goal.way)
-        rest = None if goal.way is None else goal.way.after(held.point)
+            return None if further is None else (further, goal.plan)
+        rest = None if goal.plan is None else goal.plan.after(held.point)
         if rest is not None:
             # Above another step, all its records are applied: their rows may have other bits.
-            return further, goal.way if further else rest
+            return further, goal.plan if further else rest
         if further and self._wal.leads_to(goal.save_id, held.point):
-            return further, goal.way
+            return further, goal.plan
         return None
 
     def _take_chain(self, chain: Sequence[StoredSave], goal: Goal) -> None:
         held = self._holding
         if held is not None and held.layout == chain[-1].layout == chain[0].layout:
-            self._apply(chain, (), goal.way, goal)
+            self._apply(chain, (), goal.plan, goal)
         else:
             self._load(chain, goal.save)
 
@@ -310,7 +312,7 @@ class Follower:
           chain: the saves, base first; a compacted base may replace the last.
           newest: the step itself, which has the other files.
         """
-        goal = Goal(save=newest, way=None, full=None)
+        goal = Goal(save=newest, plan=None, full=None)
         self._health = f"loads step {goal.save_id.step}"
         infos = tuple(save.info for save in chain)
         with self._beside(goal) as beside:
@@ -335,7 +337,7 @@ class Follower:
         self,
         further: Sequence[StoredSave],
         before: tuple[SaveInfo, ...],
-        way: Way | None,
+        plan: ReplayPlan | None,
         goal: Goal,
     ) -> bool:
         """Applies saves of the same tables, and records, to the held state.
@@ -343,7 +345,7 @@ class Follower:
         Args:
           further: the saves, oldest first.
           before: the part of the held chain that they extend; empty if the first is a base.
-          way: records to apply after the saves: those of the goal, or the rest of them.
+          plan: records to apply after the saves: those of the goal, or the rest of them.
           goal: the resulting state.
 
         Returns:
@@ -355,7 +357,7 @@ class Follower:
         of_saves = reader.layers_of(further, tables.targets)
         if not before:
             reader.check_covered(further, of_saves, tables.targets)
-        records = [] if way is None else wal_rows.layers_of(way, tables.layout)
+        records = [] if plan is None else wal_rows.layers_of(plan, tables.layout)
         seen, new_rows = SeenRows(tables.layout), SeenRows(tables.layout)
         lossless = _are_lossless([*of_saves, *records]) and (
             not before or (held is not None and held.lossless)
@@ -400,7 +402,7 @@ class Follower:
             if publish is None and to_go is not None:
                 if not new_rows.covers(to_go, tables.targets):
                     return False
-            if held is not None and held.replayed is not None and way is not goal.way:
+            if held is not None and held.replayed is not None and plan is not goal.plan:
                 seen.update(held.replayed)
             beside.complete(seen, tables.layout)
             publish = publish or stack.enter_context(self._changing(tables, beside.files))

@@ -110,7 +110,7 @@ class PointVerdict:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LogReport:
+class WalReport:
     """Result for the write-ahead log.
 
     Attributes:

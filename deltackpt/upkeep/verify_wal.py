@@ -14,23 +14,31 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from deltackpt.errors import Damaged, FormatMismatch, StorageError
-from deltackpt.format import names, stretches
+from deltackpt.format import names, wal_epochs
 from deltackpt.format.manifest import SaveId
-from deltackpt.format.stretches import StretchHead
+from deltackpt.format.wal_epochs import EpochHeader
 from deltackpt.layers.targets import Targets
-from deltackpt.ledger.log_losses import in_both, losses_of
 from deltackpt.ledger.steps import Steps
+from deltackpt.ledger.wal_losses import in_both, losses_of
 from deltackpt.reading import reader, wal_rows
-from deltackpt.reading.log_states import LogState, log_state
 from deltackpt.reading.logged_dense import DenseKept, ProcessDense
 from deltackpt.reading.meter import Meter
-from deltackpt.reading.wal_index import Covering, Era, History, Logs, Loss, RecoveryPoint, coverings
-from deltackpt.reading.wal_records import ProcessLog, WalRecord
+from deltackpt.reading.wal_index import (
+    Covering,
+    EpochView,
+    History,
+    Loss,
+    RecoveryPoint,
+    WalReader,
+    coverings,
+)
+from deltackpt.reading.wal_records import ProcessWal, WalRecord
+from deltackpt.reading.wal_state import WalState, read_wal_state
 from deltackpt.storage import ocdbt
-from deltackpt.upkeep.verdicts import LogReport, PointVerdict, Problem, Stops
+from deltackpt.upkeep.verdicts import PointVerdict, Problem, Stops, WalReport
 
 
-def verify_wal(opened: Steps, steps: Mapping[int, SaveId], meter: Meter) -> LogReport:
+def verify_wal(opened: Steps, steps: Mapping[int, SaveId], meter: Meter) -> WalReport:
     """Re-reads and checks the valid epochs of a WAL.
 
     Args:
@@ -41,10 +49,10 @@ def verify_wal(opened: Steps, steps: Mapping[int, SaveId], meter: Meter) -> LogR
     Raises:
       StorageError: the directory of the WAL cannot be read.
     """
-    audit = _WalAudit(opened, log_state(opened.log_at), meter)
+    audit = _WalAudit(opened, read_wal_state(opened.log_at), meter)
     audit.look_at_epochs()
     points = audit.verdicts(steps)
-    return LogReport(
+    return WalReport(
         points=points,
         problems=tuple(audit.problems),
         notes=tuple(audit.notes),
@@ -55,7 +63,7 @@ def verify_wal(opened: Steps, steps: Mapping[int, SaveId], meter: Meter) -> LogR
 class _WalAudit:
     """The verification of a WAL."""
 
-    def __init__(self, opened: Steps, found: LogState, meter: Meter):
+    def __init__(self, opened: Steps, found: WalState, meter: Meter):
         self.problems: list[Problem] = []
         self.notes: list[str] = []
         self.file_count = 0
@@ -71,45 +79,45 @@ class _WalAudit:
         """Verifies the valid WAL epochs."""
         found, forked_from = self._found, None
         if found.problem is not None:
-            name = names.stretch_name(found.stretches[0].number)
+            name = names.epoch_name(found.epochs[0].number)
             self._tell(found.problem, f"{names.LOG}/{name}")
-        if found.history is not None and found.history.eras:
-            continues = found.history.eras[-1].head.continues
-            forked_from = None if continues is None else continues.stretch
-        for state in found.stretches if found.problem is None else ():
-            if state.era is not None and state.live:
-                self._verify(state.era)
-            elif state.era is not None or state.number != forked_from:
+        if found.history is not None and found.history.views:
+            continues = found.history.views[-1].head.continues
+            forked_from = None if continues is None else continues.epoch
+        for state in found.epochs if found.problem is None else ():
+            if state.view is not None and state.live:
+                self._verify(state.view)
+            elif state.view is not None or state.number != forked_from:
                 self.notes.append(f"{names.LOG}/{state.number}: no longer valid, not verified")
 
-    def _verify(self, era: Era) -> None:
-        at = f"{names.LOG}/{era.head.stretch}"
+    def _verify(self, view: EpochView) -> None:
+        at = f"{names.LOG}/{view.head.epoch}"
         self.file_count += 1
         with contextlib.suppress(Damaged, StorageError):
-            name, data = self._found.at.copy(era.head.stretch)
-            if data != stretches.to_bytes(era.head):
+            name, data = self._found.at.copy(view.head.epoch)
+            if data != wal_epochs.to_bytes(view.head):
                 self._add(name, "the bytes of the header", "different bytes")
         dense: dict[SaveId, list[_Value]] = {}
-        for process, log in era.processes.items():
+        for process, log in view.processes.items():
             self.file_count += len(log.log.segments)
-            if era.last is None and any(one.counts and one.is_torn for one in log.log.breaks):
+            if view.last is None and any(one.counts and one.is_torn for one in log.log.breaks):
                 self.notes.append(
                     f"{at}/{process}: ends in a torn record; its writer was killed, or is still "
                     "writing"
                 )
             records = sorted(log.by_id.values(), key=lambda record: record.save_id.attempt)
             self._meter.expect(sum(record.nbytes for record in records))
-            dense_check = _DenseCheck(era.head.stretch, process, log.log)
+            dense_check = _DenseCheck(view.head.epoch, process, log.log)
             for record in records:
-                self._check(record, era.head)
+                self._check(record, view.head)
                 dense.setdefault(record.save_id, []).extend(dense_check.check(record, self._void))
                 self._meter.add(record.nbytes)
-        for point in era.points():
+        for point in view.points():
             if point.full and point.save_id not in self._own.keys() | self._trimmed:
-                self._check_keys(era.head, point, dense.get(point.save_id, ()))
+                self._check_keys(view.head, point, dense.get(point.save_id, ()))
         newest = {
             process: max((one.attempt for one in log.by_id), default=0)
-            for process, log in era.processes.items()
+            for process, log in view.processes.items()
         }
         if behind := [process for process in newest if newest[process] < max(newest.values())]:
             self.notes.append(
@@ -117,7 +125,7 @@ class _WalAudit:
                 "not recovery points"
             )
 
-    def _check(self, record: WalRecord, head: StretchHead) -> None:
+    def _check(self, record: WalRecord, head: EpochHeader) -> None:
         """Checks rows and items of a record."""
         try:
             rows = wal_rows.rows_of(record, head.layout)
@@ -143,7 +151,7 @@ class _WalAudit:
             self._trimmed.add(record.save_id)
 
     def _check_keys(
-        self, head: StretchHead, point: RecoveryPoint, values: Collection[_Value]
+        self, head: EpochHeader, point: RecoveryPoint, values: Collection[_Value]
     ) -> None:
         """Checks that all processes together have exactly the keys that their arrays imply."""
         keys = {value.key for value in values if not value.file}
@@ -158,7 +166,7 @@ class _WalAudit:
         if missing or (head.dense and not values):
             shown = ", ".join(sorted(missing)[:3]) or "no dense leaf"
             expected, found = "the dense leaves that its arrays imply", f"a difference in {shown}"
-            name = f"{names.LOG}/{head.stretch}, {point}"
+            name = f"{names.LOG}/{head.epoch}, {point}"
             self._own[point.save_id] = self._tell(Damaged(name, expected, found))
 
     def verdicts(self, steps: Mapping[int, SaveId]) -> tuple[PointVerdict, ...]:
@@ -166,8 +174,8 @@ class _WalAudit:
         history = self._found.history
         if history is None:
             return ()
-        ways, unreached = coverings(history, steps)
-        found = [verdict for one in ways for verdict in self._along(one)]
+        plans, unreached = coverings(history, steps)
+        found = [verdict for one in plans for verdict in self._along(one)]
         if self._trimmed:
             self.notes.append(
                 f"{len(self._trimmed)} WAL records were trimmed while they were verified"
@@ -175,7 +183,7 @@ class _WalAudit:
         lost, losses = self._lost(history, unreached, steps)
         if lost or losses:
             # A trainer may roll back or trim the log while it is read.
-            again, steps = Logs(self._opened.log_at).read(), self._opened.restorable()
+            again, steps = WalReader(self._opened.log_at).read(), self._opened.restorable()
             _, unreached = coverings(again, steps)
             found_again = self._lost(again, unreached, steps)
             lost = [one for one in lost if one in found_again[0]]
@@ -208,8 +216,8 @@ class _WalAudit:
     def _along(self, found: Covering) -> Iterator[PointVerdict]:
         """Verdicts on the recovery points along a sequence of records."""
         bad = sorted(
-            (head.stretch, record.save_id.attempt, self._rows[record.save_id])
-            for head, record in found.way.records
+            (head.epoch, record.save_id.attempt, self._rows[record.save_id])
+            for head, record in found.plan.records
             if record.save_id in self._rows
         )
         for point in found.points:
@@ -218,7 +226,7 @@ class _WalAudit:
             place = point.epoch, point.save_id.attempt
             before = next((damage for *at, damage in bad if tuple(at) <= place), "")
             broken_by = self._own.get(point.save_id) or before
-            step = None if broken_by else found.way.step.step
+            step = None if broken_by else found.plan.step.step
             yield PointVerdict(point=point, step=step, broken_by=broken_by)
 
     def _tell(self, error: Exception, name: str = "") -> str:
@@ -258,8 +266,8 @@ class _Value(NamedTuple):
 class _DenseCheck:
     """Checks the dense leaves of one process's records, oldest first."""
 
-    def __init__(self, stretch: int, process: int, log: ProcessLog):
-        self._reader = ProcessDense(stretch, process, log)
+    def __init__(self, epoch: int, process: int, log: ProcessWal):
+        self._reader = ProcessDense(epoch, process, log)
         self._before = DenseKept()
         #: Damaged objects that were reported.
         self._damaged: set[str] = set()
