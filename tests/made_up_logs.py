@@ -24,10 +24,11 @@ from deltackpt.layers.read import Layer, StoredBytes
 from deltackpt.layers.shard import segment_of
 from deltackpt.layers.targets import empty_buffers
 from deltackpt.layers.write import REMOVED
-from deltackpt.reading import logged_dense, replay
+from deltackpt.reading import logged_dense, reader, wal_rows
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalIndex, WalReader, newest_plan
 from deltackpt.reading.wal_locations import WalFolder, WalLocations
 from deltackpt.reading.wal_records import ProcessWal
+from deltackpt.reading.wal_rows import SeenRows
 from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.save import dense_layer
 from deltackpt.storage import arrays, parts
@@ -260,9 +261,10 @@ def follow(plan: ReplayPlan) -> Read:
     buffers, targets = empty_buffers(LAYOUT)
     [table] = buffers[TABLE]["values"].values()
     table[:] = 0
-    replayed = replay.replay(plan, targets, LAYOUT)
+    seen, records = SeenRows(LAYOUT), wal_rows.layers_of(plan, LAYOUT)
+    reader.fill((), targets, records=records, seen=seen, over_parent=True)
     dense = {key: bytes(data) for key, data in logged_dense.dense_of(plan).values.items()}
-    return Read(plan.point, table, replayed.rows[TABLE], dense, replay.items_of(plan)[0])
+    return Read(plan.point, table, seen.by_table()[TABLE], dense, plan.items()[0])
 
 
 def read_newest(at: Path) -> Read | None:

@@ -23,15 +23,10 @@ from deltackpt.format.segments import FieldSpec
 from deltackpt.inspect.changes import entry_of, holds, named, pandas
 from deltackpt.inspect.lazy import RowNumbers, Saves, targets_in
 from deltackpt.layers.targets import Targets
-from deltackpt.reading import chains, reader, removal, replay
+from deltackpt.reading import chains, reader, removal, wal_rows
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.wal_index import (
-    RecoveryPoint,
-    ReplayPlan,
-    ReplaySegment,
-    WalIndex,
-    coverings,
-)
+from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalIndex, coverings
+from deltackpt.reading.wal_rows import SeenRows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -271,17 +266,11 @@ class _Walk:
         now = values.copy()
         targets = self._targets(now, save, table, spec)
         written = np.zeros(len(self._rows), bool)
-        for segment, save_id in _moments(plan):
-            records = {
-                process: tuple(
-                    record.of_group(table.group) for record in of if record.save_id == save_id
-                )
-                for process, of in segment.records.items()
-            }
-            moment = dataclasses.replace(plan, segments=(ReplaySegment(segment.head, records),))
-            held = replay.replay(moment, targets, save.layout).rows[table.name]
-            written |= np.isin(self._rows, held)
-            point = wanted.get(save_id)
+        for record in wal_rows.layers_of(plan, save.layout, table.group):
+            seen = SeenRows(save.layout)
+            reader.fill((), targets, records=[record], seen=seen, over_parent=True)
+            written |= np.isin(self._rows, seen.by_table()[table.name])
+            point = wanted.get(record[0].record.save_id)
             # Such a field is written in full, and only by full records.
             if point is None or (spec.always and not point.full):
                 continue
@@ -349,10 +338,3 @@ class _Walk:
         rows = self._rows[: int(np.searchsorted(self._rows, table.rows))]
         spans = list(blocks.joined((int(row), int(row) + 1) for row in rows))
         return targets_in(values, save.layout, table, spec, spans)
-
-
-def _moments(plan: ReplayPlan) -> Iterator[tuple[ReplaySegment, SaveId]]:
-    """The WAL records in order; those of all processes at one step together."""
-    for segment in plan.segments:
-        ids = {record.save_id for records in segment.records.values() for record in records}
-        yield from ((segment, save_id) for save_id in sorted(ids, key=lambda one: one.attempt))

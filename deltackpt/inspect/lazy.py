@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import math
 import threading
@@ -21,12 +20,13 @@ from deltackpt.format.segments import FieldSpec, Segment, width
 from deltackpt.inspect.statistics import Statistics, statistics_of
 from deltackpt.layers import merge
 from deltackpt.layers.targets import Targets, targets_of
-from deltackpt.reading import logged_dense, orbax_values, reader, replay, stored_dense
+from deltackpt.reading import logged_dense, orbax_values, reader, stored_dense, wal_rows
 from deltackpt.reading.chains import read_whole
 from deltackpt.reading.orbax_values import OrbaxValues
 from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.reading.stored_dense import DenseValues
-from deltackpt.reading.wal_index import ReplayPlan, ReplaySegment
+from deltackpt.reading.wal_index import ReplayPlan
+from deltackpt.reading.wal_rows import SeenRows, WalRows
 from deltackpt.resources import memory
 from deltackpt.storage.crc import BLOCK_BYTES
 from deltackpt.storage.store import StorePath
@@ -203,15 +203,13 @@ class Saves:
         def read(saves: Sequence[StoredSave]) -> np.ndarray:
             shape = sum(stop - start for start, stop in spans), *spec.trailing
             rows = memory.empty_buffer(shape, codecs.dtype_of(spec.dtype))
-            self._fill(saves, targets_in(rows, self.layout, table, spec, spans), table.group)
+            targets = targets_in(rows, self.layout, table, spec, spans)
+            records = self._records(table.group)
+            reader.fill(saves, targets, records=records, indices=self.numbers)
             self.chain = tuple(saves)  # The chain that could be read.
             return rows
 
         return read_whole(self.chain, read)
-
-    def _fill(self, saves: Sequence[StoredSave], targets: Targets, group: str) -> None:
-        """Reads rows of a group through a chain."""
-        reader.fill(saves, targets, indices=self.numbers)
 
     def dense(self, wanted: Callable[[str], bool]) -> DenseValues:
         """Reads the wanted values of the dense leaves, and all files of their item."""
@@ -225,6 +223,10 @@ class Saves:
         if known is None or known[0] != versions:
             known = self._items[found.at] = versions, found
         return known[1]
+
+    def _records(self, group: str) -> WalRows:
+        """The rows of a group in the records above the chain."""
+        return ()
 
 
 class PointSaves(Saves):
@@ -259,30 +261,14 @@ class PointSaves(Saves):
     def logged_rows(self, table: TableEntry) -> np.ndarray:
         """See ``Saves``."""
         if table.group not in self._logged:
-            plan = self._plan_of(table.group)
-            self._logged[table.group] = replay.replay(
-                plan, Targets((), self.layout), self.layout
-            ).rows
+            records = self._records(table.group)
+            seen, nothing = SeenRows(self.layout), Targets((), self.layout)
+            reader.fill((), nothing, records=records, seen=seen, over_parent=True)
+            self._logged[table.group] = seen.by_table()
         return self._logged[table.group][table.name]
 
-    def _fill(self, saves: Sequence[StoredSave], targets: Targets, group: str) -> None:
-        """See ``Saves``."""
-        super()._fill(saves, targets, group)
-        replay.replay(self._plan_of(group), targets, self.layout)
-
-    def _plan_of(self, group: str) -> ReplayPlan:
-        """The records, with only the rows of a group."""
-        segments = (
-            ReplaySegment(
-                segment.head,
-                {
-                    process: tuple(record.of_group(group) for record in of)
-                    for process, of in segment.records.items()
-                },
-            )
-            for segment in self.plan.segments
-        )
-        return dataclasses.replace(self.plan, segments=tuple(segments))
+    def _records(self, group: str) -> WalRows:
+        return wal_rows.layers_of(self.plan, self.layout, group)
 
 
 def targets_in(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import bisect
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -120,16 +119,9 @@ class DenseShard:
     name: str
     on_bytes: OnBytes = uncounted
 
-    def failing(self) -> contextlib.AbstractContextManager[None]:
-        """See ``layers.merge.Source``."""
-        return contextlib.nullcontext()
-
     def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
         """Returns the name of a stored array in errors."""
         return self.arrays.name_of(segment, entry)
-
-    def view(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> None:
-        """Returns None: arrays are read from the layer."""
 
     def read_into(
         self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray

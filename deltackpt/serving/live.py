@@ -29,7 +29,6 @@ from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan
 from deltackpt.serving.version import Held, Version
 from deltackpt.serving.weights import Weights
-from deltackpt.standby import work
 from deltackpt.standby.candidates import Candidates
 from deltackpt.standby.wal import FollowedWal
 from deltackpt.state import nesting
@@ -334,7 +333,7 @@ class _Holder:
         held = self._step
         if held is None:
             return None
-        further = work.since(newest, held)
+        further = chains.since(newest, held.save.save_id, held.layout)
         if not further:
             return None
         try:

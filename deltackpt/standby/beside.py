@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from deltackpt.format.manifest import Layout
-from deltackpt.reading import logged_dense, point_files, replay
+from deltackpt.reading import logged_dense, point_files
 from deltackpt.reading.logged_dense import DenseKept
-from deltackpt.reading.replay import LoggedState, SeenRows
+from deltackpt.reading.point_files import LoggedState
+from deltackpt.reading.wal_rows import SeenRows
 from deltackpt.standby import files
 from deltackpt.standby.files import HeldFiles
 from deltackpt.standby.holding import Goal
@@ -35,7 +36,7 @@ class Beside:
         self._logged = None
         if found is None and goal.full is not None:
             dense = logged_dense.dense_of(goal.full, kept)
-            self._logged = dense, replay.items_of(goal.full)
+            self._logged = dense, goal.full.items()
 
     def complete(self, rows: SeenRows, layout: Layout) -> None:
         """Stores the files of a recovery point.

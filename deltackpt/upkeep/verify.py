@@ -46,7 +46,6 @@ from deltackpt.upkeep.verdicts import (
     StepVerdict,
     WalReport,
 )
-from deltackpt.upkeep.verify_log import verify_log
 from deltackpt.upkeep.verify_save import (
     StandingSave,
     once,
@@ -54,6 +53,7 @@ from deltackpt.upkeep.verify_save import (
     standing_saves,
     verify_save,
 )
+from deltackpt.upkeep.verify_wal import verify_wal
 
 #: Number of listings if a chain lacks something that may have been replaced.
 _MOST_ROUNDS = 8
@@ -107,7 +107,7 @@ def verify_root(
     if steps is None and isinstance(opened, BucketSteps):
         others = tuple(map(_journal_problem, opened.journal.audit()))
     if steps is None:
-        log = verify_log(opened, audit.restorable(verdicts), audit.meter)
+        log = verify_wal(opened, audit.restorable(verdicts), audit.meter)
     if steps is None and isinstance(opened, Root):
         others, notes = _outside(opened.path)
     return RootReport(
