@@ -24,7 +24,7 @@ from deltackpt.layers.read import Layer, StoredBytes
 from deltackpt.layers.shard import segment_of
 from deltackpt.layers.targets import empty_buffers
 from deltackpt.layers.write import REMOVED
-from deltackpt.reading import logged_dense, replay
+from deltackpt.reading import dense_state, replay
 from deltackpt.reading.log_places import LogFolder, LogLayers
 from deltackpt.reading.stretches import History, Logs, RecoveryPoint, Way, newest_way
 from deltackpt.reading.wal_records import ProcessLog
@@ -259,7 +259,7 @@ def follow(way: Way) -> Read:
     [table] = buffers[TABLE]["values"].values()
     table[:] = 0
     replayed = replay.replay(way, targets, LAYOUT)
-    dense = {key: bytes(data) for key, data in logged_dense.dense_of(way).values.items()}
+    dense = {key: bytes(data) for key, data in dense_state.at_point(way).values.items()}
     return Read(way.point, table, replayed.rows[TABLE], dense, replay.items_of(way)[0])
 
 

@@ -36,7 +36,7 @@ from deltackpt.errors import (
 )
 from deltackpt.format.manifest import SaveId
 from deltackpt.layers.targets import empty_buffers, targets_of
-from deltackpt.reading import chains, logged_dense, point_files, reader, replay, saves
+from deltackpt.reading import chains, dense_state, point_files, reader, replay, saves
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.stretches import Logs, RecoveryPoint, newest_way
 from deltackpt.standby import candidates
@@ -77,7 +77,7 @@ def assert_holds_storage(one: Follower, root: Path) -> None:
     files = {file.name: holding.files.array(file) for file in holding.files.index}
     found = point_files.state_of(files, holding.layout)
     assert found.items == replay.items_of(way)
-    dense = logged_dense.dense_of(way)
+    dense = dense_state.at_point(way)
     assert {**found.dense.values} == dense.values and {**found.dense.files} == dense.files
     targets = targets_of({}, holding.layout)
     rows = replay.replay(way, targets, holding.layout).rows

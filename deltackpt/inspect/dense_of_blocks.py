@@ -24,7 +24,7 @@ from deltackpt.format.manifest import path_name
 from deltackpt.format.segments import Segment
 from deltackpt.inspect.dense import DenseItem
 from deltackpt.inspect.lazy import PointSaves, Saves
-from deltackpt.reading import logged_dense, orbax_values, stored_dense
+from deltackpt.reading import dense_state, orbax_values, stored_dense
 from deltackpt.reading.orbax_values import OrbaxValues
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.stored_dense import DenseShard, DenseValues
@@ -137,7 +137,7 @@ class DenseOfPoint(DenseOfBlocks):
         return f"{self._way.point}/{self.name}"
 
     def _values(self, wanted: Callable[[str], bool]) -> DenseValues:
-        return logged_dense.dense_of(self._way, wanted=wanted)
+        return dense_state.at_point(self._way, wanted=wanted)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

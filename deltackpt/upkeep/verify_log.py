@@ -21,9 +21,9 @@ from deltackpt.format.stretches import StretchHead
 from deltackpt.layers.targets import Targets
 from deltackpt.ledger.log_losses import in_both, losses_of
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading import replay
+from deltackpt.reading import dense_state, replay
+from deltackpt.reading.dense_state import KnownStates
 from deltackpt.reading.log_states import LogState, StretchState, log_state
-from deltackpt.reading.logged_dense import DenseKept, ProcessDense
 from deltackpt.reading.meter import Meter
 from deltackpt.reading.stretches import (
     Covering,
@@ -125,7 +125,7 @@ class _LogAudit:
                 )
             records = sorted(log.by_id.values(), key=lambda record: record.save_id.attempt)
             self._meter.expect(sum(record.nbytes for record in records))
-            dense_check = _DenseCheck(era.head.stretch, process, log.log)
+            dense_check = _DenseCheck(log.log)
             for record in records:
                 self._check_rows(era, process, record)
                 dense.setdefault(record.save_id, []).extend(dense_check.check(record, self._void))
@@ -303,22 +303,21 @@ class _Value(NamedTuple):
 class _DenseCheck:
     """Checks the dense leaves of one process's records, oldest first."""
 
-    def __init__(self, stretch: int, process: int, log: ProcessLog):
-        self._reader = ProcessDense(stretch, process, log)
-        self._before = DenseKept()
+    def __init__(self, log: ProcessLog):
+        self._records = dense_state.by_attempt(log)
+        self._known: KnownStates = {}
         #: Damaged objects that were reported.
         self._damaged: set[str] = set()
 
     def check(self, record: WalRecord, void: _Void) -> list[_Value]:
         """Returns the values of a record."""
-        now = DenseKept()
         try:
-            values = self._reader.values_of(record, self._before, now)
+            found = dense_state.at_record(record, self._records, self._known)
         except (Damaged, StorageError) as error:
             name = _object_of(error)
             void(record, name if name in self._damaged else error)
             self._damaged.add(name)
             return []
         if record.full:
-            self._before = now
-        return [_Value.of(file, key, data) for (file, key), data in values.items()]
+            self._known = {dense_state.key_of(record): found}
+        return [_Value.of(file, key, data) for (file, key), data in found.items()]
