@@ -31,7 +31,7 @@ from deltackpt.ledger.upload import send
 from deltackpt.reading import inventory
 from deltackpt.standby.follower import Follower
 from deltackpt.storage import buckets
-from deltackpt.storage.store import Spot, spot
+from deltackpt.storage.store import StorePath, store_path
 from deltackpt.upkeep.compact import compact
 
 _ITEM = "embeddings"
@@ -75,7 +75,7 @@ def rounds(
 
 
 def one_round(
-    cycles: Cycles, state: states.State, root: Path, target: Spot, where: str
+    cycles: Cycles, state: states.State, root: Path, target: StorePath, where: str
 ) -> states.State:
     """Measures every path once on a root that is then removed; returns the state saved last."""
     base, delta = root / "1", root / "2"
@@ -91,8 +91,10 @@ def one_round(
         cycles.note(f"a {kind} to {where}", partial(save, step), partial(ways.tree_bytes, saved))
     way.close()
     base_bytes = partial(ways.tree_bytes, base)
-    digests = inventory.every_digest(spot(base), _ITEM)
-    cycles.note(f"promotion from {where}", partial(send, spot(base), digests, target), base_bytes)
+    digests = inventory.every_digest(store_path(base), _ITEM)
+    cycles.note(
+        f"promotion from {where}", partial(send, store_path(base), digests, target), base_bytes
+    )
     following = Follower(root, item=_ITEM)
     cycles.note(
         f"following a base and a delta on {where}",

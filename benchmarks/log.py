@@ -39,8 +39,8 @@ import deltackpt
 from deltackpt.format import names
 from deltackpt.layers import targets
 from deltackpt.reading import replay as replaying
-from deltackpt.reading.stretches import Logs, newest_way
-from deltackpt.storage.store import spot
+from deltackpt.reading.wal_index import WalReader, newest_plan
+from deltackpt.storage.store import store_path
 
 #: Bars on the time, relative to training without saves.
 TRAINING = {"soft": 1.05, "full": 1.15}
@@ -267,25 +267,25 @@ def _logged(scale: float, place: Path) -> tuple[ways.Logs, states.State]:
 
 def replay(report: Report, options: argparse.Namespace, place: Path) -> None:
     """Replays all records of a WAL into warm memory on one core."""
-    history = Logs(spot(place / names.LOG)).read()
-    [era] = history.eras
+    history = WalReader(store_path(place / names.LOG)).read()
+    [view] = history.views
     # A base was saved before the first record.
-    base = era.processes[0].log.records[0].parent
-    way = newest_way(history, {base.step: base})
+    base = view.processes[0].log.records[0].parent
+    way = newest_plan(history, {base.step: base})
     assert way is not None
     rows = sum(
         segment.count
-        for leg in way.legs
-        for record in leg.records[0]
+        for segment in way.segments
+        for record in segment.records[0]
         for segment in record.segments
     )
-    buffers, wanted = targets.empty_buffers(era.head.layout)
+    buffers, wanted = targets.empty_buffers(view.head.layout)
     for array in jax.tree.leaves(buffers):
         array[...] = 0
     found, distinct = [], 0
     for _ in range(options.repeats + 1):
         started = time.process_time()
-        replayed = replaying.replay(way, wanted, era.head.layout)
+        replayed = replaying.replay(way, wanted, view.head.layout)
         found.append(time.process_time() - started)
         distinct = sum(map(len, replayed.rows.values()))
     cpu = found[1:]  # The first reads the log into the page cache.

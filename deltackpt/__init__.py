@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         WriteOptions,
     )
     from deltackpt.outcomes import Appended, Restored, Saved
-    from deltackpt.reading.stretches import RecoveryPoint
+    from deltackpt.reading.wal_index import RecoveryPoint
     from deltackpt.state.choice import Tables
     from deltackpt.touched import TouchState
 
@@ -44,7 +44,7 @@ _NAMES = {
     "DeltaOptions": "options",
     "Dense": "options",
     "ManagerOptions": "options",
-    "RecoveryPoint": "reading.stretches",
+    "RecoveryPoint": "reading.wal_index",
     "Restored": "outcomes",
     "Saved": "outcomes",
     "Tables": "state.choice",

@@ -277,7 +277,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 def emit(
     event: Event, event_handlers: Iterable[EventHandler] = (), *, log_message: bool = True
 ) -> None:
-    """Logs an event as one line and passes it to the event handlers.
+    """WalReader an event as one line and passes it to the event handlers.
 
     Saves, restores and uploads are logged at INFO, appends at DEBUG, skipped steps and failed
     uploads at WARNING, other failures at ERROR.
@@ -358,7 +358,7 @@ class OrbaxLogger(Protocol):
     """The part of ``orbax.checkpoint.logging.AbstractLogger`` that is used."""
 
     def log_entry(self, msg: Any, /) -> Any:
-        """Logs one entry."""
+        """WalReader one entry."""
         ...
 
 

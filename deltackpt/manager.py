@@ -44,7 +44,7 @@ from deltackpt.options import ManagerOptions, WalOptions, WhenBusy
 from deltackpt.outcomes import Appended, ReadRows, ReadState, Restored, Saved
 from deltackpt.policies import Decision
 from deltackpt.reading.reader import Progress
-from deltackpt.reading.stretches import RecoveryPoint
+from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.restore.steps import Items, RowRanges, Service
 from deltackpt.save import exits, snapshot
 from deltackpt.save.flight import Embeddings, SaveReport

@@ -12,7 +12,7 @@ import numpy as np
 
 from deltackpt.errors import RestoreError, ServiceError
 from deltackpt.format.manifest import Kind
-from deltackpt.reading.stretches import RecoveryPoint
+from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.state.touch_state import TouchState
 from deltackpt.units import count, size
 

@@ -17,7 +17,7 @@ from proxy import Proxy
 from deltackpt.ledger import entries
 from deltackpt.ledger.view import JOURNAL, entry_name
 from deltackpt.storage import buckets
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 
 _RETRIES = {
     "s3": "s3_request_retries",
@@ -45,7 +45,7 @@ def fresh(network: Proxy) -> str:
     return name
 
 
-def opened(network: Proxy, name: str, deadline_secs: float, *, retries: bool = True) -> Spot:
+def opened(network: Proxy, name: str, deadline_secs: float, *, retries: bool = True) -> StorePath:
     """Opens a folder of a bucket; without retries, each fault is reported at once."""
     scheme = network.server.scheme
     place = buckets.place(f"{scheme}://{name}/run", endpoint=network.endpoint)
@@ -55,7 +55,7 @@ def opened(network: Proxy, name: str, deadline_secs: float, *, retries: bool = T
     return place.open(deadline_secs=deadline_secs)
 
 
-def chain(root: Spot, damaged: Mapping[str, bytes] | None = None) -> list[entries.Entry]:
+def chain(root: StorePath, damaged: Mapping[str, bytes] | None = None) -> list[entries.Entry]:
     """All entries of a journal from which none was collected, oldest first.
 
     Args:

@@ -12,7 +12,7 @@ import numpy as np
 from deltackpt import events
 from deltackpt.errors import Damaged
 from deltackpt.inspect.logs import Wal
-from deltackpt.storage.store import FileStore, Spot
+from deltackpt.storage.store import FileStore, StorePath
 
 #: Number of different deltas; many saves share the same figures.
 _VARIANTS = 16
@@ -45,7 +45,7 @@ class MadeUpSave:
 class MadeUp:
     """Stand-in for ``deltackpt.inspect.Checkpoints``: deltas, with a base every few saves."""
 
-    spot = Spot(FileStore(Path("made")), "up")
+    store_path = StorePath(FileStore(Path("made")), "up")
     item = "embeddings"
 
     def __init__(

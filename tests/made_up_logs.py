@@ -12,11 +12,11 @@ import made_up_layers
 import msgpack
 import numpy as np
 
-from deltackpt.format import names, stretches, wal_records
+from deltackpt.format import names, wal_epochs, wal_records
 from deltackpt.format.dense_blocks import PLAIN, SEGMENTS, BlockedValue
 from deltackpt.format.manifest import DenseLeaf, Layout, SaveId, TableEntry
 from deltackpt.format.segments import Encoding, FieldSpec, GroupEntry, Segment
-from deltackpt.format.stretches import Continues, StretchHead
+from deltackpt.format.wal_epochs import Continues, EpochHeader
 from deltackpt.format.wal_records import ITEM_BYTES, ITEMS, RecordHead, RecordItem, packed_values
 from deltackpt.layers import footer
 from deltackpt.layers.footer import CHUNK, PAGE_BYTES, TRAILER_BYTES, EpochRef, LayerManifest
@@ -25,14 +25,14 @@ from deltackpt.layers.shard import segment_of
 from deltackpt.layers.targets import empty_buffers
 from deltackpt.layers.write import REMOVED
 from deltackpt.reading import dense_state, replay
-from deltackpt.reading.log_places import LogFolder, LogLayers
-from deltackpt.reading.stretches import History, Logs, RecoveryPoint, Way, newest_way
-from deltackpt.reading.wal_records import ProcessLog
+from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalIndex, WalReader, newest_plan
+from deltackpt.reading.wal_locations import WalFolder, WalLocations
+from deltackpt.reading.wal_records import ProcessWal
 from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.save import coded_dense
 from deltackpt.storage import arrays
 from deltackpt.storage.parts import Place
-from deltackpt.storage.store import spot
+from deltackpt.storage.store import store_path
 from deltackpt.wal.segments import Fill, FilledRecord, SegmentWriter
 
 ROWS, WIDTH = 16, 2
@@ -147,7 +147,7 @@ class MadeUpLog:
 
     Attributes:
       at: the directory of the epoch headers.
-      stretch: number of the WAL epoch.
+      epoch: number of the WAL epoch.
       run: id of its run.
       process: number of the process.
       count: number of processes.
@@ -155,15 +155,15 @@ class MadeUpLog:
     """
 
     at: Path
-    stretch: int = 0
+    epoch: int = 0
     run: str = "a0"
     process: int = 0
     count: int = 1
     continues: Continues | None = None
 
     def __post_init__(self) -> None:
-        self.head = StretchHead(
-            stretch=self.stretch,
+        self.head = EpochHeader(
+            epoch=self.epoch,
             run=self.run,
             process_count=self.count,
             base=BASE,
@@ -186,7 +186,7 @@ class MadeUpLog:
     @property
     def folder(self) -> Path:
         """The directory of its segments."""
-        return self.at / str(self.stretch) / str(self.process)
+        return self.at / str(self.epoch) / str(self.process)
 
     @property
     def files(self) -> list[Path]:
@@ -196,7 +196,7 @@ class MadeUpLog:
     def begin(self) -> MadeUpLog:
         """Writes the epoch header."""
         self.at.mkdir(parents=True, exist_ok=True)
-        (self.at / names.stretch_name(self.stretch)).write_bytes(stretches.to_bytes(self.head))
+        (self.at / names.epoch_name(self.epoch)).write_bytes(wal_epochs.to_bytes(self.head))
         return self
 
     def append(self, *numbers: int, parent: SaveId | None = None) -> MadeUpLog:
@@ -235,38 +235,38 @@ class Read:
     items: Mapping[str, object]
 
 
-def history_of(*at: Path) -> History:
+def history_of(*at: Path) -> WalIndex:
     """The WAL in a directory, or in several, nearest first."""
-    folders = [LogFolder(spot(one)) for one in at]
-    return Logs(folders[0] if len(folders) == 1 else LogLayers(folders)).read()
+    folders = [WalFolder(store_path(one)) for one in at]
+    return WalReader(folders[0] if len(folders) == 1 else WalLocations(folders)).read()
 
 
-def scan_of(log: MadeUpLog) -> ProcessLog:
+def scan_of(log: MadeUpLog) -> ProcessWal:
     """The records of a WAL so far; ``advance`` scans later ones."""
-    found = ProcessLog(spot(log.folder), log.run, EpochRef.of(log.head), log.process)
+    found = ProcessWal(store_path(log.folder), log.run, EpochRef.of(log.head), log.process)
     found.advance()
     return found
 
 
-def way_to(at: Path, skipped: Sequence[SaveId] = ()) -> Way | None:
+def plan_to(at: Path, skipped: Sequence[SaveId] = ()) -> ReplayPlan | None:
     """The replay plan to the newest point above the base, without some records, or None."""
-    return newest_way(history_of(at), {BASE.step: BASE}, skipped)
+    return newest_plan(history_of(at), {BASE.step: BASE}, skipped)
 
 
-def follow(way: Way) -> Read:
+def follow(plan: ReplayPlan) -> Read:
     """Executes a replay plan."""
     buffers, targets = empty_buffers(LAYOUT)
     [table] = buffers[TABLE]["values"].values()
     table[:] = 0
-    replayed = replay.replay(way, targets, LAYOUT)
-    dense = {key: bytes(data) for key, data in dense_state.at_point(way).values.items()}
-    return Read(way.point, table, replayed.rows[TABLE], dense, replay.items_of(way)[0])
+    replayed = replay.replay(plan, targets, LAYOUT)
+    dense = {key: bytes(data) for key, data in dense_state.at_point(plan).values.items()}
+    return Read(plan.point, table, replayed.rows[TABLE], dense, replay.items_of(plan)[0])
 
 
 def read_newest(at: Path) -> Read | None:
     """Replays up to the newest point, if there is one."""
-    way = way_to(at)
-    return None if way is None else follow(way)
+    plan = plan_to(at)
+    return None if plan is None else follow(plan)
 
 
 def bounds_of(data: bytes) -> list[tuple[int, int]]:
@@ -324,7 +324,7 @@ def records_in(folder: Path) -> list[StoredRecord]:
     """The valid records of a process, oldest first."""
     found: list[StoredRecord] = []
     for path in sorted(folder.glob("*.seg")):
-        source = StoredBytes(spot(path))
+        source = StoredBytes(store_path(path))
         for number, (start, end) in enumerate(bounds_of(path.read_bytes())):
             layer = Layer(source, end - start, start=start)
             head = wal_records.from_bytes(layer.manifest.schema, name=path.name)

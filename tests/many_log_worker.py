@@ -15,7 +15,7 @@ from many_worker import Worker
 from deltackpt import RecoveryPoint, WalOptions
 from deltackpt.testing import Disk
 from deltackpt.wal import LocalWal, segments
-from deltackpt.wal.writer import LogWriter
+from deltackpt.wal.writer import WalWriter
 
 #: Deadline of each wait, so that a test cannot hang.
 _SECS = 60.0
@@ -148,7 +148,7 @@ class Logger(Worker):
     def wait_failed(self) -> None:
         """Waits until a batch has failed."""
         writer = self._manager._recorder._writer
-        assert isinstance(writer, LogWriter)
+        assert isinstance(writer, WalWriter)
         deadline = time.monotonic() + _SECS
         while writer.failure is None:
             assert time.monotonic() < deadline

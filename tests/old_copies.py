@@ -8,14 +8,14 @@ from pathlib import Path
 from deltackpt.format import names
 from deltackpt.reading import inventory
 from deltackpt.storage import digests
-from deltackpt.storage.store import Spot, spot
+from deltackpt.storage.store import StorePath, store_path
 
 
-def make(root: Path, at: Spot, *units: str) -> None:
+def make(root: Path, at: StorePath, *units: str) -> None:
     """Copies entries of a directory: ``2`` or ``compacted/1/embeddings``."""
     for unit in units:
         base = unit.startswith(names.COMPACTED)
-        found = inventory.every_digest(spot(root / unit), names.EMBEDDINGS_ITEM, base=base)
+        found = inventory.every_digest(store_path(root / unit), names.EMBEDDINGS_ITEM, base=base)
         for name in found:
             to = at / unit / name
             to.store.put(to.key, (root / unit / name).read_bytes())

@@ -19,7 +19,7 @@ from deltackpt.errors import OptionError, SaveFailed
 from deltackpt.integrations.loop import LoopCheckpoints
 from deltackpt.policies import Rolling
 from deltackpt.reading import saves
-from deltackpt.storage.store import spot
+from deltackpt.storage.store import store_path
 from deltackpt.testing import failing_saves
 from deltackpt.touched import TrackState
 
@@ -45,7 +45,7 @@ def rows_of(one: deltackpt.CheckpointManager) -> list[int]:
 
 
 def recorded(root, step: int) -> str:
-    return saves.read_save(spot(root / str(step)), "embeddings").head.tracking
+    return saves.read_save(store_path(root / str(step)), "embeddings").head.tracking
 
 
 def test_a_state_without_touch_state_is_fingerprinted(tmp_path, caplog):

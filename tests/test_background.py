@@ -29,7 +29,7 @@ from deltackpt.resources.pace import Pace
 from deltackpt.resources.workers import Workers
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.crc import joined
-from deltackpt.storage.store import spot
+from deltackpt.storage.store import store_path
 from deltackpt.tiers import part_promotion, running, stagger
 from deltackpt.tiers.arrivals import Arrivals
 from deltackpt.tiers.meeting import Meeting, Told, token_of
@@ -255,7 +255,7 @@ def test_only_the_newest_save_is_delayed_and_only_if_the_trainer_does_not_wait(t
     def secs(step: int, process: int = 1, is_hurried: bool = False) -> float | None:
         look = Look(
             orders=orders_of(process),
-            journal=Journal(spot(tmp_path / "root")),
+            journal=Journal(store_path(tmp_path / "root")),
             found=[(1, None), (2, None)],
             pace=Pace(),
             is_hurried=is_hurried,
@@ -270,7 +270,7 @@ def test_only_the_newest_save_is_delayed_and_only_if_the_trainer_does_not_wait(t
 
 
 def test_a_part_that_arrives_during_a_poll_is_not_reported_as_missing(tmp_path, monkeypatch):
-    root = spot(tmp_path / "root")
+    root = store_path(tmp_path / "root")
     journal: Any = types.SimpleNamespace(
         root=root, prefix=lambda unit, token: f"saves/{1:020}/{unit.step}-{token}"
     )

@@ -24,7 +24,7 @@ from deltackpt.ledger import entries
 from deltackpt.ledger.entries import Standing, Unit
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.view import JournalView
-from deltackpt.storage.store import Exists, Missing, Spot, Store, Unanswered
+from deltackpt.storage.store import Exists, Missing, Store, StorePath, Unanswered
 
 #: Deadlines of calls that should time out, by scheme, and of those that should not. Azurite, a
 #: single Node.js thread, takes several seconds for some requests on a busy machine.
@@ -209,7 +209,7 @@ class Trainer:
     which claims the root and continues with that step.
     """
 
-    def __init__(self, root: Spot):
+    def __init__(self, root: StorePath):
         self.root = root
         self.ledger = Journal(root)
         self.told: dict[int, Standing] = {}
@@ -292,7 +292,7 @@ def _save_id(step: int) -> SaveId:
     return SaveId("r", step, step)
 
 
-def check(root: Spot, trainer: Trainer) -> None:
+def check(root: StorePath, trainer: Trainer) -> None:
     """Checks that the root has the result of all steps, in one chain of entries."""
     state = JournalView(root).state()
     assert state.claim == trainer.ledger.claimed and state.claim.began
@@ -309,11 +309,11 @@ def check(root: Spot, trainer: Trainer) -> None:
     assert epochs == [*range(1, len(epochs) + 1)]
 
 
-def _files(at: Spot) -> dict[str, bytes]:
+def _files(at: StorePath) -> dict[str, bytes]:
     return {name: (at / name).read() for name in at.keys()}
 
 
-def _check_files(root: Spot, trainer: Trainer) -> None:
+def _check_files(root: StorePath, trainer: Trainer) -> None:
     """Checks that only current and rolled-back saves have files."""
     prefixes = {key.rpartition("/")[0] for key in (root / entries.SAVES).keys()}
     told = (trainer.told[2], trainer.told[3])

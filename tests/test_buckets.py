@@ -19,7 +19,7 @@ from servers import environment_of
 
 from deltackpt.errors import MissingExtra, OptionError, StorageError, UnsupportedRoot
 from deltackpt.storage import buckets
-from deltackpt.storage.store import Exists, Missing, Refused, Spot, Unanswered
+from deltackpt.storage.store import Exists, Missing, Refused, StorePath, Unanswered
 from deltackpt.testing import MemoryStore
 from deltackpt.testing.store_suite import StoreSuite
 
@@ -44,7 +44,7 @@ def azure(tmp_path_factory) -> Iterator[servers.Server]:
         yield server
 
 
-def opened(server: servers.Server, **how) -> Spot:
+def opened(server: servers.Server, **how) -> StorePath:
     """Opens a fresh folder in a fresh bucket."""
     url = f"{server.bucket(f'bucket{next(_numbers)}')}/some/run"
     return buckets.place(url, endpoint=server.endpoint).open(**how)
@@ -246,5 +246,5 @@ def test_a_store_that_takes_every_write_is_refused():
         (Stubborn(), "write of a new key rejected"),
     ):
         with pytest.raises(UnsupportedRoot, match=found):
-            buckets.probe(Spot(store, ""))
+            buckets.probe(StorePath(store, ""))
         assert store.keys("") == []

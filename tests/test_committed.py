@@ -33,7 +33,7 @@ from deltackpt.ledger.view import JournalView
 from deltackpt.reading import inventory, saves
 from deltackpt.storage import buckets
 from deltackpt.storage.digests import digest_tree
-from deltackpt.storage.store import FileStore, Spot, spot
+from deltackpt.storage.store import FileStore, StorePath, store_path
 from deltackpt.testing import MemoryStore
 
 
@@ -47,13 +47,13 @@ def run(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module", params=["memory", "files", "s3", "gcs", "azure"])
-def bucket(request, tmp_path_factory) -> Iterator[tuple[Spot, str | None]]:
+def bucket(request, tmp_path_factory) -> Iterator[tuple[StorePath, str | None]]:
     """A folder of a store, and the address of its server."""
     folder = tmp_path_factory.mktemp("store")
     if request.param == "memory":
-        yield Spot(MemoryStore(), "run"), None
+        yield StorePath(MemoryStore(), "run"), None
     elif request.param == "files":
-        yield Spot(FileStore(folder), "run"), None
+        yield StorePath(FileStore(folder), "run"), None
     else:
         start = getattr(servers, request.param)
         with start(folder) as server, servers.environment_of(server):
@@ -63,14 +63,14 @@ def bucket(request, tmp_path_factory) -> Iterator[tuple[Spot, str | None]]:
 
 def commit(ledger: Journal, root: Path, unit: Unit) -> Standing:
     """Uploads a step or compacted base of a directory to a store and commits it."""
-    source = spot(root / unit.name)
+    source = store_path(root / unit.name)
     files = inventory.every_digest(source, names.EMBEDDINGS_ITEM, base=unit.item is not None)
     prefix = ledger.prefix(unit)
     put = upload(source, files, ledger.root / prefix)
     if unit.item is None:
         info = saves.read_save(source, names.EMBEDDINGS_ITEM).info
     else:
-        info = saves.read_base(spot(root / str(unit.step)), unit.item).info
+        info = saves.read_base(store_path(root / str(unit.step)), unit.item).info
     standing = Standing.of(info, unit, prefix, stored_bytes=put.nbytes, crc32c=put.crc32c)
     return ledger.commit(standing)
 
@@ -88,14 +88,14 @@ def filled(run, bucket) -> Journal:
     return ledger
 
 
-def as_directory(root: Spot) -> Spot:
+def as_directory(root: StorePath) -> StorePath:
     journal = JournalView(root)
     journal.state()
-    return Spot(Committed(Journaled(journal)), "")
+    return StorePath(Committed(Journaled(journal)), "")
 
 
 def test_a_journal_has_the_layout_of_the_directory(run, bucket, filled):
-    found, expected = as_directory(bucket[0]), spot(run)
+    found, expected = as_directory(bucket[0]), store_path(run)
     wanted = [key for key in expected.keys() if key[0].isdecimal() or key.startswith("compacted/")]
     wanted = [key for key in wanted if not key.endswith("/lock")]
     assert found.keys() == wanted
@@ -119,14 +119,14 @@ def test_inspection_shows_the_same_as_the_directory(run, bucket, filled):
 def test_steps_in_segments_are_inspected_too(run, tmp_path, monkeypatch):
     monkeypatch.setattr(committed, "SEGMENT_BYTES", 500)
     monkeypatch.setattr("deltackpt.ledger.upload.SEGMENT_BYTES", 500)
-    ledger = Journal(Spot(FileStore(tmp_path), "run"))
+    ledger = Journal(StorePath(FileStore(tmp_path), "run"))
     ledger.claim()
     for unit in (Unit(0), Unit(1), Unit(1, names.EMBEDDINGS_ITEM), Unit(2)):
         commit(ledger, run, unit)
     same_as_the_directory(ledger.root, run)
 
 
-def same_as_the_directory(root: Spot, run: Path) -> None:
+def same_as_the_directory(root: StorePath, run: Path) -> None:
     ck = inspect.open(run)
     there = Checkpoints(BucketSteps(JournalView(root), names.EMBEDDINGS_ITEM))
     assert there.steps == ck.steps and there.compacted.keys() == ck.compacted.keys()
@@ -158,7 +158,7 @@ def test_commands_take_a_url(run, bucket, filled):
 
 
 def test_altered_and_lost_files_are_named(run, tmp_path):
-    root = Spot(FileStore(tmp_path), "run")
+    root = StorePath(FileStore(tmp_path), "run")
     ledger = Journal(root)
     ledger.claim()
     first = commit(ledger, run, Unit(0))
@@ -181,7 +181,7 @@ def test_altered_and_lost_files_are_named(run, tmp_path):
 
 
 def test_a_reader_that_misses_a_file_sees_that_the_step_was_removed(run, tmp_path):
-    root = Spot(FileStore(tmp_path), "run")
+    root = StorePath(FileStore(tmp_path), "run")
     ledger = Journal(root)
     ledger.claim()
     commit(ledger, run, Unit(0))
@@ -196,7 +196,7 @@ def test_a_reader_that_misses_a_file_sees_that_the_step_was_removed(run, tmp_pat
 
 
 def test_large_files_are_put_in_segments(run, tmp_path):
-    source, root = tmp_path / "7", Spot(FileStore(tmp_path), "run")
+    source, root = tmp_path / "7", StorePath(FileStore(tmp_path), "run")
     source.mkdir()
     data = np.random.default_rng(0).bytes(10_007)
     (source / "large").write_bytes(data)
@@ -212,7 +212,7 @@ def test_large_files_are_put_in_segments(run, tmp_path):
             ledger.retire([Unit(7)])
             prefix = ledger.prefix(Unit(7))
             files = digest_tree(source)
-            put = upload(spot(source), files, root / prefix)
+            put = upload(store_path(source), files, root / prefix)
             folder = root / prefix
             most = max((folder / name).length() for name in folder.keys())
             assert most <= max(segment_bytes, 500)
@@ -244,15 +244,15 @@ def test_large_files_are_put_in_segments(run, tmp_path):
             # A file that changes during the upload is not uploaded.
             (source / "large").write_bytes(data[:5_000] + b"x" + data[5_001:])
             with pytest.raises(Damaged, match="large"):
-                upload(spot(source), files, root / ledger.prefix(Unit(7)))
+                upload(store_path(source), files, root / ledger.prefix(Unit(7)))
             (source / "large").write_bytes(data)
 
 
 def test_copies_from_before_journals_are_read(run, tmp_path):
     copies = tmp_path / "copies"
     copies.mkdir()
-    old_copies.make(run, Spot(FileStore(copies), ""), "2", "compacted/1/embeddings")
-    found = Spot(Committed(Copied(Spot(FileStore(copies), ""))), "")
+    old_copies.make(run, StorePath(FileStore(copies), ""), "2", "compacted/1/embeddings")
+    found = StorePath(Committed(Copied(StorePath(FileStore(copies), ""))), "")
     expected = inspect.open(run)
     there = Checkpoints(Steps(found, names.EMBEDDINGS_ITEM))
     assert there.newest == expected.newest

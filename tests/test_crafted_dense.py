@@ -32,7 +32,7 @@ from deltackpt.layers.write import LayerFile
 from deltackpt.reading import dense_state
 from deltackpt.reading.part_arrays import LayerArrays
 from deltackpt.reading.saves import read_info
-from deltackpt.reading.stretches import newest_way
+from deltackpt.reading.wal_index import newest_plan
 from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.save import coded_dense
 from deltackpt.storage import ocdbt
@@ -68,9 +68,9 @@ class Root(NamedTuple):
     @property
     def values(self) -> dict[Key, bytes]:
         """Values of the record."""
-        way = newest_way(history_of(self.path / "log"), {0: read_info(self.path / "0").save_id})
-        assert way is not None
-        return {key: bytes(data) for key, data in dense_state.at_point(way).items()}
+        plan = newest_plan(history_of(self.path / "log"), {0: read_info(self.path / "0").save_id})
+        assert plan is not None
+        return {key: bytes(data) for key, data in dense_state.at_point(plan).items()}
 
     def rewrite(self, values: dict[Key, bytes]) -> None:
         """Replaces the values of the record, with valid checksums."""

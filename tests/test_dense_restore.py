@@ -41,7 +41,7 @@ from deltackpt.reading.stored_dense import DenseItem
 from deltackpt.state import tables
 from deltackpt.storage import digests, kv_store, ocdbt, ocdbt_index
 from deltackpt.storage.batch import FileBatch
-from deltackpt.storage.store import spot
+from deltackpt.storage.store import store_path
 from deltackpt.testing import Disk, stored_chunks
 from deltackpt.tiers.copy import copy
 from deltackpt.upkeep import compact
@@ -599,10 +599,10 @@ def test_values_of_any_length_are_fully_verified(tmp_path):
     ocdbt.write(item, [ocdbt.Value(key, data) for key, data in values.items()], batch)
     batch.force()
     expected = dense_restore_digests(step)
-    found = orbax_values.OrbaxValues(spot(item), lambda: expected)
+    found = orbax_values.OrbaxValues(store_path(item), lambda: expected)
     keys = [(False, key) for key in values]
     for some in (keys, keys[:2], keys[3:]):
-        read = orbax_values.OrbaxValues(spot(item), lambda: expected).read(some)
+        read = orbax_values.OrbaxValues(store_path(item), lambda: expected).read(some)
         assert {key: bytes(data) for (_, key), data in read.items()} == {
             key: values[key].tobytes() for _, key in some
         }
@@ -612,7 +612,7 @@ def test_values_of_any_length_are_fully_verified(tmp_path):
         for at in (0, 1025, len(data) // 2, len(data) - 5, len(data) - 1):
             path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
             with pytest.raises(Damaged, match=f"3/dense/d/{path.name}"):
-                orbax_values.OrbaxValues(spot(item), lambda: expected).read(keys)
+                orbax_values.OrbaxValues(store_path(item), lambda: expected).read(keys)
         path.write_bytes(data)
 
 

@@ -18,7 +18,7 @@ from deltackpt.errors import Damaged, StepNotFound
 from deltackpt.layers.read import Layer, StoredBytes
 from deltackpt.reading import chains, reader, stored_dense
 from deltackpt.resources import memory
-from deltackpt.storage.store import spot
+from deltackpt.storage.store import store_path
 from deltackpt.upkeep import estimate
 from deltackpt.upkeep.estimate import restore_plan
 
@@ -31,7 +31,7 @@ def array_files(folder: Path) -> list[Path]:
 
 def chunk_bytes(layer_file: Path) -> int:
     """Bytes of the chunks of tables in a layer file."""
-    layer = Layer(StoredBytes(spot(layer_file)), layer_file.stat().st_size)
+    layer = Layer(StoredBytes(store_path(layer_file)), layer_file.stat().st_size)
     rows = {group.name for group in layer.row_groups() if group.kind == "rows"}
     arrays = [array for array in layer.manifest.arrays if array.row_group in rows]
     return sum(layer.bytes_of(array, 0, array.shape[0]) for array in arrays)

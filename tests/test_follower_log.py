@@ -38,17 +38,17 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.layers.targets import empty_buffers, targets_of
 from deltackpt.reading import chains, dense_state, point_files, reader, replay, saves
 from deltackpt.reading.reader import RestoredTables
-from deltackpt.reading.stretches import Logs, RecoveryPoint, newest_way
+from deltackpt.reading.wal_index import RecoveryPoint, WalReader, newest_plan
 from deltackpt.standby import candidates
 from deltackpt.standby import follower as follower_module
 from deltackpt.standby import wal as followed
 from deltackpt.standby.follower import Follower
-from deltackpt.storage.store import spot
+from deltackpt.storage.store import store_path
 from deltackpt.testing import Disk, DiskCall
 
 
-def logs_of(root: Path) -> Logs:
-    return Logs(spot(root / "log"))
+def logs_of(root: Path) -> WalReader:
+    return WalReader(store_path(root / "log"))
 
 
 def from_storage(root: Path, save_id: SaveId, point: RecoveryPoint | None) -> RestoredTables:
@@ -56,9 +56,9 @@ def from_storage(root: Path, save_id: SaveId, point: RecoveryPoint | None) -> Re
     found = reader.restore_tables(chains.read_chain(root / str(save_id.step)))
     assert found.chain[-1].save_id == save_id
     if point is not None:
-        way = logs_of(root).read().way(point, save_id)
-        assert way is not None
-        replay.replay(way, targets_of(found.buffers, found.layout), found.layout)
+        plan = logs_of(root).read().plan(point, save_id)
+        assert plan is not None
+        replay.replay(plan, targets_of(found.buffers, found.layout), found.layout)
     return found
 
 
@@ -72,15 +72,15 @@ def assert_holds_storage(one: Follower, root: Path) -> None:
         assert rows.tobytes() == same.tobytes(), (table, field, holding.point)
     if holding.point is None or holding.files is None or holding.files_of != holding.point:
         return
-    way = logs_of(root).read().way(holding.point, holding.save.save_id)
-    assert way is not None
+    plan = logs_of(root).read().plan(holding.point, holding.save.save_id)
+    assert plan is not None
     files = {file.name: holding.files.array(file) for file in holding.files.index}
     found = point_files.state_of(files, holding.layout)
-    assert found.items == replay.items_of(way)
-    dense = dense_state.at_point(way)
+    assert found.items == replay.items_of(plan)
+    dense = dense_state.at_point(plan)
     assert {**found.dense.values} == dense.values and {**found.dense.files} == dense.files
     targets = targets_of({}, holding.layout)
-    rows = replay.replay(way, targets, holding.layout).rows
+    rows = replay.replay(plan, targets, holding.layout).rows
     assert {name: held.tolist() for name, held in found.rows.items()} == {
         name: held.tolist() for name, held in rows.items()
     }
@@ -92,10 +92,10 @@ def assert_newest(one: Follower, root: Path, *, soft: bool) -> None:
     for path in root.iterdir():
         if path.name.isdecimal():
             steps[int(path.name)] = saves.read_info(path, "embeddings").save_id
-    way = newest_way(logs_of(root).read(), steps, soft=soft)
+    plan = newest_plan(logs_of(root).read(), steps, soft=soft)
     assert one.holding is not None
     held = one.holding.save.save_id, one.holding.point
-    assert held == ((steps[max(steps)], None) if way is None else (way.step, way.point))
+    assert held == ((steps[max(steps)], None) if plan is None else (plan.step, plan.point))
 
 
 class FollowedMachine(LogMachine):

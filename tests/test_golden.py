@@ -22,7 +22,7 @@ from deltackpt.format.records import FORMAT_VERSION
 from deltackpt.ledger.opening import BucketSteps
 from deltackpt.ledger.view import JournalView
 from deltackpt.reading import chains, inventory, reader, saves
-from deltackpt.storage.store import spot
+from deltackpt.storage.store import store_path
 
 PLAIN = sorted(path for path in Path(make_golden.__file__).parent.glob("v*"))
 PARTS = sorted(path for path in Path(make_golden.__file__).parent.glob("parts-v*"))
@@ -229,7 +229,7 @@ def test_records_repeat_their_version_in_the_part_that_the_checksum_covers(versi
 @pytest.mark.parametrize("version", JOURNALS, ids=lambda path: path.name)
 @pytest.mark.parametrize("step", make_golden.STEPS)
 def test_golden_bucket_reads_like_the_directory_that_it_was_copied_from(version, step):
-    journal = JournalView(spot(version))
+    journal = JournalView(store_path(version))
     assert [*journal.state().steps] == list(make_golden.STEPS)
     steps = BucketSteps(journal, names.EMBEDDINGS_ITEM)
     found = reader.restore_tables(chains.read_chain(steps.at(step)))

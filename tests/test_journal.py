@@ -25,22 +25,22 @@ from deltackpt.ledger import entries, journal, lease
 from deltackpt.ledger.entries import Standing, Unit
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.view import KEPT_ENTRIES, JournalView, entry_name
-from deltackpt.storage.store import FileStore, Spot
+from deltackpt.storage.store import FileStore, StorePath
 from deltackpt.testing import JournalModel, MemoryStore
 
 
 @pytest.fixture(params=["memory", "files"])
-def root(request, tmp_path) -> Spot:
+def root(request, tmp_path) -> StorePath:
     """A root in memory or in a directory; the journal behaves the same in both."""
-    return Spot(MemoryStore() if request.param == "memory" else FileStore(tmp_path), "run")
+    return StorePath(MemoryStore() if request.param == "memory" else FileStore(tmp_path), "run")
 
 
 @pytest.fixture
-def in_memory() -> Spot:
-    return Spot(MemoryStore(), "run")
+def in_memory() -> StorePath:
+    return StorePath(MemoryStore(), "run")
 
 
-def claimed(root: Spot) -> Journal:
+def claimed(root: StorePath) -> Journal:
     ledger = Journal(root)
     ledger.claim()
     return ledger
@@ -69,7 +69,7 @@ def upload(
     return Standing.of(info, unit, prefix, stored_bytes=3, crc32c=7)
 
 
-def damage(at: Spot, how: str) -> None:
+def damage(at: StorePath, how: str) -> None:
     data = DAMAGES[how](at.store.get(at.key))
     at.store.delete([at.key]) if data is None else at.store.put(at.key, data)
 
@@ -173,14 +173,14 @@ class Counted(MemoryStore):
 
 def test_a_commit_takes_three_requests_and_opening_takes_two():
     store = Counted()
-    ledger = claimed(Spot(store, "run"))
+    ledger = claimed(StorePath(store, "run"))
     saves = [upload(ledger, step) for step in range(20)]
     store.count.clear()
     for save in saves:
         ledger.commit(save)
     assert store.count == {"get": 20, "put": 20, "list": 20}
     store.count.clear()
-    assert len(JournalView(Spot(store, "run")).state().steps) == 20
+    assert len(JournalView(StorePath(store, "run")).state().steps) == 20
     assert store.count == {"get": 1, "list": 1}
 
 
@@ -336,7 +336,7 @@ def test_removed_saves_are_swept_even_if_no_answer_came(lost):
             super().delete(keys)
 
     store = Lossy()
-    ledger = claimed(Spot(store, "run"))
+    ledger = claimed(StorePath(store, "run"))
     for step in range(4):
         commit(ledger, step)
     ledger.roll_back(2, "s")
@@ -467,7 +467,7 @@ def test_without_a_copy_the_previous_entry_is_read_and_the_step_reported(root, h
 # Journals that are removed while a trainer holds their claim.
 
 
-def empty(root: Spot) -> None:
+def empty(root: StorePath) -> None:
     root.store.delete(root.store.keys(root.key))
 
 
@@ -551,7 +551,7 @@ def test_an_entry_that_is_lost_while_its_trainer_runs_is_rewritten(root, how):
 
 def test_confirm_takes_a_listing_and_a_read_and_a_copy_takes_a_put():
     store = Counted()
-    ledger = claimed(Spot(store, "run"))
+    ledger = claimed(StorePath(store, "run"))
     commit(ledger, 1)
     store.count.clear()
     ledger.confirm()

@@ -57,7 +57,7 @@ from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.storage import aligned
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.kv_store import KvStore
-from deltackpt.storage.store import Spot, spot
+from deltackpt.storage.store import StorePath, store_path
 
 GOLDEN = Path(__file__).parent / "golden"
 DTYPES = ("bool", "int8", "uint16", "int32", "uint64", "float16", "float32", "complex64")
@@ -122,7 +122,7 @@ def test_written_layers_are_read_back(tmp_path_factory, data):
     chunk_bytes = data.draw(st.sampled_from([1, 512, 128 << 10]))
     buffer_bytes = data.draw(st.sampled_from([8192, 40_000, 1 << 20]))
     written = write(path, layers, buffer_bytes=buffer_bytes, chunk_bytes=chunk_bytes, fsync=False)
-    source = StoredBytes(spot(path))
+    source = StoredBytes(store_path(path))
     found = layers_in(source, path.read_bytes())
     assert [(one.start, one.start + one.nbytes, one.digest) for one in found] == [
         one[:3] for one in written
@@ -258,15 +258,15 @@ def test_a_footer_that_claims_to_be_huge_is_damage(tmp_path):
         out.seek(nbytes - len(tail))
         out.write(tail)
     with pytest.raises(Damaged, match="footer: expected at most"):
-        Layer(StoredBytes(spot(path)), nbytes)
+        Layer(StoredBytes(store_path(path)), nbytes)
 
 
 @pytest.mark.parametrize("version", sorted(GOLDEN.glob("layers-v*")), ids=lambda path: path.name)
 def test_golden_layers_are_read(version):
     expected = json.loads((version / "expected.json").read_text())
     step, wal = version / "step", version / "wal"
-    layers = [Layer(StoredBytes(spot(step)), step.stat().st_size)]
-    layers += layers_in(StoredBytes(spot(wal)), wal.read_bytes())
+    layers = [Layer(StoredBytes(store_path(step)), step.stat().st_size)]
+    layers += layers_in(StoredBytes(store_path(wal)), wal.read_bytes())
     assert [str(layer.id.step) for layer in layers] == [*expected]
     for layer in layers:
         layer.verify()
@@ -395,7 +395,7 @@ def test_layers_are_read_by_ranges_of_an_object_store(tmp_path):
     store.put("3/layer.0", data)
     # The layer may be part of a bundle.
     store.put("bundle", bytes(100) + data + bytes(100))
-    for where, start in ((Spot(store, "3/layer.0"), 0), (Spot(store, "bundle"), 100)):
+    for where, start in ((StorePath(store, "3/layer.0"), 0), (StorePath(store, "bundle"), 100)):
         layer = Layer(StoredBytes(where), len(data), start=start)
         layer.verify()
         (group,) = layer.row_groups()
@@ -553,7 +553,7 @@ def test_a_file_system_may_refuse_direct_writes(tmp_path, monkeypatch):
     layers = [(manifest_of(number), groups_of(number)) for number in (1, 2)]
     write(tmp_path / "layers", layers, buffer_bytes=8192)
     assert refused == [1]
-    source = StoredBytes(spot(tmp_path / "layers"))
+    source = StoredBytes(store_path(tmp_path / "layers"))
     found = layers_in(source, (tmp_path / "layers").read_bytes())
     assert [read_all(one) for one in found] == [contents_of(groups) for _, groups in layers]
 

@@ -38,7 +38,7 @@ from deltackpt.errors import Damaged, FormatTooNew
 from deltackpt.layers import footer
 from deltackpt.layers.footer import CHUNK, PAGE_BYTES, TRAILER_BYTES
 from deltackpt.layers.read import Layer, StoredBytes
-from deltackpt.storage.store import spot
+from deltackpt.storage.store import store_path
 
 #: Bound on the memory for reading a file of some kilobytes.
 MOST_MEMORY = 64 << 20
@@ -136,7 +136,7 @@ def test_a_chunk_of_another_layer_is_an_error(tmp_path):
 
 def test_a_missing_file_is_an_error_that_names_it(tmp_path):
     with pytest.raises(Damaged, match="layer.7: footer"):
-        Layer(StoredBytes(spot(tmp_path / "layer.7")), 8192)
+        Layer(StoredBytes(store_path(tmp_path / "layer.7")), 8192)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from deltackpt.reading import ahead, chains, reader, saves
 from deltackpt.save import division
 from deltackpt.state import ownership
 from deltackpt.state.remembered import ByLayout
-from deltackpt.storage.store import Spot, spot
+from deltackpt.storage.store import StorePath, store_path
 
 HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
 OPTIONS = deltackpt.ManagerOptions(
@@ -281,8 +281,8 @@ def test_a_fast_store_is_not_read_ahead(tmp_path):
 
 def test_an_object_that_could_not_be_read_ahead_is_read_again(tmp_path, slow_store):
     (tmp_path / "there").write_bytes(b"1")
-    at = Spot(spot(tmp_path / "there").store, "there")
-    missing = Spot(at.store, "missing")
+    at = StorePath(store_path(tmp_path / "there").store, "there")
+    missing = StorePath(at.store, "missing")
     with ahead.Ahead() as reading:
         assert reading.read(at, "there") == b"1"
         reading.want([missing])

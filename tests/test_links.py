@@ -27,7 +27,7 @@ from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.store import FileStore
 from deltackpt.testing import TrainingRun
 from deltackpt.tiers.directory import Directory
-from deltackpt.upkeep import collect, compact, stretches
+from deltackpt.upkeep import collect, compact, wal_removal
 from deltackpt.upkeep.unneeded import Retention
 
 ITEM = "embeddings"
@@ -94,7 +94,7 @@ def remove_everything(root: Path) -> None:
         opened.roll_back(4, "another-run")
     with whatever_comes():
         for number in opened.log_at.numbers():
-            stretches.remove(opened.log_at, number)
+            wal_removal.remove(opened.log_at, number)
     place = Directory(root, ITEM)
     for unit in (Unit(90, None), Unit(3, ITEM)):
         with whatever_comes():

@@ -23,7 +23,7 @@ from deltackpt import events
 from deltackpt.errors import Damaged, DamagedWal, NoIntactStep
 from deltackpt.format import names
 from deltackpt.handlers.choosing import Chooser
-from deltackpt.reading.log_progress import NAME
+from deltackpt.reading.wal_progress import NAME
 from deltackpt.testing import Disk, DiskCall
 from deltackpt.upkeep.verify import verify_root
 
@@ -218,15 +218,15 @@ def test_a_part_killed_before_its_first_record_is_not_damage(copy):
 
 
 @pytest.mark.parametrize("how", ["removed", "truncated", "flipped"])
-@pytest.mark.parametrize("stretch", [0, 1])
-def test_one_damaged_header_costs_nothing_and_is_reported(how, stretch, copy):
-    damage(copy.root / "log" / f"{stretch}.msgpack", how)
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_one_damaged_header_costs_nothing_and_is_reported(how, epoch, copy):
+    damage(copy.root / "log" / f"{epoch}.msgpack", how)
     found, warned, failures = restore(copy.root)
     assert found is not None and (found.step, found.skipped) == (copy.newest, ())
     model.assert_same(found.state, copy.states[copy.newest])
     assert any("its copy was read" in text for text in warned) and failures.found
     [problem] = verify_root(copy.root).problems
-    assert problem.stops == "nothing" and f"log/{stretch}.msgpack" in problem.object_name
+    assert problem.stops == "nothing" and f"log/{epoch}.msgpack" in problem.object_name
 
 
 def test_a_lost_header_never_revives_a_rolled_back_branch(copy):
@@ -272,12 +272,12 @@ def test_a_header_removed_while_another_run_begins_is_not_damage(tmp_path):
     at = MadeUpLog(tmp_path / "log").begin().append(1).at
 
     def begin_another(_: DiskCall) -> None:
-        MadeUpLog(at, stretch=1, run="b1").begin()
+        MadeUpLog(at, epoch=1, run="b1").begin()
         (at / "0.msgpack").unlink()
 
     with Disk(at) as disk:
         disk.on("read", begin_another, r"^0[.]msgpack$", times=1)
-        assert history_of(at).eras[0].head.stretch == 1
+        assert history_of(at).views[0].head.epoch == 1
 
 
 def test_a_header_in_another_directory_replaces_a_damaged_one(tmp_path):

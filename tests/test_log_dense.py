@@ -128,9 +128,9 @@ def error_of(found, expected) -> dict[str, float]:
     return errors
 
 
-def wholes_of(root: Path, stretch: int = 0) -> list[bool]:
+def wholes_of(root: Path, epoch: int = 0) -> list[bool]:
     """Whether the dense leaves of each record of process 0 are whole."""
-    records = records_in(root / "log" / str(stretch) / "0")
+    records = records_in(root / "log" / str(epoch) / "0")
     return [record.head.against is None for record in records]
 
 

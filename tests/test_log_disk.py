@@ -26,8 +26,8 @@ from deltackpt import RecoveryPoint, events, inspect
 from deltackpt.errors import AppendFailed, FencedError, OutOfSpace, StorageError, WaitTimeout
 from deltackpt.layers.read import StoredBytes
 from deltackpt.ledger import lease
-from deltackpt.reading.log_progress import newest_durable
-from deltackpt.storage.store import spot
+from deltackpt.reading.wal_progress import newest_durable
+from deltackpt.storage.store import store_path
 from deltackpt.testing import Disk, DiskCall, TrainingRun
 from deltackpt.upkeep.verify import verify_root
 from deltackpt.wal import segments, taking
@@ -82,7 +82,7 @@ def assert_no_seq_twice(root: Path) -> None:
         found: list[tuple[int, int]] = []
         for path in sorted(folder.glob("*.seg")):
             part, data = int(path.name.partition("-")[0]), path.read_bytes()
-            layers = layers_in(StoredBytes(spot(path)), data)
+            layers = layers_in(StoredBytes(store_path(path)), data)
             found += ((part, layer.manifest.sequence) for layer in layers)
         assert len({*found}) == len(found)
 
@@ -436,7 +436,7 @@ def test_waiting_records_share_one_fsync(tmp_path, disk):
     assert seen.together == [1] + 10 * [10]
     # Progress is noted once per fsync; the first note creates the file.
     assert sum("/log/" in path and ".seg" not in path for path in disk.paths("write")) == 1
-    assert newest_durable(spot(tmp_path / "log" / "0" / "0")).step == 11
+    assert newest_durable(store_path(tmp_path / "log" / "0" / "0")).step == 11
 
 
 # Power cuts.

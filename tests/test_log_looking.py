@@ -33,9 +33,9 @@ from deltackpt.errors import (
     StepNotFound,
     StorageError,
 )
-from deltackpt.format import stretches
+from deltackpt.format import wal_epochs
 from deltackpt.format.manifest import SaveId
-from deltackpt.format.stretches import StretchHead
+from deltackpt.format.wal_epochs import EpochHeader
 from deltackpt.format.wal_records import RecordHead
 from deltackpt.layers.footer import EpochRef
 from deltackpt.ledger.directory import Root
@@ -663,8 +663,8 @@ def put_records(root: Path, process: int, numbers: range) -> None:
     run_id = "a" * 32
     at = root / "log"
     at.mkdir(exist_ok=True)
-    head = StretchHead(stretch=0, run=run_id, process_count=2, base=None, continues=None)
-    (at / "0.msgpack").write_bytes(stretches.to_bytes(head))
+    head = EpochHeader(epoch=0, run=run_id, process_count=2, base=None, continues=None)
+    (at / "0.msgpack").write_bytes(wal_epochs.to_bytes(head))
     writer = SegmentWriter(
         at,
         at / "0" / str(process),

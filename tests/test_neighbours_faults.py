@@ -22,7 +22,7 @@ from deltackpt.nodes.shelves import MemoryShelf
 from deltackpt.nodes.tokens import Tokens
 from deltackpt.options import Timeouts
 from deltackpt.reading import saves
-from deltackpt.storage.store import spot
+from deltackpt.storage.store import store_path
 from deltackpt.tiers import near
 from deltackpt.tiers.keepers import Keepers
 from deltackpt.tiers.neighbours import Neighbours
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 def last(one) -> str:
     """Returns the key of the newest staged save."""
-    info = saves.read_info(spot(one.stage.steps / str(one.local()[-1])), "embeddings")
+    info = saves.read_info(store_path(one.stage.steps / str(one.local()[-1])), "embeddings")
     return key_of(info.save_id.step, info.save_id)
 
 

@@ -15,7 +15,7 @@ from deltackpt.reading import orbax_values, saves
 from deltackpt.reading.orbax_values import OrbaxValues
 from deltackpt.storage import digests
 from deltackpt.storage.crc import BLOCK_BYTES
-from deltackpt.storage.store import spot
+from deltackpt.storage.store import store_path
 
 #: Leaf sizes in bytes: around the block size, and around what a database node stores inline.
 SIZES = (
@@ -86,6 +86,8 @@ def test_a_flipped_bit_is_never_read_and_does_not_affect_other_values(root):
                 raised += 1
         with pytest.raises(Damaged):
             item(root).read(every)
-        assert digests.check_step_files(spot(root / "1"))  # `verify` finds it, wherever it is.
+        assert digests.check_step_files(
+            store_path(root / "1")
+        )  # `verify` finds it, wherever it is.
     path.write_bytes(intact)
     assert raised and passed > raised

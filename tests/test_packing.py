@@ -18,7 +18,7 @@ from deltackpt.errors import Damaged, StorageError
 from deltackpt.format.manifest import SaveId
 from deltackpt.reading import saves
 from deltackpt.storage import crc
-from deltackpt.storage.store import Missing, spot
+from deltackpt.storage.store import Missing, store_path
 from deltackpt.tiers import packing
 from deltackpt.tiers.packing import Contents, FilePack, Label, PackName
 from deltackpt.tiers.stage import Line
@@ -87,7 +87,7 @@ def step(tmp_path_factory) -> Path:
 
 
 def test_a_step_comes_out_of_its_bundle_byte_for_byte(step, tmp_path):
-    held = Held(packed(step, saves.read_info(spot(step), "embeddings").save_id))
+    held = Held(packed(step, saves.read_info(store_path(step), "embeddings").save_id))
     assert google_crc32c.value(bytes(held.data)) == held.label.crc32c
     packing.unpack(held, held.label, tmp_path / "out", fsync=True)
     assert tree(tmp_path / "out") == tree(step)

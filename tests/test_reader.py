@@ -33,17 +33,17 @@ from deltackpt.reading import chains, inventory, reader, saves
 from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.storage import arrays, digests
 from deltackpt.storage.digests import Digests
-from deltackpt.storage.store import FileStore, Spot
+from deltackpt.storage.store import FileStore, StorePath
 from deltackpt.testing import MemoryStore
 
 ROWS, WIDTH = 40, 4
 
 
 @pytest.fixture(params=["memory", "files"])
-def root(request, tmp_path) -> Spot:
+def root(request, tmp_path) -> StorePath:
     (tmp_path / "store").mkdir()
     store = MemoryStore() if request.param == "memory" else FileStore(tmp_path / "store")
-    return Spot(store, "")
+    return StorePath(store, "")
 
 
 def group(rows: int = ROWS) -> GroupEntry:
@@ -58,7 +58,7 @@ def table(rows: int = ROWS) -> TableEntry:
 
 
 def put_array(
-    part: Spot, segment: str, name: str, data: np.ndarray, scratch: Path, chunk: int
+    part: StorePath, segment: str, name: str, data: np.ndarray, scratch: Path, chunk: int
 ) -> tuple[ArrayEntry, dict[str, digests.Digest]]:
     """Writes an array as a trainer does, and puts its chunks into the store."""
     entry = arrays.array_entry(name, data.shape, data.dtype, chunk_rows=chunk)
@@ -72,7 +72,7 @@ def put_array(
 
 
 def put_save(
-    root: Spot,
+    root: StorePath,
     step: int,
     rows: np.ndarray,
     values: np.ndarray,
@@ -106,7 +106,7 @@ def put_save(
     return head
 
 
-def put_base(item: Spot, values: np.ndarray, scratch: Path, chunk: int) -> dict:
+def put_base(item: StorePath, values: np.ndarray, scratch: Path, chunk: int) -> dict:
     """Puts the Zarr array of a base; returns the fields of its manifest that depend on it."""
     entry, found = put_array(item, "g0.0", "values", values, scratch, chunk)
     at = item / names.digests_name(0)
@@ -128,7 +128,7 @@ def put_base(item: Spot, values: np.ndarray, scratch: Path, chunk: int) -> dict:
 
 
 def put_layer(
-    item: Spot,
+    item: StorePath,
     described: LayerManifest,
     rows: np.ndarray,
     values: np.ndarray,
@@ -152,12 +152,12 @@ def put_layer(
     return {"segments": (dataclasses.replace(segment, encodings=()),), "layer": ref}
 
 
-def put_head(root: Spot, head: Manifest) -> None:
+def put_head(root: StorePath, head: Manifest) -> None:
     at = root / str(head.save_id.step) / names.EMBEDDINGS_ITEM / names.manifest_name(0)
     at.store.put(at.key, manifest.to_bytes(head))
 
 
-def put_chain(root: Spot, scratch: Path, touched=((3, 9, 39), (0, 9))) -> list[np.ndarray]:
+def put_chain(root: StorePath, scratch: Path, touched=((3, 9, 39), (0, 9))) -> list[np.ndarray]:
     """Puts a base and deltas of these rows; returns the table after each."""
     rng = np.random.default_rng(0)
     current = rng.normal(size=(ROWS, WIDTH)).astype(np.float32)
@@ -202,7 +202,7 @@ def test_only_the_wanted_boxes_are_read(root, tmp_path):
 def test_any_rows_of_any_chain_equal_those_of_its_states(tmp_path_factory, data):
     scratch = tmp_path_factory.mktemp("scratch")
     rows = st.sets(st.integers(0, ROWS - 1), min_size=1)
-    root = Spot(MemoryStore(), "")
+    root = StorePath(MemoryStore(), "")
     states = put_chain(root, scratch, data.draw(st.lists(rows, max_size=3)))
     start = data.draw(st.integers(0, ROWS - 1))
     stop = data.draw(st.integers(start + 1, ROWS))
@@ -271,7 +271,7 @@ def test_a_base_that_lacks_rows_is_damage(root, tmp_path):
 
 def test_a_compacted_base_replaces_its_own_save_only(root, tmp_path):
     states = put_chain(root, tmp_path)
-    aside = Spot(MemoryStore(), "")
+    aside = StorePath(MemoryStore(), "")
     head = put_save(aside, 1, np.arange(ROWS), states[1], tmp_path / "again")
     item = names.compacted_dir(root / "1", names.EMBEDDINGS_ITEM)
     for key in (aside / "1" / names.EMBEDDINGS_ITEM).keys():

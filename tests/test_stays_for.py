@@ -19,7 +19,7 @@ from deltackpt import inspect
 from deltackpt.errors import StorageError
 from deltackpt.format import names
 from deltackpt.ledger import kept
-from deltackpt.storage.store import spot
+from deltackpt.storage.store import store_path
 
 HANDLERS = {"embeddings": deltackpt.Tables(select=model.SELECT, slots=model.SLOTS)}
 
@@ -46,7 +46,7 @@ def test_steps_that_the_policy_keeps_are_distinguished_from_those_of_a_chain(tmp
     save_steps(tmp_path, range(5), max_to_keep=2)
     found = inspect.open(tmp_path).stays_for
     assert found == {0: "chain", 1: "chain", 2: "chain", 3: "policy", 4: "policy"}
-    assert kept.noted(spot(tmp_path)) == kept.Kept(policy="LatestN", newest=4, steps=(3, 4))
+    assert kept.noted(store_path(tmp_path)) == kept.Kept(policy="LatestN", newest=4, steps=(3, 4))
 
 
 def test_a_policy_with_a_function_is_reported_too(tmp_path):

@@ -28,7 +28,7 @@ from deltackpt.reading import stored_dense
 from deltackpt.reading.part_arrays import LayerArrays
 from deltackpt.reading.stored_dense import DensePlan, DenseShard, DenseValues
 from deltackpt.resources.write_buffers import WriteBuffers
-from deltackpt.storage.store import spot
+from deltackpt.storage.store import store_path
 
 DTYPES = ("uint16", "float32", "bfloat16")
 CODECS = ("raw", "planes", "xor", "sparse")
@@ -176,7 +176,7 @@ class Run:
         file = LayerFile(path, self.buffers, fsync=False, chunk_bytes=1024)
         written = append(file, manifest_of(), groups)
         file.close()
-        return Layer(StoredBytes(spot(path)), written.stop)
+        return Layer(StoredBytes(store_path(path)), written.stop)
 
     def close(self) -> None:
         self.buffers.close()

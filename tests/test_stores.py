@@ -10,7 +10,7 @@ import pytest
 
 from deltackpt.errors import OutOfSpace, StorageError
 from deltackpt.storage.kv_store import KvStore
-from deltackpt.storage.store import Exists, FileStore, Missing, Spot, spot
+from deltackpt.storage.store import Exists, FileStore, Missing, StorePath, store_path
 from deltackpt.testing import Disk, MemoryStore
 from deltackpt.testing.store_suite import StoreSuite
 
@@ -38,8 +38,8 @@ class TestFileStore(StoreSuite):
 
     def test_a_spot_is_a_path(self, store):
         store.put("3/x", b"abc")
-        at = spot(store.path / "3" / "x")
-        assert at == Spot(FileStore(store.path / "3"), "x") and spot(at) is at
+        at = store_path(store.path / "3" / "x")
+        assert at == StorePath(FileStore(store.path / "3"), "x") and store_path(at) is at
         assert os.fspath(at) == str(at) == f"{store.path}/3/x"
         assert at.parent.parent.name == store.path.name
         assert at.parent.parent.parent.name == store.path.parent.name

@@ -32,7 +32,7 @@ from deltackpt.save import dense_layout
 from deltackpt.serving import live as live_module
 from deltackpt.storage import buckets
 from deltackpt.storage.kv_store import KvStore
-from deltackpt.storage.store import FileStore, Spot
+from deltackpt.storage.store import FileStore, StorePath
 from deltackpt.testing import paused_saves
 from deltackpt.tiers import copy, places
 from deltackpt.tiers.pushing import Pusher
@@ -326,9 +326,9 @@ def test_a_small_object_of_a_bucket_is_read_once():
     with mock.patch.object(
         KvStore, "_read", lambda self, key, **how: (reads.append(how), real(self, key, **how))[1]
     ):
-        assert Spot(store, "a/b").read() == b"some bytes"
+        assert StorePath(store, "a/b").read() == b"some bytes"
         assert reads == [{}]
-        assert Spot(store, "a/b").is_file() and not Spot(store, "a").is_file()
+        assert StorePath(store, "a/b").is_file() and not StorePath(store, "a").is_file()
     assert all(reads[1:])  # All later reads are of ranges.
 
 

@@ -39,7 +39,7 @@ from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.promoted_log import pieces_at
 from deltackpt.storage import buckets
 from deltackpt.storage.kv_store import KvStore
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 from deltackpt.tiers import log_promotion
 from deltackpt.tiers.lag import Lag
 from deltackpt.tiers.promotion import Promoter
@@ -60,7 +60,7 @@ class Logging(Node):
             assert found.kind == "full", found
         manager.wait_appended()
 
-    def place(self) -> Spot:
+    def place(self) -> StorePath:
         return buckets.place(self.url, endpoint=self.endpoint).open()
 
     def journal(self) -> Journal:
@@ -351,7 +351,7 @@ def test_an_epoch_header_is_uploaded_before_the_saves_of_its_run(node, alone):
         one.save(manager, 2)
     work = Promoter(one.stage)
     while 2 not in one.root():
-        heads = [ref.stretch for ref in one.journal().known.entry.logs]
+        heads = [ref.epoch for ref in one.journal().known.entry.logs]
         assert one.newest() == 3 or heads == [0, 1]
         work.step()
     assert [point.step for point in one.points()] == [1]
@@ -385,7 +385,7 @@ def test_the_remote_steps_decide_which_records_are_removed(node, alone):
             one.save(manager, step)
     promote(one)
     refs = one.journal().known.entry.logs
-    assert [ref.stretch for ref in refs] == [2]
+    assert [ref.epoch for ref in refs] == [2]
     place = one.place() / names.LOG
     assert {name.partition("/")[0] for name in place.keys()} == {refs[0].prefix.partition("/")[2]}
     with one.manager(wait_for="staging") as manager:
@@ -491,7 +491,7 @@ def test_a_missing_piece_ends_the_wal_before_it_and_is_reported(node, alone, mis
         assert found.step == missing - 1 and [step for step, _ in found.skipped] == [3]
 
 
-def dies_before_it_notes(one: Logging, monkeypatch: pytest.MonkeyPatch) -> Spot:
+def dies_before_it_notes(one: Logging, monkeypatch: pytest.MonkeyPatch) -> StorePath:
     """Uploads the appended records without noting it; returns the newest piece."""
     with monkeypatch.context() as patch:
         patch.setattr(log_promotion.LogPromotion, "_note", mock.Mock(side_effect=KeyboardInterrupt))

@@ -19,7 +19,7 @@ from deltackpt.ledger.journal import Journal
 from deltackpt.options import DeltaOptions
 from deltackpt.storage import buckets, files
 from deltackpt.storage.kv_store import KvStore
-from deltackpt.storage.store import Refused, Spot, Unanswered
+from deltackpt.storage.store import Refused, StorePath, Unanswered
 from deltackpt.tiers import promoter, promotion
 from deltackpt.tiers.promotion import Promoter
 from deltackpt.tiers.stage import default_stage
@@ -37,7 +37,7 @@ def alone(monkeypatch) -> None:
     monkeypatch.setattr("deltackpt.tiers.running.Running.start", lambda self: None)
 
 
-def place(one: Node) -> Spot:
+def place(one: Node) -> StorePath:
     return buckets.place(one.url, endpoint=one.endpoint).open()
 
 

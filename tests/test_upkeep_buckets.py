@@ -26,7 +26,7 @@ from deltackpt.options import Tiers
 from deltackpt.reading import chains, reader
 from deltackpt.standby.follower import Follower
 from deltackpt.storage import buckets
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 from deltackpt.tiers.bucket import Bucket
 from deltackpt.tiers.copy import copy
 from deltackpt.upkeep import collect as collection
@@ -67,7 +67,7 @@ def bucket(run, server) -> Callable[..., str]:
     return make
 
 
-def opened(url: str, server: servers.Server) -> Spot:
+def opened(url: str, server: servers.Server) -> StorePath:
     return buckets.place(url, endpoint=server.endpoint).open()
 
 

@@ -30,7 +30,7 @@ from deltackpt.layers.read import Layer
 from deltackpt.ledger.directory import Root
 from deltackpt.reading import chains, inventory, reader, stored_dense
 from deltackpt.storage import digests as integrity
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 from deltackpt.testing import stored_chunks
 from deltackpt.upkeep.verdicts import RootReport
 from deltackpt.upkeep.verify import verify_root
@@ -359,6 +359,7 @@ def test_leftovers_are_notes_and_an_unsigned_claim_is_not(written, tmp_path):
     text = "\n".join(report.notes)
     for part in ("9.orbax", "deleted/", "compaction that was interrupted", "notes.txt"):
         assert part in text
+    assert names.lease_name(99) not in text and report.problems == ()
 
 
 def test_an_altered_lease_is_damage_that_stops_no_restore(written, tmp_path):
@@ -378,7 +379,7 @@ def test_steps_removed_during_verification_are_not_damage(tmp_path, monkeypatch)
     real = integrity.check_files
     gone = iter([True])
 
-    def checked(directory: Spot, *args, **kwargs):
+    def checked(directory: StorePath, *args, **kwargs):
         if directory.name == "1" and next(gone, False):
             trash = tmp_path / names.TRASH / "x"
             trash.mkdir(parents=True)
@@ -397,7 +398,7 @@ def test_a_chain_replaced_by_compaction_during_verification_is_intact(tmp_path, 
     real = integrity.check_files
     first = iter([True])
 
-    def checked(directory: Spot, *args, **kwargs):
+    def checked(directory: StorePath, *args, **kwargs):
         if next(first, False):
             fold(tmp_path, 1)
             for step in ("0", "1"):
@@ -434,7 +435,7 @@ def test_a_base_that_retention_is_removing_is_not_damage(tmp_path, monkeypatch):
     fold(tmp_path, 1)
     real = inventory.read_inventory
 
-    def removing(folder: Spot, item: str, **kwargs):
+    def removing(folder: StorePath, item: str, **kwargs):
         if folder.parent.name == names.COMPACTED and (folder / item).exists():
             (tmp_path / names.TRASH / "x").mkdir(parents=True)
             os.rename(folder / item, tmp_path / names.TRASH / "x" / "1")
@@ -449,7 +450,7 @@ def test_a_chosen_step_removed_during_verification_is_gone_and_not_intact(tmp_pa
     write_chain(tmp_path, 2)
     real = inventory.read_inventory
 
-    def removing(folder: Spot, *args, **kwargs):
+    def removing(folder: StorePath, *args, **kwargs):
         if folder.name == "1":
             shutil.rmtree(folder)
         return real(folder, *args, **kwargs)
@@ -506,7 +507,7 @@ def test_an_unreadable_file_is_damage_by_name(written, tmp_path):
     victim = root / "1" / "embeddings" / "layer.0"
     real = integrity.digest_file
 
-    def refused(path: Spot, **kwargs):
+    def refused(path: StorePath, **kwargs):
         if Path(path) == victim:
             raise StorageError(f"{path}: no") from OSError(5, "Input/output error")
         return real(path, **kwargs)

@@ -29,23 +29,23 @@ from made_up_logs import (
     fill_of,
     follow,
     history_of,
+    plan_to,
     read_newest,
     records_in,
     rows_of,
     save_id,
     scan_of,
     to,
-    way_to,
     weights_of,
 )
 
 import deltackpt
 from deltackpt.errors import Damaged, DamagedWal, FormatTooNew, FormatTooOld
-from deltackpt.format import names, stretches
+from deltackpt.format import names, wal_epochs
 from deltackpt.format.dense_blocks import PLAIN, BlockedValue
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.segments import Segment
-from deltackpt.format.stretches import Continues
+from deltackpt.format.wal_epochs import Continues
 from deltackpt.format.wal_records import ITEM_BYTES, ITEMS, RecordHead, packed_values
 from deltackpt.layers import footer
 from deltackpt.layers.footer import PAGE_BYTES
@@ -77,10 +77,10 @@ def assert_right(at: Path, numbers: Iterable[int] = RECORDS) -> int:
     If a record of its replay plan is damaged, takes the point before, as restores do.
     """
     skipped: list[SaveId] = []
-    while (way := way_to(at, skipped)) is not None:
-        point = way.point.save_id
+    while (plan := plan_to(at, skipped)) is not None:
+        point = plan.point.save_id
         try:
-            read = follow(way)
+            read = follow(plan)
         except DamagedWal as error:
             assert isinstance(error.record, SaveId) and error.record <= point
             skipped.append(error.record)
@@ -171,8 +171,8 @@ def test_a_follower_has_each_record_once_it_is_whole(tmp_path):
                 follower.advance()
                 ended = sum(end <= file.tell() for end in ends)
                 assert numbers_of(follower) == [*range(1, whole + ended + 1)]
-                way = way_to(target.at)
-                assert (0 if way is None else way.point.save_id.attempt) == len(follower.records)
+                plan = plan_to(target.at)
+                assert (0 if plan is None else plan.point.save_id.attempt) == len(follower.records)
         whole += len(ends)
         assert follower.breaks == []
     assert numbers_of(follower) == [1, 2, 3, 4, 5]
@@ -265,7 +265,7 @@ def test_missing_repeated_or_reordered_records_end_the_wal(order, log):
 
 @pytest.mark.parametrize("number", range(3))
 def test_a_record_of_another_wal_ends_the_wal(number, log, tmp_path):
-    other = MadeUpLog(tmp_path / "other", stretch=0, run="b1").begin().append(*RECORDS)
+    other = MadeUpLog(tmp_path / "other", epoch=0, run="b1").begin().append(*RECORDS)
     theirs, data = other.files[0].read_bytes(), log.files[0].read_bytes()
     found = b"".join(
         theirs[slice(*bounds_of(theirs)[at])] if at == number else data[slice(*bounds_of(data)[at])]
@@ -287,8 +287,8 @@ def test_records_of_another_run_are_not_taken_for_ours(log, tmp_path):
 @pytest.mark.parametrize("again", range(3))
 @pytest.mark.parametrize(
     "other",
-    [{"stretch": 1}, {"process": 1}],
-    ids=["another stretch", "another process"],
+    [{"epoch": 1}, {"process": 1}],
+    ids=["another epoch", "another process"],
 )
 def test_a_file_from_elsewhere_is_refused_however_often_it_is_scanned(other, again, tmp_path):
     elsewhere = MadeUpLog(tmp_path / "log", **other).begin().append(*RECORDS)
@@ -368,10 +368,10 @@ def test_trimmed_records_are_not_needed_above_a_later_step(tmp_path):
     expected = contents_after([3, 4])
     log.files[0].unlink()
     history = history_of(log.at)
-    assert history.way(history.points()[0], BASE) is None
-    way = history.way(history.points()[0], step)
-    assert way is not None
-    np.testing.assert_array_equal(follow(way).table, expected)
+    assert history.plan(history.points()[0], BASE) is None
+    plan = history.plan(history.points()[0], step)
+    assert plan is not None
+    np.testing.assert_array_equal(follow(plan).table, expected)
 
 
 def test_files_trimmed_while_a_reader_is_open_are_forgotten(tmp_path):
@@ -501,8 +501,8 @@ def test_whole_records_are_valid_until_a_further_part_starts(tmp_path):
 def test_an_earlier_epoch_is_valid_up_to_where_the_next_one_continues(tmp_path):
     at = tmp_path / "log"
     earlier = MadeUpLog(at).begin().append(1, 2, 3)
-    goes_on = Continues(stretch=0, save_id=save_id(2))
-    later = MadeUpLog(at, stretch=1, run="b1", continues=goes_on).begin()
+    goes_on = Continues(epoch=0, save_id=save_id(2))
+    later = MadeUpLog(at, epoch=1, run="b1", continues=goes_on).begin()
     # Its writer has not noticed yet.
     earlier.append(4)
     points = [point.save_id for point in history_of(at).points()]
@@ -517,14 +517,14 @@ def test_an_earlier_epoch_is_valid_up_to_where_the_next_one_continues(tmp_path):
 def test_an_epoch_that_continues_from_no_point_voids_all_earlier_ones(tmp_path):
     at = tmp_path / "log"
     MadeUpLog(at).begin().append(1, 2, 3)
-    MadeUpLog(at, stretch=1, run="b1").begin()
+    MadeUpLog(at, epoch=1, run="b1").begin()
     assert history_of(at).points() == []
 
 
 def test_without_the_newest_header_the_valid_points_are_unknown(tmp_path):
     at = tmp_path / "log"
     MadeUpLog(at).begin().append(1, 2, 3)
-    (at / names.stretch_name(1)).write_bytes(b"torn")
+    (at / names.epoch_name(1)).write_bytes(b"torn")
     with pytest.raises(Damaged, match=r"1\.msgpack"):
         history_of(at)
 
@@ -532,7 +532,7 @@ def test_without_the_newest_header_the_valid_points_are_unknown(tmp_path):
 def test_a_header_under_another_number_is_damage(tmp_path):
     at = tmp_path / "log"
     MadeUpLog(at).begin().append(1)
-    shutil.copyfile(at / names.stretch_name(0), at / names.stretch_name(4))
+    shutil.copyfile(at / names.epoch_name(0), at / names.epoch_name(4))
     with pytest.raises(Damaged, match="WAL epoch 4"):
         history_of(at)
 
@@ -766,21 +766,21 @@ POINT = {"run": "a", "step": 1, "attempt": 1}
 HEAD_CASES: dict[str, dict[str, Any]] = {
     "huge process count": {"process_count": 1 << 60},
     "negative process count": {"process_count": -1},
-    "continues itself": {"continues": {"stretch": 0, "save_id": POINT}},
+    "continues itself": {"continues": {"epoch": 0, "save_id": POINT}},
     "run above": {"run": "../.."},
     "no run": {"run": ""},
     "tables of no group": {"groups": []},
     "base that is no save id": {"base": 7},
     "base that is missing": {
         "base": None,
-        "continues": {"stretch": 0, "save_id": POINT},
+        "continues": {"epoch": 0, "save_id": POINT},
     },
 }
 
 
 @pytest.mark.parametrize("case", HEAD_CASES)
 def test_a_hand_made_header_is_damage(case, log):
-    path = log.at / names.stretch_name(0)
+    path = log.at / names.epoch_name(0)
     record = msgpack.unpackb(path.read_bytes())
     body = msgpack.packb({**msgpack.unpackb(record["body"]), **HEAD_CASES[case]})
     path.write_bytes(msgpack.packb({**record, "body": body, "crc32c": google_crc32c.value(body)}))
@@ -789,16 +789,16 @@ def test_a_hand_made_header_is_damage(case, log):
 
 
 def test_a_header_with_an_unknown_feature_is_refused(log):
-    head = stretches.from_bytes((log.at / names.stretch_name(0)).read_bytes(), name="it")
+    head = wal_epochs.from_bytes((log.at / names.epoch_name(0)).read_bytes(), name="it")
     newer = dataclasses.replace(head, features=("something-else",))
-    (log.at / names.stretch_name(0)).write_bytes(stretches.to_bytes(newer))
+    (log.at / names.epoch_name(0)).write_bytes(wal_epochs.to_bytes(newer))
     with pytest.raises(FormatTooNew, match="something-else"):
         history_of(log.at)
 
 
 def test_a_header_with_fields_of_a_later_version_is_read(log):
     """Its records refer to all bytes of the header, including fields unknown to this version."""
-    path = log.at / names.stretch_name(0)
+    path = log.at / names.epoch_name(0)
     record = msgpack.unpackb(path.read_bytes())
     body = msgpack.packb({**msgpack.unpackb(record["body"]), "later": [1]})
     crc = google_crc32c.value(body)

@@ -155,7 +155,7 @@ def dense_part(process: int) -> str:
 
 
 class _Folder(Protocol):
-    """A path of a file system, or a spot of a store."""
+    """A path of a file system, or a store_path of a store."""
 
     @property
     def name(self) -> str: ...
@@ -260,12 +260,12 @@ def is_compaction(name: str) -> bool:
     return _COMPACTION.fullmatch(name) is not None
 
 
-def stretch_name(stretch: int) -> str:
+def epoch_name(epoch: int) -> str:
     """Returns the name of a WAL epoch's header."""
-    return f"{stretch}.msgpack"
+    return f"{epoch}.msgpack"
 
 
-def stretch_number(name: str) -> int | None:
+def epoch_number(name: str) -> int | None:
     """Returns the number in a WAL epoch header's name; None for other names."""
     match = _STRETCH.fullmatch(name)
     return int(match[1]) if match else None

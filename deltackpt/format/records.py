@@ -149,6 +149,10 @@ def fields_of(data: bytes, *, name: str, magic: str) -> dict[str, Any]:
         raise Damaged(name, f"a map in the body of a {magic} record", str(error)) from error
     if _VERSION not in fields:
         raise too_old(name, f"a version in the body of the {magic} record", "none")
+    logs = fields.get("logs")
+    for one in (fields, *(logs if isinstance(logs, list) else ())):
+        if isinstance(one, dict) and "stretch" in one:
+            raise too_old(name, "the number of a WAL epoch as 'epoch'", "'stretch'")
     # No checksum covers the version beside the body.
     repeated = fields[_VERSION]
     if type(repeated) is not int or repeated < 1:

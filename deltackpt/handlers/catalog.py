@@ -18,10 +18,10 @@ from deltackpt.handlers.reading import OrbaxItems
 from deltackpt.handlers.run import Run
 from deltackpt.policies.retention import PreservationPolicy
 from deltackpt.reading import saves
-from deltackpt.reading.stretches import Logs, coverings
+from deltackpt.reading.wal_index import WalReader, coverings
 from deltackpt.restore import placing
 from deltackpt.state import tables
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 
 Metrics = Mapping[str, Any]
 #: A metric's name, or what makes a number of all metrics of a step.
@@ -140,18 +140,18 @@ class Catalog:
           OptionError: the newest recovery points replay onto it.
         """
         try:
-            history = Logs(self._run.root.log_at).read()
+            index = WalReader(self._run.root.log_at).read()
         except RestoreError:
             return False  # Restores report it, with this step and without it.
-        if not history.eras:
+        if not index.views:
             return False
         steps = self._run.root.restorable()
         left = {number: save_id for number, save_id in steps.items() if number != step}
         newest = max(left, default=-1)
-        unreached = coverings(history, steps)[1]
+        unreached = coverings(index, steps)[1]
         needing = [
             point.step
-            for point in coverings(history, left)[1]
+            for point in coverings(index, left)[1]
             if point.full and point.step > newest and point not in unreached
         ]
         if needing:
@@ -160,9 +160,9 @@ class Catalog:
                 f"points {min(needing)} to {max(needing)} replay onto it; save a later step first, "
                 "then delete this one"
             )
-        return any(one.may_be_trimmed and one.step <= step for one in history.losses(newest))
+        return any(one.may_be_trimmed and one.step <= step for one in index.losses(newest))
 
-    def _check(self, step: int) -> Spot:
+    def _check(self, step: int) -> StorePath:
         """Returns the path of a step."""
         self._run.root.await_readable(step)
         step_dir = self._run.root.at(step)

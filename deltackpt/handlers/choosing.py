@@ -24,8 +24,8 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.handlers.run import Run
 from deltackpt.ledger import damaged_saves, points
 from deltackpt.ledger.damaged_saves import DamagedSave
-from deltackpt.ledger.log_losses import losses_of
-from deltackpt.reading.stretches import History, Logs, RecoveryPoint, coverings, newest_way
+from deltackpt.ledger.wal_losses import losses_of
+from deltackpt.reading.wal_index import RecoveryPoint, WalIndex, WalReader, coverings, newest_plan
 
 #: How often a log is read again at most while each look finds other damage.
 _LOOKS = 4
@@ -50,8 +50,8 @@ class Choice(NamedTuple):
         step, point = plain
         if point is None:
             return cls(step, None)
-        stretch, save_id, full, unix_secs = point
-        return cls(step, RecoveryPoint(stretch, SaveId(*save_id), full, unix_secs))
+        epoch, save_id, full, unix_secs = point
+        return cls(step, RecoveryPoint(epoch, SaveId(*save_id), full, unix_secs))
 
 
 def _plain(point: RecoveryPoint) -> Any:
@@ -143,18 +143,18 @@ class Chooser:
     def _look(self, tried: Tried, wal: bool) -> tuple[Any, list[Any]]:
         """Returns what to restore, and the lost WAL above it, both as plain values."""
         # The WAL first: a step listed later covers anything trimmed from it.
-        history = Logs(self._run.root.log_at).read() if wal else History(())
+        index = WalReader(self._run.root.log_at).read() if wal else WalIndex(())
         steps = {*self._run.root.steps()} - tried.steps
-        way = None
-        if history.eras:
-            way = newest_way(history, self._ids(steps), tried.points)
+        plan = None
+        if index.views:
+            plan = newest_plan(index, self._ids(steps), tried.points)
         newest = max(steps, default=-1)
         chosen = (newest, None) if steps else None
-        if way is not None:
-            newest, chosen = way.point.step, (way.step.step, _plain(way.point))
-        losses = losses_of(self._run.root, history, newest, above=newest)
+        if plan is not None:
+            newest, chosen = plan.point.step, (plan.step.step, _plain(plan.point))
+        losses = losses_of(self._run.root, index, newest, above=newest)
         lost = [(one.step, one.error) for one in losses]
-        lost += [(None, error) for error in history.replaced]
+        lost += [(None, error) for error in index.replaced]
         return chosen, [
             (step, error.object_name, error.expected, error.found, error.action)
             for step, error in lost
@@ -169,7 +169,7 @@ class Chooser:
           error: why not, on this process.
         """
         run = self._run
-        found = damaged_saves.blamed(error, run.root.spot, run.item)
+        found = damaged_saves.blamed(error, run.root.store_path, run.item)
         every = run.among.gather("looking for damaged saves", found)
         blamed = {DamagedSave(*one) for one in every if one is not None}
         tried.damaged |= {one for one in blamed if one.every_child}
@@ -189,7 +189,7 @@ class Chooser:
         """Returns whether training rolled back past a recovery point since it was found."""
         run = self._run
         return run.among.of_first(
-            f"looking for {point}", lambda: not Logs(run.root.log_at).read().counts(point)
+            f"looking for {point}", lambda: not WalReader(run.root.log_at).read().counts(point)
         )
 
     def asked(self, asked: int | RecoveryPoint) -> Choice:
@@ -214,16 +214,16 @@ class Chooser:
         def find() -> Any:
             if isinstance(asked, int) and asked in {*run.root.steps()}:
                 return asked, None
-            way = points.way_to(Logs(run.root.log_at).read(), run.root.restorable(), asked)
-            return None if way is None else (way.step.step, _plain(way.point))
+            plan = points.plan_to(WalReader(run.root.log_at).read(), run.root.restorable(), asked)
+            return None if plan is None else (plan.step.step, _plain(plan.point))
 
         return Choice.of(run.among.of_first(f"finding {asked}", find))
 
     def points(self) -> list[RecoveryPoint]:
         """Returns the full recovery points that a committed step makes restorable, newest first."""
-        history = Logs(self._run.root.log_at).read()
-        _, unreached = coverings(history, self._run.root.restorable())
-        return [point for point in history.points() if point.full and point not in unreached]
+        index = WalReader(self._run.root.log_at).read()
+        _, unreached = coverings(index, self._run.root.restorable())
+        return [point for point in index.points() if point.full and point not in unreached]
 
     def went(self, asked: int | RecoveryPoint) -> StepGone:
         """Returns the error for a step or recovery point that was removed after it was found."""

@@ -23,7 +23,7 @@ from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.stored_dense import DenseItem
 from deltackpt.restore.step_files import DenseFiles, ItemFiles
 from deltackpt.restore.steps import DenseRead, Items
-from deltackpt.storage.store import FileStore, spot
+from deltackpt.storage.store import FileStore, store_path
 
 
 class OrbaxItems:
@@ -53,7 +53,7 @@ class OrbaxItems:
             if processes.count() == 1:  # With several, Orbax's handler synchronizes.
                 save = saves.read_save(self._root.at(step), self._root.item)
                 name = f"{save.name}/{names.DENSE_ITEM}"
-                values = OrbaxValues(spot(Path(item_dir)), None, name)
+                values = OrbaxValues(store_path(Path(item_dir)), None, name)
                 if (leaves := _straight(save, values, abstract, step)) is not None:
                     return leaves.restored(abstract, step)
             return DenseRead(dense.from_folder(item_dir, abstract, step))
@@ -81,7 +81,7 @@ class OrbaxItems:
         def read() -> DenseRead:
             # One request per file, instead of one per value.
             with self._item_dir(step, names.DENSE_ITEM) as item_dir:
-                copy = values.at_copy(spot(Path(item_dir)), verify=verify)
+                copy = values.at_copy(store_path(Path(item_dir)), verify=verify)
                 own = _leaves(DenseItem([save], lambda _: copy), step)
                 return _read(own, copy, abstract, step)
 

@@ -26,7 +26,7 @@ from deltackpt.errors import (
     TableSelectionError,
 )
 from deltackpt.format.manifest import SaveId
-from deltackpt.format.stretches import Continues
+from deltackpt.format.wal_epochs import Continues
 from deltackpt.handlers import dense, partial
 from deltackpt.handlers.choosing import Choice, Chooser, Tried
 from deltackpt.handlers.items import restore_args
@@ -36,7 +36,7 @@ from deltackpt.handlers.run import Run
 from deltackpt.outcomes import ReadRows, ReadState, Restored
 from deltackpt.reading import chains, stored_dense
 from deltackpt.reading.reader import Progress, RestoredTables
-from deltackpt.reading.stretches import RecoveryPoint
+from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.restore import steps
 from deltackpt.restore.placing import same_tables
 from deltackpt.restore.steps import Found, Items, Loaded, RowRanges, Service, StepReader
@@ -432,9 +432,9 @@ class Restorer:
         """
         run, merged = self._run, loaded.tables
         continues = None
-        if found.way is not None:
-            point = found.way.point
-            continues = Continues(stretch=point.epoch, save_id=point.save_id)
+        if found.plan is not None:
+            point = found.plan.point
+            continues = Continues(epoch=point.epoch, save_id=point.save_id)
         # Each process may have read another chain to the step; all decide from one.
         sizes = run.among.agree("what was read", [info.nbytes for info in merged.chain])
         layout = merged.layout

@@ -404,7 +404,7 @@ class Run:
         self.emit(event, log_message)
 
     def emit(self, event: events.Event, log_message: bool = True) -> None:
-        """Logs an event and passes it to the handlers, which must not call the manager."""
+        """WalReader an event and passes it to the handlers, which must not call the manager."""
         self.is_emitting = True
         try:
             events.emit(event, self.event_handlers, log_message=log_message)

@@ -33,11 +33,11 @@ from deltackpt.ledger import points
 from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import chains, removal, saves, stored_dense
-from deltackpt.reading.log_states import log_state
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.stretches import Logs, RecoveryPoint, Way
+from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalReader
+from deltackpt.reading.wal_state import read_wal_state
 from deltackpt.storage import files
-from deltackpt.storage.store import Spot, Stamp
+from deltackpt.storage.store import Stamp, StorePath
 
 #: Attempts to read a history while a trainer replaces steps.
 _MOST_TRIES = 3
@@ -49,13 +49,13 @@ class Checkpoints:
     Nothing is locked: reading a step that retention has removed raises ``StepGone``.
 
     Attributes:
-      spot: the directory, or the bucket.
+      store_path: the directory, or the bucket.
       item: name of deltackpt's item in each step.
     """
 
     def __init__(self, root: Steps):
         """Internal: call ``open``."""
-        self.spot = root.spot
+        self.store_path = root.store_path
         self.item = root.item
         self._root = root
         self._numbers = RowNumbers()
@@ -68,9 +68,9 @@ class Checkpoints:
         """The directory.
 
         Raises:
-          TypeError: it is a bucket; ``spot`` has its URL.
+          TypeError: it is a bucket; ``store_path`` has its URL.
         """
-        return Path(self.spot)
+        return Path(self.store_path)
 
     @property
     def steps(self) -> list[int]:
@@ -95,10 +95,10 @@ class Checkpoints:
           Damaged, BrokenChain: the chain is incomplete or damaged; the object is named.
           StepGone: the step was removed while it was read.
         """
-        number, way = self._found(step)
+        number, plan = self._found(step)
         self._root.await_readable(number)
         place = self._at(number).stamp()
-        return Step(self._saves(number, way), place)
+        return Step(self._saves(number, plan), place)
 
     def __getitem__(self, step: int | RecoveryPoint) -> Step:
         return self.at(step)
@@ -115,9 +115,9 @@ class Checkpoints:
 
         The step itself may have been removed while chains of later steps still use its base.
         """
-        bases = sorted(saves.compacted_bases(self._root.spot, self.item), key=int)
+        bases = sorted(saves.compacted_bases(self._root.store_path, self.item), key=int)
         return {
-            int(name): names.compacted_dir(self.spot / name, self.item).tree_bytes()
+            int(name): names.compacted_dir(self.store_path / name, self.item).tree_bytes()
             for name in bases
         }
 
@@ -138,7 +138,7 @@ class Checkpoints:
         Raises:
           StorageError: the WAL cannot be read.
         """
-        return wal_of(log_state(self._root.log_at), self._root.restorable())
+        return wal_of(read_wal_state(self._root.log_at), self._root.restorable())
 
     def recovery_points(self) -> list[RecoveryPoint]:
         """Recovery points that a step can be replayed to, newest first, including soft ones.
@@ -178,7 +178,7 @@ class Checkpoints:
         for step in sorted((found.keys() | problems.keys()) & set(steps)):
             at = self._at(step)
             if step in problems:
-                saves.append(Save(step=step, spot=at, problem=problems[step]))
+                saves.append(Save(step=step, store_path=at, problem=problems[step]))
             else:
                 is_compacted = found[step].info.save_id in compacted
                 saves.append(self._described(found[step], lengths[step], is_compacted))
@@ -249,7 +249,7 @@ class Checkpoints:
             )
         return Save(
             step=info.save_id.step,
-            spot=save.step_dir,
+            store_path=save.step_dir,
             kind=info.kind,
             parent=parent,
             chain_length=chain_length,
@@ -311,15 +311,15 @@ class Checkpoints:
                 np.atleast_1d(rows),
                 field,
                 all_steps=steps is None,
-                log=Logs(self._root.log_at).read() if wal and steps is None else None,
+                log=WalReader(self._root.log_at).read() if wal and steps is None else None,
             )
             now = {step: self._at(step).stamp() for step in places}
             # Never mix rolled-back steps with those that replaced them.
             if all(now[step] in (None, place) for step, place in places.items()):
                 return found
         raise StepGone(
-            f"{self.spot}: expected no step to be replaced while a history was read, found some "
-            f"replaced in {_MOST_TRIES} attempts; try again"
+            f"{self.store_path}: expected no step to be replaced while a history was read, "
+            f"found some replaced in {_MOST_TRIES} attempts; try again"
         )
 
     def diff(
@@ -353,28 +353,28 @@ class Checkpoints:
         found = self.newest if step is None else names.as_step(step)
         if found is None:
             raise StepNotFound(
-                f"{self.spot}: expected a committed step, found none; wait for the trainer's first "
-                "save"
+                f"{self.store_path}: expected a committed step, found none; "
+                "wait for the trainer's first save"
             )
         return found
 
-    def _found(self, asked: int | RecoveryPoint | None) -> tuple[int, Way | None]:
+    def _found(self, asked: int | RecoveryPoint | None) -> tuple[int, ReplayPlan | None]:
         """A step and, for a recovery point, the WAL records that lead there."""
         if asked is None:
             return self._chosen(None), None
         found = asked if isinstance(asked, RecoveryPoint) else names.as_step(asked)
         return points.find(self._root, found)
 
-    def _at(self, step: int) -> Spot:
+    def _at(self, step: int) -> StorePath:
         return self._root.at(step)
 
-    def _saves(self, step: int, way: Way | None = None) -> Saves:
+    def _saves(self, step: int, plan: ReplayPlan | None = None) -> Saves:
         path = self._at(step)
         with removal.standing(path, instead="open"), files.typed_errors(path, "read"):
             chain = chains.read_chain(path, self.item)
-        if way is None:
+        if plan is None:
             return Saves(chain, self._numbers)
-        return PointSaves(chain, way, self._numbers)
+        return PointSaves(chain, plan, self._numbers)
 
     def _read(self, step: int) -> StoredSave:
         path = self._at(step)
@@ -388,7 +388,7 @@ class Checkpoints:
         return found
 
     def __repr__(self) -> str:
-        return f"<Checkpoints {self.spot}: {len(self)} steps, newest {self.newest}>"
+        return f"<Checkpoints {self.store_path}: {len(self)} steps, newest {self.newest}>"
 
     def _repr_html_(self) -> str:
         return _page(self)
@@ -457,7 +457,7 @@ def _page(ck: Checkpoints) -> str:
     steps = ck.steps
     shown = steps if len(steps) <= html.MOST_LINES else html.ends(steps)
     lines = [save_line(save) for save in ck.saves_of(shown)]
-    title = f"{ck.spot}: {len(steps):,} steps, newest {ck.newest}"
+    title = f"{ck.store_path}: {len(steps):,} steps, newest {ck.newest}"
     if len(shown) < len(steps):
         title += f", {len(lines)} shown: the first and the last"
     return html.table(SAVE_COLUMNS, lines, title)

@@ -33,7 +33,7 @@ from deltackpt.reading import removal
 from deltackpt.reading.orbax_values import ARRAY_METADATAS, key_impls
 from deltackpt.storage import digests
 from deltackpt.storage.kv_store import Reachable, reachable
-from deltackpt.storage.store import Spot, spot
+from deltackpt.storage.store import StorePath, store_path
 from deltackpt.units import count, size
 
 METADATA = names.PYTREE_METADATA
@@ -55,7 +55,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
 
     def __init__(
         self,
-        item_dir: Spot | Path,
+        item_dir: StorePath | Path,
         entries: Sequence[DenseEntry] = (),
         *,
         digests: bool,
@@ -69,7 +69,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
           digests: whether the step has digests of its files.
           stands: returns whether the step's directory is still the one that was opened.
         """
-        self._dir = spot(item_dir)
+        self._dir = store_path(item_dir)
         self._stands = stands
         self._digests = digests
         self._parsed: dict[str, dict[str, Any]] = {}

@@ -29,7 +29,7 @@ from deltackpt.reading.orbax_values import OrbaxValues
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.stored_dense import DenseShard, DenseValues
 from deltackpt.storage import ocdbt
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 from deltackpt.units import size
 
 
@@ -38,7 +38,7 @@ class DenseOfBlocks(DenseItem):
 
     def __init__(
         self,
-        item_dir: Spot,
+        item_dir: StorePath,
         saves: Saves,
         entries: Sequence[DenseEntry],
         *,
@@ -54,7 +54,7 @@ class DenseOfBlocks(DenseItem):
         """
         super().__init__(item_dir, entries, digests=True, stands=stands)
         self._saves = saves
-        self._bases: dict[Spot, tuple[dict[str, Hashable], OrbaxValues]] = {}
+        self._bases: dict[StorePath, tuple[dict[str, Hashable], OrbaxValues]] = {}
 
     def open_array(self, key: Sequence[str]) -> Any:
         """Opens the metadata of an array, like ``DenseItem.open_array``, without its data."""
@@ -122,7 +122,7 @@ class DenseOfPoint(DenseOfBlocks):
 
     def __init__(
         self,
-        item_dir: Spot,
+        item_dir: StorePath,
         saves: PointSaves,
         entries: Sequence[DenseEntry],
         *,
@@ -130,14 +130,14 @@ class DenseOfPoint(DenseOfBlocks):
     ):
         """Like ``DenseOfBlocks``, for a recovery point above the step."""
         super().__init__(item_dir, saves, entries, stands=stands)
-        self._way = saves.way
+        self._plan = saves.plan
 
     @property
     def _shown(self) -> str:
-        return f"{self._way.point}/{self.name}"
+        return f"{self._plan.point}/{self.name}"
 
     def _values(self, wanted: Callable[[str], bool]) -> DenseValues:
-        return dense_state.at_point(self._way, wanted=wanted)
+        return dense_state.at_point(self._plan, wanted=wanted)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

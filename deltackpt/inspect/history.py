@@ -24,8 +24,13 @@ from deltackpt.inspect.changes import entry_of, holds, named, pandas
 from deltackpt.inspect.lazy import RowNumbers, Saves, buffers_of
 from deltackpt.reading import chains, reader, removal, replay
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.stretches import History as LogHistory
-from deltackpt.reading.stretches import Leg, RecoveryPoint, Way, coverings
+from deltackpt.reading.wal_index import (
+    RecoveryPoint,
+    ReplayPlan,
+    ReplaySegment,
+    WalIndex,
+    coverings,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,7 +83,7 @@ def history(
     field: str,
     *,
     all_steps: bool,
-    log: LogHistory | None,
+    log: WalIndex | None,
 ) -> History:
     """See ``Checkpoints.history``.
 
@@ -149,17 +154,17 @@ def history(
 
 
 def _at_points(
-    log: LogHistory, walk: _Walk, read: Callable[[int], StoredSave]
+    log: WalIndex, walk: _Walk, read: Callable[[int], StoredSave]
 ) -> Iterator[tuple[RecoveryPoint, _State]]:
     """The states at the recovery points of a WAL; for a repeated step, the newest."""
     told: set[int] = set()
-    ways, _ = coverings(log, walk.known_steps)
-    for way, points in ways:
+    plans, _ = coverings(log, walk.known_steps)
+    for plan, points in plans:
         try:
-            save = read(way.step.step)
+            save = read(plan.step.step)
         except (StepNotFound, StepGone):
             continue  # The step was removed since.
-        for point, state in walk.along(save, way, points):
+        for point, state in walk.along(save, plan, points):
             if point.step not in told:
                 told.add(point.step)
                 yield point, state
@@ -249,7 +254,7 @@ class _Walk:
         return {one.step: one for one, values in self._values.items() if values is not None}
 
     def along(
-        self, save: StoredSave, way: Way, points: Sequence[RecoveryPoint]
+        self, save: StoredSave, plan: ReplayPlan, points: Sequence[RecoveryPoint]
     ) -> Iterator[tuple[RecoveryPoint, _State]]:
         """The states at recovery points above a save, oldest first.
 
@@ -268,14 +273,14 @@ class _Walk:
         for buffer, end in zip(buffers, ends, strict=True):
             buffer[...] = values[end - len(buffer) : end]
         written = np.zeros(len(self._rows), bool)
-        for leg, save_id in _moments(way):
+        for segment, save_id in _moments(plan):
             records = {
                 process: tuple(
                     record.of_group(table.group) for record in of if record.save_id == save_id
                 )
-                for process, of in leg.records.items()
+                for process, of in segment.records.items()
             }
-            moment = dataclasses.replace(way, legs=(Leg(leg.head, records),))
+            moment = dataclasses.replace(plan, segments=(ReplaySegment(segment.head, records),))
             held = replay.replay(moment, targets, save.layout).rows[table.name]
             written |= np.isin(self._rows, held)
             point = wanted.get(save_id)
@@ -347,11 +352,11 @@ class _Walk:
         return values
 
 
-def _moments(way: Way) -> Iterator[tuple[Leg, SaveId]]:
+def _moments(plan: ReplayPlan) -> Iterator[tuple[ReplaySegment, SaveId]]:
     """The WAL records in order; those of all processes at one step together."""
-    for leg in way.legs:
-        ids = {record.save_id for records in leg.records.values() for record in records}
-        yield from ((leg, save_id) for save_id in sorted(ids, key=lambda one: one.attempt))
+    for segment in plan.segments:
+        ids = {record.save_id for records in segment.records.values() for record in records}
+        yield from ((segment, save_id) for save_id in sorted(ids, key=lambda one: one.attempt))
 
 
 def _spans(rows: np.ndarray) -> list[Span]:

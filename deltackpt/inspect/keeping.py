@@ -24,7 +24,7 @@ def stays_for(root: Steps) -> dict[int, StaysFor]:
       policy is recorded, those newer than the record, and those that an unreadable chain might
       need.
     """
-    note = kept.noted(root.spot)
+    note = kept.noted(root.store_path)
     if note is None:
         return {}
     infos = dict(sorted(root.saves().items()))

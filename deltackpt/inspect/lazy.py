@@ -24,14 +24,14 @@ from deltackpt.layers.targets import Targets, empty_buffers
 from deltackpt.reading import reader, replay
 from deltackpt.reading.chains import read_whole
 from deltackpt.reading.saves import StoredPart, StoredSave
-from deltackpt.reading.stretches import Leg, Way
+from deltackpt.reading.wal_index import ReplayPlan, ReplaySegment
 from deltackpt.storage.crc import BLOCK_BYTES
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 
 #: Memory limit of one read, in addition to the requested rows.
 _WINDOW_BYTES = 64 << 20
 #: Item, save, process and name of a segment: a save may replace one that was rolled back.
-_Place = tuple[Spot, SaveId, int, str]
+_Place = tuple[StorePath, SaveId, int, str]
 #: Memory limit of the row indices cached for the next read.
 _ROW_NUMBERS_BYTES = 256 << 20
 
@@ -202,26 +202,28 @@ class PointSaves(Saves):
     """A chain, and the WAL records that lead from its step to a recovery point.
 
     Attributes:
-      way: the records to replay.
+      plan: the records to replay.
     """
 
-    def __init__(self, saves: Sequence[StoredSave], way: Way, numbers: RowNumbers | None = None):
+    def __init__(
+        self, saves: Sequence[StoredSave], plan: ReplayPlan, numbers: RowNumbers | None = None
+    ):
         """Takes a chain of ``chains.read_chain``, the records, and a cache of row indices."""
         super().__init__(saves, numbers)
-        self.way = way
+        self.plan = plan
         self._logged: dict[str, Mapping[str, np.ndarray]] = {}
 
     @property
     def save_id(self) -> SaveId:
         """Id of the recovery point's WAL record."""
-        return self.way.point.save_id
+        return self.plan.point.save_id
 
     def logged_rows(self, table: TableEntry) -> np.ndarray:
         """See ``Saves``."""
         if table.group not in self._logged:
-            way = self._way_of(table.group)
+            plan = self._plan_of(table.group)
             self._logged[table.group] = replay.replay(
-                way, Targets((), self.layout), self.layout
+                plan, Targets((), self.layout), self.layout
             ).rows
         return self._logged[table.group][table.name]
 
@@ -231,25 +233,25 @@ class PointSaves(Saves):
         def read(saves: Sequence[StoredSave]) -> list[np.ndarray]:
             buffers, targets = buffers_of(self.layout, table, spec, spans)
             reader.fill(saves, targets, indices=self.numbers)
-            replay.replay(self._way_of(table.group), targets, self.layout)
+            replay.replay(self._plan_of(table.group), targets, self.layout)
             self.chain = tuple(saves)
             return buffers
 
         return read_whole(self.chain, read)
 
-    def _way_of(self, group: str) -> Way:
+    def _plan_of(self, group: str) -> ReplayPlan:
         """The records, with only the rows of a group."""
-        legs = (
-            Leg(
-                leg.head,
+        segments = (
+            ReplaySegment(
+                segment.head,
                 {
                     process: tuple(record.of_group(group) for record in of)
-                    for process, of in leg.records.items()
+                    for process, of in segment.records.items()
                 },
             )
-            for leg in self.way.legs
+            for segment in self.plan.segments
         )
-        return dataclasses.replace(self.way, legs=tuple(legs))
+        return dataclasses.replace(self.plan, segments=tuple(segments))
 
 
 def buffers_of(

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from deltackpt.format.manifest import SaveId
 from deltackpt.inspect import html
-from deltackpt.reading.log_states import LogState, StretchState
-from deltackpt.reading.stretches import RecoveryPoint, coverings
+from deltackpt.reading.wal_index import RecoveryPoint, coverings
+from deltackpt.reading.wal_state import EpochState, WalState
 from deltackpt.units import size
 
 
@@ -97,24 +97,24 @@ class Wal:
         return html.table(EPOCH_COLUMNS, [epoch_line(one) for one in self.epochs])
 
 
-def wal_of(found: LogState, steps: Mapping[int, SaveId]) -> Wal:
+def wal_of(found: WalState, steps: Mapping[int, SaveId]) -> Wal:
     """Summarizes a WAL.
 
     Args:
       found: its state.
       steps: the steps that can be restored, by number.
     """
-    unreached = [] if found.history is None else coverings(found.history, steps)[1]
+    unreached = [] if found.index is None else coverings(found.index, steps)[1]
     return Wal(
-        epochs=tuple(_epoch(state, unreached) for state in found.stretches),
+        epochs=tuple(_epoch(state, unreached) for state in found.epochs),
         problem="" if found.problem is None else str(found.problem),
     )
 
 
-def _epoch(state: StretchState, unreached: Collection[RecoveryPoint]) -> WalEpoch:
-    head, era = state.head, state.era
+def _epoch(state: EpochState, unreached: Collection[RecoveryPoint]) -> WalEpoch:
+    head, view = state.head, state.view
     fork = None if head is None else head.continues
-    logs = {} if era is None else era.processes
+    logs = {} if view is None else view.processes
     ends = [
         f"process {process}: {one.problem}" for process in logs for one in logs[process].log.breaks
     ]
@@ -123,7 +123,7 @@ def _epoch(state: StretchState, unreached: Collection[RecoveryPoint]) -> WalEpoc
         run=None if head is None else head.run,
         processes=0 if head is None else head.process_count,
         base=None if head is None else head.base,
-        forked_from=None if fork is None else ForkPoint(fork.stretch, fork.save_id),
+        forked_from=None if fork is None else ForkPoint(fork.epoch, fork.save_id),
         live=state.live,
         records=tuple(len(logs[process].by_id) for process in logs),
         recovery_points=tuple(point for point in state.points if point not in unreached),

@@ -469,7 +469,7 @@ def _drift(
     later = [save.step for save in whole if save.step >= base]
     if base not in later:
         raise OptionError(
-            f"base: expected a restorable step of {ck.spot}, found {base}; see ck.saves"
+            f"base: expected a restorable step of {ck.store_path}, found {base}; see ck.saves"
         )
     tables = ck.at(base).tables
     [table] = _known([table], tables)

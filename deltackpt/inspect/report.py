@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from deltackpt.events import TableFigures
     from deltackpt.inspect import Checkpoints, Save, Step
     from deltackpt.inspect.dense_of_blocks import SavedLeaf
-    from deltackpt.reading.stretches import RecoveryPoint
+    from deltackpt.reading.wal_index import RecoveryPoint
 
 #: Lines of the table of steps; the page counts the older ones that are left out.
 _MOST_STEPS = 1000
@@ -247,10 +247,10 @@ def _drawn(ck: Checkpoints, facts: _Facts) -> tuple[list[str], list[str]]:
 
 
 def _page(ck: Checkpoints, facts: _Facts, drawn: Sequence[str], warnings: Sequence[str]) -> str:
-    name = html.escape(ck.spot.name)
+    name = html.escape(ck.store_path.name)
     return _PAGE.format(
         name=name,
-        path=html.escape(str(ck.spot)),
+        path=html.escape(str(ck.store_path)),
         item=html.escape(ck.item),
         style=_STYLE,
         version=__version__,

@@ -15,7 +15,7 @@ from deltackpt.events import TableFigures
 from deltackpt.format import blocks, names
 from deltackpt.format.manifest import Kind
 from deltackpt.inspect import html
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 from deltackpt.units import size
 
 
@@ -41,7 +41,7 @@ class Save:
     """
 
     step: int
-    spot: Spot
+    store_path: StorePath
     kind: Kind | None = None
     parent: int | None = None
     chain_length: int | None = None
@@ -58,9 +58,9 @@ class Save:
         """Directory of the step.
 
         Raises:
-          TypeError: the step is in a bucket; ``spot`` has its URL.
+          TypeError: the step is in a bucket; ``store_path`` has its URL.
         """
-        return Path(self.spot)
+        return Path(self.store_path)
 
     @property
     def rows(self) -> int:
@@ -75,13 +75,13 @@ class Save:
     @functools.cached_property
     def disk_bytes(self) -> int:
         """Bytes of all files of the step; 0 if it was removed."""
-        return self.spot.tree_bytes()
+        return self.store_path.tree_bytes()
 
     @functools.cached_property
     def committed_at(self) -> float | None:
         """Time of Orbax's commit, in seconds since 1970; None if it is not recorded."""
         try:
-            found = json.loads((self.spot / names.STEP_METADATA).read())
+            found = json.loads((self.store_path / names.STEP_METADATA).read())
             return found["commit_timestamp_nsecs"] / 1e9
         except (RestoreError, OSError, ValueError, KeyError, TypeError, RecursionError):
             return None

@@ -27,7 +27,7 @@ from deltackpt.inspect.dense_of_blocks import (
 from deltackpt.inspect.lazy import LazyArray, PointSaves, Saves
 from deltackpt.reading import removal, saves
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.stretches import RecoveryPoint
+from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.storage.store import Stamp
 from deltackpt.units import count, size
 
@@ -88,7 +88,7 @@ class Step:
         """Internal: call ``Checkpoints.at``; the stamp precedes the reading of the manifests."""
         self._saves = saves
         self._stamp = stamp
-        self._spot = saves.target.step_dir
+        self._store_path = saves.target.step_dir
 
     @property
     def path(self) -> Path:
@@ -97,7 +97,7 @@ class Step:
         Raises:
           TypeError: the step is in a bucket.
         """
-        return Path(self._spot)
+        return Path(self._store_path)
 
     @property
     def step(self) -> int:
@@ -107,7 +107,7 @@ class Step:
     @property
     def point(self) -> RecoveryPoint | None:
         """The recovery point; None for a step."""
-        return self._saves.way.point if isinstance(self._saves, PointSaves) else None
+        return self._saves.plan.point if isinstance(self._saves, PointSaves) else None
 
     @property
     def save_id(self) -> str:
@@ -158,9 +158,9 @@ class Step:
             return MappingProxyType({})
         if isinstance(self._saves, PointSaves):
             entries = self._own.layout.dense
-            item_dir = self._spot / names.DENSE_ITEM
+            item_dir = self._store_path / names.DENSE_ITEM
             return DenseOfPoint(item_dir, self._saves, entries, stands=self._stands)
-        if not (self._spot / names.DENSE_ITEM).is_dir() and self._stands():
+        if not (self._store_path / names.DENSE_ITEM).is_dir() and self._stands():
             saves.check_dense(self._own)
         return self._item(names.DENSE_ITEM)
 
@@ -187,7 +187,9 @@ class Step:
             return MappingProxyType({names.DENSE_ITEM: self.dense})
         with self._standing():
             found = [
-                name for name in self._spot.folders() if (self._spot / name / METADATA).is_file()
+                name
+                for name in self._store_path.folders()
+                if (self._store_path / name / METADATA).is_file()
             ]
             if self._own.head.dense_blocks is not None:
                 found.append(names.DENSE_ITEM)
@@ -197,9 +199,9 @@ class Step:
     def _item(self, name: str) -> DenseItem:
         entries = self._own.layout.dense if name == names.DENSE_ITEM else ()
         if name == names.DENSE_ITEM and self._own.head.dense_blocks is not None:
-            return DenseOfBlocks(self._spot / name, self._saves, entries, stands=self._stands)
+            return DenseOfBlocks(self._store_path / name, self._saves, entries, stands=self._stands)
         return DenseItem(
-            self._spot / name,
+            self._store_path / name,
             entries,
             digests="step" in self._own.head.digests,
             stands=self._stands,
@@ -212,26 +214,26 @@ class Step:
         if not target.compacted:
             return target
         with self._standing():
-            return saves.read_save(self._spot, target.item)
+            return saves.read_save(self._store_path, target.item)
 
     def _standing(self) -> contextlib.AbstractContextManager[None]:
         """Within, errors become ``StepGone`` if the step was removed or replaced."""
         target = self._saves.target
         return removal.standing(
-            self._spot,
-            stands=lambda: saves.stands(self._spot, target.info.save_id, target.item),
+            self._store_path,
+            stands=lambda: saves.stands(self._store_path, target.info.save_id, target.item),
             instead="open",
         )
 
     def _stands(self) -> bool:
         """Whether the step's directory is still the one that was opened."""
-        stamp = self._spot.stamp()
+        stamp = self._store_path.stamp()
         if stamp is None or stamp == self._stamp:
             return stamp is not None
         # Replaced, or a file was added to it.
         own = self._own.info.save_id
         try:
-            same = saves.read_save(self._spot, self._own.item).info.save_id == own
+            same = saves.read_save(self._store_path, self._own.item).info.save_id == own
         except RestoreError:
             return False
         if same:

@@ -19,7 +19,7 @@ import google_crc32c
 import numpy as np
 
 from deltackpt.errors import Damaged, FormatTooNew
-from deltackpt.format import dtypes, records, stretches
+from deltackpt.format import dtypes, records, wal_epochs
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.records import Unsound
 from deltackpt.format.segments import ArrayEntry
@@ -33,7 +33,7 @@ from deltackpt.format.soundness import (
     refuse_unknown,
     require,
 )
-from deltackpt.format.stretches import StretchHead
+from deltackpt.format.wal_epochs import EpochHeader
 from deltackpt.storage.crc import crc32c
 
 VERSION = 1
@@ -156,15 +156,15 @@ class EpochRef:
     crc32c: int
 
     @classmethod
-    def of(cls, head: StretchHead, data: bytes | None = None) -> EpochRef:
+    def of(cls, head: EpochHeader, data: bytes | None = None) -> EpochRef:
         """Returns the reference to an epoch.
 
         Args:
           head: its header.
           data: the bytes of the header; None to encode it.
         """
-        data = stretches.to_bytes(head) if data is None else data
-        return cls(number=head.stretch, crc32c=google_crc32c.value(data))
+        data = wal_epochs.to_bytes(head) if data is None else data
+        return cls(number=head.epoch, crc32c=google_crc32c.value(data))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from deltackpt.layers.footer import (
     RowGroup,
 )
 from deltackpt.storage import arrays
-from deltackpt.storage.store import FileStore, Spot
+from deltackpt.storage.store import FileStore, StorePath
 
 #: Read at once from the end of a layer: the footer of a layer with some 1,000 chunks.
 _TAIL_BYTES = 32 << 10
@@ -61,22 +61,22 @@ class ByteSource(Protocol):
 class StoredBytes(NamedTuple):
     """A file or an object of a store."""
 
-    spot: Spot
+    store_path: StorePath
 
     @property
     def name(self) -> str:
         """See ``ByteSource``."""
-        return self.spot.shown()
+        return self.store_path.shown()
 
     @property
     def run_bytes(self) -> int:
         """See ``ByteSource``; what a file has is verified while it is in the cache."""
-        return _FILE_RUN_BYTES if isinstance(self.spot.store, FileStore) else _RANGE_BYTES
+        return _FILE_RUN_BYTES if isinstance(self.store_path.store, FileStore) else _RANGE_BYTES
 
     def read_into(self, start: int, parts: Sequence[memoryview]) -> None:
         """See ``ByteSource``."""
         with arrays.unreadable_is_damage(self.name, "a layer file"):
-            self.spot.store.read_into(self.spot.key, start, parts)
+            self.store_path.store.read_into(self.store_path.key, start, parts)
 
 
 class _Memory(NamedTuple):

@@ -24,7 +24,7 @@ from deltackpt.ledger.entries import COMMIT, Unit
 from deltackpt.ledger.view import JournalView
 from deltackpt.storage import digests, files
 from deltackpt.storage.digests import Digest, Streamed
-from deltackpt.storage.store import Missing, Spot, Stamp
+from deltackpt.storage.store import Missing, Stamp, StorePath
 
 #: Larger files are uploaded as several objects of this size below ``SEGMENTS``: services limit the
 #: size of a single upload, and no process should hold a whole object.
@@ -58,7 +58,7 @@ class Catalog(Protocol):
     """The units in a store, and their locations."""
 
     @property
-    def root(self) -> Spot:
+    def root(self) -> StorePath:
         """The folder to which the units' locations are relative."""
         ...
 
@@ -88,7 +88,7 @@ class Journaled:
         self.journal = journal
 
     @property
-    def root(self) -> Spot:
+    def root(self) -> StorePath:
         """See ``Catalog``."""
         return self.journal.root
 
@@ -121,13 +121,13 @@ class Copied:
     A marker holds the digests of a unit, whose files are stored under the unit's name.
     """
 
-    def __init__(self, root: Spot):
+    def __init__(self, root: StorePath):
         """Reads the copies in a folder."""
         self._root = root
         self._known: dict[Unit, str] | None = None
 
     @property
-    def root(self) -> Spot:
+    def root(self) -> StorePath:
         """See ``Catalog``."""
         return self._root
 
@@ -345,7 +345,7 @@ class Committed:
             found = self._units(anew=True).get(unit)
         return found
 
-    def _at(self, prefix: str, name: str) -> Spot:
+    def _at(self, prefix: str, name: str) -> StorePath:
         return self._catalog.root / prefix / name
 
     def _file(self, key: str) -> tuple[str, str, Digest]:

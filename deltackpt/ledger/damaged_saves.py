@@ -15,7 +15,7 @@ from deltackpt.ledger.entries import COMMIT, prefix_step
 from deltackpt.reading import inventory
 from deltackpt.reading.part_arrays import is_of_dense_segment
 from deltackpt.storage import digests
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 
 
 class DamagedSave(NamedTuple):
@@ -33,7 +33,7 @@ class DamagedSave(NamedTuple):
     every_child: bool
 
 
-def blamed(error: BaseException, root: Spot, item: str) -> DamagedSave | None:
+def blamed(error: BaseException, root: StorePath, item: str) -> DamagedSave | None:
     """Returns the save that an error names, if its file is missing or altered; reads that file.
 
     Args:

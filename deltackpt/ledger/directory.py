@@ -44,7 +44,7 @@ from deltackpt.ledger.held import Held
 from deltackpt.ledger.lease import Lease
 from deltackpt.reading import foreign, saves
 from deltackpt.storage import files, redaction
-from deltackpt.storage.store import FileStore, Spot, Stamp
+from deltackpt.storage.store import FileStore, Stamp, StorePath
 
 #: Between two checks of a claim whose trainer has not started yet.
 _POLL_SECS = 0.05
@@ -59,7 +59,7 @@ class Root(Held):
 
     def __init__(self, path: Path, item: str, held: Lease | None, *, given: Path | None = None):
         """Created by ``Root.open``; ``given`` is the path before its links were followed."""
-        super().__init__(Spot(FileStore(path), ""), item, path, given or path)
+        super().__init__(StorePath(FileStore(path), ""), item, path, given or path)
         self._lease = held
         #: Whether the lease file names the holder.
         self._signed = False
@@ -375,7 +375,7 @@ class Root(Held):
 
     def _move_bases_aside(self, step: int, aside: Path) -> None:
         """Moves the compacted bases of later steps aside together with the steps."""
-        bases = saves.compacted_bases(self.spot, self.item)
+        bases = saves.compacted_bases(self.store_path, self.item)
         for name in bases:
             number = names.step_number(name)
             if number is not None and number > step:

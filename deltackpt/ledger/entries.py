@@ -83,14 +83,14 @@ def prefix_epoch(prefix: str) -> int | None:
     return int(match[3]) if match else None
 
 
-def log_prefix(stretch: int, epoch: int) -> str:
+def log_prefix(number: int, epoch: int) -> str:
     """Returns a new prefix for a WAL epoch: its header, and its uploaded segments.
 
     Args:
-      stretch: number of the WAL epoch.
+      number: number of the WAL epoch.
       epoch: epoch of the uploader's claim.
     """
-    return f"{LOGS}/{stretch}.{epoch}.{uuid.uuid4().hex[:12]}"
+    return f"{LOGS}/{number}.{epoch}.{uuid.uuid4().hex[:12]}"
 
 
 def prefix_step(prefix: str) -> int | None:
@@ -219,13 +219,13 @@ class LogRef:
     """A WAL epoch whose header is in the remote directory.
 
     Attributes:
-      stretch: its number.
+      epoch: its number.
       run: id of its run.
       prefix: prefix of its header and pieces, below the root.
       crc32c: CRC32C of its header.
     """
 
-    stretch: int
+    epoch: int
     run: str
     prefix: str
     crc32c: int
@@ -437,8 +437,8 @@ def _check_logs(name: str, logs: Iterable[LogRef]) -> None:
     numbers = []
     for one in logs:
         match = _LOG.fullmatch(one.prefix)
-        if match is None or int(match[1]) != one.stretch:
-            raise Damaged(name, f"a prefix of WAL epoch {one.stretch}", records.shown(one.prefix))
-        numbers.append(one.stretch)
+        if match is None or int(match[1]) != one.epoch:
+            raise Damaged(name, f"a prefix of WAL epoch {one.epoch}", records.shown(one.prefix))
+        numbers.append(one.epoch)
     if numbers != sorted(set(numbers)):
         raise Damaged(name, "WAL epochs with ascending numbers", f"numbers {numbers[-5:]}")

@@ -15,9 +15,9 @@ from deltackpt.format.manifest import BaseRef, SaveId
 from deltackpt.ledger import lease
 from deltackpt.ledger.kept import Kept
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading.log_places import LogFolder, LogPlaces
+from deltackpt.reading.wal_locations import WalFolder, WalLocation
 from deltackpt.storage import files
-from deltackpt.storage.store import Spot, spot
+from deltackpt.storage.store import StorePath, store_path
 
 
 class Held(Steps, abc.ABC):
@@ -33,16 +33,16 @@ class Held(Steps, abc.ABC):
     apart = False
     tells = True
 
-    def __init__(self, spot: Spot, item: str, path: Path, given: str | os.PathLike[str]):
+    def __init__(self, store_path: StorePath, item: str, path: Path, given: str | os.PathLike[str]):
         """Stores its arguments only.
 
         Args:
-          spot: the folder from which committed steps are read.
+          store_path: the folder from which committed steps are read.
           item: name of the deltackpt item in a step.
           path: the local directory in which saves are made.
           given: the path or URL that the user passed.
         """
-        super().__init__(spot, item, given=given)
+        super().__init__(store_path, item, given=given)
         self.path = path
 
     def step_dir(self, step: int) -> Path:
@@ -80,9 +80,9 @@ class Held(Steps, abc.ABC):
         return self.path / names.LOG
 
     @property
-    def log_at(self) -> LogPlaces:
+    def log_at(self) -> WalLocation:
         """See ``Steps``."""
-        return LogFolder(spot(self.log_dir))
+        return WalFolder(store_path(self.log_dir))
 
     @abc.abstractmethod
     def check_lease(self, *, ask: bool = False) -> None:

@@ -65,7 +65,7 @@ from deltackpt.ledger.entries import (
 )
 from deltackpt.ledger.lease import Lease
 from deltackpt.ledger.view import KEPT_ENTRIES, JournalView, entry_name
-from deltackpt.storage.store import Exists, Missing, Spot
+from deltackpt.storage.store import Exists, Missing, StorePath
 
 #: Old entries are deleted in batches of this size.
 _DELETED_AT_ONCE = 32
@@ -92,7 +92,7 @@ class Journal(JournalView):
     claim, and are rejected once there is a newer one.
     """
 
-    def __init__(self, root: Spot, *, while_waiting: Callable[[], None] = lambda: None):
+    def __init__(self, root: StorePath, *, while_waiting: Callable[[], None] = lambda: None):
         """Opens a journal; reads and writes nothing yet.
 
         Args:
@@ -503,7 +503,7 @@ class Journal(JournalView):
 
         def change(state: State) -> Mapping[str, Any] | None:
             logs = state.entry.logs
-            if logs and logs[-1].stretch >= ref.stretch:
+            if logs and logs[-1].epoch >= ref.epoch:
                 return None
             every = (*logs, ref)
             given_up[:] = every[: -entries.MOST_LOGS]
@@ -514,7 +514,7 @@ class Journal(JournalView):
         self.delete(one.prefix for one in given_up)
         return ref in state.entry.logs
 
-    def retire_logs(self, stretches: Collection[int]) -> None:
+    def retire_logs(self, epochs: Collection[int]) -> None:
         """Un-commits WAL epochs, then deletes their files.
 
         Raises:
@@ -524,7 +524,7 @@ class Journal(JournalView):
 
         def change(state: State) -> Mapping[str, Any] | None:
             logs = state.entry.logs
-            found = [one for one in logs if one.stretch in stretches]
+            found = [one for one in logs if one.epoch in epochs]
             removed.extend(found)
             self._failed.update(one.prefix for one in found)
             return {"logs": tuple(one for one in logs if one not in found)} if found else None

@@ -15,7 +15,7 @@ from pathlib import Path
 from deltackpt.errors import RestoreError
 from deltackpt.format import manifest, names
 from deltackpt.storage import files
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 
 _MAGIC = "deltackpt.kept"
 
@@ -54,7 +54,7 @@ def forget(root: Path) -> None:
         (root / names.KEPT).unlink(missing_ok=True)
 
 
-def noted(root: Spot) -> Kept | None:
+def noted(root: StorePath) -> Kept | None:
     """Returns what a policy keeps; None if there is no readable note.
 
     Raises:

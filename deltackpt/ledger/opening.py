@@ -23,9 +23,9 @@ from deltackpt.ledger.lease import Lease
 from deltackpt.ledger.promoted_log import JournaledLogs
 from deltackpt.ledger.steps import Steps
 from deltackpt.ledger.view import JOURNAL, JournalView
-from deltackpt.reading.log_places import LogPlaces
+from deltackpt.reading.wal_locations import WalLocation
 from deltackpt.storage import buckets
-from deltackpt.storage.store import DEADLINE_SECS, Spot
+from deltackpt.storage.store import DEADLINE_SECS, StorePath
 
 
 class BucketSteps(Steps):
@@ -34,12 +34,12 @@ class BucketSteps(Steps):
     def __init__(self, journal: JournalView, item: str):
         """Reads the steps from a journal; sends no request yet."""
         super().__init__(
-            Spot(Committed(Journaled(journal)), ""), item, given=journal.root.store.url
+            StorePath(Committed(Journaled(journal)), ""), item, given=journal.root.store.url
         )
         self.journal = journal
 
     @property
-    def log_at(self) -> LogPlaces:
+    def log_at(self) -> WalLocation:
         """See ``Steps``; reads the journal again."""
         state = self.journal.state()
         return JournaledLogs(self.journal.root, lambda: state)
@@ -103,11 +103,11 @@ def open_steps(
     return opened
 
 
-def _in_bucket(at: Spot, item: str) -> Steps:
+def _in_bucket(at: StorePath, item: str) -> Steps:
     journal = JournalView(at)
     if journal.state().entry.number:
         return BucketSteps(journal, item)
-    copied = Steps(Spot(Committed(Copied(at)), ""), item)
+    copied = Steps(StorePath(Committed(Copied(at)), ""), item)
     if copied.steps():
         return copied
     if journal.state().entry.number:  # The first trainer started concurrently.
@@ -120,7 +120,7 @@ def _in_bucket(at: Spot, item: str) -> Steps:
     )
 
 
-def refuse_foreign(root: Spot) -> None:
+def refuse_foreign(root: StorePath) -> None:
     """Checks that a location without a journal is empty, so that nothing is hidden or swept.
 
     Raises:

@@ -8,10 +8,17 @@ from collections.abc import Iterable, Mapping
 from deltackpt.errors import StepNotFound
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading.stretches import History, Logs, RecoveryPoint, Way, coverings, newest_way
+from deltackpt.reading.wal_index import (
+    RecoveryPoint,
+    ReplayPlan,
+    WalIndex,
+    WalReader,
+    coverings,
+    newest_plan,
+)
 
 
-def find(root: Steps, asked: int | RecoveryPoint) -> tuple[int, Way | None]:
+def find(root: Steps, asked: int | RecoveryPoint) -> tuple[int, ReplayPlan | None]:
     """Finds a committed step, or the step and WAL records for a full recovery point.
 
     Args:
@@ -24,12 +31,12 @@ def find(root: Steps, asked: int | RecoveryPoint) -> tuple[int, Way | None]:
     """
     if isinstance(asked, int) and root.at(asked).stamp() is not None:
         return asked, None
-    history, steps = Logs(root.log_at).read(), root.restorable()
-    way = way_to(history, steps, asked)
-    if way is not None:
-        return way.step.step, way
-    _, unreached = coverings(history, steps)
-    points = [point for point in history.points() if point not in unreached]
+    index, steps = WalReader(root.log_at).read(), root.restorable()
+    plan = plan_to(index, steps, asked)
+    if plan is not None:
+        return plan.step.step, plan
+    _, unreached = coverings(index, steps)
+    points = [point for point in index.points() if point not in unreached]
     number = asked if isinstance(asked, int) else asked.step
     raise StepNotFound(
         f"{root}: expected step {number} or a full recovery point of that number, found neither; "
@@ -37,18 +44,20 @@ def find(root: Steps, asked: int | RecoveryPoint) -> tuple[int, Way | None]:
     )
 
 
-def way_to(history: History, steps: Mapping[int, SaveId], asked: int | RecoveryPoint) -> Way | None:
+def plan_to(
+    index: WalIndex, steps: Mapping[int, SaveId], asked: int | RecoveryPoint
+) -> ReplayPlan | None:
     """Returns how to replay to a full recovery point; None if no step leads to it.
 
     Args:
-      history: the WAL index.
+      index: the WAL index.
       steps: the restorable steps, by number.
       asked: a recovery point, or its training step.
     """
     at = asked.step if isinstance(asked, RecoveryPoint) else asked
-    if not any(point.full and asked in (point, point.step) for point in history.points()):
+    if not any(point.full and asked in (point, point.step) for point in index.points()):
         return None
-    return newest_way(history, steps, at=at)
+    return newest_plan(index, steps, at=at)
 
 
 def nearest(number: int, steps: Iterable[int], points: Iterable[RecoveryPoint]) -> str:

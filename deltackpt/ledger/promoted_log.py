@@ -17,9 +17,9 @@ from deltackpt.errors import Damaged, StorageError
 from deltackpt.format import names
 from deltackpt.format.names import PieceRange
 from deltackpt.ledger.entries import LogRef, State
-from deltackpt.reading.log_places import Record
-from deltackpt.reading.log_progress import NAME, NBYTES
-from deltackpt.storage.store import Missing, Spot, Stamp
+from deltackpt.reading.wal_locations import Record
+from deltackpt.reading.wal_progress import NAME, NBYTES
+from deltackpt.storage.store import Missing, Stamp, StorePath
 
 #: The epoch header, below the epoch's prefix.
 HEAD = "head.msgpack"
@@ -51,20 +51,20 @@ class Pieces(NamedTuple):
         return cls(tuple(whole), every)
 
 
-def pieces_at(stretch: Spot, folder: str = "") -> dict[str, Pieces]:
+def pieces_at(epoch: StorePath, folder: str = "") -> dict[str, Pieces]:
     """Returns the pieces of each segment, ``<process>/<segment>``, of a WAL epoch; one listing.
 
     Args:
-      stretch: the folder of the WAL epoch.
+      epoch: the folder of the WAL epoch.
       folder: restricts the listing to a subfolder.
 
     Raises:
       StorageError: the store reported an error.
     """
     found: dict[str, list[PieceRange]] = {}
-    at = stretch / folder if folder else stretch
+    at = epoch / folder if folder else epoch
     for key in at.store.keys(at.key):
-        segment, _, name = Spot(at.store, key).below(stretch).rpartition("/")
+        segment, _, name = StorePath(at.store, key).below(epoch).rpartition("/")
         piece = names.piece_range(name)
         if piece is not None and segment:
             found.setdefault(segment, []).append(piece)
@@ -78,7 +78,7 @@ def _is_progress(key: str) -> bool:
 class PromotedLog:
     """A remote WAL epoch, with a directory's layout: ``<process>/<segment>``; thread-safe."""
 
-    def __init__(self, at: Spot):
+    def __init__(self, at: StorePath):
         """Sends no request yet; ``at`` is the folder of the remote WAL epoch."""
         self._at = at
         self._known: Mapping[str, Pieces] = {}
@@ -169,9 +169,9 @@ class PromotedLog:
 
 
 class JournaledLogs:
-    """The WAL epochs named by a journal; see ``LogPlaces``."""
+    """The WAL epochs named by a journal; see ``WalLocation``."""
 
-    def __init__(self, root: Spot, state: Callable[[], State]):
+    def __init__(self, root: StorePath, state: Callable[[], State]):
         """Sends no request yet.
 
         Args:
@@ -185,39 +185,39 @@ class JournaledLogs:
         return str(self._root)
 
     def numbers(self) -> list[int]:
-        """See ``LogPlaces``."""
-        return [one.stretch for one in self._state().entry.logs]
+        """See ``WalLocation``."""
+        return [one.epoch for one in self._state().entry.logs]
 
     def logged(self) -> list[int]:
-        """See ``LogPlaces``: those that the journal names."""
+        """See ``WalLocation``: those that the journal names."""
         return self.numbers()
 
-    def has(self, stretch: int) -> bool:
-        """See ``LogPlaces``."""
-        return stretch in self.numbers()
+    def has(self, epoch: int) -> bool:
+        """See ``WalLocation``."""
+        return epoch in self.numbers()
 
-    def head(self, stretch: int) -> Record:
-        """See ``LogPlaces``."""
-        return self._record(stretch, HEAD)
+    def head(self, epoch: int) -> Record:
+        """See ``WalLocation``."""
+        return self._record(epoch, HEAD)
 
-    def copy(self, stretch: int) -> Record:
-        """See ``LogPlaces``."""
-        return self._record(stretch, HEAD_COPY)
+    def copy(self, epoch: int) -> Record:
+        """See ``WalLocation``."""
+        return self._record(epoch, HEAD_COPY)
 
-    def _record(self, stretch: int, name: str) -> Record:
-        ref = self._ref(stretch)
+    def _record(self, epoch: int, name: str) -> Record:
+        ref = self._ref(epoch)
         at = self._root / ref.prefix / name
         data = at.read(at.shown())
         if (found := google_crc32c.value(data)) != ref.crc32c:
             raise Damaged(at.shown(), f"crc32c {ref.crc32c:08x}", f"crc32c {found:08x}")
         return Record(at.shown(), data)
 
-    def segments(self, stretch: int) -> Spot:
-        """See ``LogPlaces``."""
-        return Spot(PromotedLog(self._root / self._ref(stretch).prefix), "")
+    def segments(self, epoch: int) -> StorePath:
+        """See ``WalLocation``."""
+        return StorePath(PromotedLog(self._root / self._ref(epoch).prefix), "")
 
-    def _ref(self, stretch: int) -> LogRef:
+    def _ref(self, epoch: int) -> LogRef:
         for one in self._state().entry.logs:
-            if one.stretch == stretch:
+            if one.epoch == epoch:
                 return one
-        raise Damaged(str(self), f"the header of WAL epoch {stretch}", "none in the journal")
+        raise Damaged(str(self), f"the header of WAL epoch {epoch}", "none in the journal")

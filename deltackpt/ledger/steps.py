@@ -18,51 +18,53 @@ from deltackpt.ledger.committed import Committed
 from deltackpt.ledger.damaged_saves import DamagedSave
 from deltackpt.ledger.lease import Lease
 from deltackpt.reading import saves
-from deltackpt.reading.log_places import LogFolder, LogPlaces
+from deltackpt.reading.wal_locations import WalFolder, WalLocation
 from deltackpt.storage.digests import check_step_files
-from deltackpt.storage.store import FileStore, Spot, Stamp
+from deltackpt.storage.store import FileStore, Stamp, StorePath
 
 
 class Steps:
     """Committed steps and their compacted bases.
 
     Attributes:
-      spot: the folder that holds them.
+      store_path: the folder that holds them.
       item: name of the deltackpt item in them.
       given: the path or URL that the user passed.
     """
 
-    def __init__(self, spot: Spot, item: str, *, given: str | os.PathLike[str] | None = None):
+    def __init__(
+        self, store_path: StorePath, item: str, *, given: str | os.PathLike[str] | None = None
+    ):
         """Reads a folder of steps; sends no request yet.
 
         Args:
-          spot: the folder.
+          store_path: the folder.
           item: name of the deltackpt item in a step.
           given: the path or URL that the user passed; its location by default.
         """
-        self.spot = spot
+        self.store_path = store_path
         self.item = item
-        self.given = os.fspath(given) if given is not None else str(spot)
+        self.given = os.fspath(given) if given is not None else str(store_path)
         self._known: dict[str, SaveInfo] = {}
         self._bases: dict[tuple[str, Stamp], SaveInfo] = {}
         #: Accessed by the training thread and by the collector.
         self._lock = threading.Lock()
 
     def __str__(self) -> str:
-        return str(self.spot)
+        return str(self.store_path)
 
     @property
-    def log_at(self) -> LogPlaces:
+    def log_at(self) -> WalLocation:
         """Where the WAL is read."""
-        return LogFolder(self.spot / names.LOG)
+        return WalFolder(self.store_path / names.LOG)
 
-    def at(self, step: int) -> Spot:
+    def at(self, step: int) -> StorePath:
         """Where a step is, if it is committed."""
-        return self.spot / str(step)
+        return self.store_path / str(step)
 
     def steps(self) -> list[int]:
         """Returns the committed steps, in no order; lists the directory once."""
-        numbers = map(names.step_number, self.spot.folders())
+        numbers = map(names.step_number, self.store_path.folders())
         return [number for number in numbers if number is not None]
 
     def newest_step(self) -> int | None:
@@ -86,13 +88,13 @@ class Steps:
                 if name not in self._known:
                     # Removed concurrently, or damaged: it remains unknown.
                     with contextlib.suppress(RestoreError, OSError):
-                        self._known[name] = saves.read_info(self.spot / name, self.item)
+                        self._known[name] = saves.read_info(self.store_path / name, self.item)
                 found[step] = self._known.get(name)
             return found
 
     def rolled_back(self) -> Iterator[SaveId]:
         """Returns rolled-back steps that still exist."""
-        aside = self.spot / names.ROLLED_BACK
+        aside = self.store_path / names.ROLLED_BACK
         for folder in (aside / run for run in aside.folders()):
             for name in folder.folders():
                 if names.step_number(name) is not None:
@@ -127,7 +129,7 @@ class Steps:
           step: the step that could not be restored. It is included.
         """
         infos = self.saves()
-        listed = {*saves.compacted_bases(self.spot, self.item)}
+        listed = {*saves.compacted_bases(self.store_path, self.item)}
         bases = self._compacted()
         standing = {info.step_dir: info for info in infos.values() if info is not None}
         used = {name: base for name, base in bases.items() if _stands_for(base, standing.get(name))}
@@ -159,17 +161,17 @@ class Steps:
     def _compacted(self) -> dict[str, SaveInfo]:
         """Compacted bases by step name; each is read once."""
         with self._lock:
-            bases = saves.compacted_bases(self.spot, self.item)
+            bases = saves.compacted_bases(self.store_path, self.item)
             self._bases = {key: info for key, info in self._bases.items() if key in bases.items()}
             for key in bases.items():
                 if key not in self._bases:
                     with contextlib.suppress(RestoreError, OSError):
-                        found = saves.read_base(self.spot / key[0], self.item)
+                        found = saves.read_base(self.store_path / key[0], self.item)
                         self._bases[key] = found.info
             return {name: info for (name, _), info in self._bases.items()}
 
     def check_step_files(
-        self, step_dir: Spot | Path, share: tuple[int, int] = (0, 1), *, dense: bool = True
+        self, step_dir: StorePath | Path, share: tuple[int, int] = (0, 1), *, dense: bool = True
     ) -> None:
         """Checks the files of a step that have no checksum of their own.
 
@@ -222,7 +224,7 @@ class Steps:
             at.store.fetch(at.key, Path(folder))
             yield Path(folder)
 
-    def _held_at(self, step: int) -> Spot:
+    def _held_at(self, step: int) -> StorePath:
         """Where a step is, in the store that holds it."""
         return self.at(step)
 

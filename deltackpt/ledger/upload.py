@@ -21,7 +21,7 @@ from deltackpt.ledger.entries import COMMIT
 from deltackpt.resources.pace import Pace
 from deltackpt.storage import digests
 from deltackpt.storage.digests import Digest, Digests, Streamed
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 
 #: Concurrent uploads: enough to hide the latency of a service.
 WORKERS = 8
@@ -68,9 +68,9 @@ class InFlight:
 
 
 def upload(
-    source: Spot,
+    source: StorePath,
     files: Mapping[str, Digest],
-    target: Spot,
+    target: StorePath,
     *,
     done: set[str] | None = None,
     workers: int = WORKERS,
@@ -82,7 +82,7 @@ def upload(
     return describe(files, target, objects)
 
 
-def describe(files: Mapping[str, Digest], target: Spot, objects: int) -> Uploaded:
+def describe(files: Mapping[str, Digest], target: StorePath, objects: int) -> Uploaded:
     """Uploads the digests of the files under a prefix, all of which were uploaded.
 
     Args:
@@ -104,9 +104,9 @@ def describe(files: Mapping[str, Digest], target: Spot, objects: int) -> Uploade
 
 
 def send(
-    source: Spot,
+    source: StorePath,
     files: Mapping[str, Digest],
-    target: Spot,
+    target: StorePath,
     *,
     done: set[str] | None = None,
     workers: int = WORKERS,
@@ -174,7 +174,7 @@ def _segments(file: Digest) -> int:
     return max(1, -(-file.length // SEGMENT_BYTES))
 
 
-def _read(at: Spot, start: int, nbytes: int, *, whole: bool) -> bytes:
+def _read(at: StorePath, start: int, nbytes: int, *, whole: bool) -> bytes:
     with at.missing_is_damage(at.shown()):
         if whole:
             data = at.store.get(at.key)

@@ -16,7 +16,7 @@ import google_crc32c
 from deltackpt.errors import Damaged
 from deltackpt.ledger import entries
 from deltackpt.ledger.entries import Entry, Page, PageRef, Standing, State, Unit
-from deltackpt.storage.store import Missing, Spot
+from deltackpt.storage.store import Missing, StorePath
 
 #: Folder of entries and pages, below the root.
 JOURNAL = "journal"
@@ -42,7 +42,7 @@ class _Listed(NamedTuple):
 class JournalView:
     """The journal of a checkpoint directory, for readers; thread-safe."""
 
-    def __init__(self, root: Spot):
+    def __init__(self, root: StorePath):
         """Opens a journal; reads nothing yet.
 
         Args:

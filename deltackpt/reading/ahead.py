@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from types import TracebackType
 
 from deltackpt.errors import DeltackptError
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 
 #: A store is slow where so many reads in a row took so long: one may have waited for a processor.
 _SLOW_READS, _SLOW_SECS = 3, 1e-3
@@ -31,7 +31,7 @@ class Ahead:
         #: How many reads in a row were slow.
         self._slow_reads = 0
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
-        self._coming: dict[Spot, concurrent.futures.Future[bytes]] = {}
+        self._coming: dict[StorePath, concurrent.futures.Future[bytes]] = {}
 
     def __enter__(self) -> Ahead:
         return self
@@ -45,7 +45,7 @@ class Ahead:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def read(self, at: Spot, shown: str) -> bytes:
+    def read(self, at: StorePath, shown: str) -> bytes:
         """Returns the bytes of an object, read now unless they were prefetched.
 
         Args:
@@ -53,7 +53,7 @@ class Ahead:
           shown: its name in errors.
 
         Raises:
-          Damaged, StorageError: as for ``Spot.read``.
+          Damaged, StorageError: as for ``StorePath.read``.
         """
         coming = self._coming.pop(at, None)
         if coming is not None:
@@ -65,7 +65,7 @@ class Ahead:
         self._slow_reads = self._slow_reads + 1 if slow else 0
         return data
 
-    def want(self, wanted: Iterable[Spot]) -> None:
+    def want(self, wanted: Iterable[StorePath]) -> None:
         """Starts to read objects, if that helps; they need not exist.
 
         Args:

@@ -19,7 +19,7 @@ from deltackpt.format.manifest import KeyPath, Layout, Manifest
 from deltackpt.format.records import Unsound
 from deltackpt.format.segments import ArrayEntry, Encoding, FieldSpec, GroupEntry, Segment
 from deltackpt.format.soundness import MOST, MOST_AXES, MOST_ZSTD_RATIO, require
-from deltackpt.format.stretches import StretchHead
+from deltackpt.format.wal_epochs import EpochHeader
 from deltackpt.layers.footer import GAPS_DTYPES
 
 #: Rows as wide as that gain from every codec: whether one fits is then a matter of the dtype.
@@ -97,7 +97,7 @@ def check_segment(
         raise error.within(f"segment {segment.name}").damage(name) from error
 
 
-def check_tables(head: Manifest | StretchHead, name: str) -> None:
+def check_tables(head: Manifest | EpochHeader, name: str) -> None:
     """Checks what a record claims about groups and tables.
 
     Args:
@@ -187,7 +187,7 @@ def stored_arrays(group: GroupEntry, segment: Segment) -> dict[str, codecs.Store
     return found
 
 
-def _check_groups(head: Manifest | StretchHead, name: str) -> None:
+def _check_groups(head: Manifest | EpochHeader, name: str) -> None:
     names = [group.name for group in head.groups]
     require(len({*names}) == len(names), "groups of different names", names, "groups")
     for group in head.groups:
@@ -232,7 +232,7 @@ def _check_codec(spec: FieldSpec, name: str) -> None:
         raise Unsound(f"a codec for {spec.dtype}", f"{spec.codec} ({error})", spec.name) from error
 
 
-def _check_tables(head: Manifest | StretchHead) -> None:
+def _check_tables(head: Manifest | EpochHeader) -> None:
     groups = head.group_by_name
     names = [table.name for table in head.tables]
     require(len({*names}) == len(names), "tables of different names", names, "tables")

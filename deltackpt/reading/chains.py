@@ -34,7 +34,7 @@ from deltackpt.reading.saves import (
     read_compacted,
     read_save,
 )
-from deltackpt.storage.store import Spot, spot
+from deltackpt.storage.store import StorePath, store_path
 
 #: How often to look up a chain again that trainers and compactors keep replacing.
 _MOST_CHAINS = 8
@@ -58,7 +58,7 @@ def read_chain(
       BrokenChain: a parent is missing or is another save than the one named.
       StepGone: the step was removed at the same time.
     """
-    step_dir = spot(step_dir)
+    step_dir = store_path(step_dir)
     with standing(step_dir):
         for _ in range(_MOST_CHAINS):
             before = compacted_bases(step_dir.parent, item)
@@ -74,7 +74,7 @@ def read_chain(
     )
 
 
-def _among(bases: Collection[str]) -> Callable[[Spot], bool]:
+def _among(bases: Collection[str]) -> Callable[[StorePath], bool]:
     """Returns whether a compacted base was listed; querying the store at each link takes longer."""
     return lambda base: base.parent.name in bases
 
@@ -92,7 +92,7 @@ def read_whole(saves: Sequence[StoredSave], read: Callable[[Sequence[StoredSave]
     Raises:
       RestoreError: the error of ``read`` for the last chain.
     """
-    unusable: set[Spot] = set()
+    unusable: set[StorePath] = set()
     for _ in range(_MOST_CHAINS):
         try:
             return read(saves)
@@ -112,7 +112,9 @@ def read_whole(saves: Sequence[StoredSave], read: Callable[[Sequence[StoredSave]
     return read(saves)
 
 
-def _other_chain(saves: Sequence[StoredSave], unusable: set[Spot]) -> tuple[StoredSave, ...] | None:
+def _other_chain(
+    saves: Sequence[StoredSave], unusable: set[StorePath]
+) -> tuple[StoredSave, ...] | None:
     """Returns another chain to the same save, or None."""
     target = saves[-1]
     try:
@@ -125,18 +127,20 @@ def _other_chain(saves: Sequence[StoredSave], unusable: set[Spot]) -> tuple[Stor
     return None if same or found[-1].info.save_id != target.info.save_id else found
 
 
-def _walked(step_dir: Spot, item: str, usable: Callable[[Spot], bool]) -> tuple[StoredSave, ...]:
+def _walked(
+    step_dir: StorePath, item: str, usable: Callable[[StorePath], bool]
+) -> tuple[StoredSave, ...]:
     """Returns the current chain of a step; ``usable`` filters compacted bases."""
     with Ahead() as ahead:
         return _walked_with(ahead, step_dir, item, usable)
 
 
 def _walked_with(
-    ahead: Ahead, step_dir: Spot, item: str, usable: Callable[[Spot], bool]
+    ahead: Ahead, step_dir: StorePath, item: str, usable: Callable[[StorePath], bool]
 ) -> tuple[StoredSave, ...]:
     damaged: list[RestoreError] = []
 
-    def compacted(where: Spot, save_id: SaveId) -> StoredSave | None:
+    def compacted(where: StorePath, save_id: SaveId) -> StoredSave | None:
         if not usable(names.compacted_dir(where, item)):
             return None
         try:
@@ -145,7 +149,7 @@ def _walked_with(
             damaged.append(error)
             return None
 
-    def read(where: Spot) -> StoredSave:
+    def read(where: StorePath) -> StoredSave:
         found = read_save(where, item, read=ahead.read)
         # A prefetch only: the parents' references decide what they are.
         parents = (step_dir.parent / parent for parent in found.head.parents)

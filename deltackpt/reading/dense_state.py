@@ -21,12 +21,12 @@ from deltackpt.reading.stored_dense import (
     new_memory,
     uncounted,
 )
-from deltackpt.reading.stretches import Way
-from deltackpt.reading.wal_records import ProcessLog, WalRecord, damage_of
-from deltackpt.storage.store import Spot
+from deltackpt.reading.wal_index import ReplayPlan
+from deltackpt.reading.wal_records import ProcessWal, WalRecord, damage_of
+from deltackpt.storage.store import StorePath
 
 #: Segment and id of a WAL record to the dense leaves of its process at it.
-KnownStates = dict[tuple[Spot, SaveId], DenseValues]
+KnownStates = dict[tuple[StorePath, SaveId], DenseValues]
 #: Whether to read the value of a key of the database; files are always read.
 Wanted = Callable[[str], bool]
 
@@ -62,7 +62,7 @@ def after(
     return stored_dense.values_of(layers, before, further[-1].name, wanted, room)
 
 
-def key_of(record: WalRecord) -> tuple[Spot, SaveId]:
+def key_of(record: WalRecord) -> tuple[StorePath, SaveId]:
     """Returns the key of a record among known states."""
     return record.segment, record.save_id
 
@@ -100,7 +100,7 @@ def at_record(
 
 
 def at_point(
-    way: Way,
+    plan: ReplayPlan,
     known: KnownStates | None = None,
     wanted: Wanted = everything,
     *,
@@ -110,7 +110,7 @@ def at_point(
     """Returns the dense leaves of a recovery point, of all processes.
 
     Args:
-      way: the replay plan to the recovery point.
+      plan: the replay plan to the recovery point.
       known: the leaves at the records of an earlier call with the same ``wanted``; replaced.
       wanted: as for ``after``.
       room: as for ``after``.
@@ -120,11 +120,11 @@ def at_point(
       DamagedWal: the leaves are missing or altered.
     """
     found: KnownStates = {}
-    for process, record in way.last_records.items():
+    for process, record in plan.last_records.items():
         with damage_of(record):
             found[key_of(record)] = at_record(
                 record,
-                by_attempt(way.era.processes[process].log),
+                by_attempt(plan.view.processes[process].log),
                 {} if known is None else known,
                 wanted,
                 room=room,
@@ -140,7 +140,7 @@ def at_point(
     )
 
 
-def by_attempt(log: ProcessLog) -> dict[int, WalRecord]:
+def by_attempt(log: ProcessWal) -> dict[int, WalRecord]:
     """Returns the records of a process by attempt."""
     return {record.save_id.attempt: record for record in log.records}
 

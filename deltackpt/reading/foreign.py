@@ -7,12 +7,12 @@ from pathlib import Path
 
 from deltackpt.errors import ForeignDirectory
 from deltackpt.format import names
-from deltackpt.storage.store import Spot, spot
+from deltackpt.storage.store import StorePath, store_path
 
 
-def foreign(step_dir: Spot | Path, item: str) -> ForeignDirectory:
+def foreign(step_dir: StorePath | Path, item: str) -> ForeignDirectory:
     """Returns the error for a step without a deltackpt item of a given name."""
-    step_dir = spot(step_dir)
+    step_dir = store_path(step_dir)
     found: object = f"the directories {step_dir.folders()}"
     ours = _our_items(step_dir)
     if ours:
@@ -36,23 +36,23 @@ def foreign(step_dir: Spot | Path, item: str) -> ForeignDirectory:
     )
 
 
-def is_checkpoint(step_dir: Spot | Path) -> bool:
+def is_checkpoint(step_dir: StorePath | Path) -> bool:
     """Returns whether a directory is a step of deltackpt (with any item name) or of Orbax."""
-    step_dir = spot(step_dir)
+    step_dir = store_path(step_dir)
     return bool(_our_items(step_dir)) or _is_of_orbax(step_dir)
 
 
-def lacks_our_item(step_dir: Spot) -> bool:
+def lacks_our_item(step_dir: StorePath) -> bool:
     """Returns whether deltackpt's manager committed a step whose deltackpt item is missing."""
     return (step_dir / names.STEP_DIGESTS).is_file() and not _our_items(step_dir)
 
 
-def _our_items(step_dir: Spot) -> list[str]:
+def _our_items(step_dir: StorePath) -> list[str]:
     found = step_dir.folders()
     return [name for name in found if (step_dir / name / names.manifest_name(0)).is_file()]
 
 
-def _is_of_orbax(step_dir: Spot) -> bool:
+def _is_of_orbax(step_dir: StorePath) -> bool:
     places = (step_dir, *(step_dir / name for name in step_dir.folders()))
     return not lacks_our_item(step_dir) and any(
         (at / names.PYTREE_METADATA).is_file() for at in places

@@ -16,7 +16,7 @@ from deltackpt.format import manifest, names
 from deltackpt.format.manifest import LayerRef, Manifest
 from deltackpt.storage import digests
 from deltackpt.storage.digests import Digest, Digests
-from deltackpt.storage.store import Spot, spot
+from deltackpt.storage.store import StorePath, store_path
 
 _CHUNK = re.compile(r"[^/]+/part\.\d+/[^/]+/[^/]+/c/[\d/]+")
 
@@ -41,7 +41,7 @@ class Inventory:
 
 
 def read_inventory(
-    step_dir: Spot | Path,
+    step_dir: StorePath | Path,
     item: str = names.EMBEDDINGS_ITEM,
     *,
     shown: str | None = None,
@@ -58,11 +58,11 @@ def read_inventory(
     Raises:
       StorageError: a record exists but cannot be read.
     """
-    at = spot(step_dir)
+    at = store_path(step_dir)
     return _Inventory(at, item, at.name if shown is None else shown, unreadable).read()
 
 
-def every_digest(folder: Spot, item: str, *, base: bool = False) -> dict[str, Digest]:
+def every_digest(folder: StorePath, item: str, *, base: bool = False) -> dict[str, Digest]:
     """Returns digests of all files of a step, or of a compacted base, by their paths below it.
 
     Files that no record names are read to compute their digest, e.g. if another manager committed
@@ -91,7 +91,7 @@ def every_digest(folder: Spot, item: str, *, base: bool = False) -> dict[str, Di
     return known
 
 
-def only_at(folder: Spot, item: str, process: int) -> dict[str, Digest]:
+def only_at(folder: StorePath, item: str, process: int) -> dict[str, Digest]:
     """Returns digests of the files of a step that only one process's staging directory has.
 
     Args:
@@ -115,7 +115,7 @@ def only_at(folder: Spot, item: str, process: int) -> dict[str, Digest]:
 class _Inventory:
     """An inventory under construction."""
 
-    def __init__(self, step_dir: Spot, item: str, shown: str, unreadable: bool):
+    def __init__(self, step_dir: StorePath, item: str, shown: str, unreadable: bool):
         self._dir = step_dir
         self._item = item
         self._shown = shown
@@ -232,7 +232,7 @@ class _Inventory:
             )
 
 
-def _digests_of(item_dir: Spot, record: Manifest) -> dict[str, Digest]:
+def _digests_of(item_dir: StorePath, record: Manifest) -> dict[str, Digest]:
     """Digests of the files with a part's arrays, by path below the item's directory."""
     if record.layer is not None:
         return {names.layer_name(record.process): _digest_of(record.layer)}
@@ -244,7 +244,7 @@ def _digest_of(layer: LayerRef) -> Digest:
     return Digest(layer.nbytes, layer.crc32c, layer.digest)
 
 
-def verify_step(step_dir: Spot | Path, item: str = names.EMBEDDINGS_ITEM) -> list[Damaged]:
+def verify_step(step_dir: StorePath | Path, item: str = names.EMBEDDINGS_ITEM) -> list[Damaged]:
     """Re-reads a whole step: its records, and every file that they name.
 
     Args:

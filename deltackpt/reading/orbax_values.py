@@ -28,7 +28,7 @@ from deltackpt.storage.digests import TAIL_BYTES, Digest
 from deltackpt.storage.kv_store import reachable
 from deltackpt.storage.ocdbt import ZARRAY
 from deltackpt.storage.ocdbt_index import Extent, Index
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 
 #: Folder of an item with files about its arrays.
 ARRAY_METADATAS = "array_metadatas"
@@ -58,7 +58,7 @@ class OrbaxValues:
 
     def __init__(
         self,
-        item_dir: Spot,
+        item_dir: StorePath,
         expected: Callable[[], Mapping[str, Digest]] | None,
         name: str | None = None,
     ):
@@ -76,11 +76,11 @@ class OrbaxValues:
         self._sound: set[str] = set()
 
     @property
-    def at(self) -> Spot:
+    def at(self) -> StorePath:
         """Returns its path."""
         return self._item_dir
 
-    def at_copy(self, item_dir: Spot, *, verify: bool) -> OrbaxValues:
+    def at_copy(self, item_dir: StorePath, *, verify: bool) -> OrbaxValues:
         """Returns the values of a copy of the item, which errors name as this one.
 
         Args:
@@ -272,7 +272,7 @@ class _FileReader:
 
     def __init__(
         self,
-        at: Spot,
+        at: StorePath,
         shown: str,
         expected: Digest | None,
         values: Sequence[_Wanted],
@@ -361,7 +361,7 @@ class _BlockReader:
 
     def __init__(
         self,
-        at: Spot,
+        at: StorePath,
         shown: str,
         expected: Digest,
         values: Sequence[_Wanted],
@@ -439,7 +439,7 @@ def of_save(save: StoredSave) -> OrbaxValues:
     return OrbaxValues(save.step_dir / names.DENSE_ITEM, expected)
 
 
-def _digests_of(step_dir: Spot) -> Mapping[str, Digest]:
+def _digests_of(step_dir: StorePath) -> Mapping[str, Digest]:
     """Digests of the item's files in a step."""
     return _of_item(digests.of_step(lambda name: (step_dir / name).read(), step_dir.name))
 

@@ -22,7 +22,7 @@ from deltackpt.reading import bounds
 from deltackpt.storage import arrays, digests
 from deltackpt.storage.crc import BLOCK_BYTES, ChunkSums
 from deltackpt.storage.digests import Digest
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 
 
 class PartArrays(Protocol):
@@ -78,7 +78,7 @@ class PartArrays(Protocol):
 class ZarrArrays:
     """One Zarr array in files of its own for each array; see ``PartArrays``."""
 
-    def __init__(self, item_dir: Spot, record: Manifest):
+    def __init__(self, item_dir: StorePath, record: Manifest):
         """Reads nothing yet.
 
         Args:
@@ -172,7 +172,7 @@ class ZarrArrays:
         directory = self._directory(segment, entry)
         return self._digests.get(directory.below(self._item_dir), {})
 
-    def _directory(self, segment: Segment, entry: ArrayEntry) -> Spot:
+    def _directory(self, segment: Segment, entry: ArrayEntry) -> StorePath:
         return names.array_dir(self._item_dir, self._record.process, segment.name, entry.name)
 
 
@@ -192,7 +192,7 @@ class LayerArrays:
         self._checked: dict[str, RowGroup] = {}
 
     @classmethod
-    def of(cls, item_dir: Spot, record: Manifest, ref: LayerRef) -> LayerArrays:
+    def of(cls, item_dir: StorePath, record: Manifest, ref: LayerRef) -> LayerArrays:
         """Returns the arrays of a delta's part.
 
         Args:
@@ -299,7 +299,7 @@ def is_of_dense_segment(object_name: str) -> bool:
     return any(name.startswith(dense_blocks.SEGMENTS) for name in found)
 
 
-def arrays_of(item_dir: Spot, record: Manifest) -> PartArrays:
+def arrays_of(item_dir: StorePath, record: Manifest) -> PartArrays:
     """Returns the stored arrays of a part.
 
     Args:

@@ -16,7 +16,7 @@ from deltackpt.errors import (
     StepGone,
     StorageError,
 )
-from deltackpt.storage.store import Spot, spot
+from deltackpt.storage.store import StorePath, store_path
 
 _GONE_CHECKS = 5
 _GONE_INTERVAL_SECS = 0.1
@@ -24,7 +24,7 @@ _GONE_INTERVAL_SECS = 0.1
 
 @contextlib.contextmanager
 def standing(
-    step_dir: Spot | Path,
+    step_dir: StorePath | Path,
     *,
     stands: Callable[[], bool] | None = None,
     during: str = "read",
@@ -45,7 +45,7 @@ def standing(
     Raises:
       StepGone: the error occurred because the step was removed.
     """
-    at = spot(step_dir)
+    at = store_path(step_dir)
     stamp = at.stamp()
     stands = stands or (lambda: stamp is None or stamp.same(at.stamp()))
     try:
@@ -77,7 +77,7 @@ def is_of_reading(error: Exception) -> bool:
     return isinstance(error, (RestoreError, StorageError)) or not isinstance(error, DeltackptError)
 
 
-def gone(step_dir: Spot | Path, *, during: str = "read", instead: str = "restore") -> StepGone:
+def gone(step_dir: StorePath | Path, *, during: str = "read", instead: str = "restore") -> StepGone:
     """Returns the error for a step that was removed, or replaced by another save of its number.
 
     Args:

@@ -23,7 +23,7 @@ from deltackpt.layers.merge import Piece
 from deltackpt.layers.targets import Targets
 from deltackpt.reading import bounds
 from deltackpt.reading.stored_dense import DenseValues
-from deltackpt.reading.stretches import Leg, Way
+from deltackpt.reading.wal_index import ReplayPlan, ReplaySegment
 from deltackpt.reading.wal_records import WalRecord, damage_of
 from deltackpt.resources import memory
 from deltackpt.resources.staging import Staging
@@ -72,21 +72,21 @@ class LoggedState(NamedTuple):
         return dict(self.items[process if count == len(self.items) else 0])
 
 
-def replay(way: Way, targets: Targets, layout: Layout) -> Replayed:
+def replay(plan: ReplayPlan, targets: Targets, layout: Layout) -> Replayed:
     """Verifies the records from a step to a recovery point, and merges their rows into buffers.
 
     Args:
-      way: the replay plan from the step to the point.
+      plan: the replay plan from the step to the point.
       targets: the buffers.
       layout: layout of the step.
 
     Raises:
       DamagedWal: a record is missing or altered; the error names it.
     """
-    seen, layers = SeenRows(layout), layers_of(way, layout)
+    seen, layers = SeenRows(layout), layers_of(plan, layout)
     scratch = Staging(merge.SCRATCH_BYTES)
-    merge.run(plan(layers, targets, seen), scratch)
-    count = sum(max(map(len, leg.records.values()), default=0) for leg in way.legs)
+    merge.run(stages(layers, targets, seen), scratch)
+    count = sum(max(map(len, of_epoch.records.values()), default=0) for of_epoch in plan.segments)
     return Replayed(
         rows=seen.by_table(),
         bytes_read=sum(layer.record.nbytes for of_record in layers for layer in of_record),
@@ -94,13 +94,13 @@ def replay(way: Way, targets: Targets, layout: Layout) -> Replayed:
     )
 
 
-def items_of(way: Way) -> dict[int, dict[str, Any]]:
+def items_of(plan: ReplayPlan) -> dict[int, dict[str, Any]]:
     """Returns the additional items of the recovery point, by process and name.
 
     Raises:
       DamagedWal: the items are missing or altered.
     """
-    return {process: items_of_record(record) for process, record in way.last_records.items()}
+    return {process: items_of_record(record) for process, record in plan.last_records.items()}
 
 
 def items_of_record(record: WalRecord) -> dict[str, Any]:
@@ -285,11 +285,11 @@ def _room(entry: ArrayEntry, record: WalRecord) -> np.ndarray:
         raise Damaged(record.name, "rows that fit into memory", f"{entry.nbytes} bytes") from error
 
 
-def layers_of(way: Way, layout: Layout) -> list[list[RecordPart]]:
+def layers_of(plan: ReplayPlan, layout: Layout) -> list[list[RecordPart]]:
     """Returns the rows of a replay plan, record by record, oldest first.
 
     Args:
-      way: the replay plan.
+      plan: the replay plan.
       layout: layout of its step.
 
     Raises:
@@ -297,16 +297,16 @@ def layers_of(way: Way, layout: Layout) -> list[list[RecordPart]]:
     """
     groups, rows = layout.group_by_name, _Rows()
     found: dict[tuple[int, int], list[RecordPart]] = {}
-    for number, leg in enumerate(way.legs):
-        if not leg.head.layout.has_rows_of(layout):
+    for number, of_epoch in enumerate(plan.segments):
+        if not of_epoch.head.layout.has_rows_of(layout):
             raise DamagedWal(
-                f"WAL epoch {leg.head.stretch}",
-                f"the tables of step {way.step.step}",
+                f"WAL epoch {of_epoch.head.epoch}",
+                f"the tables of step {plan.step.step}",
                 "others",
                 "restore the step itself: restore_latest(wal=False)",
-                way.point.save_id,
+                plan.point.save_id,
             )
-        for record in (record for records in leg.records.values() for record in records):
+        for record in (record for records in of_epoch.records.values() for record in records):
             with damage_of(record):
                 for segment in record.segments:
                     bounds.check_segment(segment, groups, None, record.name)
@@ -315,7 +315,7 @@ def layers_of(way: Way, layout: Layout) -> list[list[RecordPart]]:
     return [found[key] for key in sorted(found)]
 
 
-def plan(
+def stages(
     layers: Sequence[Sequence[RecordPart]], targets: Targets, seen: SeenRows
 ) -> Iterator[Iterator[Piece]]:
     """Yields the pieces of records to merge: ``layers.merge.plan``.
@@ -344,9 +344,9 @@ def plan(
                 layer.rows.arrays(layer)
 
 
-def segments_of(leg: Leg) -> Iterator[Segment]:
+def segments_of(of_epoch: ReplaySegment) -> Iterator[Segment]:
     """Yields the segments of rows of some records."""
-    for records in leg.records.values():
+    for records in of_epoch.records.values():
         for record in records:
             with damage_of(record):
                 yield from record.segments

@@ -30,7 +30,7 @@ from deltackpt.reading import bounds
 from deltackpt.reading.foreign import foreign, lacks_our_item
 from deltackpt.reading.part_arrays import PartArrays, arrays_of
 from deltackpt.reading.removal import gone
-from deltackpt.storage.store import Spot, Stamp, spot
+from deltackpt.storage.store import Stamp, StorePath, store_path
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,9 +46,9 @@ class StoredSave:
     """
 
     info: SaveInfo
-    step_dir: Spot
+    step_dir: StorePath
     item: str
-    item_dir: Spot
+    item_dir: StorePath
     head: Manifest
 
     @property
@@ -139,7 +139,7 @@ class StoredPart:
       groups: the save's groups by name.
     """
 
-    item_dir: Spot
+    item_dir: StorePath
     record: Manifest
     groups: Mapping[str, GroupEntry]
 
@@ -193,15 +193,15 @@ class StoredPart:
         self.arrays.read_into(segment, entry, start, stop, out)
 
 
-#: A step by its spot, or by its path, which is a name in the store of its directory.
-Where = Spot | Path
+#: A step by its store_path, or by its path, which is a name in the store of its directory.
+Where = StorePath | Path
 
 
 def read_save(
     step_dir: Where,
     item: str = names.EMBEDDINGS_ITEM,
     *,
-    read: Callable[[Spot, str], bytes] = Spot.read,
+    read: Callable[[StorePath, str], bytes] = StorePath.read,
 ) -> StoredSave:
     """Reads and checks the manifests of one step.
 
@@ -216,7 +216,7 @@ def read_save(
       Damaged: a manifest is missing, altered, or of another save.
       FormatTooNew: it uses codecs that this version does not know.
     """
-    step_dir = spot(step_dir)
+    step_dir = store_path(step_dir)
     item_dir = step_dir / item
     try:
         return _read_save(step_dir, item, item_dir, read)
@@ -247,7 +247,7 @@ def read_compacted(
     Raises:
       Damaged, FormatTooNew: as for ``read_save``.
     """
-    step_dir = spot(step_dir)
+    step_dir = store_path(step_dir)
     item_dir = names.compacted_dir(step_dir, item)
     if not item_dir.is_dir():
         return None
@@ -266,13 +266,13 @@ def read_base(step_dir: Where, item: str = names.EMBEDDINGS_ITEM) -> StoredSave:
     Raises:
       Damaged, FormatTooNew: as for ``read_save``.
     """
-    step_dir = spot(step_dir)
+    step_dir = store_path(step_dir)
     return _read_save(step_dir, item, names.compacted_dir(step_dir, item))
 
 
 def compacted_bases(root: Where, item: str = names.EMBEDDINGS_ITEM) -> dict[str, Stamp]:
     """Returns names of the steps that have a compacted base, each with the stamp of its folder."""
-    folder = spot(root) / names.COMPACTED
+    folder = store_path(root) / names.COMPACTED
     stamps = {
         step: (folder / step / item).stamp()
         for step in folder.folders()
@@ -289,14 +289,17 @@ def read_info(step_dir: Where, item: str = names.EMBEDDINGS_ITEM) -> SaveInfo:
       FormatTooNew: a later version wrote it.
       StorageError: it cannot be read.
     """
-    step_dir = spot(step_dir)
+    step_dir = store_path(step_dir)
     at = step_dir / item / names.manifest_name(0)
     name = at.below(step_dir.parent)
     return SaveInfo.of(outline(at.read(name), name=name), step_dir.name)
 
 
 def _read_save(
-    step_dir: Spot, item: str, item_dir: Spot, read: Callable[[Spot, str], bytes] = Spot.read
+    step_dir: StorePath,
+    item: str,
+    item_dir: StorePath,
+    read: Callable[[StorePath, str], bytes] = StorePath.read,
 ) -> StoredSave:
     at = item_dir / names.manifest_name(0)
     name = at.below(step_dir.parent)
@@ -308,7 +311,7 @@ def _read_save(
 
 def stands(step_dir: Where, save_id: SaveId, item: str = names.EMBEDDINGS_ITEM) -> bool:
     """Returns whether a step is still the same save; a damaged manifest counts as the same."""
-    step_dir = spot(step_dir)
+    step_dir = store_path(step_dir)
     try:
         return read_save(step_dir, item).info.save_id == save_id
     except StepNotFound:

@@ -35,10 +35,10 @@ from deltackpt.layers.footer import PAGE_BYTES, EpochRef, Header, RowGroup
 from deltackpt.layers.read import Layer, StoredBytes
 from deltackpt.layers.shard import segment_of
 from deltackpt.layers.write import REMOVED
-from deltackpt.reading.log_progress import Noted, newest_durable
 from deltackpt.reading.part_arrays import LayerArrays
+from deltackpt.reading.wal_progress import Noted, newest_durable
 from deltackpt.storage import arrays
-from deltackpt.storage.store import FileStore, Missing, Spot, Stamp
+from deltackpt.storage.store import FileStore, Missing, Stamp, StorePath
 
 #: Read at once during a scan: headers and footers are small, and rows are passed over.
 _WINDOW_BYTES = 64 << 10
@@ -69,7 +69,7 @@ class WalRecord:
     save_id: SaveId
     parent: SaveId
     place: SegmentPlace
-    segment: Spot
+    segment: StorePath
     head: RecordHead
     layer: Layer
     group: str | None = None
@@ -235,19 +235,19 @@ class _Scan:
     seen: tuple[int, int] = 0, 0
 
 
-class ProcessLog:
+class ProcessWal:
     """The records of one process, oldest first; ``advance`` reads newly written records."""
 
-    def __init__(self, spot: Spot, run: str, epoch: EpochRef, process: int):
+    def __init__(self, store_path: StorePath, run: str, epoch: EpochRef, process: int):
         """Reads nothing yet.
 
         Args:
-          spot: the directory of its segments.
+          store_path: the directory of its segments.
           run: id of the run of the epoch.
           epoch: the epoch.
           process: index of the process.
         """
-        self._spot = spot
+        self._store_path = store_path
         self._run, self._epoch, self._process = run, epoch, process
         self._scans: dict[SegmentPlace, _Scan] = {}
         self._stamp: Stamp | None = None
@@ -337,10 +337,10 @@ class ProcessLog:
     def _name(self, seq: int) -> str:
         """Returns the name in errors of the segment with a record, or of the previous one."""
         before = [place for place in sorted(self._scans) if place.seq <= seq]
-        return self._segment(before[-1]).shown(4) if before else self._spot.shown()
+        return self._segment(before[-1]).shown(4) if before else self._store_path.shown()
 
-    def _segment(self, place: SegmentPlace) -> Spot:
-        return self._spot / names.segment_name(*place)
+    def _segment(self, place: SegmentPlace) -> StorePath:
+        return self._store_path / names.segment_name(*place)
 
     def _may_end_in(self, place: SegmentPlace) -> bool:
         """Returns whether the WAL may end within a segment: parts without a record may follow."""
@@ -360,17 +360,19 @@ class ProcessLog:
           FormatTooOld, FormatTooNew: another version of deltackpt wrote a segment.
           StorageError: the directory cannot be read.
         """
-        if isinstance(self._spot.store, FileStore):
-            stamp = self._spot.stamp()
+        if isinstance(self._store_path.store, FileStore):
+            stamp = self._store_path.stamp()
             if self._stamp is not None and not self._stamp.same(stamp):
                 # A copy with other bytes may have replaced the directory. In other stores, asking
                 # would cost another listing.
                 self._scans.clear()
             self._stamp = stamp
         # Before the segments: what is durable by now is in them.
-        self._noted = newest_durable(self._spot)
+        self._noted = newest_durable(self._store_path)
         places = sorted(
-            place for name in self._spot.names() if (place := names.segment_place(name)) is not None
+            place
+            for name in self._store_path.names()
+            if (place := names.segment_place(name)) is not None
         )
         for gone in self._scans.keys() - {*places}:  # It was trimmed.
             del self._scans[gone]
@@ -491,7 +493,7 @@ class ProcessLog:
             start += nbytes
 
 
-def _shown(segment: Spot, seq: int) -> str:
+def _shown(segment: StorePath, seq: int) -> str:
     return f"{segment.shown(4)}, record {seq}"
 
 
@@ -526,7 +528,7 @@ class _Rest(NamedTuple):
 class _Window:
     """A segment with a read-ahead buffer; see ``layers.read.ByteSource``."""
 
-    def __init__(self, segment: Spot):
+    def __init__(self, segment: StorePath):
         self.segment = segment
         self.length = segment.store.length(segment.key)
         self.run_bytes = _WINDOW_BYTES

@@ -137,7 +137,7 @@ def grown(merged: RestoredTables, templates: Mapping[str, Mapping[str, Any]]) ->
 
 
 def report_grown(step: int, tables: GrownTables) -> None:
-    """Logs one warning about tables with rows that a step does not have, on process 0."""
+    """WalReader one warning about tables with rows that a step does not have, on process 0."""
     if not tables or processes.index():
         return
     listed = ", ".join(

@@ -15,7 +15,7 @@ from typing import Protocol
 from deltackpt.layers.targets import Wanted
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.stretches import RecoveryPoint
+from deltackpt.reading.wal_index import RecoveryPoint
 
 #: Defines ``row_source(directory, item)``. Entry points would also work, but take 20 to 40 ms to
 #: list.

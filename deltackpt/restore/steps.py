@@ -45,7 +45,7 @@ from deltackpt.reading import (
 from deltackpt.reading.reader import Progress, RestoredTables
 from deltackpt.reading.replay import LoggedState
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.stretches import Logs, RecoveryPoint, Way
+from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalReader
 from deltackpt.reading.wal_records import damage_of
 from deltackpt.restore import placing, sources
 from deltackpt.restore.sources import RowSource
@@ -136,7 +136,7 @@ class Found:
       expected: the template's parts.
       wanted: wanted parts of the tables; None for all.
       dense: whether dense leaves are restored too.
-      way: WAL records that lead from the step to a recovery point; None to restore the step.
+      plan: WAL records that lead from the step to a recovery point; None to restore the step.
       straight: reads dense leaves without the other processes, and verifies them if there are no
         others; None if all must call ``ItemReader.dense``.
     """
@@ -149,7 +149,7 @@ class Found:
     expected: Split | None
     wanted: Wanted | None
     dense: bool
-    way: Way | None = None
+    plan: ReplayPlan | None = None
     straight: Callable[[], DenseRead] | None = None
 
     def check_stays(self, *others: SaveId) -> None:
@@ -266,7 +266,7 @@ class StepReader:
                 # Several processes share the work.
                 dense = straight is None or not alone
                 self._root.check_step_files(step_dir, self._share, dense=dense)
-        way = None if point is None else self._way(point, target.info.save_id)
+        plan = None if point is None else self._plan(point, target.info.save_id)
         whole = rows is None
         return Found(
             step,
@@ -277,12 +277,12 @@ class StepReader:
             expected,
             wanted,
             dense=whole,
-            way=way,
+            plan=plan,
             straight=straight,
         )
 
-    def _way(self, point: RecoveryPoint, step: SaveId) -> Way:
-        found = Logs(self._root.log_at).read().way(point, step)
+    def _plan(self, point: RecoveryPoint, step: SaveId) -> ReplayPlan:
+        found = WalReader(self._root.log_at).read().plan(point, step)
         if found is None:
             raise DamagedWal(
                 str(self._root.log_at),
@@ -316,7 +316,7 @@ class StepReader:
                 # ``find`` left the checks to the source, but other processes may have read from
                 # storage.
                 self._root.check_step_files(found.target.step_dir)
-            replay_from = found.way if point is None else None
+            replay_from = found.plan if point is None else None
             if replay_from is not None:
                 leaves = dense_state.at_point(replay_from)
                 point = LoggedState(leaves, replay.items_of(replay_from), rows={})
@@ -334,10 +334,10 @@ class StepReader:
                     targets = targets_of(merged.buffers, merged.layout)
                     rows = replay.replay(replay_from, targets, merged.layout).rows
                     point = point._replace(rows=rows)
-                if found.way is None:
+                if found.plan is None:
                     dense = leaves.result()
                 else:
-                    with damage_of(found.way.last_records[0]):
+                    with damage_of(found.plan.last_records[0]):
                         dense = leaves.result()
             found.check_stays(agreed, merged.chain[-1].save_id)
         return Loaded(merged, dense.leaves, dense.chunks, problem, files, point)
@@ -392,7 +392,7 @@ class StepReader:
         if found.source is not None:
             try:
                 with self._asked(found.source, found) as merged:
-                    if found.way is None:
+                    if found.plan is None:
                         files = self._files(found, merged, held)
                     elif merged.point and merged.files is not None:
                         point = point_files.state_of(merged.files, merged.layout)
@@ -413,9 +413,9 @@ class StepReader:
         self, source: RowSource, found: Found
     ) -> contextlib.AbstractContextManager[RestoredTables]:
         secs = self._service_secs
-        if found.way is None:
+        if found.plan is None:
             return source.tables(found.target, found.wanted, timeout_secs=secs)
-        point = found.way.point
+        point = found.plan.point
         return source.tables(found.target, found.wanted, timeout_secs=secs, point=point)
 
     def _files(
@@ -443,7 +443,7 @@ class StepReader:
     def _dense(self, found: Found, files: ItemFiles | None) -> DenseRead:
         if not found.dense or not found.target.layout.dense:
             return DenseRead({})
-        if found.way is None:
+        if found.plan is None:
             saves.check_dense(found.target)
         if found.straight is not None:
             return found.straight()

@@ -21,7 +21,7 @@ from deltackpt.format.manifest import (
     RollingShare,
     SaveId,
 )
-from deltackpt.format.stretches import Continues
+from deltackpt.format.wal_epochs import Continues
 from deltackpt.policies import History
 from deltackpt.save.clocks import Clocks
 from deltackpt.state.touch_state import UNKNOWN

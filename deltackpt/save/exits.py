@@ -194,7 +194,7 @@ def uninterrupted(call: Callable[[], None]) -> None:
 
 
 def tell_lost(text: str) -> None:
-    """Logs that a save is lost, and makes the program end with ``EXIT_CODE``."""
+    """WalReader that a save is lost, and makes the program end with ``EXIT_CODE``."""
     _logger.error(text)
     if not isinstance(sys.stdout, _LastFlush):
         sys.stdout = _LastFlush(sys.stdout)  # type: ignore[assignment]

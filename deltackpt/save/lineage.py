@@ -32,7 +32,7 @@ from deltackpt.format.manifest import (
     RollingShare,
     SaveId,
 )
-from deltackpt.format.stretches import Continues
+from deltackpt.format.wal_epochs import Continues
 from deltackpt.ledger.held import Held
 from deltackpt.policies import BaseOrDelta, Consecutive, Decision, LeftToCompaction, Rolling
 from deltackpt.reading import saves

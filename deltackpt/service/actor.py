@@ -104,7 +104,7 @@ class RestoreActor:
             Pinned(
                 pin=pin,
                 held=wanted,
-                stretch=0 if above is None else above.epoch,
+                epoch=0 if above is None else above.epoch,
                 point=None if above is None else above.save_id,
                 place=follower.place,
                 sequence=holding.sequence,

@@ -22,7 +22,7 @@ from deltackpt.format import names as file_names
 from deltackpt.layers.targets import Wanted
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.stretches import RecoveryPoint
+from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.service import calls, names, protocol
 from deltackpt.service.names import Replica
 from deltackpt.service.protocol import Description

@@ -15,7 +15,7 @@ from deltackpt.errors import RestoreError, ServiceMismatch
 from deltackpt.format import manifest
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
-from deltackpt.reading.stretches import RecoveryPoint
+from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.standby.files import HeldFile
 from deltackpt.standby.memory import MemoryAddress
 
@@ -69,7 +69,7 @@ class Pinned:
       refused: why the state is not pinned.
       soon: whether the replica is following and may hold the state soon.
       held: the save that it holds.
-      stretch: number of the WAL epoch of ``point``.
+      epoch: number of the WAL epoch of ``point``.
       point: the recovery point above ``held`` that it holds; None if it holds the save itself.
       place: path of its memory for processes on the same machine.
       sequence: sequence number of the memory.
@@ -84,7 +84,7 @@ class Pinned:
     refused: str = ""
     soon: bool = False
     held: SaveId | None = None
-    stretch: int = 0
+    epoch: int = 0
     point: SaveId | None = None
     place: MemoryAddress | None = None
     sequence: int = 0

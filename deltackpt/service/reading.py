@@ -26,7 +26,7 @@ from deltackpt.format.chain import SaveInfo
 from deltackpt.layers.targets import Target, Targets, Wanted, empty_buffers
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.stretches import RecoveryPoint
+from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.resources import pages
 from deltackpt.service import calls, protocol
 from deltackpt.service.names import Replica
@@ -237,7 +237,7 @@ class _Read:
 
     def _is_at_point(self, pinned: Pinned) -> bool:
         wanted = self._point
-        return wanted is not None and (pinned.stretch, pinned.point) == wanted[:2]
+        return wanted is not None and (pinned.epoch, pinned.point) == wanted[:2]
 
     def _refusal(self, replica: Replica, pinned: Pinned) -> ServiceError:
         wanted, held = self._save.info.save_id, pinned.held

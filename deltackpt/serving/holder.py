@@ -21,7 +21,7 @@ from deltackpt.reading import chains, dense_state, removal, saves, stored_dense
 from deltackpt.reading.dense_state import KnownStates, Wanted
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.stored_dense import DenseValues
-from deltackpt.reading.stretches import Way
+from deltackpt.reading.wal_index import ReplayPlan
 from deltackpt.serving import leaves as serving_leaves
 from deltackpt.serving.buffers import Buffers
 from deltackpt.serving.leaves import LeafArray, name_of
@@ -29,7 +29,7 @@ from deltackpt.serving.version import Held
 from deltackpt.standby import work
 from deltackpt.standby.publish import committed_secs
 from deltackpt.storage.ocdbt import ZARRAY
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 
 _logger = logging.getLogger(__name__)
 
@@ -61,23 +61,23 @@ class Holder:
         #: Patterns that were already reported to match nothing.
         self._told: set[str] = set()
 
-    def is_at(self, way: Way | None) -> bool:
+    def is_at(self, plan: ReplayPlan | None) -> bool:
         """See ``Holder``."""
         held = self.held
-        if held is None or way is None:
+        if held is None or plan is None:
             return held is not None and held.point is None
-        return held.is_at(way.step, way.point)
+        return held.is_at(plan.step, plan.point)
 
-    def take(self, step_dir: Spot, way: Way | None) -> bool:
+    def take(self, step_dir: StorePath, plan: ReplayPlan | None) -> bool:
         """See ``Holder``."""
         newest = saves.read_save(step_dir, self._item)
         save_id = newest.info.save_id
-        if way is not None and way.step != save_id:
+        if plan is not None and plan.step != save_id:
             raise removal.gone(step_dir)
-        if self.held is not None and self.held.is_at(save_id, None if way is None else way.point):
+        if self.held is not None and self.held.is_at(save_id, None if plan is None else plan.point):
             return False
-        if way is not None:
-            self.held = self._at_point(newest, way)
+        if plan is not None:
+            self.held = self._at_point(newest, plan)
         elif self._step is not None and self._step.is_at(save_id, None):
             self.held = self._step
         else:
@@ -118,15 +118,15 @@ class Holder:
         )
         return self._version(chain[-1], leaves, found, self.held, meter)
 
-    def _at_point(self, save: StoredSave, way: Way) -> Held:
+    def _at_point(self, save: StoredSave, plan: ReplayPlan) -> Held:
         leaves, meter = self._chosen(save.layout), _Bytes()
         found = dense_state.at_point(
-            way, self._known, _wanted(leaves), room=self._buffers.room, on_bytes=meter.add
+            plan, self._known, _wanted(leaves), room=self._buffers.room, on_bytes=meter.add
         )
         try:
-            return self._version(save, leaves, found, self.held, meter, way)
+            return self._version(save, leaves, found, self.held, meter, plan)
         except Damaged as error:
-            raise DamagedWal.of(error, way.point.save_id) from error
+            raise DamagedWal.of(error, plan.point.save_id) from error
 
     def _chosen(self, layout: Layout) -> tuple[DenseLeaf, ...]:
         found = serving_leaves.chosen(layout, self._patterns)
@@ -145,7 +145,7 @@ class Holder:
         found: DenseValues,
         before: Held | None,
         meter: _Bytes,
-        way: Way | None = None,
+        plan: ReplayPlan | None = None,
         *,
         compare: bool = True,
     ) -> Held:
@@ -155,7 +155,7 @@ class Holder:
         for leaf in leaves:
             name = name_of(leaf)
             array = serving_leaves.described(name, values.get(f"{name}/{ZARRAY}"), save.name)
-            if array is None and way is None:
+            if array is None and plan is None:
                 array = self._by_orbax(save, leaf, values, meter)
                 goes_on = goes_on and array is None
             if array is None:
@@ -182,12 +182,12 @@ class Holder:
         return Held(
             save=save.info,
             layout=save.layout,
-            point=None if way is None else way.point,
+            point=None if plan is None else plan.point,
             dense=found._replace(values=values),
             numbers=numbers,
             leaves=arrays,
             goes_on=goes_on,
-            unix_secs=committed_secs(save) if way is None else way.point.unix_secs,
+            unix_secs=committed_secs(save) if plan is None else plan.point.unix_secs,
             bytes_read=meter.count,
         )
 

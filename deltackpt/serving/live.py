@@ -22,7 +22,7 @@ from deltackpt.errors import (
 )
 from deltackpt.format.manifest import path_name
 from deltackpt.ledger.opening import open_steps
-from deltackpt.reading.stretches import RecoveryPoint
+from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.serving.holder import Holder
 from deltackpt.serving.version import Version
 from deltackpt.standby.candidates import Candidates

@@ -18,7 +18,7 @@ from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import DenseLeaf, KeyPath, Layout, SaveId, path_name
 from deltackpt.reading.orbax_values import ARRAY_METADATAS, key_impls
 from deltackpt.reading.stored_dense import DenseValues
-from deltackpt.reading.stretches import RecoveryPoint
+from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.serving.leaves import LeafArray
 from deltackpt.state import nesting
 from deltackpt.storage.ocdbt import ZARRAY

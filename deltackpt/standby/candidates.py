@@ -13,9 +13,9 @@ from typing import Protocol
 from deltackpt.errors import DamagedWal, DeltackptError, RestoreError, StepGone, without_frames
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import removal
-from deltackpt.reading.stretches import Way
+from deltackpt.reading.wal_index import ReplayPlan
 from deltackpt.standby.wal import FollowedWal
-from deltackpt.storage.store import Spot, Stamp
+from deltackpt.storage.store import Stamp, StorePath
 
 #: A damaged step is not read again for this long: it may still be being copied.
 _REFUSED_SECS = 30.0
@@ -27,11 +27,11 @@ _Stamp = tuple[str, Stamp]
 class Holder(Protocol):
     """Holds one step or recovery point at a time."""
 
-    def is_at(self, way: Way | None) -> bool:
+    def is_at(self, plan: ReplayPlan | None) -> bool:
         """Returns whether a plan's recovery point is held; without a plan, whether the step is."""
         ...
 
-    def take(self, step_dir: Spot, way: Way | None) -> bool:
+    def take(self, step_dir: StorePath, plan: ReplayPlan | None) -> bool:
         """Loads a step, or a recovery point above it.
 
         If the step must be loaded first, the call may load only the step; then call it again.
@@ -85,8 +85,8 @@ class Candidates:
         }
         taken = False
         while steps:
-            way = None if wal is None else wal.way(steps)
-            step = max(steps) if way is None else way.step.step
+            plan = None if wal is None else wal.plan(steps)
+            step = max(steps) if plan is None else plan.step.step
             step_dir = self._root.at(step)
             found = step_dir.stamp()
             if found is None:
@@ -99,16 +99,16 @@ class Candidates:
                 steps.remove(step)
                 continue
             try:
-                if stamp != self._seen or not holder.is_at(way):
+                if stamp != self._seen or not holder.is_at(plan):
                     with removal.standing(step_dir):
-                        taken = holder.take(step_dir, way) or taken
+                        taken = holder.take(step_dir, plan) or taken
             except StepGone as error:
                 failure = failure or without_frames(error)
                 steps.remove(step)
                 continue
             except DamagedWal as error:
-                assert wal is not None and way is not None
-                wal.refuse(way, error)
+                assert wal is not None and plan is not None
+                wal.refuse(plan, error)
                 continue
             except RestoreError as error:
                 self._refused[stamp] = time.monotonic() + _REFUSED_SECS, without_frames(error)
@@ -116,8 +116,8 @@ class Candidates:
                 steps.remove(step)
                 continue
             self._seen = stamp
-            if holder.is_at(way):  # Otherwise the step had to be loaded first.
-                above = step if way is None else way.point.step
+            if holder.is_at(plan):  # Otherwise the step had to be loaded first.
+                above = step if plan is None else plan.point.step
                 self.problem = failure or (None if wal is None else wal.problem(above))
                 return taken
         if failure is not None:

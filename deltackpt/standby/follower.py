@@ -40,7 +40,7 @@ from deltackpt.reading import chains, reader, removal, saves
 from deltackpt.reading.dense_state import KnownStates
 from deltackpt.reading.replay import SeenRows
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.stretches import RecoveryPoint, Way
+from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan
 from deltackpt.resources.memory import available_bytes
 from deltackpt.standby import files as held_files
 from deltackpt.standby import shards, work
@@ -53,7 +53,7 @@ from deltackpt.standby.memory import MemoryAddress, SharedMemory
 from deltackpt.standby.publish import Publish
 from deltackpt.standby.wal import FollowedWal
 from deltackpt.standby.work import Load
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 
 #: Maximum size of pending rows, as a fraction of the memory; more are applied in pieces.
 _STAGING_SHARE, _LEAST_STAGING_BYTES = 1 / 8, 64 << 20
@@ -243,23 +243,23 @@ class Follower:
             "found none; restore from storage"
         )
 
-    def is_at(self, way: Way | None) -> bool:
+    def is_at(self, plan: ReplayPlan | None) -> bool:
         """See ``candidates.Holder``."""
         held = self._holding
-        if held is None or way is None:
+        if held is None or plan is None:
             return held is not None and held.point is None
-        return held.is_at(way.step, way.point)
+        return held.is_at(plan.step, plan.point)
 
-    def take(self, step_dir: Spot, way: Way | None) -> bool:
+    def take(self, step_dir: StorePath, plan: ReplayPlan | None) -> bool:
         """See ``candidates.Holder``.
 
         If the step must be loaded into new memory, the call does only that.
         """
         newest = saves.read_save(step_dir, self._item)
-        if way is not None and way.step != newest.info.save_id:
+        if plan is not None and plan.step != newest.info.save_id:
             raise removal.gone(step_dir)
-        full = None if way is None else self._wal.full(way)
-        goal = Goal(save=newest, way=way, full=full)
+        full = None if plan is None else self._wal.full(plan)
+        goal = Goal(save=newest, plan=plan, full=full)
         held = self._holding
         if held is not None and held.is_at(goal.save_id, goal.point):
             return False
@@ -281,23 +281,25 @@ class Follower:
         chains.read_whole(chain, lambda found: self._take_chain(found, goal))
         return True
 
-    def _further(self, goal: Goal, held: Holding) -> tuple[list[StoredSave], Way | None] | None:
+    def _further(
+        self, goal: Goal, held: Holding
+    ) -> tuple[list[StoredSave], ReplayPlan | None] | None:
         """The saves and records to apply to the held state; None if it must be reloaded."""
         further = work.since(goal.save, held)
         if further is None or held.point is None:
-            return None if further is None else (further, goal.way)
-        rest = None if goal.way is None else goal.way.after(held.point)
+            return None if further is None else (further, goal.plan)
+        rest = None if goal.plan is None else goal.plan.after(held.point)
         if rest is not None:
             # Above another step, all its records are applied: their rows may have other bits.
-            return further, goal.way if further else rest
+            return further, goal.plan if further else rest
         if further and self._wal.leads_to(goal.save_id, held.point):
-            return further, goal.way
+            return further, goal.plan
         return None
 
     def _take_chain(self, chain: Sequence[StoredSave], goal: Goal) -> None:
         held = self._holding
         if held is not None and held.layout == chain[-1].layout == chain[0].layout:
-            self._apply(chain, (), goal.way, goal)
+            self._apply(chain, (), goal.plan, goal)
         else:
             self._load(chain, goal.save)
 
@@ -308,7 +310,7 @@ class Follower:
           chain: the saves, base first; a compacted base may replace the last.
           newest: the step itself, which has the other files.
         """
-        goal = Goal(save=newest, way=None, full=None)
+        goal = Goal(save=newest, plan=None, full=None)
         self._health = f"loads step {goal.save_id.step}"
         infos = tuple(save.info for save in chain)
         lossless = work.are_lossless(chain, None)
@@ -332,7 +334,7 @@ class Follower:
         self,
         further: Sequence[StoredSave],
         before: tuple[SaveInfo, ...],
-        way: Way | None,
+        plan: ReplayPlan | None,
         goal: Goal,
     ) -> bool:
         """Applies saves of the same tables, and records, to the held state.
@@ -340,7 +342,7 @@ class Follower:
         Args:
           further: the saves, oldest first.
           before: the part of the held chain that they extend; empty if the first is a base.
-          way: records to apply after the saves: those of the goal, or the rest of them.
+          plan: records to apply after the saves: those of the goal, or the rest of them.
           goal: the resulting state.
 
         Returns:
@@ -353,14 +355,14 @@ class Follower:
             shards_of = reader.layers_of(further, tables.targets)
             reader.check_covered(further, shards_of, tables.targets)
         seen, found_rows = SeenRows(tables.layout), SeenRows(tables.layout)
-        lossless = work.are_lossless(further, way) and (
+        lossless = work.are_lossless(further, plan) and (
             not before or (held is not None and held.lossless)
         )
         # The WAL may contain rows that were not touched, whose bits a lossy codec changes.
         to_go = None if lossless or not (before and further) else held and held.replayed
 
         def loads(seen: SeenRows) -> Iterator[Load]:
-            return work.loads(further, way, tables.targets, tables.layout, seen)
+            return work.loads(further, plan, tables.targets, tables.layout, seen)
 
         staged: list[RowBlock] = []
         staged_bytes = 0
@@ -388,7 +390,7 @@ class Follower:
             if publish is None and to_go is not None:
                 if to_go.has_more_than(found_rows, tables.targets):
                     return False
-            if held is not None and held.replayed is not None and way is not goal.way:
+            if held is not None and held.replayed is not None and plan is not goal.plan:
                 seen = seen.or_those_of(held.replayed)
             beside.complete(seen, tables.layout)
             publish = publish or stack.enter_context(self._changing(tables, beside.files))

@@ -9,7 +9,7 @@ from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.reading.replay import SeenRows
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.stretches import RecoveryPoint, Way
+from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan
 from deltackpt.standby.files import HeldFiles
 
 
@@ -89,13 +89,13 @@ class Goal:
 
     Attributes:
       save: the step.
-      way: replay plan from the step to a recovery point; None for the step itself.
+      plan: replay plan from the step to a recovery point; None for the step itself.
       full: replay plan to the newest recovery point on the way that has dense leaves, if any.
     """
 
     save: StoredSave
-    way: Way | None
-    full: Way | None
+    plan: ReplayPlan | None
+    full: ReplayPlan | None
 
     @property
     def save_id(self) -> SaveId:
@@ -105,7 +105,7 @@ class Goal:
     @property
     def point(self) -> RecoveryPoint | None:
         """The recovery point; None for the step itself."""
-        return None if self.way is None else self.way.point
+        return None if self.plan is None else self.plan.point
 
     @property
     def files_of(self) -> RecoveryPoint | None:

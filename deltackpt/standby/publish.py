@@ -64,7 +64,7 @@ class Publish:
             point=goal.point,
             files=beside.files,
             files_of=goal.files_of,
-            replayed=None if goal.way is None else replayed,
+            replayed=None if goal.plan is None else replayed,
             lossless=lossless,
         )
 

@@ -14,10 +14,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from deltackpt.errors import DamagedWal, DeltackptError, RestoreError, StorageError, without_frames
 from deltackpt.format.manifest import SaveId
-from deltackpt.ledger.log_losses import in_both, losses_of
 from deltackpt.ledger.steps import Steps
+from deltackpt.ledger.wal_losses import in_both, losses_of
 from deltackpt.reading import saves
-from deltackpt.reading.stretches import History, Logs, Loss, RecoveryPoint, Way, newest_way
+from deltackpt.reading.wal_index import (
+    Loss,
+    RecoveryPoint,
+    ReplayPlan,
+    WalIndex,
+    WalReader,
+    newest_plan,
+)
 from deltackpt.storage.store import Stamp
 
 #: A damaged record is not read again for this long.
@@ -35,13 +42,13 @@ class FollowedWal:
           item: name of the deltackpt item in them.
           soft: whether to apply records without dense leaves as well.
         """
-        self._logs = Logs(root.log_at)
+        self._logs = WalReader(root.log_at)
         self._ids = _SaveIds(root, item)
         self._root = root
         self._soft = soft
         #: Parts of the log that two reads found missing.
         self._lost: Sequence[Loss] = ()
-        self._history = History(())
+        self._index = WalIndex(())
         self._unreadable: DeltackptError | None = None
         #: Errors of records, and when to read them again, on the monotonic clock.
         self._refused: dict[SaveId, tuple[float, RestoreError]] = {}
@@ -51,32 +58,32 @@ class FollowedWal:
         now = time.monotonic()
         self._refused = {record: told for record, told in self._refused.items() if now < told[0]}
         try:
-            self._history, self._unreadable = self._logs.read(), None
+            self._index, self._unreadable = self._logs.read(), None
         except (RestoreError, StorageError) as error:
-            self._history, self._unreadable = History(()), without_frames(error)
+            self._index, self._unreadable = WalIndex(()), without_frames(error)
 
     @property
     def newest_step(self) -> int | None:
         """Returns the training step of the newest full recovery point, or None."""
-        return next((one.step for one in self._history.points() if one.full), None)
+        return next((one.step for one in self._index.points() if one.full), None)
 
-    def way(self, steps: Collection[int]) -> Way | None:
+    def plan(self, steps: Collection[int]) -> ReplayPlan | None:
         """Returns the replay plan to the recovery point to hold; None to hold the newest step.
 
         Args:
           steps: the steps that are known to be intact.
         """
-        if not self._history.eras:
+        if not self._index.views:
             return None
-        return newest_way(self._history, self._ids.of(steps), self._refused.keys(), soft=self._soft)
+        return newest_plan(self._index, self._ids.of(steps), self._refused.keys(), soft=self._soft)
 
-    def full(self, way: Way) -> Way | None:
+    def full(self, plan: ReplayPlan) -> ReplayPlan | None:
         """Returns the replay plan from the same step to the newest point with dense leaves."""
-        if way.point.full:
-            return way
-        for point in self._history.points():
-            if point.full and way.after(point) is not None:
-                return self._history.way(point, way.step)
+        if plan.point.full:
+            return plan
+        for point in self._index.points():
+            if point.full and plan.after(point) is not None:
+                return self._index.plan(point, plan.step)
         return None
 
     def leads_to(self, step: SaveId, point: RecoveryPoint) -> bool:
@@ -84,23 +91,23 @@ class FollowedWal:
 
         Every row of the records up to the point is then in the deltas up to the step.
         """
-        history = self._history
-        return point.step <= step.step and history.counts(point) and history.has_step(step)
+        index = self._index
+        return point.step <= step.step and index.counts(point) and index.has_step(step)
 
-    def refuse(self, way: Way, error: DamagedWal) -> None:
+    def refuse(self, plan: ReplayPlan, error: DamagedWal) -> None:
         """Excludes plans with a damaged record for a while."""
         told = time.monotonic() + _REFUSED_SECS, without_frames(error)
-        self._refused[way.point.save_id] = told
+        self._refused[plan.point.save_id] = told
         if isinstance(error.record, SaveId):
             self._refused[error.record] = told
 
     def problem(self, step: int) -> DeltackptError | None:
         """Returns what is wrong with the WAL above a training step."""
         found = [told for record, (_, told) in self._refused.items() if record.step > step]
-        lost = losses_of(self._root, self._history, step, above=step)
+        lost = losses_of(self._root, self._index, step, above=step)
         if lost != in_both(self._lost, lost):
             with contextlib.suppress(RestoreError, StorageError):
-                again = Logs(self._root.log_at).read()
+                again = WalReader(self._root.log_at).read()
                 lost = in_both(losses_of(self._root, again, step, above=step), lost)
         self._lost = lost
         found += [loss.error for loss in lost]

@@ -19,7 +19,7 @@ from deltackpt.layers.targets import Targets
 from deltackpt.reading import reader, replay, saves
 from deltackpt.reading.replay import SeenRows
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.stretches import Way
+from deltackpt.reading.wal_index import ReplayPlan
 from deltackpt.standby.difference import changed_rows
 
 #: Reads, verifies and decodes some rows, of one field each; later blocks replace earlier ones.
@@ -67,7 +67,11 @@ def since(newest: StoredSave, held: HeldStep) -> list[StoredSave] | None:
 
 
 def loads(
-    chain: Sequence[StoredSave], way: Way | None, targets: Targets, layout: Layout, seen: SeenRows
+    chain: Sequence[StoredSave],
+    plan: ReplayPlan | None,
+    targets: Targets,
+    layout: Layout,
+    seen: SeenRows,
 ) -> Iterator[Load]:
     """Yields the pieces of saves, and of records above them, in the order to apply them.
 
@@ -75,7 +79,7 @@ def loads(
 
     Args:
       chain: the saves, oldest first.
-      way: records to apply after them.
+      plan: records to apply after them.
       targets: the held memory.
       layout: its tables.
       seen: receives the rows of the records as they are loaded.
@@ -84,19 +88,19 @@ def loads(
         shards = reader.layers_of([save], targets)
         for piece in itertools.chain.from_iterable(merge.plan(shards, targets)):
             yield functools.partial(_found, piece, compare=save.info.kind == "base")
-    if way is not None:
-        records = replay.layers_of(way, layout)
-        for piece in itertools.chain.from_iterable(replay.plan(records, targets, seen)):
+    if plan is not None:
+        records = replay.layers_of(plan, layout)
+        for piece in itertools.chain.from_iterable(replay.stages(records, targets, seen)):
             yield piece.load
 
 
-def are_lossless(chain: Sequence[StoredSave], way: Way | None) -> bool:
+def are_lossless(chain: Sequence[StoredSave], plan: ReplayPlan | None) -> bool:
     """Returns whether saves and records hold all their rows bit for bit."""
     planned = {spec.codec for save in chain for group in save.head.groups for spec in group.fields}
     used = {
-        segment.spec(leg.head.group_by_name[segment.group], field).codec
-        for leg in (() if way is None else way.legs)
-        for segment in replay.segments_of(leg)
+        segment.spec(of_epoch.head.group_by_name[segment.group], field).codec
+        for of_epoch in (() if plan is None else plan.segments)
+        for segment in replay.segments_of(of_epoch)
         for field in segment.fields
     }
     return all(codecs.is_lossless(codecs.get(name)) for name in planned | used)

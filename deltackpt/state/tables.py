@@ -324,7 +324,7 @@ def _tell_averages(plan: _Plan, leaves: list[Any], tables: Tables) -> None:
 
 
 def _report_default(plan: _Plan, tables: Tables) -> None:
-    """Logs the tables that the default pattern selects, once; warns if it selects none."""
+    """WalReader the tables that the default pattern selects, once; warns if it selects none."""
     if tables.select is not paths.DEFAULT_SELECT or tables in _warned:
         return
     _warned.add(tables)

@@ -24,7 +24,7 @@ from deltackpt.format.segments import ArrayEntry
 from deltackpt.resources.memory import ALIGNMENT
 from deltackpt.storage.crc import BLOCK_BYTES, CRC_BYTES, ChunkSums, crc32c
 from deltackpt.storage.kv_store import reachable
-from deltackpt.storage.store import Missing, Spot, spot
+from deltackpt.storage.store import Missing, StorePath, store_path
 
 #: Uncompressed bytes per chunk: ten times faster than one giant value, and few enough files.
 CHUNK_BYTES = 16 << 20
@@ -91,7 +91,7 @@ def chunk_bytes(entry: ArrayEntry) -> int:
 
 
 def read_array(
-    directory: Spot | Path,
+    directory: StorePath | Path,
     entry: ArrayEntry,
     start: int,
     stop: int,
@@ -117,7 +117,7 @@ def read_array(
       Damaged: the named chunk is missing, truncated, altered or another one.
       StorageError: reading failed.
     """
-    directory = spot(directory)
+    directory = store_path(directory)
     while start < stop:
         chunk = start // entry.chunk_rows
         first = chunk * entry.chunk_rows
@@ -149,18 +149,18 @@ def chunk_name(entry: ArrayEntry, chunk: int) -> str:
     return "/".join(("c", str(chunk), *("0" for _ in entry.shape[1:])))
 
 
-def _shown(at: Spot) -> str:
+def _shown(at: StorePath) -> str:
     """Returns the name of a chunk, from its step on."""
     return at.shown(7 + at.key.rpartition("/c/")[2].count("/"))
 
 
-def _known_sums(at: Spot, sums: ChunkSums | None) -> ChunkSums:
+def _known_sums(at: StorePath, sums: ChunkSums | None) -> ChunkSums:
     if sums is None:
         raise Damaged(_shown(at), "a chunk listed in the digests", "an unlisted chunk")
     return sums
 
 
-def _check_place(at: Spot, expected: int) -> None:
+def _check_place(at: StorePath, expected: int) -> None:
     """Checks that a chunk is the one that was written at this position."""
     tail = bytearray(CRC_BYTES)
     with _chunk(at):
@@ -168,7 +168,7 @@ def _check_place(at: Spot, expected: int) -> None:
     _check_tail(at, tail, expected)
 
 
-def _check_tail(at: Spot, tail: bytes | bytearray, expected: int) -> None:
+def _check_tail(at: StorePath, tail: bytes | bytearray, expected: int) -> None:
     found = int.from_bytes(tail, "little")
     if found != expected:
         raise Damaged(
@@ -178,7 +178,7 @@ def _check_tail(at: Spot, tail: bytes | bytearray, expected: int) -> None:
         )
 
 
-def _chunk(at: Spot) -> contextlib.AbstractContextManager[None]:
+def _chunk(at: StorePath) -> contextlib.AbstractContextManager[None]:
     return unreadable_is_damage(_shown(at), "a chunk")
 
 
@@ -203,7 +203,9 @@ def unreadable_is_damage(name: str, kind: str) -> Iterator[None]:
         raise
 
 
-def _read_chunk(at: Spot, out: np.ndarray, sums: ChunkSums | None, *, padding_rows: int) -> None:
+def _read_chunk(
+    at: StorePath, out: np.ndarray, sums: ChunkSums | None, *, padding_rows: int
+) -> None:
     """Reads a whole chunk: rows, padding of the last chunk, CRC32C of both."""
     data = out.reshape(-1).view(np.uint8)
     padding_bytes = padding_rows * (data.nbytes // max(1, len(out)))
@@ -220,7 +222,7 @@ def _read_chunk(at: Spot, out: np.ndarray, sums: ChunkSums | None, *, padding_ro
 
 
 def _read_blocks(
-    at: Spot, entry: ArrayEntry, out: np.ndarray, first_row: int, sums: ChunkSums
+    at: StorePath, entry: ArrayEntry, out: np.ndarray, first_row: int, sums: ChunkSums
 ) -> None:
     """Reads some rows of a chunk by blocks; the blocks at both ends through a buffer."""
     wanted = out.reshape(-1).view(np.uint8)
@@ -259,7 +261,7 @@ def _read_blocks(
 
 
 def _read_through_tensorstore(
-    directory: Spot, entry: ArrayEntry, start: int, stop: int, out: np.ndarray, at: Spot
+    directory: StorePath, entry: ArrayEntry, start: int, stop: int, out: np.ndarray, at: StorePath
 ) -> None:
     with _chunk(at):
         found = reachable(directory, [at.below(directory)])

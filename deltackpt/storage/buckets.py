@@ -24,7 +24,7 @@ from deltackpt.storage.azure import AzureStore
 from deltackpt.storage.files import user_path
 from deltackpt.storage.kv_store import KvStore
 from deltackpt.storage.nodes import NodesStore, addresses_of
-from deltackpt.storage.store import DEADLINE_SECS, Exists, Missing, Refused, Spot, Store
+from deltackpt.storage.store import DEADLINE_SECS, Exists, Missing, Refused, Store, StorePath
 
 #: One slash is enough: pathlib turns "s3://bucket" into "s3:/bucket".
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/(/?)")
@@ -59,7 +59,7 @@ class Place:
     url: str
     spec: Mapping[str, Any]
 
-    def open(self, *, deadline_secs: float = DEADLINE_SECS) -> Spot:
+    def open(self, *, deadline_secs: float = DEADLINE_SECS) -> StorePath:
         """Opens the folder in its store.
 
         Raises:
@@ -76,7 +76,7 @@ class Place:
                 deadline_secs=deadline_secs,
                 retries=int(self.spec["azure_request_retries"]["max_retries"]),
             )
-            return Spot(store, "")
+            return StorePath(store, "")
         if self.spec["driver"] == _NODES:
             token = nodes_token()
             if not token:
@@ -85,10 +85,10 @@ class Place:
                     "set it to what 'deltackpt node-store' was started with"
                 )
             nodes, below = self.spec["addresses"], folder.rstrip("/")
-            return Spot(NodesStore(nodes, below, token, deadline_secs=deadline_secs), "")
+            return StorePath(NodesStore(nodes, below, token, deadline_secs=deadline_secs), "")
         # The store is the bucket's folder: its keys are relative to it.
         store = KvStore({**self.spec, "path": folder}, self.url, deadline_secs=deadline_secs)
-        return Spot(store, "")
+        return StorePath(store, "")
 
 
 def nodes_token() -> str | None:
@@ -264,7 +264,7 @@ def _with_endpoint(spec: dict[str, Any], endpoint: str | None) -> dict[str, Any]
     return found
 
 
-def probe(root: Spot) -> None:
+def probe(root: StorePath) -> None:
     """Checks that a store rejects a conditional write of an existing key, which commits rely on.
 
     Raises:
@@ -294,12 +294,12 @@ def probe(root: Spot) -> None:
     raise _unsupported(root, "both accepted")
 
 
-def probes(root: Spot) -> list[str]:
+def probes(root: StorePath) -> list[str]:
     """Returns names that an interrupted ``probe`` left in the journal's folder."""
     return [name for name in (root / _PROBES).names() if name.startswith(_PROBE)]
 
 
-def _unsupported(root: Spot, found: str) -> UnsupportedRoot:
+def _unsupported(root: StorePath, found: str) -> UnsupportedRoot:
     return UnsupportedRoot(
         f"{root}: expected the second of two write-if-absent requests for one key to be rejected, "
         f"found {found}; use a service with conditional writes (S3, GCS, and servers that honor "

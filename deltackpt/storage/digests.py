@@ -29,7 +29,7 @@ from deltackpt.format.manifest import Manifest
 from deltackpt.format.soundness import MOST
 from deltackpt.storage import files
 from deltackpt.storage.crc import BLOCK_BYTES, crc32c, joined
-from deltackpt.storage.store import Spot, spot
+from deltackpt.storage.store import StorePath, store_path
 
 _MAGIC = "deltackpt.digests"
 #: Paths whose components are names according to ``soundness.is_name``.
@@ -175,7 +175,7 @@ def write_digests(path: Path, digests: Digests, *, fsync: bool) -> int:
     return google_crc32c.value(data)
 
 
-def read_digests(path: Spot | Path, *, crc32c: int | None = None) -> Digests:
+def read_digests(path: StorePath | Path, *, crc32c: int | None = None) -> Digests:
     """Reads digests.
 
     Args:
@@ -185,7 +185,7 @@ def read_digests(path: Spot | Path, *, crc32c: int | None = None) -> Digests:
     Raises:
       Damaged: the file is missing, altered, or that of another save.
     """
-    at = spot(path)
+    at = store_path(path)
     name = at.shown()
     data = at.read(name)
     if crc32c is not None and (found := google_crc32c.value(data)) != crc32c:
@@ -193,14 +193,14 @@ def read_digests(path: Spot | Path, *, crc32c: int | None = None) -> Digests:
     return digests_from(data, name=name)
 
 
-def read_item_digests(item_dir: Spot | Path, record: Manifest) -> Digests:
+def read_item_digests(item_dir: StorePath | Path, record: Manifest) -> Digests:
     """Reads the digests of a process's part, verified by its manifest."""
     path = item_dir / names.digests_name(record.process)
     return read_digests(path, crc32c=record.item_digests_crc32c)
 
 
 def check(
-    directory: Spot | Path, digests: Digests, *, share: tuple[int, int] = (0, 1)
+    directory: StorePath | Path, digests: Digests, *, share: tuple[int, int] = (0, 1)
 ) -> list[Damaged]:
     """Yields what is missing, truncated or altered among the files of a directory.
 
@@ -215,7 +215,7 @@ def check(
 
 
 def check_files(
-    directory: Spot | Path,
+    directory: StorePath | Path,
     expected: Mapping[str, Digest],
     *,
     shown: str | None = None,
@@ -234,7 +234,7 @@ def check_files(
     Raises:
       StorageError: a file exists but reading it failed.
     """
-    folder = spot(directory)
+    folder = store_path(directory)
     prefix = folder.name if shown is None else shown
 
     def problem(name: str) -> Damaged | None:
@@ -250,7 +250,7 @@ def check_files(
 
 
 def check_step_files(
-    step_dir: Spot | Path,
+    step_dir: StorePath | Path,
     share: tuple[int, int] = (0, 1),
     *,
     wanted: Callable[[str], bool] = lambda name: True,
@@ -308,7 +308,10 @@ def of_step(read: Callable[[str], bytes], shown: str) -> dict[str, Digest]:
 
 
 def digest_file(
-    path: Spot | Path, *, blocks: bool = False, on_bytes: Callable[[int], None] = lambda count: None
+    path: StorePath | Path,
+    *,
+    blocks: bool = False,
+    on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Digest:
     """Returns the digest of a file.
 
@@ -321,7 +324,7 @@ def digest_file(
       Damaged: it was truncated concurrently.
       StorageError: reading failed; ``store.Missing`` if it does not exist.
     """
-    at = spot(path)
+    at = store_path(path)
     length = at.store.length(at.key)
     body = max(0, length - TAIL_BYTES)
     crc, found = 0, []
@@ -417,7 +420,7 @@ class Streamed:
 
 
 def _problem(
-    at: Spot, shown: str, wanted: Digest, on_bytes: Callable[[int], None]
+    at: StorePath, shown: str, wanted: Digest, on_bytes: Callable[[int], None]
 ) -> Damaged | None:
     try:
         # A file that is too long need not be read.

@@ -24,8 +24,8 @@ from deltackpt.storage.store import (
     Exists,
     Missing,
     Refused,
-    Spot,
     Stamp,
+    StorePath,
     Unanswered,
     refusal,
     stamp_of_objects,
@@ -65,7 +65,7 @@ def _context() -> Any:
     return ts.Context()
 
 
-def reachable(at: Spot, names: Iterable[str] | None = None) -> Reachable:
+def reachable(at: StorePath, names: Iterable[str] | None = None) -> Reachable:
     """Yields a folder that TensorStore can read: in place, or as a copy in memory.
 
     Args:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Key-value stores: everything that readers need from a file system or a bucket.
 
-Readers use a ``Spot``, the equivalent of a path: a store and a key in it. They therefore work with
-any kind of store. Guarantees are those that every kind provides: a ``put`` is atomic, at most one
+Readers use a ``StorePath``: a store and a key in it. They therefore work with any kind of
+store. Guarantees are those that every kind provides: a ``put`` is atomic, at most one
 of several concurrent write-if-absent requests succeeds, and a written object is visible at once.
 Stores cannot rename, link, lock or append.
 
@@ -164,14 +164,14 @@ class Store(Protocol):
         ...
 
 
-class Spot(NamedTuple):
+class StorePath(NamedTuple):
     """A location in a store: an object or a folder."""
 
     store: Store
     key: str
 
-    def __truediv__(self, name: str) -> Spot:
-        return Spot(self.store, f"{self.key}/{name}" if self.key else name)
+    def __truediv__(self, name: str) -> StorePath:
+        return StorePath(self.store, f"{self.key}/{name}" if self.key else name)
 
     def __str__(self) -> str:
         return f"{self.store.url}/{self.key}" if self.key else self.store.url
@@ -188,14 +188,14 @@ class Spot(NamedTuple):
         return posixpath.basename(self.key or self.store.url)
 
     @property
-    def parent(self) -> Spot:
+    def parent(self) -> StorePath:
         """The folder that contains it; for a file system's store, its parent directory."""
         if self.key:
-            return Spot(self.store, posixpath.dirname(self.key))
-        return spot(Path(self).parent)
+            return StorePath(self.store, posixpath.dirname(self.key))
+        return store_path(Path(self).parent)
 
-    def below(self, folder: Spot) -> str:
-        """Returns the spot's key relative to a folder above it."""
+    def below(self, folder: StorePath) -> str:
+        """Returns the store_path's key relative to a folder above it."""
         return str(self).removeprefix(f"{folder}/")
 
     def shown(self, components: int = 3) -> str:
@@ -274,7 +274,7 @@ class Spot(NamedTuple):
 
     def keys(self) -> list[str]:
         """Returns the relative keys of all objects below, ascending."""
-        return [Spot(self.store, key).below(self) for key in self.store.keys(self.key)]
+        return [StorePath(self.store, key).below(self) for key in self.store.keys(self.key)]
 
     def tree_bytes(self) -> int:
         """Returns the total size of all objects below; tolerates concurrent removals."""
@@ -477,9 +477,9 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
-def spot(where: Spot | str | os.PathLike[str]) -> Spot:
-    """Returns the spot for a path: a name in the store of its directory."""
-    if isinstance(where, Spot):
+def store_path(where: StorePath | str | os.PathLike[str]) -> StorePath:
+    """Returns the store_path for a path: a name in the store of its directory."""
+    if isinstance(where, StorePath):
         return where
     path = Path(where)
-    return Spot(FileStore(path.parent), path.name)
+    return StorePath(FileStore(path.parent), path.name)

@@ -29,7 +29,7 @@ from deltackpt.ledger import entries, journal, lease, view
 from deltackpt.ledger.entries import Standing, Unit
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.view import JournalView
-from deltackpt.storage.store import Exists, Missing, Spot, Store, Unanswered
+from deltackpt.storage.store import Exists, Missing, Store, StorePath, Unanswered
 from deltackpt.testing.memory_store import MemoryStore
 
 _T = TypeVar("_T")
@@ -220,7 +220,7 @@ class JournalModel:
         self.drawn = random.Random(seed)
         self.turns = _Turns(self.drawn)
         self.store = _FaultyStore(store or MemoryStore(), self.drawn, self.turns, faults)
-        self.root = Spot(cast(Store, self.store), "run")
+        self.root = StorePath(cast(Store, self.store), "run")
         self.observed = Observed()
         self.damages = damages
         self.starts = starts

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from deltackpt.errors import Damaged
 from deltackpt.storage.kv_store import reachable
-from deltackpt.storage.store import Exists, Missing, Spot, Store
+from deltackpt.storage.store import Exists, Missing, Store, StorePath
 from deltackpt.testing.memory_store import MemoryStore
 
 _NAMES = st.sampled_from(["a", "b", "a.b", "3", "30", "c0", "%2F", "ü"])
@@ -171,12 +171,12 @@ class StoreSuite:
         assert store.stamp("3") != first
 
     def test_spots_are_paths_in_the_store(self, store):
-        """A ``Spot`` is a path in the store."""
-        at = Spot(store, "") / "3" / "item"
+        """A ``StorePath`` is a path in the store."""
+        at = StorePath(store, "") / "3" / "item"
         (at / "a").store.put((at / "a").key, b"abc")
         (at / "b/c").store.put((at / "b/c").key, b"d")
         assert (at.key, at.name, at.parent.name) == ("3/item", "item", "3")
-        assert at.parent.parent == Spot(store, "") and str(at) == f"{store.url}/3/item"
+        assert at.parent.parent == StorePath(store, "") and str(at) == f"{store.url}/3/item"
         assert at.keys() == ["a", "b/c"] and at.folders() == ["b"]
         assert (at / "b").below(at.parent) == "item/b"
         assert (at / "a").read() == b"abc" and (at / "a").length() == 3
@@ -205,14 +205,14 @@ class StoreSuite:
         store.put("3/array/c/0", b"abc")
         store.put("3/array/zarr.json", b"{}")
         store.put("3/other", b"")
-        found = reachable(Spot(store, "3/array"))
+        found = reachable(StorePath(store, "3/array"))
         if found.spec["driver"] == "memory" and store.kvstore("3") is not None:
             return
         kvstore = ts.KvStore.open(found.spec, context=found.context).result()
         assert sorted(kvstore.list().result()) == [b"c/0", b"zarr.json"]
         assert kvstore.read("c/0").result().value == b"abc"
         with pytest.raises(Missing) if store.kvstore("3") is None else contextlib.nullcontext():
-            reachable(Spot(store, "3/array"), ["c/1"])
+            reachable(StorePath(store, "3/array"), ["c/1"])
 
     def test_random_calls_match_the_memory_store(self, make):
         """Random calls have the same results as those of ``MemoryStore``."""

@@ -17,7 +17,7 @@ from deltackpt.ledger.entries import Standing, Unit
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.upload import Uploaded
 from deltackpt.reading import saves
-from deltackpt.storage.store import Spot, spot
+from deltackpt.storage.store import StorePath, store_path
 from deltackpt.tiers.stage import MOST_RECENT, Progress, Promoted, Stage, key_of
 
 _logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Arrivals:
 
     def cannot_come(self, step: int, info: SaveInfo, item: str, problem: str) -> None:
         """Reports why a save cannot be uploaded, if it is still staged."""
-        if stands(spot(self._stage.steps) / str(step), info, item):
+        if stands(store_path(self._stage.steps) / str(step), info, item):
             _logger.error("step %d cannot be uploaded: %s", step, problem)
             self.tell(damaged={**self.progress.damaged, key_of(step, info.save_id): problem})
 
@@ -142,7 +142,7 @@ def commit(step: int, info: SaveInfo, journal: Journal, prefix: str, put: Upload
     )
 
 
-def stands(source: Spot, info: SaveInfo, item: str) -> bool:
+def stands(source: StorePath, info: SaveInfo, item: str) -> bool:
     """Returns whether a save is still where it was found in a staging directory."""
     try:
         return saves.read_info(source, item).save_id == info.save_id
@@ -150,7 +150,7 @@ def stands(source: Spot, info: SaveInfo, item: str) -> bool:
         return source.is_dir()
 
 
-def made_secs(source: Spot) -> float:
+def made_secs(source: StorePath) -> float:
     """Returns when a staged save was made, in seconds since 1970."""
     try:
         return os.stat(source).st_mtime

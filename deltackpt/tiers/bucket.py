@@ -17,7 +17,7 @@ from deltackpt.ledger.upload import Uploaded, upload
 from deltackpt.reading import saves
 from deltackpt.storage import buckets
 from deltackpt.storage.digests import Digest
-from deltackpt.storage.store import Missing, Spot
+from deltackpt.storage.store import Missing, StorePath
 from deltackpt.tiers.places import differs, gone, pieces_of
 
 
@@ -64,17 +64,17 @@ class Bucket:
             f"since {lease.utc(held.since_secs)}"
         )
 
-    def spot(self, unit: Unit) -> Spot:
+    def store_path(self, unit: Unit) -> StorePath:
         """See ``Place``."""
-        return Spot(self._committed(), unit.name)
+        return StorePath(self._committed(), unit.name)
 
     def info(self, unit: Unit) -> SaveInfo | None:
         """See ``Place``."""
         standing = self._journal.state().standings.get(unit)
         if standing is not None:
             return standing.info
-        at = Spot(self._committed(), str(unit.step))
-        folder = self.spot(unit)
+        at = StorePath(self._committed(), str(unit.step))
+        folder = self.store_path(unit)
         if not folder.is_dir():
             return None
         try:
@@ -107,7 +107,7 @@ class Bucket:
 
     def _is(self, unit: Unit, name: str, expected: Digest) -> bool:
         try:
-            for _ in pieces_of(self.spot(unit) / name, expected):
+            for _ in pieces_of(self.store_path(unit) / name, expected):
                 pass
         except RestoreError:
             return False
@@ -134,7 +134,7 @@ class Bucket:
         self,
         unit: Unit,
         info: SaveInfo,
-        source: Spot,
+        source: StorePath,
         expected: Mapping[str, Digest],
         *,
         workers: int,

@@ -262,7 +262,7 @@ class _Run:
         target.take(
             unit,
             info,
-            self._source.spot(unit),
+            self._source.store_path(unit),
             digests,
             workers=self._workers,
             on_bytes=lambda count: self._done(count, 0, files=0),
@@ -290,7 +290,7 @@ class _Run:
             if self._target.written(unit, name, expected):
                 self._done(0, expected.length)
                 return
-            pieces = pieces_of(self._source.spot(unit) / name, expected)
+            pieces = pieces_of(self._source.store_path(unit) / name, expected)
             self._target.write(unit, name, pieces)
             if not self._target.written(unit, name, expected):
                 raise StorageError(

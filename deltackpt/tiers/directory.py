@@ -22,7 +22,7 @@ from deltackpt.ledger.lease import epochs
 from deltackpt.reading import inventory, saves
 from deltackpt.storage import digests, files
 from deltackpt.storage.digests import Digest
-from deltackpt.storage.store import Spot, spot
+from deltackpt.storage.store import StorePath, store_path
 from deltackpt.tiers.places import (
     differs,
     digests_bytes,
@@ -62,9 +62,9 @@ class Directory:
         opened = Root.open(self._path, read_only=True)
         return collect.in_use(opened) if any(epochs(self._path)) else None
 
-    def spot(self, unit: Unit) -> Spot:
+    def store_path(self, unit: Unit) -> StorePath:
         """See ``Place``."""
-        return spot(self._folder(unit))
+        return store_path(self._folder(unit))
 
     def info(self, unit: Unit) -> SaveInfo | None:
         """See ``Place``."""
@@ -83,7 +83,7 @@ class Directory:
     def digests(self, unit: Unit) -> dict[str, Digest]:
         """See ``Place``."""
         is_base = unit.item is not None
-        return inventory.every_digest(self.spot(unit), unit.item or self.item, base=is_base)
+        return inventory.every_digest(self.store_path(unit), unit.item or self.item, base=is_base)
 
     def holds(self, unit: Unit, expected: Mapping[str, Digest], *, recheck: bool) -> bool:
         """See ``Place``."""

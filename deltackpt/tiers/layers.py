@@ -12,7 +12,7 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.committed import Committed, Journaled
 from deltackpt.ledger.entries import Unit
 from deltackpt.ledger.view import JournalView
-from deltackpt.storage.store import FileStore, Missing, Spot, Stamp, Store
+from deltackpt.storage.store import FileStore, Missing, Stamp, Store, StorePath
 
 _T = TypeVar("_T")
 #: Units with their save: a compacted base has the id of its step, and remains.
@@ -79,9 +79,9 @@ class Layers:
             return self._root if step == names.COMPACTED else self._stage
         return self._stage if self._stage.stamp(step) is not None else self._root
 
-    def at(self, key: str) -> Spot:
+    def at(self, key: str) -> StorePath:
         """Returns a path in the store that holds it."""
-        return Spot(self.holder(key), key)
+        return StorePath(self.holder(key), key)
 
     def get(self, key: str) -> bytes:
         """See ``Store``."""

@@ -18,20 +18,20 @@ from typing import NamedTuple
 import google_crc32c
 
 from deltackpt.errors import Damaged, FormatMismatch
-from deltackpt.format import names, stretches
+from deltackpt.format import names, wal_epochs
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.names import PieceRange
-from deltackpt.format.stretches import StretchHead
+from deltackpt.format.wal_epochs import EpochHeader
 from deltackpt.ledger import entries
 from deltackpt.ledger.committed import SEGMENT_BYTES
 from deltackpt.ledger.entries import LogRef, State
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.promoted_log import HEAD, HEAD_COPY, pieces_at
-from deltackpt.reading.log_progress import NAME, Noted, newest_durable
-from deltackpt.reading.stretches import Logs
-from deltackpt.reading.wal_records import ProcessLog, WalRecord
+from deltackpt.reading.wal_index import WalReader
+from deltackpt.reading.wal_progress import NAME, Noted, newest_durable
+from deltackpt.reading.wal_records import ProcessWal, WalRecord
 from deltackpt.resources.pace import Pace
-from deltackpt.storage.store import Missing, Spot, spot
+from deltackpt.storage.store import Missing, StorePath, store_path
 from deltackpt.tiers.stage import Stage
 
 _logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class _Piece:
     """
 
     segment: str
-    source: Spot
+    source: StorePath
     start: int
     records: Sequence[WalRecord]
     is_closed: bool
@@ -89,8 +89,8 @@ class LogPromotion:
 
     def __init__(self, stage: Stage, clock: Callable[[], float] = time.monotonic):
         """Reads and writes nothing yet."""
-        self._at = spot(stage.steps / names.LOG)
-        self._logs = Logs(self._at)
+        self._at = store_path(stage.steps / names.LOG)
+        self._logs = WalReader(self._at)
         self._clock = clock
         #: What is uploaded of each segment, by WAL epoch: ``<process>/<segment>`` to pieces.
         self._sent: dict[str, dict[str, list[PieceRange]]] = {}
@@ -110,7 +110,7 @@ class LogPromotion:
         Raises:
           FencedError, StorageError: as for ``Journal.commit``.
         """
-        fresh: list[StretchHead] = []
+        fresh: list[EpochHeader] = []
         for number in self._logs.numbers():
             if number <= _newest(journal.known):
                 break
@@ -121,17 +121,17 @@ class LogPromotion:
                 if number not in self._unreadable:
                     _logger.error("%s; no earlier remote WAL record is used", error)
                 self._unreadable.add(number)
-                journal.retire_logs([one.stretch for one in journal.known.entry.logs])
+                journal.retire_logs([one.epoch for one in journal.known.entry.logs])
                 break
         for head in reversed(fresh):
             self._bring(head, journal)
 
-    def _bring(self, head: StretchHead, journal: Journal) -> None:
-        data = stretches.to_bytes(head)
-        prefix = entries.log_prefix(head.stretch, journal.claimed.lease.epoch)
+    def _bring(self, head: EpochHeader, journal: Journal) -> None:
+        data = wal_epochs.to_bytes(head)
+        prefix = entries.log_prefix(head.epoch, journal.claimed.lease.epoch)
         at = journal.root / prefix / HEAD
         ref = LogRef(
-            stretch=head.stretch, run=head.run, prefix=prefix, crc32c=google_crc32c.value(data)
+            epoch=head.epoch, run=head.run, prefix=prefix, crc32c=google_crc32c.value(data)
         )
         stands = False
         try:
@@ -179,26 +179,26 @@ class LogPromotion:
                 for piece in self._of_process(ref, head, process, journal):
                     yield ref, piece
 
-    def _staged(self, journal: Journal) -> Iterator[tuple[LogRef, StretchHead]]:
+    def _staged(self, journal: Journal) -> Iterator[tuple[LogRef, EpochHeader]]:
         """The remote WAL epochs that are also staged."""
         here = {*self._logs.numbers()}
         for ref in journal.known.entry.logs:
-            if ref.stretch not in here:
+            if ref.epoch not in here:
                 continue
             try:
-                head = self._logs.head(ref.stretch)
+                head = self._logs.head(ref.epoch)
             except (Damaged, FormatMismatch):
                 continue  # No more of it will be uploaded.
             if head.run == ref.run:
                 yield ref, head
 
     def _of_process(
-        self, ref: LogRef, head: StretchHead, process: int, journal: Journal
+        self, ref: LogRef, head: EpochHeader, process: int, journal: Journal
     ) -> Iterator[_Piece]:
         log, needed = self._logs.log_of(head, process), _oldest_needed(journal.known)
         if not _advanced(log):
             return
-        is_over, sent = ref.stretch < _newest(journal.known), self._known(ref, journal)
+        is_over, sent = ref.epoch < _newest(journal.known), self._known(ref, journal)
         left = len(log.segments)
         for name, records in log.segments.items():
             left -= 1
@@ -303,7 +303,7 @@ class LogPromotion:
             return
         newest = journal.known.entry.logs[-1]
         if oldest.run == newest.run:
-            over = [one.stretch for one in journal.known.entry.logs[:-1]]
+            over = [one.epoch for one in journal.known.entry.logs[:-1]]
             if over:
                 journal.retire_logs(over)
         logs = journal.known.entry.logs
@@ -333,7 +333,7 @@ class LogPromotion:
         return self._sent[ref.prefix]
 
 
-def _advanced(log: ProcessLog) -> bool:
+def _advanced(log: ProcessWal) -> bool:
     """Scans a log; returns whether this version can read it, and so upload more of it."""
     try:
         log.advance()
@@ -342,13 +342,13 @@ def _advanced(log: ProcessLog) -> bool:
     return True
 
 
-def _put_progress(at: Spot, newest: SaveId) -> None:
+def _put_progress(at: StorePath, newest: SaveId) -> None:
     (to := at / NAME).store.put(to.key, Noted(newest.attempt, newest.step).to_bytes())
 
 
 def _newest(state: State) -> int:
     """The number of the newest remote WAL epoch; a smaller one than all others if there is none."""
-    return state.entry.logs[-1].stretch if state.entry.logs else -1
+    return state.entry.logs[-1].epoch if state.entry.logs else -1
 
 
 def _oldest_needed(state: State) -> SaveId | None:

@@ -16,7 +16,7 @@ import hashlib
 from deltackpt.format import manifest
 from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.entries import SAVES, prefix_epoch
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 
 MEETING = "meeting"
 _MAGIC = "deltackpt.stage.part"
@@ -48,7 +48,7 @@ def token_of(save_id: SaveId) -> str:
 class Meeting:
     """The reports of all uploaders on one save."""
 
-    def __init__(self, root: Spot, prefix: str):
+    def __init__(self, root: StorePath, prefix: str):
         """For a save whose files are below ``prefix``."""
         self._at = root / MEETING / prefix.removeprefix(f"{SAVES}/")
         self._known: dict[int, Told] = {}
@@ -87,7 +87,7 @@ class Meeting:
         self._at.store.delete([(self._at / name).key for name in self._at.keys()])
 
 
-def sweep(root: Spot, epoch: int) -> None:
+def sweep(root: StorePath, epoch: int) -> None:
     """Removes the reports of superseded claims.
 
     Raises:

@@ -19,7 +19,7 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.entries import State
 from deltackpt.reading import saves
-from deltackpt.storage.store import Missing, spot
+from deltackpt.storage.store import Missing, store_path
 from deltackpt.tiers import packing, recall
 from deltackpt.tiers.extents import ExtentFile
 from deltackpt.tiers.keepers import Keepers
@@ -287,7 +287,7 @@ def pack_of(stage: Stage, save_id: SaveId, item: str, orders: Orders) -> FilePac
         part=orders.process if orders.apart else 0,
         parts=orders.processes if orders.apart else 1,
     )
-    if saves.read_info(spot(step_dir), item).save_id != save_id:
+    if saves.read_info(store_path(step_dir), item).save_id != save_id:
         raise Missing(str(step_dir), "another save in its place")
     return FilePack(step_dir, contents)
 

@@ -25,9 +25,9 @@ from deltackpt.ledger.steps import Steps
 from deltackpt.ledger.view import JournalView
 from deltackpt.options import ManagerOptions, Tiers
 from deltackpt.reading import saves
-from deltackpt.reading.stretches import Logs
+from deltackpt.reading.wal_index import WalReader
 from deltackpt.storage import buckets, files, redaction
-from deltackpt.storage.store import spot
+from deltackpt.storage.store import store_path
 from deltackpt.tiers import recall
 from deltackpt.tiers.extents import ExtentFile
 from deltackpt.tiers.keepers import Keepers
@@ -493,8 +493,8 @@ def _move_logs_aside(log: Path, state: State, aside: Path) -> list[int]:
 
     The newest header determines which records of the other epochs are still valid.
     """
-    at_root = {(one.stretch, one.run) for one in state.entry.logs}
-    logs, moved = Logs(spot(log)), list[int]()
+    at_root = {(one.epoch, one.run) for one in state.entry.logs}
+    logs, moved = WalReader(store_path(log)), list[int]()
     for number in logs.numbers():
         try:
             is_at_root = (number, logs.head(number).run) in at_root
@@ -504,7 +504,7 @@ def _move_logs_aside(log: Path, state: State, aside: Path) -> list[int]:
             files.make_folder(aside)
             # After a kill between the two, the next process that opens the directory moves the
             # rest.
-            for name in (names.stretch_name(number), str(number)):
+            for name in (names.epoch_name(number), str(number)):
                 if (log / name).exists():
                     files.rename(log / name, aside / name, fsync=False)
             moved.append(number)

@@ -31,7 +31,7 @@ from deltackpt.format.records import MOST_BYTES
 from deltackpt.reading import inventory
 from deltackpt.storage import crc, digests, files
 from deltackpt.storage.digests import Digest, Streamed
-from deltackpt.storage.store import Missing, spot
+from deltackpt.storage.store import Missing, store_path
 from deltackpt.tiers.stage import Line
 
 _MAGIC = "deltackpt.pack"
@@ -291,7 +291,7 @@ def contents_of(
         raise Missing(str(step_dir), "no such step")
     known = inventory.read_inventory(step_dir, item, unreadable=True).files
     found: dict[str, tuple[int, int, int]] = {}
-    for name in sorted(spot(step_dir).keys()):
+    for name in sorted(store_path(step_dir).keys()):
         digest = known.get(name)
         if digest is None:
             digest = digests.digest_file(step_dir / name)

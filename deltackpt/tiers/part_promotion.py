@@ -19,7 +19,7 @@ from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.upload import describe, send
 from deltackpt.reading import inventory
 from deltackpt.resources.pace import Pace
-from deltackpt.storage.store import Spot, spot
+from deltackpt.storage.store import StorePath, store_path
 from deltackpt.tiers import arrivals, stagger
 from deltackpt.tiers.arrivals import Arrivals
 from deltackpt.tiers.meeting import Meeting, Told, token_of
@@ -65,7 +65,7 @@ class PartPromotion:
           arrived: reports the progress.
         """
         self.turn_secs: float | None = None
-        self._steps = spot(stage.steps)
+        self._steps = store_path(stage.steps)
         self._arrivals = arrived
         #: Uploaded parts of saves that are not complete yet, by ``key_of``.
         self._sent: dict[str, Told] = {}
@@ -200,7 +200,7 @@ class PartPromotion:
         return None
 
 
-def _send(source: Spot, prefix: str, look: Look) -> Told:
+def _send(source: StorePath, prefix: str, look: Look) -> Told:
     """Uploads the files that only this staging directory has; returns the report or an error."""
     item, process = look.orders.item, look.orders.process
     try:

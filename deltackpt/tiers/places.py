@@ -18,7 +18,7 @@ from deltackpt.ledger.committed import SEGMENT_BYTES
 from deltackpt.ledger.entries import Unit
 from deltackpt.storage import digests
 from deltackpt.storage.digests import Digest
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 
 
 class Place(Protocol):
@@ -47,7 +47,7 @@ class Place(Protocol):
         """Returns why a trainer may be using it; None if that is impossible."""
         ...
 
-    def spot(self, unit: Unit) -> Spot:
+    def store_path(self, unit: Unit) -> StorePath:
         """Returns the folder of a unit."""
         ...
 
@@ -124,7 +124,7 @@ def differs(shown: str, found: str) -> TargetDiffers:
     )
 
 
-def pieces_of(at: Spot, expected: Digest) -> Iterator[bytes | bytearray]:
+def pieces_of(at: StorePath, expected: Digest) -> Iterator[bytes | bytearray]:
     """Yields a file piece by piece, holding one at a time; verifies it at the end.
 
     Raises:

@@ -35,7 +35,7 @@ from deltackpt.ledger.upload import upload
 from deltackpt.reading import inventory, saves
 from deltackpt.resources.pace import Pace
 from deltackpt.storage import buckets
-from deltackpt.storage.store import Stamp, Unanswered, spot
+from deltackpt.storage.store import Stamp, Unanswered, store_path
 from deltackpt.tiers import arrivals, meeting
 from deltackpt.tiers.arrivals import Arrivals
 from deltackpt.tiers.log_promotion import LogPromotion
@@ -263,7 +263,7 @@ class Promoter:
     def _saves(self) -> list[tuple[int, SaveInfo | None]]:
         """The staged saves by step; None if a manifest is unreadable."""
         item = self._orders.item if self._orders is not None else names.EMBEDDINGS_ITEM
-        at, found = spot(self._stage.steps), dict[tuple[int, object], SaveInfo | None]()
+        at, found = store_path(self._stage.steps), dict[tuple[int, object], SaveInfo | None]()
         for name in at.folders():
             step = names.step_number(name)
             stamp = None if step is None else (at / name).stamp()
@@ -284,7 +284,7 @@ class Promoter:
         """Reports a damaged manifest, whose save cannot be identified."""
         key = key_of(step, None)
         if step not in journal.known.steps and key not in self._arrivals.progress.damaged:
-            at = spot(self._stage.steps) / str(step)
+            at = store_path(self._stage.steps) / str(step)
             try:
                 saves.read_info(at, self._orders.item if self._orders else names.EMBEDDINGS_ITEM)
             except RestoreError as error:
@@ -370,7 +370,7 @@ class Promoter:
 
     def _promote(self, step: int, info: SaveInfo, look: Look) -> None:
         orders, journal = look.orders, look.journal
-        source = spot(self._stage.steps) / str(step)
+        source = store_path(self._stage.steps) / str(step)
         made_secs = arrivals.made_secs(source)
         started = time.perf_counter()
         if self._upload is None or self._upload.save_id != info.save_id:

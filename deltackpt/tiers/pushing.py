@@ -19,7 +19,7 @@ from deltackpt.errors import Damaged, DeltackptError, RestoreError, StorageError
 from deltackpt.format import names
 from deltackpt.format.manifest import SaveId
 from deltackpt.reading import saves
-from deltackpt.storage.store import Missing, spot
+from deltackpt.storage.store import Missing, store_path
 from deltackpt.tiers import near, packing
 from deltackpt.tiers.keepers import Keepers
 from deltackpt.tiers.neighbours import Neighbours
@@ -174,7 +174,7 @@ class Pusher:
 
     def _saves(self, item: str) -> dict[SaveId, object]:
         """The staged saves with an identifier of each folder; records damaged ones."""
-        at, found = spot(self._stage.steps), dict[SaveId, object]()
+        at, found = store_path(self._stage.steps), dict[SaveId, object]()
         unreadable: dict[tuple[int, SaveId | None], tuple[object, str]] = {}
         for name in at.folders():
             step, stamp = names.step_number(name), (at / name).stamp()

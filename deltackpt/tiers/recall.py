@@ -32,7 +32,7 @@ from deltackpt.ledger.directory import Root
 from deltackpt.ledger.entries import State
 from deltackpt.reading import saves
 from deltackpt.storage import files
-from deltackpt.storage.store import spot
+from deltackpt.storage.store import store_path
 from deltackpt.tiers import packing
 from deltackpt.tiers.packing import Contents, Holder, Label, PackName
 from deltackpt.tiers.stage import Line, Orders, Stage
@@ -405,7 +405,7 @@ def _unpacked(
 def _check_save(step_dir: Path, item: str, save_id: SaveId) -> None:
     """Checks that a step is the save that its bundle names; a restore reports newer formats."""
     with contextlib.suppress(FormatMismatch):
-        found = saves.read_info(spot(step_dir), item).save_id
+        found = saves.read_info(store_path(step_dir), item).save_id
         if found != save_id:
             raise Damaged(step_dir.name, f"the save {save_id}", f"{found}")
 

@@ -43,9 +43,9 @@ from deltackpt.ledger.promoted_log import JournaledLogs
 from deltackpt.ledger.view import JournalView
 from deltackpt.options import Tiers
 from deltackpt.reading import inventory
-from deltackpt.reading.log_places import LogLayers, LogPlaces
+from deltackpt.reading.wal_locations import WalLocation, WalLocations
 from deltackpt.storage import files
-from deltackpt.storage.store import FileStore, Missing, Spot
+from deltackpt.storage.store import FileStore, Missing, StorePath
 from deltackpt.tiers import eviction
 from deltackpt.tiers.lag import Lag
 from deltackpt.tiers.layers import Hidden, Layers, Seen
@@ -112,7 +112,7 @@ class StagedRoot(Held):
         self._layers = Layers(
             FileStore(local.path), Committed(self._catalog()), orders.url, apart=orders.apart
         )
-        super().__init__(Spot(self._layers, ""), local.item, local.path, orders.url)
+        super().__init__(StorePath(self._layers, ""), local.item, local.path, orders.url)
         self._running = Running(stage, cpus=cpus)
         self._lag = Lag(stage, local, journal, orders.holder, orders.process)
         #: Held while a step is evicted, and while one is chosen for reading.
@@ -266,13 +266,13 @@ class StagedRoot(Held):
         return Seen(self._journal, lambda: self._hidden)
 
     @property
-    def log_at(self) -> LogPlaces:
+    def log_at(self) -> WalLocation:
         """See ``Steps``.
 
         A single staging directory may lack part of the log, so it is read remotely.
         """
         at_root = JournaledLogs(self._journal.root, self._log_state)
-        return at_root if self.apart else LogLayers([super().log_at, at_root])
+        return at_root if self.apart else WalLocations([super().log_at, at_root])
 
     def _log_state(self) -> State:
         """The remote log state, as far as known."""
@@ -365,7 +365,7 @@ class StagedRoot(Held):
             with self._leaving:
                 self._readers[step] -= 1
 
-    def _held_at(self, step: int) -> Spot:
+    def _held_at(self, step: int) -> StorePath:
         return self._layers.at(str(step))
 
     def _scratch(self) -> Path:

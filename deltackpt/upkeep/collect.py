@@ -32,11 +32,11 @@ from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.lease import epochs
 from deltackpt.ledger.leftovers import is_leftover
 from deltackpt.ledger.opening import BucketSteps, open_steps
-from deltackpt.reading.log_places import LogFolder
-from deltackpt.reading.log_states import log_state
+from deltackpt.reading.wal_locations import WalFolder
+from deltackpt.reading.wal_state import read_wal_state
 from deltackpt.storage import buckets, files
-from deltackpt.storage.store import Spot
-from deltackpt.upkeep import compact, stretches
+from deltackpt.storage.store import StorePath
+from deltackpt.upkeep import compact, wal_removal
 from deltackpt.upkeep.unneeded import (
     KEEP_ALL,
     Checked,
@@ -108,19 +108,19 @@ def _look(
 ) -> Collectable:
     opened = Root.open(directory, item=item, read_only=True)
     path = opened.path
-    found = [*_cut(opened.spot)]
+    found = [*_cut(opened.store_path)]
     reason = in_use(opened)
     steps, notes = Unneeded(opened, item, retention, checked).find()
     found += steps
     if rolled_back:
-        aside = opened.spot / names.ROLLED_BACK
+        aside = opened.store_path / names.ROLLED_BACK
         found += [
             removable_at(aside / run, "rolled-back run", "a rollback moved it aside")
             for run in aside.folders()
         ]
     gone = {entry.name for entry in found if entry.kind == "step"}
     kept = sorted(step for step in opened.steps() if str(step) not in gone)
-    of_log, told = _stretches(opened, kept)
+    of_log, told = _epochs(opened, kept)
     found += of_log
     notes += told
     return Collectable(
@@ -180,7 +180,9 @@ def collect(
         for number, removable in enumerate(found.removable):
             if removable.kind == "WAL epoch":
                 opened.check_lease()
-                stretches.remove(LogFolder(opened.spot / names.LOG), int(Path(removable.name).name))
+                wal_removal.remove(
+                    WalFolder(opened.store_path / names.LOG), int(Path(removable.name).name)
+                )
             else:
                 _move_to_trash(opened, removable, number)
         opened.empty_trash()
@@ -323,7 +325,7 @@ def _remove_empty(path: Path, item: str) -> None:
             files.remove_empty(folder, path)  # Not empty if another item has a base.
 
 
-def _cut(at: Spot) -> Iterator[Removable]:
+def _cut(at: StorePath) -> Iterator[Removable]:
     """Leftovers of interrupted saves, deletions and compactions."""
     for name in sorted(os.listdir(at)):
         if is_leftover(name):
@@ -336,9 +338,9 @@ def _cut(at: Spot) -> Iterator[Removable]:
         yield removable_at(bases / name, "interrupted compaction", "never published")
 
 
-def _stretches(opened: Root, kept: Sequence[int]) -> tuple[list[Removable], list[str]]:
+def _epochs(opened: Root, kept: Sequence[int]) -> tuple[list[Removable], list[str]]:
     """WAL epochs that no restore needs once only some steps are kept."""
-    log = log_state(opened.log_at)
+    log = read_wal_state(opened.log_at)
     if log.problem is not None:
         return [], [f"the WAL stays: cannot determine which epochs are valid: {log.problem}"]
     known = opened.saves()
@@ -352,7 +354,7 @@ def _stretches(opened: Root, kept: Sequence[int]) -> tuple[list[Removable], list
             reason=needless[state.number],
             nbytes=state.nbytes,
         )
-        for state in log.stretches
+        for state in log.epochs
         if state.number in needless
     ]
     return found, []
@@ -372,7 +374,7 @@ def in_use(opened: Root) -> str | None:
         return f"{holder}, which may be running"
     if lease.runs:
         return f"{holder}, which is running"
-    unfinished = (_changed(path / one.name) for one in _cut(opened.spot))
+    unfinished = (_changed(path / one.name) for one in _cut(opened.store_path))
     changes = {
         "a lease": _own_change(path / names.lease_name(lease.epoch)),
         "a newest step": _own_change(path / str(opened.newest_step())),

@@ -54,7 +54,7 @@ from deltackpt.reading.meter import Meter, Progress
 from deltackpt.reading.saves import StoredSave
 from deltackpt.resources import priority
 from deltackpt.storage import buckets, files, parts
-from deltackpt.storage.store import spot
+from deltackpt.storage.store import store_path
 from deltackpt.upkeep.fold import Folded, fold, least_memory_bytes, ready
 from deltackpt.upkeep.plan import Plan, chain, plan, standing
 
@@ -227,7 +227,7 @@ def _put_base(journal: Journal, folder: Path, unit: Unit) -> None:
     """Uploads and commits a compacted base, unless the bucket has one already."""
     assert unit.item is not None
     journal.resume(wait=True)
-    source = spot(folder / unit.name)
+    source = store_path(folder / unit.name)
     prefix = journal.prefix(unit)
     try:
         put = upload(

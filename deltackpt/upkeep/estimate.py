@@ -28,10 +28,10 @@ from deltackpt.ledger.opening import open_steps
 from deltackpt.reading import chains, orbax_values, reader, removal, stored_dense
 from deltackpt.reading.part_arrays import PartArrays
 from deltackpt.reading.saves import StoredPart, StoredSave
-from deltackpt.reading.stretches import RecoveryPoint, Way
+from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan
 from deltackpt.resources import memory
 from deltackpt.storage import digests
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 from deltackpt.upkeep.dense_chain import DenseChain
 
 #: Limits of stored bytes and (roughly) time for sampling tables.
@@ -176,7 +176,7 @@ def restore_plan(
     step = opened.newest_step() if step is None else step
     if step is None:
         raise StepNotFound(f"{opened}: expected committed steps, found none; check the path")
-    step, way = points.find(opened, step)
+    step, plan = points.find(opened, step)
     step_dir = opened.at(step)
     with removal.standing(step_dir, instead="ask for"):
         started = time.perf_counter()
@@ -185,35 +185,39 @@ def restore_plan(
             for save in walked:
                 _files(save, _segments(save))  # Reads the digests.
             records_secs = time.perf_counter() - started
-            if way is not None:
-                return _with_log(_plan(step, walked, {}, records_secs), way)
+            if plan is not None:
+                return _with_log(_plan(step, walked, {}, records_secs), plan)
             dense = _other_files(step_dir, item) | _dense_files(walked)
             return _plan(step, walked, dense, records_secs)
 
 
-def _with_log(below: RestorePlan, way: Way) -> RestorePlan:
+def _with_log(below: RestorePlan, plan: ReplayPlan) -> RestorePlan:
     """The plan of a recovery point: that of the step below it, plus the WAL records."""
-    every = [record for leg in way.legs for of in leg.records.values() for record in of]
+    every = [
+        record for segment in plan.segments for of in segment.records.values() for record in of
+    ]
     started, read = time.perf_counter(), 0
     for record in every:
         if read > _SAMPLE_BYTES or (read and time.perf_counter() - started > _SAMPLE_SECS):
             break
         record.layer.verify()
         read += record.nbytes
-    wal_secs = (time.perf_counter() - started) * way.nbytes / max(1, read)
+    wal_secs = (time.perf_counter() - started) * plan.nbytes / max(1, read)
     return dataclasses.replace(
         below,
-        step=way.point.step,
-        dense_bytes=sum(record.dense_bytes for record in way.last_records.values()),
+        step=plan.point.step,
+        dense_bytes=sum(record.dense_bytes for record in plan.last_records.values()),
         estimate=dataclasses.replace(below.estimate, wal_secs=wal_secs),
-        point=way.point,
-        wal_bytes=way.nbytes,
-        wal_records=sum(max(map(len, leg.records.values()), default=0) for leg in way.legs),
+        point=plan.point,
+        wal_bytes=plan.nbytes,
+        wal_records=sum(
+            max(map(len, segment.records.values()), default=0) for segment in plan.segments
+        ),
     )
 
 
 def _plan(
-    step: int, saves: Sequence[StoredSave], dense: Mapping[Spot, int], records_secs: float
+    step: int, saves: Sequence[StoredSave], dense: Mapping[StorePath, int], records_secs: float
 ) -> RestorePlan:
     """The plan of a step whose manifests were read in ``records_secs``."""
     sizes = {save.name: _segment_bytes(save) for save in saves}
@@ -253,9 +257,11 @@ def _segment_bytes(save: StoredSave) -> _Sizes:
     }
 
 
-def _files(save: StoredSave, segments: Iterable[tuple[PartArrays, Segment]]) -> dict[Spot, int]:
+def _files(
+    save: StoredSave, segments: Iterable[tuple[PartArrays, Segment]]
+) -> dict[StorePath, int]:
     """The files that hold some segments of a save, with the bytes of these."""
-    found: dict[Spot, int] = collections.Counter()
+    found: dict[StorePath, int] = collections.Counter()
     for arrays, segment in segments:
         for name, nbytes in arrays.files_of(segment).items():
             found[save.item_dir / name] += nbytes
@@ -330,17 +336,17 @@ def _table_rows(part: StoredPart, segment: Segment, tables: Iterable[TableEntry]
     return {name: held.stop - held.start for name, held in slices.items()}
 
 
-def _other_files(step_dir: Spot, item: str) -> dict[Spot, int]:
+def _other_files(step_dir: StorePath, item: str) -> dict[StorePath, int]:
     """Files of the other items of a step, with their bytes."""
     inside = f"{item}/"
     names = [name for name in step_dir.keys() if not name.startswith(inside)]
     return {step_dir / name: (step_dir / name).length() for name in names}
 
 
-def _dense_files(chain: Sequence[StoredSave]) -> dict[Spot, int]:
+def _dense_files(chain: Sequence[StoredSave]) -> dict[StorePath, int]:
     """Files of dense leaves that a chain stores as blocks, and of the base's item."""
     held = DenseChain.of(chain)
-    found: dict[Spot, int] = {}
+    found: dict[StorePath, int] = {}
     for save, of_save in zip(reversed(chain), held.sources, strict=False):
         blocks = ((one.arrays, segment) for one in of_save for segment in one.record.segments)
         found |= _files(save, blocks)
@@ -349,7 +355,7 @@ def _dense_files(chain: Sequence[StoredSave]) -> dict[Spot, int]:
     return found
 
 
-def _item_files(base: StoredSave | None) -> dict[Spot, int]:
+def _item_files(base: StoredSave | None) -> dict[StorePath, int]:
     """Files of a base's dense item, if it has one."""
     if base is None or not base.has_dense:
         return {}
@@ -357,7 +363,7 @@ def _item_files(base: StoredSave | None) -> dict[Spot, int]:
     return {at / name: (at / name).length() for name in at.keys()}
 
 
-def _dense_secs(dense: Mapping[Spot, int]) -> float:
+def _dense_secs(dense: Mapping[StorePath, int]) -> float:
     """Time to check the dense files, extrapolated by bytes from some of them."""
     started, read = time.perf_counter(), 0
     for path, nbytes in dense.items():

@@ -45,7 +45,7 @@ from deltackpt.storage.parts import (
     StoredField,
     WrittenPart,
 )
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 from deltackpt.upkeep import fold_dense
 from deltackpt.upkeep.plan import Plan, chain, standing
 
@@ -414,7 +414,7 @@ class _RowIndices:
 
     def __init__(self) -> None:
         self._span: Span = (0, 0)
-        self._held: dict[tuple[Spot, int, str], StoredRows] = {}
+        self._held: dict[tuple[StorePath, int, str], StoredRows] = {}
 
     def move(self, span: Span) -> None:
         """Moves to another range of rows."""

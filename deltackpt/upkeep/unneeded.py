@@ -19,7 +19,7 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import inventory, saves
 from deltackpt.storage import digests
-from deltackpt.storage.store import Spot, Stamp
+from deltackpt.storage.store import Stamp, StorePath
 
 Kind = Literal[
     "interrupted save",
@@ -92,7 +92,7 @@ class Unneeded:
           checked: cache of checks; it is updated.
         """
         self._root = opened
-        self._at = opened.spot
+        self._at = opened.store_path
         self._item = item
         self._retention = retention
         self._checked = checked
@@ -228,7 +228,7 @@ class Unneeded:
             self._notes.append(f"{names.COMPACTED}/{name} stays because it is damaged: {damage}")
         return damage is not None
 
-    def _damage(self, folder: Spot, *, inside: bool = True) -> Damaged | None:
+    def _damage(self, folder: StorePath, *, inside: bool = True) -> Damaged | None:
         """The first damage in deltackpt's item of a step, or in the rest of the step."""
         shown = folder.below(self._at)
         stamp = (folder / self._item).stamp()
@@ -251,7 +251,7 @@ class Unneeded:
         return self._checked[key]
 
 
-def removable_at(at: Spot, kind: Kind, reason: str) -> Removable:
+def removable_at(at: StorePath, kind: Kind, reason: str) -> Removable:
     """Describes an object; its name is its key in the store."""
     return Removable(name=at.key, kind=kind, reason=reason, nbytes=at.tree_bytes())
 

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Literal
 
 from deltackpt.format.manifest import SaveId
-from deltackpt.reading.stretches import RecoveryPoint
+from deltackpt.reading.wal_index import RecoveryPoint
 
 #: What a problem prevents from being restored: the save and every chain through it, only the step,
 #: recovery points, or nothing, because no restore reads the object.
@@ -110,7 +110,7 @@ class PointVerdict:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LogReport:
+class WalReport:
     """Result for the write-ahead log.
 
     Attributes:

@@ -40,11 +40,11 @@ from deltackpt.reading.meter import Meter, Progress
 from deltackpt.reading.part_arrays import is_of_dense_segment
 from deltackpt.upkeep.dense_chain import DenseChain
 from deltackpt.upkeep.verdicts import (
-    LogReport,
     Problem,
     RootReport,
     SaveReport,
     StepVerdict,
+    WalReport,
 )
 from deltackpt.upkeep.verify_log import verify_log
 from deltackpt.upkeep.verify_save import (
@@ -87,7 +87,7 @@ def verify_root(
     started = time.perf_counter()
     opened = open_steps(directory, item=item, endpoint=endpoint)
     item = opened.item
-    if not opened.steps() and not saves.compacted_bases(opened.spot, item):
+    if not opened.steps() and not saves.compacted_bases(opened.store_path, item):
         raise StepNotFound(f"{opened}: expected committed steps, found none; check the path")
     missing = set(steps or ()) - set(opened.steps())
     if missing:
@@ -103,7 +103,7 @@ def verify_root(
             f"{opened}: expected the steps {sorted(gone)} to exist until they were verified, "
             "found them removed; choose steps that exist"
         )
-    others, notes, log = (), (), LogReport()
+    others, notes, log = (), (), WalReport()
     if steps is None and isinstance(opened, BucketSteps):
         others = tuple(map(_journal_problem, opened.journal.audit()))
     if steps is None:

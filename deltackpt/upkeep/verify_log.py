@@ -15,33 +15,33 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from deltackpt.errors import Damaged, FormatMismatch, StorageError
-from deltackpt.format import names, stretches
+from deltackpt.format import names, wal_epochs
 from deltackpt.format.manifest import SaveId
-from deltackpt.format.stretches import StretchHead
+from deltackpt.format.wal_epochs import EpochHeader
 from deltackpt.layers.targets import Targets
-from deltackpt.ledger.log_losses import in_both, losses_of
 from deltackpt.ledger.steps import Steps
+from deltackpt.ledger.wal_losses import in_both, losses_of
 from deltackpt.reading import dense_state, replay
 from deltackpt.reading.dense_state import KnownStates
-from deltackpt.reading.log_states import LogState, StretchState, log_state
 from deltackpt.reading.meter import Meter
-from deltackpt.reading.stretches import (
+from deltackpt.reading.wal_index import (
     Covering,
-    Era,
-    History,
-    Leg,
-    Logs,
+    EpochView,
     Loss,
     RecoveryPoint,
-    Way,
+    ReplayPlan,
+    ReplaySegment,
+    WalIndex,
+    WalReader,
     coverings,
 )
-from deltackpt.reading.wal_records import ProcessLog, WalRecord
+from deltackpt.reading.wal_records import ProcessWal, WalRecord
+from deltackpt.reading.wal_state import EpochState, WalState, read_wal_state
 from deltackpt.storage import ocdbt
-from deltackpt.upkeep.verdicts import LogReport, PointVerdict, Problem, Stops
+from deltackpt.upkeep.verdicts import PointVerdict, Problem, Stops, WalReport
 
 
-def verify_log(opened: Steps, steps: Mapping[int, SaveId], meter: Meter) -> LogReport:
+def verify_log(opened: Steps, steps: Mapping[int, SaveId], meter: Meter) -> WalReport:
     """Re-reads and checks the valid epochs of a WAL.
 
     Args:
@@ -52,12 +52,12 @@ def verify_log(opened: Steps, steps: Mapping[int, SaveId], meter: Meter) -> LogR
     Raises:
       StorageError: the directory of the WAL cannot be read.
     """
-    found = log_state(opened.log_at)
+    found = read_wal_state(opened.log_at)
     audit = _LogAudit(opened, found, meter)
-    for state in found.stretches:
+    for state in found.epochs:
         audit.look_at(state)
     points = audit.verdicts(steps)
-    return LogReport(
+    return WalReport(
         points=points,
         problems=tuple(audit.problems),
         notes=tuple(audit.notes),
@@ -81,7 +81,7 @@ class _Broken:
 class _LogAudit:
     """The verification of a WAL."""
 
-    def __init__(self, opened: Steps, found: LogState, meter: Meter):
+    def __init__(self, opened: Steps, found: WalState, meter: Meter):
         self.problems: list[Problem] = []
         self.notes: list[str] = []
         self.file_count = 0
@@ -92,34 +92,34 @@ class _LogAudit:
         #: Records that were trimmed while they were read: no restore needs them.
         self._trimmed: set[SaveId] = set()
         if found.problem is not None:
-            number = found.stretches[0].number
-            self._tell(f"{names.LOG}/{names.stretch_name(number)}", found.problem)
+            number = found.epochs[0].number
+            self._tell(f"{names.LOG}/{names.epoch_name(number)}", found.problem)
 
-    def look_at(self, state: StretchState) -> None:
+    def look_at(self, state: EpochState) -> None:
         """Verifies a WAL epoch if it is valid."""
         if state.live is None:
             return  # The newest header is damaged, which is reported.
-        if state.era is None and self._is_gone_on_from(state.number):
+        if state.view is None and self._is_gone_on_from(state.number):
             return  # Reported as lost; see ``verdicts``.
-        if state.era is None or not state.live:
+        if state.view is None or not state.live:
             self.notes.append(f"{names.LOG}/{state.number}: no longer valid, not verified")
         else:
-            self._verify(state.era)
+            self._verify(state.view)
 
     def _is_gone_on_from(self, number: int) -> bool:
         """Whether the valid epochs forked from one whose header cannot be read."""
-        history = self._found.history
-        last = history.eras[-1].head.continues if history is not None and history.eras else None
-        return last is not None and last.stretch == number
+        index = self._found.index
+        last = index.views[-1].head.continues if index is not None and index.views else None
+        return last is not None and last.epoch == number
 
-    def _verify(self, era: Era) -> None:
+    def _verify(self, view: EpochView) -> None:
         self.file_count += 1
-        self._check_copy(era.head)
+        self._check_copy(view.head)
         dense: dict[SaveId, list[_Value]] = {}
-        for process, log in era.processes.items():
+        for process, log in view.processes.items():
             self.file_count += len(log.log.segments)
-            if era.last is None and any(one.counts and one.is_torn for one in log.log.breaks):
-                name = f"{names.LOG}/{era.head.stretch}/{process}"
+            if view.last is None and any(one.counts and one.is_torn for one in log.log.breaks):
+                name = f"{names.LOG}/{view.head.epoch}/{process}"
                 self.notes.append(
                     f"{name}: ends in a torn record; its writer was killed, or is still writing"
                 )
@@ -127,30 +127,30 @@ class _LogAudit:
             self._meter.expect(sum(record.nbytes for record in records))
             dense_check = _DenseCheck(log.log)
             for record in records:
-                self._check_rows(era, process, record)
+                self._check_rows(view, process, record)
                 dense.setdefault(record.save_id, []).extend(dense_check.check(record, self._void))
                 self._meter.add(record.nbytes)
-        for point in era.points():
+        for point in view.points():
             known = point.save_id in self._broken.point or point.save_id in self._trimmed
             if point.full and not known:
-                self._check_keys(era.head, point, dense.get(point.save_id, ()))
-        self._look_at_ends(era)
+                self._check_keys(view.head, point, dense.get(point.save_id, ()))
+        self._look_at_ends(view)
 
-    def _check_copy(self, head: StretchHead) -> None:
+    def _check_copy(self, head: EpochHeader) -> None:
         """Checks the copy of an epoch header, if there is one."""
         with contextlib.suppress(Damaged, StorageError):
-            name, data = self._found.at.copy(head.stretch)
-            if data != stretches.to_bytes(head):
+            name, data = self._found.at.copy(head.epoch)
+            if data != wal_epochs.to_bytes(head):
                 self._add(name, "the bytes of the header", "different bytes", stops="nothing")
 
-    def _check_rows(self, era: Era, process: int, record: WalRecord) -> None:
+    def _check_rows(self, view: EpochView, process: int, record: WalRecord) -> None:
         """Checks rows and items of a record; every later recovery point needs the rows."""
-        point = RecoveryPoint(era.head.stretch, record.save_id, record.full, record.unix_secs)
-        leg = Leg(era.head, {process: (record,)})
-        way = Way(point=point, step=record.parent, legs=(leg,), era=era)
-        layout = era.head.layout
+        point = RecoveryPoint(view.head.epoch, record.save_id, record.full, record.unix_secs)
+        segment = ReplaySegment(view.head, {process: (record,)})
+        plan = ReplayPlan(point=point, step=record.parent, segments=(segment,), view=view)
+        layout = view.head.layout
         try:
-            replay.replay(way, Targets((), layout), layout)
+            replay.replay(plan, Targets((), layout), layout)
         except (Damaged, FormatMismatch, StorageError) as error:
             if not self._went(record):
                 self._tell(_object_of(error), error)
@@ -176,7 +176,7 @@ class _LogAudit:
             self._broken.point.setdefault(record.save_id, self.problems[-1].object_name)
 
     def _check_keys(
-        self, head: StretchHead, point: RecoveryPoint, values: Collection[_Value]
+        self, head: EpochHeader, point: RecoveryPoint, values: Collection[_Value]
     ) -> None:
         """Checks that all processes together have exactly the keys that their arrays imply."""
         keys = {value.key for value in values if not value.file}
@@ -189,46 +189,46 @@ class _LogAudit:
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             missing = {f"metadata of arrays: {error}"}
         if missing or (head.dense and not values):
-            name = f"{names.LOG}/{head.stretch}, {point}"
+            name = f"{names.LOG}/{head.epoch}, {point}"
             shown = ", ".join(sorted(missing)[:3]) or "no dense leaf"
             self._add(name, "the dense leaves that its arrays imply", f"a difference in {shown}")
             self._broken.point[point.save_id] = name
 
-    def _look_at_ends(self, era: Era) -> None:
+    def _look_at_ends(self, view: EpochView) -> None:
         """Notes processes that have fewer records than others."""
         newest = {
             process: max((one.attempt for one in log.by_id), default=0)
-            for process, log in era.processes.items()
+            for process, log in view.processes.items()
         }
         behind = [process for process in newest if newest[process] < max(newest.values())]
         if behind:
             self.notes.append(
-                f"{names.LOG}/{era.head.stretch}: the processes {behind} are behind the others; "
+                f"{names.LOG}/{view.head.epoch}: the processes {behind} are behind the others; "
                 "records that they lack are not recovery points"
             )
 
     def verdicts(self, steps: Mapping[int, SaveId]) -> tuple[PointVerdict, ...]:
         """Returns a verdict for each full recovery point."""
-        history = self._found.history
-        if history is None:
+        index = self._found.index
+        if index is None:
             return ()
-        ways, unreached = coverings(history, steps)
-        found = [verdict for one in ways for verdict in self._along(one)]
+        plans, unreached = coverings(index, steps)
+        found = [verdict for one in plans for verdict in self._along(one)]
         if self._trimmed:
             self.notes.append(
                 f"{len(self._trimmed)} WAL records were trimmed while they were verified"
             )
-        lost, losses = self._lost(history, unreached, steps)
+        lost, losses = self._lost(index, unreached, steps)
         if lost or losses:
             # A trainer may roll back or trim the log while it is read.
-            again, steps = Logs(self._opened.log_at).read(), self._opened.restorable()
+            again, steps = WalReader(self._opened.log_at).read(), self._opened.restorable()
             _, unreached = coverings(again, steps)
             found_again = self._lost(again, unreached, steps)
             lost = [one for one in lost if one in found_again[0]]
             losses = in_both(losses, found_again[1])
         for one in losses:
             self._tell(one.error.object_name, one.error)
-        for error in history.replaced:
+        for error in index.replaced:
             self._add(error.object_name, error.expected, error.found, stops="nothing")
         if self.problems:
             # Without damage, records below a step were only trimmed.
@@ -243,19 +243,19 @@ class _LogAudit:
         return tuple(sorted(found, key=lambda one: (one.point.epoch, one.point.save_id.attempt)))
 
     def _lost(
-        self, history: History, unreached: Sequence[RecoveryPoint], steps: Mapping[int, SaveId]
+        self, index: WalIndex, unreached: Sequence[RecoveryPoint], steps: Mapping[int, SaveId]
     ) -> tuple[list[RecoveryPoint], list[Loss]]:
         """Full recovery points that cannot be reached or replaced, and lost parts of the WAL."""
-        newest = max((step for step in steps if history.has_step(steps[step])), default=-1)
+        newest = max((step for step in steps if index.has_step(steps[step])), default=-1)
         lost = [one for one in unreached if one.full and one.step > newest]
-        return lost, losses_of(self._opened, history, newest)
+        return lost, losses_of(self._opened, index, newest)
 
     def _along(self, found: Covering) -> Iterator[PointVerdict]:
         """Verdicts on the recovery points along a sequence of records."""
         order = [
-            (leg.head.stretch, record.save_id.attempt, record.save_id)
-            for leg in found.way.legs
-            for records in leg.records.values()
+            (segment.head.epoch, record.save_id.attempt, record.save_id)
+            for segment in found.plan.segments
+            for records in segment.records.values()
             for record in records
         ]
         bad = [one for one in sorted(order) if one[2] in self._broken.rows]
@@ -266,7 +266,7 @@ class _LogAudit:
             place = point.epoch, point.save_id.attempt
             before = next((record for *at, record in bad if tuple(at) <= place), None)
             broken_by = own or ("" if before is None else self._broken.rows[before])
-            step = None if broken_by else found.way.step.step
+            step = None if broken_by else found.plan.step.step
             yield PointVerdict(point=point, step=step, broken_by=broken_by)
 
     def _tell(self, name: str, error: Exception) -> None:
@@ -303,7 +303,7 @@ class _Value(NamedTuple):
 class _DenseCheck:
     """Checks the dense leaves of one process's records, oldest first."""
 
-    def __init__(self, log: ProcessLog):
+    def __init__(self, log: ProcessWal):
         self._records = dense_state.by_attempt(log)
         self._known: KnownStates = {}
         #: Damaged objects that were reported.

@@ -19,7 +19,7 @@ from deltackpt.reading.inventory import Inventory
 from deltackpt.reading.part_arrays import LayerArrays, is_of_dense_segment
 from deltackpt.reading.saves import StoredSave
 from deltackpt.storage import digests
-from deltackpt.storage.store import Spot, Stamp
+from deltackpt.storage.store import Stamp, StorePath
 from deltackpt.upkeep.structure import structure_problems
 from deltackpt.upkeep.verdicts import Problem, SaveReport, Stops
 
@@ -39,8 +39,8 @@ class StandingSave:
 
     name: str
     item: str
-    step_dir: Spot
-    folder: Spot
+    step_dir: StorePath
+    folder: StorePath
     stamp: Stamp
 
     @property
@@ -76,7 +76,7 @@ class StandingSave:
 
 def standing_saves(root: Steps, item: str) -> Iterator[StandingSave]:
     """Yields the steps of a directory, ascending, then its compacted bases."""
-    at = root.spot
+    at = root.store_path
     for step in sorted(root.steps()):
         folder = at / str(step)
         stamp = folder.stamp()

@@ -14,8 +14,8 @@ from deltackpt.handlers.run import Run
 from deltackpt.save.flight import base_bytes
 from deltackpt.wal.agreement import Wish
 from deltackpt.wal.assembly import Assembly
-from deltackpt.wal.stretch import Stretch
-from deltackpt.wal.writer import Failure, LogWriter
+from deltackpt.wal.epoch import OpenEpoch
+from deltackpt.wal.writer import Failure, WalWriter
 
 #: A log of some such bases is replayed before anybody waits for it.
 _LEAST_BASE_BYTES = 16 << 20
@@ -49,11 +49,11 @@ class Needs:
         """
         self.agreed = None if self._assembly is None else self._assembly.call()
 
-    def begin(self, stretch: Stretch, layout: Layout, calls: int) -> None:
+    def begin(self, epoch: OpenEpoch, layout: Layout, calls: int) -> None:
         """Begins a WAL epoch; all processes make this call together.
 
         Args:
-          stretch: the new WAL epoch.
+          epoch: the new WAL epoch.
           layout: layout of the tables.
           calls: number of ``append()`` calls so far.
         """
@@ -64,8 +64,8 @@ class Needs:
             return
         self._assembly = Assembly(
             JobBoard(),
-            f"deltackpt/wal/{stretch.head.run}/{stretch.head.stretch}",
-            stretch.progress,
+            f"deltackpt/wal/{epoch.head.run}/{epoch.head.epoch}",
+            epoch.progress,
             calls=calls,
             max_wal_ratio=options.max_wal_ratio,
             base_bytes=_base_bytes(layout),
@@ -94,7 +94,7 @@ class Needs:
         if self._assembly is not None:
             self._assembly.wish(Wish(reason, anew))
 
-    def saved(self, writer: LogWriter | None) -> None:
+    def saved(self, writer: WalWriter | None) -> None:
         """Called when a save has started, which contains everything appended."""
         self._refused = None
         if writer is not None:
@@ -119,7 +119,7 @@ class Needs:
         return True
 
     def alone(
-        self, writer: LogWriter | None, layout: Layout, failure: Failure | None, reason: str | None
+        self, writer: WalWriter | None, layout: Layout, failure: Failure | None, reason: str | None
     ) -> str | None:
         """Returns why a single process saves a step now; None with several, which must agree first.
 
@@ -154,7 +154,7 @@ class Needs:
             found.append(self._assembly.alarms.popleft())
         return found
 
-    def _is_long(self, writer: LogWriter, layout: Layout) -> bool:
+    def _is_long(self, writer: WalWriter, layout: Layout) -> bool:
         """Returns whether a single process has appended enough; with several, process 0 decides."""
         options = self._run.options.wal
         assert options is not None

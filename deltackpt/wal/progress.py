@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deltackpt.errors import WalBehind
-from deltackpt.reading.log_progress import NAME, Noted, newest_durable
+from deltackpt.reading.wal_progress import NAME, Noted, newest_durable
 from deltackpt.storage import files
-from deltackpt.storage.store import spot
+from deltackpt.storage.store import store_path
 
 #: The others' are read so often at most.
 _READ_SECS = 0.5
@@ -28,15 +28,15 @@ _SAY_SECS = 60.0
 class Progress:
     """The progress of the processes of one epoch, written by one thread, read by another."""
 
-    def __init__(self, stretch_dir: Path, process: int, count: int):
+    def __init__(self, epoch_dir: Path, process: int, count: int):
         """Reads and writes nothing yet.
 
         Args:
-          stretch_dir: with the segments of all processes.
+          epoch_dir: with the segments of all processes.
           process: index of this process.
           count: number of processes.
         """
-        self._stretch_dir = stretch_dir
+        self._epoch_dir = epoch_dir
         self.process = process
         self.count = count
         self._own = 0
@@ -52,7 +52,7 @@ class Progress:
           step: the training step.
         """
         self._own = number
-        path, record = self._stretch_dir / str(self.process) / NAME, Noted(number, step).to_bytes()
+        path, record = self._epoch_dir / str(self.process) / NAME, Noted(number, step).to_bytes()
         with self._lock, contextlib.suppress(OSError):
             if self._file is None:
                 # A new file at first; then in place, at a tenth of the cost.
@@ -89,7 +89,7 @@ class Progress:
     def _of(self, process: int) -> int:
         if process == self.process:
             return self._own
-        return newest_durable(spot(self._stretch_dir) / str(process)).number
+        return newest_durable(store_path(self._epoch_dir) / str(process)).number
 
 
 class Watch:

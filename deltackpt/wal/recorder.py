@@ -38,12 +38,12 @@ from deltackpt.errors import (
     WaitTimeout,
 )
 from deltackpt.format.manifest import Layout, SaveId
-from deltackpt.format.stretches import Continues
+from deltackpt.format.wal_epochs import Continues
 from deltackpt.handlers import dense
 from deltackpt.handlers.run import Run, keeper
 from deltackpt.options import WalOptions
 from deltackpt.outcomes import Appended
-from deltackpt.reading.stretches import Logs, RecoveryPoint
+from deltackpt.reading.wal_index import RecoveryPoint, WalReader
 from deltackpt.resources.staging import Staging
 from deltackpt.save import snapshot
 from deltackpt.save.branch import Known, doubt, settled
@@ -56,12 +56,12 @@ from deltackpt.storage import files
 from deltackpt.wal import taking, trimming
 from deltackpt.wal.audit import Audit
 from deltackpt.wal.batch import Item, items_of
+from deltackpt.wal.epoch import OpenEpoch, head_of, write_head
 from deltackpt.wal.logged_rows import LoggedRows
 from deltackpt.wal.named_rows import NamedRows
 from deltackpt.wal.needs import Needs
-from deltackpt.wal.stretch import Stretch, head_of, write_head
 from deltackpt.wal.taking import Rows
-from deltackpt.wal.writer import Failure, LogWriter
+from deltackpt.wal.writer import Failure, WalWriter
 
 _GONE = "the WAL records below the restored recovery point are gone"
 _UNNAMED = "an earlier call of append() did not name its rows, and there is no TouchState"
@@ -129,8 +129,8 @@ class Recorder:
         """
         self._run = run
         self._options = run.options.wal
-        self._logs = Logs(run.held.log_at)
-        self._stretch: Stretch | None = None
+        self._logs = WalReader(run.held.log_at)
+        self._epoch: OpenEpoch | None = None
         self._needs = Needs(run)
         #: The tables that the head names.
         self._layout: Layout | None = None
@@ -173,8 +173,8 @@ class Recorder:
             self._references = keeper(run.options.dense)
 
     @property
-    def _writer(self) -> LogWriter | None:
-        return None if self._stretch is None else self._stretch.writer
+    def _writer(self) -> WalWriter | None:
+        return None if self._epoch is None else self._epoch.writer
 
     # Marks.
 
@@ -312,8 +312,8 @@ class Recorder:
 
     def _keep(self, rows: Rows) -> None:
         """Keeps the rows that a call named, and did not append, for the next record."""
-        if self._stretch is not None:
-            self._stretch.writer.owe(rows)
+        if self._epoch is not None:
+            self._epoch.writer.owe(rows)
         elif self._chain is not None:  # Else the next record continues from a save to come.
             self._owed.add(rows)
 
@@ -331,11 +331,11 @@ class Recorder:
         started: float,
     ) -> bool:
         """Passes a batch to the writer; returns whether there was room for it."""
-        options, stretch, chain = self._options, self._stretch, self._chain
-        assert options is not None and stretch is not None and chain is not None
+        options, epoch, chain = self._options, self._epoch, self._chain
+        assert options is not None and epoch is not None and chain is not None
         assert chain.last.settled is not None
         since = clocks_seen(clocks, chain.last.settled)
-        writer = stretch.writer
+        writer = epoch.writer
         losses, owed = writer.losses, writer.take_owed()
         try:
             sources = taking.sources_of(split, marks, rows, self._staging)
@@ -360,7 +360,7 @@ class Recorder:
             if found is not None:
                 raise _Unmarked(found)
             batch = taking.take(
-                SaveId(stretch.head.run, step, number),
+                SaveId(epoch.head.run, step, number),
                 split,
                 segments,
                 full=full,
@@ -465,7 +465,7 @@ class Recorder:
                 events.warn(str(failure.error()))
         return failure
 
-    def _take_news(self, writer: LogWriter) -> Failure | None:
+    def _take_news(self, writer: WalWriter) -> Failure | None:
         """Reports durable records and failed ones; returns the failure."""
         while writer.reports:
             self._run.emit(writer.reports.popleft())
@@ -477,7 +477,7 @@ class Recorder:
         if failure is not None:
             for step in failure.steps:
                 self._run.tell_failure("append", step, failure.cause, failure.since)
-            if self._stretch is not None and self._stretch.is_removed:
+            if self._epoch is not None and self._epoch.is_removed:
                 # The records up to the point that training continues from may be missing, too.
                 self._may_have_trimmed = True
                 self._needs_step = "the WAL was removed"
@@ -508,10 +508,10 @@ class Recorder:
             return step
         if newest is not None:
             self._note_committed(newest)
-        stretch, chain = self._stretch, self._chain
+        epoch, chain = self._epoch, self._chain
         point = None
-        if stretch is not None and chain is not None and self._anchored(chain):
-            point = stretch.newest_point(fresh=fresh)
+        if epoch is not None and chain is not None and self._anchored(chain):
+            point = epoch.newest_point(fresh=fresh)
         if point is not None and (step is None or point.step > step):
             return point
         return step
@@ -577,8 +577,8 @@ class Recorder:
     def close(self) -> None:
         """Ends the writer once all records are durable, or have failed."""
         self._needs.end()
-        if self._stretch is not None:
-            self._stretch.end()
+        if self._epoch is not None:
+            self._epoch.end()
         self.settle_trimming()
 
     # What saves tell; see ``handlers.run.Log``.
@@ -634,16 +634,16 @@ class Recorder:
         if not leads:
             self._chain, self._lost = None, continues
         self._needs.end()
-        if self._stretch is not None:
-            self._owed.add(self._stretch.close())
-            self._stretch = None
+        if self._epoch is not None:
+            self._owed.add(self._epoch.close())
+            self._epoch = None
         if number is not None and logs:
             with run.among.together("looking for the WAL", fatal=True):
                 head = head_of(run, self._logs, number)
-                stretch = Stretch.open(run, head, self._references)
-            stretch.writer.owe(self._owed.take())
-            self._stretch, self._ended = stretch, None
-            self._needs.begin(stretch, split.layout, self._calls)
+                epoch = OpenEpoch.open(run, head, self._references)
+            epoch.writer.owe(self._owed.take())
+            self._epoch, self._ended = epoch, None
+            self._needs.begin(epoch, split.layout, self._calls)
         self._begun, self._layout, self._voiding = True, split.layout, False
         return None if leads else _GONE
 
@@ -717,7 +717,7 @@ class Recorder:
         If the header cannot be written, the next call tries again, and raises if that fails.
         """
         self._follow_run()
-        if self._stretch is None:
+        if self._epoch is None:
             if self._run.among.count == 1:
                 # Records to come must not continue from a step that is older than the base.
                 self._chain, self._needs_root = None, True
@@ -761,9 +761,9 @@ class Recorder:
         self._run.among.of_first("ending the WAL", write, fatal=True)
         self._needs.end()
         self._begun = False
-        if self._stretch is not None:
-            self._owed.add(self._stretch.close())
-            self._stretch = None
+        if self._epoch is not None:
+            self._owed.add(self._epoch.close())
+            self._epoch = None
 
     def _write_end(self) -> None:
         """Writes a header without a WAL, which invalidates everything appended before."""
@@ -785,18 +785,18 @@ class Recorder:
           FencedError: another trainer took over the directory.
           StorageError: the header cannot be written.
         """
-        stretch = self._stretch
-        if not self._voiding or stretch is None:
+        epoch = self._epoch
+        if not self._voiding or epoch is None:
             return
-        if self._logs.numbers()[:1] == [stretch.head.stretch]:
+        if self._logs.numbers()[:1] == [epoch.head.epoch]:
             # Else that is done, the log is gone, or the root is another trainer's.
             self._run.held.check_lease()
             self._write_end()
         # Stamps and ids no longer identify the touched rows, so pending rows are meaningless.
-        stretch.close()
-        stretch.void()
+        epoch.close()
+        epoch.void()
         self._owed = NamedRows()
-        self._stretch, self._voiding = None, False
+        self._epoch, self._voiding = None, False
 
     def _follow_run(self) -> None:
         """Restarts if a restore has begun another run."""
@@ -815,18 +815,18 @@ class Recorder:
         self._committed.clear()
         if (newest := lineage.newest_committed) is not None:
             self._committed.append(newest)
-        if self._stretch is not None:
-            self._stretch.close()
-            self._stretch = None
+        if self._epoch is not None:
+            self._epoch.close()
+            self._epoch = None
 
     def _note_committed(self, newest: SaveId) -> None:
         if self._committed and self._committed[-1] == newest:
             return
         self._committed.append(newest)
         busy = self._trimming is not None and not self._trimming.done()
-        if len(self._committed) < 2 or self._stretch is None or busy:
+        if len(self._committed) < 2 or self._epoch is None or busy:
             return
-        head, process, oldest = self._stretch.head, self._run.among.index, self._committed[0]
+        head, process, oldest = self._epoch.head, self._run.among.index, self._committed[0]
         at = self._run.held.log_dir
         self._trimming = self._run.workers.write(_trim, at, head, process, oldest)
 

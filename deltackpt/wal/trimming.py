@@ -9,14 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from deltackpt.format.manifest import SaveId
-from deltackpt.format.stretches import StretchHead
-from deltackpt.reading.log_places import LogFolder
-from deltackpt.reading.stretches import Logs
-from deltackpt.storage.store import spot
-from deltackpt.upkeep import stretches
+from deltackpt.format.wal_epochs import EpochHeader
+from deltackpt.reading.wal_index import WalReader
+from deltackpt.reading.wal_locations import WalFolder
+from deltackpt.storage.store import store_path
+from deltackpt.upkeep import wal_removal
 
 
-def trim(log_dir: Path, head: StretchHead, process: int, step: SaveId) -> None:
+def trim(log_dir: Path, head: EpochHeader, process: int, step: SaveId) -> None:
     """Removes files that contain only records up to a step.
 
     Each process removes its own files of the current epoch; process 0 removes all files of earlier
@@ -31,8 +31,8 @@ def trim(log_dir: Path, head: StretchHead, process: int, step: SaveId) -> None:
     Raises:
       StorageError: the store reported an error.
     """
-    at = LogFolder(spot(log_dir))
-    logs = Logs(at)
+    at = WalFolder(store_path(log_dir))
+    logs = WalReader(at)
     log = logs.log_of(head, process)
     log.advance()
     folder = logs.segments_of(head) / str(process)
@@ -42,5 +42,5 @@ def trim(log_dir: Path, head: StretchHead, process: int, step: SaveId) -> None:
             folder.store.delete([(folder / name).key])
     if process == 0 and step.run == head.run:
         for number in logs.numbers():
-            if number < head.stretch:
-                stretches.remove(at, number)
+            if number < head.epoch:
+                wal_removal.remove(at, number)

@@ -70,13 +70,20 @@ class Failure(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """An in-flight batch, and its predecessor; None for the previous record."""
+    """An in-flight batch.
+
+    Attributes:
+      batch: what was captured.
+      root: its predecessor; None for the previous record.
+      begins_file: whether it is the first of a new segment.
+    """
 
     batch: Batch
     root: SaveId | None
+    begins_file: bool = False
 
 
-class LogWriter:
+class WalWriter:
     """Writes the batches of one process in the background, in order; see the module."""
 
     def __init__(
@@ -179,7 +186,9 @@ class LogWriter:
                 self._lose([wanted], self.failure.cause)
                 batch.release()
                 return
-            self._queue.append(wanted)
+            # Batches from before ``roll`` may still be queued: they belong to the old file.
+            self._queue.append(dataclasses.replace(wanted, begins_file=self._roll))
+            self._roll = False
             self._bytes += batch.nbytes
             self._busy = True
             if self._thread is None:
@@ -214,7 +223,7 @@ class LogWriter:
         return True
 
     def roll(self) -> None:
-        """Makes the next batch start a new file."""
+        """Makes the next submitted batch start a new file."""
         with self._changed:
             self._roll = True
 
@@ -269,11 +278,9 @@ class LogWriter:
                 self._changed.wait_for(lambda: self._queue or self._closed)
                 if not self._queue:
                     break
-                wanted, roll = self._queue.popleft(), self._roll
-                self._roll = False
-                self._writing = wanted
+                self._writing = wanted = self._queue.popleft()
             try:
-                self._write(wanted, roll)
+                self._write(wanted)
                 self._sync_where_due()
             except Exception as error:
                 self._give_up(error)
@@ -285,10 +292,10 @@ class LogWriter:
             del wanted
         self._segments.close()
 
-    def _write(self, wanted: Wanted, roll: bool) -> None:
+    def _write(self, wanted: Wanted) -> None:
         batch = wanted.batch
         segments = self._segments
-        if roll or segments.segment_bytes >= self._segment_bytes:
+        if wanted.begins_file or segments.segment_bytes >= self._segment_bytes:
             self._sync()
             segments.roll()
             self._dense.restart()

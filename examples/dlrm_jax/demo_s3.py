@@ -34,7 +34,7 @@ from running.progress import Progress
 import deltackpt
 from deltackpt import inspect
 from deltackpt.ledger.view import JournalView
-from deltackpt.storage.store import spot
+from deltackpt.storage.store import store_path
 from deltackpt.tiers.stage import Stage
 from dlrm_jax import main, trainer
 
@@ -106,7 +106,7 @@ def lose_node(
     """
     process = victim.start(f"--stage={stage.path}", *tiers)
     # The server stores objects as files, so listing them sends no request.
-    view = JournalView(spot(server.folder / "demo") / "run")
+    view = JournalView(store_path(server.folder / "demo") / "run")
     half: set[str] = set()
     while not half and process.poll() is None:
         time.sleep(_POLL_SECS)

@@ -28,7 +28,7 @@ from deltackpt.ledger import entries
 from deltackpt.ledger.entries import Standing, Unit
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.view import JournalView, entry_name
-from deltackpt.storage.store import Missing, Spot
+from deltackpt.storage.store import Missing, StorePath
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
@@ -54,7 +54,7 @@ def _tried(work, times: int = 6):
 class _Trainer:
     """A trainer that resumes from the newest step until it is fenced, and then claims again."""
 
-    def __init__(self, root: Spot, drawn: random.Random, damaged: dict[str, bytes]):
+    def __init__(self, root: StorePath, drawn: random.Random, damaged: dict[str, bytes]):
         self.root, self.drawn, self.claims = root, drawn, 3
         #: The original contents of damaged entries.
         self.damaged = damaged
@@ -135,7 +135,7 @@ class _Trainer:
         return prefix
 
 
-def _read(root: Spot, over: threading.Event) -> int:
+def _read(root: StorePath, over: threading.Event) -> int:
     """Checks that each step is complete as long as it is listed."""
     shown, read = JournalView(root), 0
     while not over.is_set():
@@ -159,7 +159,7 @@ def _read(root: Spot, over: threading.Event) -> int:
 
 
 def _check(
-    root: Spot, trainers: list[_Trainer], damaged: Mapping[str, bytes]
+    root: StorePath, trainers: list[_Trainer], damaged: Mapping[str, bytes]
 ) -> list[entries.Entry]:
     history = chain(root, damaged)
     epochs = [one.lease.epoch for one in history[-1].claims]
@@ -202,7 +202,7 @@ def _round(
     fates = [drawn.choice(proxy.KINDS) if drawn.random() < faults else None for _ in range(20_000)]
     plan = network.plan(where, lambda number: fates[number % len(fates)], after=drawn.randrange(40))
 
-    def root() -> Spot:
+    def root() -> StorePath:
         return opened(network, where, _DEADLINE_SECS, retries=drawn.random() < 0.5)
 
     damaged: dict[str, bytes] = {}

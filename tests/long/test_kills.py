@@ -119,11 +119,11 @@ def draw_kill(
 
     Once enough processes were killed, each life aims at one of the phases that are still missing.
     """
-    ways = ("call", "call", "call", "phase", "phase", "ready", "ready", "restoring")
-    way = "phase" if missing else random_.choice(ways)
-    if way in moments:
-        return {}, way, random_.uniform(0, moments[way] * (1 if way == "restoring" else 3 / 5))
-    if way == "phase":
+    plans = ("call", "call", "call", "phase", "phase", "ready", "ready", "restoring")
+    plan = "phase" if missing else random_.choice(plans)
+    if plan in moments:
+        return {}, plan, random_.uniform(0, moments[plan] * (1 if plan == "restoring" else 3 / 5))
+    if plan == "phase":
         fewest = min(phases.values())
         # Random among the rarest: a life may not reach its phase.
         rarest = random_.choice([phase for phase, hits in phases.items() if hits == fewest])

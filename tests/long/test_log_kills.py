@@ -113,12 +113,12 @@ def draw_kill(
     random_: random.Random, phases: collections.Counter[str], calls: int, moments: dict[str, float]
 ) -> tuple[dict, str, float | None]:
     """Draws the call at which a process kills itself, or the note and delay of an outside kill."""
-    way = random_.choice(("call", "call", "call", "phase", "ready", "ready", "restoring"))
-    if way in moments:
-        return {}, way, random_.uniform(0, moments[way])
+    plan = random_.choice(("call", "call", "call", "phase", "ready", "ready", "restoring"))
+    if plan in moments:
+        return {}, plan, random_.uniform(0, moments[plan])
     at, match = random_.randint(1, calls), ""
     rarest = min(log_harness.MATCHES, key=phases.__getitem__)
-    if way == "phase":
+    if plan == "phase":
         at, match = random_.randint(1, 3), log_harness.MATCHES[rarest]
     return {"action": trainee.KILL, "at": at, "match": match}, "ready", None
 

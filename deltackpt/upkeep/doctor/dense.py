@@ -10,7 +10,7 @@ from deltackpt.errors import Damaged, DeltackptError, FormatMismatch
 from deltackpt.format.dense_blocks import PLAIN
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import chains, saves
-from deltackpt.storage.store import spot
+from deltackpt.storage.store import store_path
 from deltackpt.upkeep.dense_chain import DenseChain
 from deltackpt.upkeep.doctor.findings import Finding
 
@@ -27,7 +27,7 @@ def dense_findings(opened: Steps) -> Iterator[Finding]:
     if newest is None:
         return
     try:
-        at = spot(opened.at(newest))
+        at = store_path(opened.at(newest))
         if saves.read_save(at, opened.item).head.dense_blocks is None:
             return
     except (Damaged, FormatMismatch) as error:

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from deltackpt import units
 from deltackpt.errors import Damaged, DeltackptError
 from deltackpt.format.manifest import SaveId
-from deltackpt.ledger.log_losses import in_both, losses_of
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading.log_states import LogState, log_state
-from deltackpt.reading.stretches import Era, History, Logs, Way, newest_way
-from deltackpt.storage.store import spot
+from deltackpt.ledger.wal_losses import in_both, losses_of
+from deltackpt.reading.wal_index import EpochView, ReplayPlan, WalIndex, WalReader, newest_plan
+from deltackpt.reading.wal_state import WalState, read_wal_state
+from deltackpt.storage.store import store_path
 from deltackpt.upkeep.doctor.findings import Finding, ago_text
 
 #: A lag of a process beyond which a warning is emitted: it delays recovery points.
@@ -30,13 +30,13 @@ def log_findings(opened: Steps, steps: Mapping[int, SaveId]) -> Iterator[Finding
       steps: its committed steps, by number.
     """
     try:
-        found = log_state(opened.log_at)
+        found = read_wal_state(opened.log_at)
     except DeltackptError as error:
         yield _problem("WAL", str(error), "No recovery point can be restored.")
         return
-    if not found.stretches:
+    if not found.epochs:
         return
-    if found.history is None:
+    if found.index is None:
         yield _problem(
             "WAL",
             str(found.problem),
@@ -46,14 +46,14 @@ def log_findings(opened: Steps, steps: Mapping[int, SaveId]) -> Iterator[Finding
         )
         return
     yield _summary(found)
-    for era in found.history.eras:
-        yield from _places(era)
-    if found.history.eras:
-        yield from _processes(found.history.eras[0])
-        yield from _gaps(opened, found.history)
-    if (way := newest_way(found.history, steps)) is not None:
+    for view in found.index.views:
+        yield from _places(view)
+    if found.index.views:
+        yield from _processes(found.index.views[0])
+        yield from _gaps(opened, found.index)
+    if (plan := newest_plan(found.index, steps)) is not None:
         try:
-            yield _length(way)
+            yield _length(plan)
         except Damaged as error:
             text = "The newest recovery point cannot be restored."
             yield _problem("WAL to replay", str(error), text)
@@ -69,10 +69,10 @@ def log_findings(opened: Steps, steps: Mapping[int, SaveId]) -> Iterator[Finding
         )
 
 
-def _summary(found: LogState) -> Finding:
-    assert found.history is not None
-    points = [point for point in found.history.points() if point.full]
-    nbytes = sum(one.nbytes for one in found.stretches)
+def _summary(found: WalState) -> Finding:
+    assert found.index is not None
+    points = [point for point in found.index.points() if point.full]
+    nbytes = sum(one.nbytes for one in found.epochs)
     newest = "no full recovery point"
     if points:
         age = ago_text(time.time() - points[0].unix_secs)
@@ -82,9 +82,9 @@ def _summary(found: LogState) -> Finding:
         area="directory",
         subject="WAL",
         severity="ok",
-        found=f"{units.count(len(found.stretches), 'epoch')}, {units.size(nbytes)}; {newest}",
+        found=f"{units.count(len(found.epochs), 'epoch')}, {units.size(nbytes)}; {newest}",
         figures={
-            "epochs": len(found.stretches),
+            "epochs": len(found.epochs),
             "full_recovery_points": len(points),
             "newest_recovery_point": points[0].step if points else None,
             "nbytes": nbytes,
@@ -92,23 +92,23 @@ def _summary(found: LogState) -> Finding:
     )
 
 
-def _places(era: Era) -> Iterator[Finding]:
+def _places(view: EpochView) -> Iterator[Finding]:
     """Checks that a separate directory of the WAL is visible from here."""
-    where = era.head.directory
-    if where is not None and era.head.process_count and not spot(where).exists():
+    where = view.head.directory
+    if where is not None and view.head.process_count and not store_path(where).exists():
         yield _problem(
-            f"directory of WAL epoch {era.head.stretch}",
+            f"directory of WAL epoch {view.head.epoch}",
             f"{where}: no such directory on this machine",
             "Its recovery points cannot be restored here: the disk is lost, or on another node.",
             "mount it, or restore on the node that has it",
         )
 
 
-def _processes(era: Era) -> Iterator[Finding]:
+def _processes(view: EpochView) -> Iterator[Finding]:
     """Checks for processes of the newest epoch that delay its recovery points."""
     newest = {
         process: max(log.by_id.values(), key=lambda record: record.save_id.attempt, default=None)
-        for process, log in era.processes.items()
+        for process, log in view.processes.items()
     }
     records = [record for record in newest.values() if record is not None]
     if not records:
@@ -130,17 +130,17 @@ def _processes(era: Era) -> Iterator[Finding]:
         area="directory",
         subject="WAL processes",
         severity="warning" if late else "note",
-        found=f"of {era.head.process_count}, " + ", ".join(texts),
+        found=f"of {view.head.process_count}, " + ", ".join(texts),
         meaning="A recovery point needs the records of all processes; newer ones are lost.",
         action="check the disks and program logs of these processes" if late else "",
         figures={"behind_secs": behind},
     )
 
 
-def _gaps(opened: Steps, history: History) -> Iterator[Finding]:
+def _gaps(opened: Steps, index: WalIndex) -> Iterator[Finding]:
     """Checks for missing or altered records, except for a torn end."""
-    if found := losses_of(opened, history, max(opened.steps(), default=-1)):
-        again = Logs(opened.log_at).read()
+    if found := losses_of(opened, index, max(opened.steps(), default=-1)):
+        again = WalReader(opened.log_at).read()
         found = in_both(found, losses_of(opened, again, max(opened.steps(), default=-1)))
     if found:
         yield Finding(
@@ -154,27 +154,27 @@ def _gaps(opened: Steps, history: History) -> Iterator[Finding]:
         )
 
 
-def _length(way: Way) -> Finding:
+def _length(plan: ReplayPlan) -> Finding:
     """Compares the bytes that a restore replays with the size of a base."""
-    groups = way.era.head.groups
+    groups = plan.view.head.groups
     base = sum(group.rows * group.row_bytes for group in groups) + sum(
         value.nbytes
-        for record in way.last_records.values()
+        for record in plan.last_records.values()
         if record.dense is not None
         for value in record.dense.values
     )
-    long = way.nbytes > max(base, _LEAST_BASE_BYTES)
+    long = plan.nbytes > max(base, _LEAST_BASE_BYTES)
     return Finding(
         area="directory",
         subject="WAL to replay",
         severity="warning" if long else "ok",
         found=(
-            f"{units.size(way.nbytes)} from step {way.step.step} to {way.point.step}; a base has "
-            f"{units.size(base)}"
+            f"{units.size(plan.nbytes)} from step {plan.step.step} to {plan.point.step}; a base "
+            f"has {units.size(base)}"
         ),
         meaning="A restore reads more WAL than a full base would be." if long else "",
         action="save() more often, or lower WalOptions.max_wal_ratio" if long else "",
-        figures={"wal_bytes": way.nbytes, "base_bytes": base},
+        figures={"wal_bytes": plan.nbytes, "base_bytes": base},
     )
 
 

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deltackpt.errors import Damaged, DamagedWal, FormatMismatch
-from deltackpt.format import names, stretches
+from deltackpt.format import names, wal_epochs
 from deltackpt.format.manifest import SaveId
-from deltackpt.format.stretches import Continues, StretchHead
+from deltackpt.format.wal_epochs import Continues, EpochHeader
 from deltackpt.layers.footer import EpochRef
 from deltackpt.reading import bounds
-from deltackpt.reading.log_places import LogFolder, LogPlaces, Record
-from deltackpt.reading.wal_records import Hole, ProcessLog, WalRecord
-from deltackpt.storage.store import FileStore, Missing, Spot
+from deltackpt.reading.wal_locations import Record, WalFolder, WalLocation
+from deltackpt.reading.wal_records import Hole, ProcessWal, WalRecord
+from deltackpt.storage.store import FileStore, Missing, StorePath
 
 
 class RecoveryPoint(NamedTuple):
@@ -54,59 +54,59 @@ class RecoveryPoint(NamedTuple):
         return f"recovery point {self.step} of WAL epoch {self.epoch}"
 
 
-class Leg(NamedTuple):
+class ReplaySegment(NamedTuple):
     """Records of one epoch, by process, oldest first."""
 
-    head: StretchHead
+    head: EpochHeader
     records: Mapping[int, tuple[WalRecord, ...]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Way:
+class ReplayPlan:
     """The records to replay from a step to a recovery point.
 
     Attributes:
       point: the recovery point.
       step: the step that the replay starts from.
-      legs: the records by epoch, oldest first.
-      era: the valid part of the point's epoch.
+      segments: the records by epoch, oldest first.
+      view: the valid part of the point's epoch.
     """
 
     point: RecoveryPoint
     step: SaveId
-    legs: tuple[Leg, ...]
-    era: Era
+    segments: tuple[ReplaySegment, ...]
+    view: EpochView
 
     @property
     def nbytes(self) -> int:
         """Returns the bytes of all records."""
         return sum(
             record.nbytes
-            for leg in self.legs
-            for records in leg.records.values()
+            for segment in self.segments
+            for records in segment.records.values()
             for record in records
         )
 
-    def after(self, point: RecoveryPoint) -> Way | None:
+    def after(self, point: RecoveryPoint) -> ReplayPlan | None:
         """Returns the part after a recovery point; None if the plan does not pass it."""
-        for number, leg in enumerate(self.legs):
-            if leg.head.stretch == point.epoch:
+        for number, segment in enumerate(self.segments):
+            if segment.head.epoch == point.epoch:
                 left = {}
-                for process, records in leg.records.items():
+                for process, records in segment.records.items():
                     ids = [record.save_id for record in records]
                     if point.save_id not in ids:
                         return None
                     left[process] = records[ids.index(point.save_id) + 1 :]
-                legs = (Leg(leg.head, left), *self.legs[number + 1 :])
-                return dataclasses.replace(self, legs=legs)
+                segments = (ReplaySegment(segment.head, left), *self.segments[number + 1 :])
+                return dataclasses.replace(self, segments=segments)
         return None
 
     def needs(self, record: SaveId) -> bool:
         """Returns whether the plan contains a record of any process."""
         return any(
             one.save_id == record
-            for leg in self.legs
-            for records in leg.records.values()
+            for segment in self.segments
+            for records in segment.records.values()
             for one in records
         )
 
@@ -114,7 +114,7 @@ class Way:
     def last_records(self) -> Mapping[int, WalRecord]:
         """Returns the record of the point of each process."""
         return {
-            process: log.by_id[self.point.save_id] for process, log in self.era.processes.items()
+            process: log.by_id[self.point.save_id] for process, log in self.view.processes.items()
         }
 
 
@@ -145,12 +145,12 @@ class Loss(NamedTuple):
 class _Log(NamedTuple):
     """The WAL of a process, and its records by their save ids."""
 
-    log: ProcessLog
+    log: ProcessWal
     by_id: Mapping[SaveId, WalRecord]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Era:
+class EpochView:
     """The valid part of a WAL epoch.
 
     Attributes:
@@ -159,7 +159,7 @@ class Era:
       processes: the WAL of each process, if it has one.
     """
 
-    head: StretchHead
+    head: EpochHeader
     last: SaveId | None
     processes: Mapping[int, _Log]
 
@@ -175,7 +175,7 @@ class Era:
                 records = [log.by_id[save_id] for log in self.processes.values()]
                 full = all(record.full for record in records)
                 secs = min(record.unix_secs for record in records)
-                found.append(RecoveryPoint(self.head.stretch, save_id, full, secs))
+                found.append(RecoveryPoint(self.head.epoch, save_id, full, secs))
         return found
 
     def losses(self) -> Iterator[Loss]:
@@ -186,7 +186,7 @@ class Era:
                 end = [one for one in holes if _is_behind(one, last)]
                 holes = holes[: len(holes) - len(end)]
                 if last not in log.by_id:
-                    name = f"WAL of process {process} in epoch {self.head.stretch}"
+                    name = f"WAL of process {process} in epoch {self.head.epoch}"
                     expected = f"the record {last} that training continued from"
                     missing = Damaged(name, expected, "none")
                     breaks = log.log.breaks
@@ -203,36 +203,36 @@ class Era:
         return save_id.run == self.head.run and not ended
 
 
-class History:
+class WalIndex:
     """The contents of a checkpoint directory's WAL at the time it was read."""
 
     def __init__(
         self,
-        eras: tuple[Era, ...],
+        views: tuple[EpochView, ...],
         unreadable: tuple[Damaged, bool] | None = None,
         replaced: Sequence[Damaged] = (),
         unseen: Damaged | None = None,
     ):
-        """Created by ``Logs.read``.
+        """Created by ``WalReader.read``.
 
         Args:
-          eras: the epochs that count, newest first.
+          views: the epochs that count, newest first.
           unreadable: the error of the header that the oldest of them continues from, and whether
             that header exists.
           replaced: errors of headers of which a copy was read instead: nothing is lost.
           unseen: the missing part if the segments of the newest are not visible from here.
         """
-        self.eras = eras
+        self.views = views
         self._unseen = unseen
         self.replaced = replaced
         self._unreadable = unreadable
 
     def losses(self, above: int) -> list[Loss]:
         """Returns missing or altered records after a training step."""
-        found = [one for era in self.eras for one in era.losses()]
+        found = [one for view in self.views for one in view.losses()]
         if self._unseen is not None:  # Its newest record is unknown.
             found.append(Loss.of(above + 1, self._unseen, may_be_trimmed=False))
-        if self._unreadable is not None and (goes_on := self.eras[-1].head.continues) is not None:
+        if self._unreadable is not None and (goes_on := self.views[-1].head.continues) is not None:
             error, is_there = self._unreadable
             step = goes_on.save_id.step
             found.append(Loss.of(step, error, may_be_trimmed=not is_there))
@@ -240,21 +240,21 @@ class History:
 
     def points(self) -> list[RecoveryPoint]:
         """Returns all valid recovery points, newest first, including soft ones."""
-        return [point for era in self.eras for point in era.points()]
+        return [point for view in self.views for point in view.points()]
 
     def has_step(self, save_id: SaveId) -> bool:
         """Returns whether a committed step is on the lineage of the newest epoch."""
-        return any(era.has_step(save_id) or era.head.base == save_id for era in self.eras)
+        return any(view.has_step(save_id) or view.head.base == save_id for view in self.views)
 
     def counts(self, point: RecoveryPoint) -> bool:
         """Returns whether training continued from a point, even if its records were trimmed."""
-        for era in self.eras:
-            if era.head.stretch == point.epoch:
-                ended = era.last is not None and point.save_id.attempt > era.last.attempt
-                return era.head.run == point.save_id.run and not ended
+        for view in self.views:
+            if view.head.epoch == point.epoch:
+                ended = view.last is not None and point.save_id.attempt > view.last.attempt
+                return view.head.run == point.save_id.run and not ended
         return False
 
-    def way(self, point: RecoveryPoint, step: SaveId) -> Way | None:
+    def plan(self, point: RecoveryPoint, step: SaveId) -> ReplayPlan | None:
         """Returns the records from a step to a point; None if they do not reach back to the step.
 
         Args:
@@ -262,35 +262,35 @@ class History:
           step: save id of a committed step that ``has_step`` and that is not after the point.
         """
         number = next(
-            (i for i, era in enumerate(self.eras) if era.head.stretch == point.epoch), None
+            (i for i, view in enumerate(self.views) if view.head.epoch == point.epoch), None
         )
         if number is None:
             return None
-        legs = self._legs(number, point.save_id, step)
-        if legs is None:
+        segments = self._segments(number, point.save_id, step)
+        if segments is None:
             return None
-        return Way(point=point, step=step, legs=tuple(legs), era=self.eras[number])
+        return ReplayPlan(point=point, step=step, segments=tuple(segments), view=self.views[number])
 
-    def _legs(self, number: int, save_id: SaveId, step: SaveId) -> list[Leg] | None:
-        era = self.eras[number]
+    def _segments(self, number: int, save_id: SaveId, step: SaveId) -> list[ReplaySegment] | None:
+        view = self.views[number]
         records, ends = {}, set()
-        for process, log in era.processes.items():
+        for process, log in view.processes.items():
             found = _records_down_to(log.by_id, save_id, step)
             if found is None:
                 return None
             records[process], end = found
             if end.step > step.step:
                 ends.add(end)
-        if len(records) != era.head.process_count:
+        if len(records) != view.head.process_count:
             return None
-        leg = Leg(era.head, records)
+        segment = ReplaySegment(view.head, records)
         if not ends:
-            return [leg]
-        continues = era.head.continues
-        if continues is None or ends != {continues.save_id} or number + 1 == len(self.eras):
+            return [segment]
+        continues = view.head.continues
+        if continues is None or ends != {continues.save_id} or number + 1 == len(self.views):
             return None
-        before = self._legs(number + 1, continues.save_id, step)
-        return None if before is None else [*before, leg]
+        before = self._segments(number + 1, continues.save_id, step)
+        return None if before is None else [*before, segment]
 
 
 def _records_down_to(
@@ -313,25 +313,25 @@ def _records_down_to(
     return tuple(reversed(found)), current
 
 
-def apart_folder(directory: str, run: str) -> LogFolder:
+def apart_folder(directory: str, run: str) -> WalFolder:
     """Returns the folder of a run's WAL in a directory that several runs share."""
     # The directory is the store itself, which is never recreated if it was moved or removed.
-    return LogFolder(Spot(FileStore(Path(directory)), run))
+    return WalFolder(StorePath(FileStore(Path(directory)), run))
 
 
-class Logs:
+class WalReader:
     """The current WAL of a checkpoint directory; it can be read repeatedly."""
 
-    def __init__(self, at: Spot | LogPlaces):
+    def __init__(self, at: StorePath | WalLocation):
         """Reads nothing yet.
 
         Args:
           at: where it is; for a directory, that of the headers.
         """
-        self.places: LogPlaces = LogFolder(at) if isinstance(at, Spot) else at
+        self.places: WalLocation = WalFolder(at) if isinstance(at, StorePath) else at
         #: Heads, and their bytes: a new root may take the place of the one that was read.
-        self._heads: dict[int, tuple[bytes, StretchHead]] = {}
-        self._logs: dict[tuple[int, int], ProcessLog] = {}
+        self._heads: dict[int, tuple[bytes, EpochHeader]] = {}
+        self._logs: dict[tuple[int, int], ProcessWal] = {}
         #: Errors of heads of which a copy was read instead.
         self._replaced: dict[int, Damaged] = {}
 
@@ -339,68 +339,68 @@ class Logs:
         """Returns numbers of all epochs, newest first, including those with unreadable headers."""
         return sorted(self.places.numbers(), reverse=True)
 
-    def head(self, stretch: int) -> StretchHead:
+    def head(self, epoch: int) -> EpochHeader:
         """Returns the header of an epoch; it never changes.
 
         Raises:
           Damaged: it is missing or altered.
           FormatTooNew: a later version of deltackpt wrote it.
         """
-        self._replaced.pop(stretch, None)
+        self._replaced.pop(epoch, None)
         try:
-            return self._head_of(stretch, self.places.head(stretch))
+            return self._head_of(epoch, self.places.head(epoch))
         except Damaged as error:
             try:
-                found = self._head_of(stretch, self.places.copy(stretch))
+                found = self._head_of(epoch, self.places.copy(epoch))
             except Damaged:
                 raise error from None
             action = "its copy was read, and nothing is lost"
             told = Damaged(error.object_name, error.expected, error.found, action)
-            self._replaced[stretch] = told
+            self._replaced[epoch] = told
             return found
 
-    def _head_of(self, stretch: int, record: Record) -> StretchHead:
+    def _head_of(self, epoch: int, record: Record) -> EpochHeader:
         shown, data = record
-        known, found = self._heads.get(stretch, (None, None))
+        known, found = self._heads.get(epoch, (None, None))
         if found is None or known != data:
-            found = stretches.from_bytes(data, name=shown)
-            if found.stretch != stretch:
-                raise Damaged(shown, f"WAL epoch {stretch}", f"WAL epoch {found.stretch}")
+            found = wal_epochs.from_bytes(data, name=shown)
+            if found.epoch != epoch:
+                raise Damaged(shown, f"WAL epoch {epoch}", f"WAL epoch {found.epoch}")
             bounds.check_tables(found, shown)
-            self._forget(stretch)
-            self._heads[stretch] = data, found
+            self._forget(epoch)
+            self._heads[epoch] = data, found
         return found
 
-    def segments_of(self, head: StretchHead) -> Spot:
+    def segments_of(self, head: EpochHeader) -> StorePath:
         """Returns the directory of an epoch's segments.
 
         A directory outside the checkpoint directory is used only if it holds the header too: on
         another node, a different directory may have the same path.
         """
         apart = self._segments_apart(head)
-        return self.places.segments(head.stretch) if apart is None else apart
+        return self.places.segments(head.epoch) if apart is None else apart
 
-    def _segments_apart(self, head: StretchHead) -> Spot | None:
+    def _segments_apart(self, head: EpochHeader) -> StorePath | None:
         """Returns the directory of an epoch's segments in another directory, if it exists."""
         if head.directory is not None:
             apart = apart_folder(head.directory, head.run)
             for read in (apart.head, apart.copy):
                 with contextlib.suppress(Damaged, FormatMismatch):
-                    name, data = read(head.stretch)
-                    if stretches.from_bytes(data, name=name) == head:
-                        return apart.segments(head.stretch)
+                    name, data = read(head.epoch)
+                    if wal_epochs.from_bytes(data, name=name) == head:
+                        return apart.segments(head.epoch)
         return None
 
-    def _unseen(self, era: Era) -> Damaged | None:
+    def _unseen(self, view: EpochView) -> Damaged | None:
         """Returns the missing part if an epoch's segments are in a directory not visible here."""
-        head = era.head
-        nothing = not any(log.by_id for log in era.processes.values())
+        head = view.head
+        nothing = not any(log.by_id for log in view.processes.values())
         if not (nothing and head.directory and head.process_count) or self._segments_apart(head):
             return None
-        name = f"{apart_folder(head.directory, head.run)}/{names.stretch_name(head.stretch)}"
-        return Damaged(name, f"WAL epoch {head.stretch}", "no header of it")
+        name = f"{apart_folder(head.directory, head.run)}/{names.epoch_name(head.epoch)}"
+        return Damaged(name, f"WAL epoch {head.epoch}", "no header of it")
 
-    def read(self) -> History:
+    def read(self) -> WalIndex:
         """Returns the valid records of the WAL.
 
         Raises:
@@ -412,7 +412,7 @@ class Logs:
         for gone in self._heads.keys() - {*numbers}:
             self._forget(gone)
         if not numbers:
-            return History(())
+            return WalIndex(())
         try:
             newest = self.head(numbers[0])
         except Damaged as error:
@@ -423,7 +423,7 @@ class Logs:
                 "restore_latest(wal=False)"
             )
             raise Damaged(error.object_name, error.expected, error.found, action) from error
-        return self._history(newest)
+        return self._index(newest)
 
     def leads(self, step: SaveId, to: Continues) -> bool:
         """Returns whether the records from a step to a point exist, valid or not.
@@ -437,29 +437,29 @@ class Logs:
           StorageError: the WAL cannot be read.
         """
         try:
-            head = self.head(to.stretch)
+            head = self.head(to.epoch)
         except (Damaged, Missing):
             return False
-        point = RecoveryPoint(to.stretch, to.save_id, True, 0.0)
-        return self._history(head).way(point, step) is not None
+        point = RecoveryPoint(to.epoch, to.save_id, True, 0.0)
+        return self._index(head).plan(point, step) is not None
 
-    def _forget(self, stretch: int) -> None:
-        self._heads.pop(stretch, None)
-        for key in [key for key in self._logs if key[0] == stretch]:
+    def _forget(self, epoch: int) -> None:
+        self._heads.pop(epoch, None)
+        for key in [key for key in self._logs if key[0] == epoch]:
             del self._logs[key]
 
-    def log_of(self, head: StretchHead, process: int) -> ProcessLog:
+    def log_of(self, head: EpochHeader, process: int) -> ProcessWal:
         """Returns one process's WAL of an epoch, as far as it was read."""
-        key = head.stretch, process
+        key = head.epoch, process
         if key not in self._logs:
             folder = self.segments_of(head) / str(process)
-            data, known = self._heads.get(head.stretch, (b"", None))
+            data, known = self._heads.get(head.epoch, (b"", None))
             # Its own bytes: a later version may have written fields that are unknown here.
             epoch = EpochRef.of(head, data if known == head else None)
-            self._logs[key] = ProcessLog(folder, head.run, epoch, process)
+            self._logs[key] = ProcessWal(folder, head.run, epoch, process)
         return self._logs[key]
 
-    def era(self, head: StretchHead, last: SaveId | None) -> Era:
+    def view(self, head: EpochHeader, last: SaveId | None) -> EpochView:
         """Returns an epoch up to a record, even if the epoch is no longer valid.
 
         Args:
@@ -477,45 +477,45 @@ class Logs:
                 record.save_id: record for record in log.records if _counts(record, head, last)
             }
             processes[process] = _Log(log, records)
-        return Era(head, last, processes)
+        return EpochView(head, last, processes)
 
-    def _history(self, head: StretchHead) -> History:
+    def _index(self, head: EpochHeader) -> WalIndex:
         """Returns an epoch, and the point or step that it continues from."""
-        eras, unreadable = [self.era(head, None)], None
+        views, unreadable = [self.view(head, None)], None
         while (continues := head.continues) is not None:
             try:
-                head = self.head(continues.stretch)
+                head = self.head(continues.epoch)
             except Damaged as error:
-                unreadable = error, self.places.has(continues.stretch)
+                unreadable = error, self.places.has(continues.epoch)
                 break
-            eras.append(self.era(head, continues.save_id))
-        unseen = self._unseen(eras[0])
-        replaced = (self._replaced.get(era.head.stretch) for era in eras)
+            views.append(self.view(head, continues.save_id))
+        unseen = self._unseen(views[0])
+        replaced = (self._replaced.get(view.head.epoch) for view in views)
         found = [one for one in replaced if one is not None]
-        return History(tuple(eras), unreadable, found, unseen)
+        return WalIndex(tuple(views), unreadable, found, unseen)
 
 
 def _is_behind(hole: Hole, last: SaveId) -> bool:
     return hole.before is None or hole.before.save_id.attempt > last.attempt
 
 
-def _counts(record: WalRecord, head: StretchHead, last: SaveId | None) -> bool:
+def _counts(record: WalRecord, head: EpochHeader, last: SaveId | None) -> bool:
     of_run = record.save_id.run == head.run
     return of_run and (last is None or record.save_id.attempt <= last.attempt)
 
 
-def newest_way(
-    history: History,
+def newest_plan(
+    index: WalIndex,
     steps: Mapping[int, SaveId | None],
     skipped: Collection[SaveId] = (),
     *,
     at: int | None = None,
     soft: bool = False,
-) -> Way | None:
+) -> ReplayPlan | None:
     """Returns the replay plan to the newest full recovery point after some steps.
 
     Args:
-      history: contents of the WAL.
+      index: contents of the WAL.
       steps: committed steps by number; None if the save id of a step is unknown.
       skipped: damaged records to avoid.
       at: step of the wanted point; the newest by default.
@@ -525,63 +525,63 @@ def newest_way(
       The replay plan; None if no restorable point is newer than the newest step.
     """
     newest = max(steps, default=None)
-    for point in history.points():
+    for point in index.points():
         if not (point.full or soft) or (at is not None and point.step != at):
             continue
         if at is None and newest is not None and point.step <= newest:
             return None
         for step in sorted((step for step in steps if step <= point.step), reverse=True):
             save_id = steps[step]
-            if save_id is None or not history.has_step(save_id):
+            if save_id is None or not index.has_step(save_id):
                 continue
             if any(_between(record, save_id, point) for record in skipped):
                 continue  # A cheap check that rejects most.
-            way = history.way(point, save_id)
-            if way is not None and not any(map(way.needs, skipped)):
-                return way
+            plan = index.plan(point, save_id)
+            if plan is not None and not any(map(plan.needs, skipped)):
+                return plan
     return None
 
 
 class Covering(NamedTuple):
     """A replay plan, and all recovery points that it passes, oldest first; the last is its end."""
 
-    way: Way
+    plan: ReplayPlan
     points: tuple[RecoveryPoint, ...]
 
 
 def coverings(
-    history: History, steps: Mapping[int, SaveId]
+    index: WalIndex, steps: Mapping[int, SaveId]
 ) -> tuple[list[Covering], list[RecoveryPoint]]:
     """Returns few replay plans that cover each reachable recovery point once, soft ones too.
 
     Args:
-      history: contents of the WAL.
+      index: contents of the WAL.
       steps: committed steps.
 
     Returns:
       The replay plans, newest first; and the unreachable points, newest first.
     """
-    below = sorted((one for one in steps if history.has_step(steps[one])), reverse=True)
-    points = history.points()
+    below = sorted((one for one in steps if index.has_step(steps[one])), reverse=True)
+    points = index.points()
     found: list[Covering] = []
     unreached: list[RecoveryPoint] = []
     passed: set[SaveId] = set()
     for point in points:
         if point.save_id in passed:
             continue
-        ways = (history.way(point, steps[step]) for step in below if step <= point.step)
-        way = next((way for way in ways if way is not None), None)
-        if way is None:
+        plans = (index.plan(point, steps[step]) for step in below if step <= point.step)
+        plan = next((plan for plan in plans if plan is not None), None)
+        if plan is None:
             unreached.append(point)
             continue
         along = {point.save_id}
-        for leg in way.legs:
+        for segment in plan.segments:
             along |= set.intersection(
-                *({record.save_id for record in records} for records in leg.records.values())
+                *({record.save_id for record in records} for records in segment.records.values())
             )
         on = [one for one in reversed(points) if one.save_id in along - passed]
         passed |= along
-        found.append(Covering(way, tuple(on)))
+        found.append(Covering(plan, tuple(on)))
     return found, unreached
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from deltackpt.errors import Damaged
 from deltackpt.format import names
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 
 
 class Record(NamedTuple):
@@ -22,7 +22,7 @@ class Record(NamedTuple):
     data: bytes
 
 
-class LogPlaces(Protocol):
+class WalLocation(Protocol):
     """Headers of WAL epochs, and their segments."""
 
     def numbers(self) -> list[int]:
@@ -41,11 +41,11 @@ class LogPlaces(Protocol):
         """
         ...
 
-    def has(self, stretch: int) -> bool:
+    def has(self, epoch: int) -> bool:
         """Returns whether a header with a number, or a copy of it, exists."""
         ...
 
-    def head(self, stretch: int) -> Record:
+    def head(self, epoch: int) -> Record:
         """Returns the header of an epoch.
 
         Raises:
@@ -54,7 +54,7 @@ class LogPlaces(Protocol):
         """
         ...
 
-    def copy(self, stretch: int) -> Record:
+    def copy(self, epoch: int) -> Record:
         """Returns another copy of the header of an epoch.
 
         Raises:
@@ -62,57 +62,57 @@ class LogPlaces(Protocol):
         """
         ...
 
-    def segments(self, stretch: int) -> Spot:
+    def segments(self, epoch: int) -> StorePath:
         """Returns the directory of an epoch's segments, ``<process>/<segment>``."""
         ...
 
 
-class LogFolder(NamedTuple):
+class WalFolder(NamedTuple):
     """A directory with headers and segments."""
 
-    at: Spot
+    at: StorePath
 
     def __str__(self) -> str:
         return str(self.at)
 
     def numbers(self) -> list[int]:
-        """See ``LogPlaces``: segments without a header are the newest, or have lost it."""
+        """See ``WalLocation``: segments without a header are the newest, or have lost it."""
         # Before the heads: each is there before its log is.
         logged = [int(name) for name in self.at.folders() if names.step_number(name) is not None]
-        found = map(names.stretch_number, self.at.names())
+        found = map(names.epoch_number, self.at.names())
         heads = [number for number in found if number is not None]
         newest = max(heads, default=-1)
         return [*heads, *(one for one in logged if one > newest and (self.at / str(one)).keys())]
 
     def logged(self) -> list[int]:
-        """See ``LogPlaces``."""
+        """See ``WalLocation``."""
         found = [name for name in self.at.folders() if names.step_number(name) is not None]
         return [int(name) for name in found if (self.at / name).keys()]
 
-    def has(self, stretch: int) -> bool:
-        """See ``LogPlaces``; does not list the directory, because a listing may be stale."""
-        head = self.at / names.stretch_name(stretch)
-        return head.is_file() or (self.segments(stretch) / names.HEAD_COPY).is_file()
+    def has(self, epoch: int) -> bool:
+        """See ``WalLocation``; does not list the directory, because a listing may be stale."""
+        head = self.at / names.epoch_name(epoch)
+        return head.is_file() or (self.segments(epoch) / names.HEAD_COPY).is_file()
 
-    def head(self, stretch: int) -> Record:
-        """See ``LogPlaces``."""
-        place = self.at / names.stretch_name(stretch)
+    def head(self, epoch: int) -> Record:
+        """See ``WalLocation``."""
+        place = self.at / names.epoch_name(epoch)
         return Record(place.shown(), place.read(place.shown()))
 
-    def copy(self, stretch: int) -> Record:
-        """See ``LogPlaces``: the copy next to the segments."""
-        place = self.segments(stretch) / names.HEAD_COPY
+    def copy(self, epoch: int) -> Record:
+        """See ``WalLocation``: the copy next to the segments."""
+        place = self.segments(epoch) / names.HEAD_COPY
         return Record(place.shown(), place.read(place.shown()))
 
-    def segments(self, stretch: int) -> Spot:
-        """See ``LogPlaces``."""
-        return self.at / str(stretch)
+    def segments(self, epoch: int) -> StorePath:
+        """See ``WalLocation``."""
+        return self.at / str(epoch)
 
 
-class LogLayers:
+class WalLocations:
     """Several locations, nearest first."""
 
-    def __init__(self, places: Sequence[LogPlaces]):
+    def __init__(self, places: Sequence[WalLocation]):
         """Reads nothing yet."""
         self._places = places
 
@@ -120,38 +120,38 @@ class LogLayers:
         return ", ".join(map(str, self._places))
 
     def numbers(self) -> list[int]:
-        """See ``LogPlaces``."""
+        """See ``WalLocation``."""
         return [*{number for place in self._places for number in place.numbers()}]
 
     def logged(self) -> list[int]:
-        """See ``LogPlaces``."""
+        """See ``WalLocation``."""
         return [*{number for place in self._places for number in place.logged()}]
 
-    def has(self, stretch: int) -> bool:
-        """See ``LogPlaces``."""
-        return any(place.has(stretch) for place in self._places)
+    def has(self, epoch: int) -> bool:
+        """See ``WalLocation``."""
+        return any(place.has(epoch) for place in self._places)
 
-    def head(self, stretch: int) -> Record:
-        """See ``LogPlaces``."""
-        return self._of(stretch).head(stretch)
+    def head(self, epoch: int) -> Record:
+        """See ``WalLocation``."""
+        return self._of(epoch).head(epoch)
 
-    def copy(self, stretch: int) -> Record:
-        """See ``LogPlaces``: the copy in the same location, else the header in another one."""
-        first = self._of(stretch)
+    def copy(self, epoch: int) -> Record:
+        """See ``WalLocation``: the copy in the same location, else the header in another one."""
+        first = self._of(epoch)
         try:
-            return first.copy(stretch)
+            return first.copy(epoch)
         except Damaged:
             for place in self._places:
-                if place is not first and place.has(stretch):
-                    return place.head(stretch)
+                if place is not first and place.has(epoch):
+                    return place.head(epoch)
             raise
 
-    def segments(self, stretch: int) -> Spot:
-        """See ``LogPlaces``."""
-        return self._of(stretch).segments(stretch)
+    def segments(self, epoch: int) -> StorePath:
+        """See ``WalLocation``."""
+        return self._of(epoch).segments(epoch)
 
-    def _of(self, stretch: int) -> LogPlaces:
+    def _of(self, epoch: int) -> WalLocation:
         for place in self._places:
-            if place.has(stretch):
+            if place.has(epoch):
                 return place
-        raise Damaged(str(self), f"the header of WAL epoch {stretch}", "none")
+        raise Damaged(str(self), f"the header of WAL epoch {epoch}", "none")

@@ -12,20 +12,20 @@ from pathlib import Path
 import numpy as np
 
 from deltackpt.errors import Damaged, DeltackptError, OptionError, StorageError
-from deltackpt.format import names, stretches
+from deltackpt.format import names, wal_epochs
 from deltackpt.format.manifest import Layout, SaveId
-from deltackpt.format.stretches import Continues, StretchHead
+from deltackpt.format.wal_epochs import Continues, EpochHeader
 from deltackpt.handlers.run import Run
 from deltackpt.layers.footer import EpochRef
-from deltackpt.reading.log_places import LogFolder
-from deltackpt.reading.stretches import Logs, RecoveryPoint, apart_folder
+from deltackpt.reading.wal_index import RecoveryPoint, WalReader, apart_folder
+from deltackpt.reading.wal_locations import WalFolder
 from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.save.dense_blocks import DenseKeeper
-from deltackpt.storage.store import Exists, spot
+from deltackpt.storage.store import Exists, store_path
 from deltackpt.wal.dense_records import DenseRecords
 from deltackpt.wal.progress import Progress
 from deltackpt.wal.segments import SegmentWriter
-from deltackpt.wal.writer import Durable, LogWriter
+from deltackpt.wal.writer import Durable, WalWriter
 
 #: Durable records that other processes may not have yet.
 _KEPT = 4096
@@ -33,13 +33,13 @@ _KEPT = 4096
 _BUFFER_BYTES = 2 << 20
 
 
-class Stretch:
+class OpenEpoch:
     """The WAL that a run writes."""
 
     def __init__(
         self,
         run: Run,
-        head: StretchHead,
+        head: EpochHeader,
         root: Path,
         directory: Path,
         references: DenseKeeper | None,
@@ -56,7 +56,7 @@ class Stretch:
         options = run.options.wal
         assert options is not None
         self.head = head
-        self._heads = [LogFolder(spot(run.held.log_dir))]
+        self._heads = [WalFolder(store_path(run.held.log_dir))]
         self._check_lease = run.held.check_lease
         self._lock = threading.Lock()
         self._durable: collections.deque[Durable] = collections.deque(maxlen=_KEPT)
@@ -70,7 +70,7 @@ class Stretch:
             process_count=head.process_count,
             fsync=run.fsync,
         )
-        self.writer = LogWriter(
+        self.writer = WalWriter(
             segments,
             check=self._check,
             process=run.among.index,
@@ -83,12 +83,12 @@ class Stretch:
         )
 
     @classmethod
-    def open(cls, run: Run, head: StretchHead, references: DenseKeeper | None) -> Stretch:
-        """Opens an epoch whose header exists; see ``Stretch``."""
-        root, folder = run.held.path, LogFolder(spot(run.held.log_dir))
+    def open(cls, run: Run, head: EpochHeader, references: DenseKeeper | None) -> OpenEpoch:
+        """Opens an epoch whose header exists; see ``OpenEpoch``."""
+        root, folder = run.held.path, WalFolder(store_path(run.held.log_dir))
         if head.directory is not None:
             root, folder = Path(head.directory), apart_folder(head.directory, head.run)
-        found = cls(run, head, root, Path(folder.segments(head.stretch)), references)
+        found = cls(run, head, root, Path(folder.segments(head.epoch)), references)
         found._heads.append(folder)
         return found
 
@@ -101,13 +101,13 @@ class Stretch:
         return False
 
     def _has_heads(self) -> bool:
-        return all(heads.has(self.head.stretch) for heads in self._heads)
+        return all(heads.has(self.head.epoch) for heads in self._heads)
 
     def _check(self) -> None:
         self._check_lease()
         if not self._has_heads():
             raise StorageError(
-                f"{self._heads[-1]}: expected the header of WAL epoch {self.head.stretch}, found "
+                f"{self._heads[-1]}: expected the header of WAL epoch {self.head.epoch}, found "
                 "none; it was moved or removed: the next append() starts a new epoch"
             )
 
@@ -125,7 +125,7 @@ class Stretch:
             newest = next(found, None)
         if newest is None:
             return None
-        return RecoveryPoint(self.head.stretch, newest.save_id, True, newest.unix_secs)
+        return RecoveryPoint(self.head.epoch, newest.save_id, True, newest.unix_secs)
 
     def close(self) -> dict[str, np.ndarray]:
         """Ends the writer; returns the rows that no durable record contains, by table."""
@@ -149,7 +149,7 @@ class Stretch:
 
 
 def write_head(
-    logs: Logs,
+    logs: WalReader,
     *,
     run: str,
     layout: Layout | None,
@@ -180,8 +180,8 @@ def write_head(
     """
     while True:
         number = max(logs.numbers(), default=-1) + 1
-        head = StretchHead(
-            stretch=number,
+        head = EpochHeader(
+            epoch=number,
             run=run,
             process_count=process_count,
             base=base,
@@ -192,23 +192,23 @@ def write_head(
             dense=() if layout is None else layout.dense,
             tracking_paths=() if layout is None else layout.tracking_paths,
         )
-        name, data = names.stretch_name(number), stretches.to_bytes(head)
+        name, data = names.epoch_name(number), wal_epochs.to_bytes(head)
         if directory is not None:
             # It may be there from a call whose next write failed.
             apart = apart_folder(directory, run)
             for one in (apart.at / name, apart.segments(number) / names.HEAD_COPY):
                 one.store.put(one.key, data)
-        place = spot(log_dir) / name
+        place = store_path(log_dir) / name
         try:
             place.store.put(place.key, data, absent=True)
         except Exists:
             continue  # Another trainer's; the lease decides between us.
-        copy = LogFolder(place.parent).segments(number) / names.HEAD_COPY
+        copy = WalFolder(place.parent).segments(number) / names.HEAD_COPY
         copy.store.put(copy.key, data)
         return number
 
 
-def head_of(run: Run, logs: Logs, number: int) -> StretchHead:
+def head_of(run: Run, logs: WalReader, number: int) -> EpochHeader:
     """Reads the header that process 0 has written.
 
     Args:
@@ -224,10 +224,10 @@ def head_of(run: Run, logs: Logs, number: int) -> StretchHead:
     assert options is not None
     if (directory := options.backend.directory) is None:
         return logs.head(number)
-    found: StretchHead | None = None
+    found: EpochHeader | None = None
     with contextlib.suppress(Damaged):
         name, data = apart_folder(directory, run.lineage.run).head(number)
-        found = stretches.from_bytes(data, name=name)
+        found = wal_epochs.from_bytes(data, name=name)
     if found is None:
         raise OptionError(
             f"WalOptions.backend: expected a directory that all {run.among.count} processes see, "

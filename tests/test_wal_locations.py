@@ -15,13 +15,13 @@ import pytest
 import deltackpt
 from deltackpt import ManagerOptions, WalOptions, touched
 from deltackpt.errors import Damaged, FencedError, OutOfSpace
-from deltackpt.format import names, stretches
+from deltackpt.format import names, wal_epochs
 from deltackpt.format.names import PieceRange
 from deltackpt.ledger import entries
 from deltackpt.ledger.entries import LogRef
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.promoted_log import JournaledLogs, Pieces, PromotedLog
-from deltackpt.storage.store import FileStore, spot
+from deltackpt.storage.store import FileStore, store_path
 from deltackpt.wal import LocalWal
 
 HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
@@ -76,8 +76,8 @@ def test_a_directory_of_the_same_name_on_another_machine_is_not_the_wal(tmp_path
         manager.save(0, one.train(0))
         manager.append(1, one.train(1))
     [head] = (tmp_path / "logs").glob("*/0.msgpack")
-    found = stretches.from_bytes(head.read_bytes(), name="head")
-    head.write_bytes(stretches.to_bytes(dataclasses.replace(found, run="another")))
+    found = wal_epochs.from_bytes(head.read_bytes(), name="head")
+    head.write_bytes(wal_epochs.to_bytes(dataclasses.replace(found, run="another")))
     copy = head.with_suffix("") / names.HEAD_COPY
     copy.write_bytes(head.read_bytes())
     with one.manager() as manager, pytest.warns(UserWarning, match="no header of it"):
@@ -90,7 +90,7 @@ def test_an_epoch_header_that_was_refused_is_written_by_the_next_call(tmp_path, 
     put, refused = FileStore.put, []
 
     def full(self: FileStore, key: str, data: Any, *, absent: bool = False) -> None:
-        if not refused and absent and key.endswith(names.stretch_name(0)):
+        if not refused and absent and key.endswith(names.epoch_name(0)):
             refused.append(key)
             raise OutOfSpace(f"{key}: expected room, found none; free space")
         put(self, key, data, absent=absent)
@@ -110,28 +110,28 @@ def test_an_epoch_header_that_was_refused_is_written_by_the_next_call(tmp_path, 
 # ---- WALs in a journal
 
 
-def ref(journal: Journal, stretch: int, run: str = "a") -> LogRef:
-    prefix = entries.log_prefix(stretch, journal.claimed.lease.epoch)
-    return LogRef(stretch=stretch, run=run, prefix=prefix, crc32c=0)
+def ref(journal: Journal, epoch: int, run: str = "a") -> LogRef:
+    prefix = entries.log_prefix(epoch, journal.claimed.lease.epoch)
+    return LogRef(epoch=epoch, run=run, prefix=prefix, crc32c=0)
 
 
 def test_epochs_count_only_under_the_current_claim_and_in_order(tmp_path):
-    first, second = Journal(spot(tmp_path)), Journal(spot(tmp_path))
+    first, second = Journal(store_path(tmp_path)), Journal(store_path(tmp_path))
     first.claim()
     assert first.add_log(ref(first, 0))
     assert first.add_log(ref(first, 3))
-    for stretch in (2, 3):
-        assert not first.add_log(ref(first, stretch, "b"))
+    for epoch in (2, 3):
+        assert not first.add_log(ref(first, epoch, "b"))
     second.claim()
     with pytest.raises(FencedError):
         first.add_log(ref(first, 4))
     assert second.add_log(ref(second, 4))
     second.retire_logs([0, 3])
-    assert [one.stretch for one in second.state().entry.logs] == [4]
+    assert [one.epoch for one in second.state().entry.logs] == [4]
 
 
 def test_wal_files_that_no_entry_names_are_swept_once_their_claim_is_over(tmp_path):
-    journal = Journal(spot(tmp_path))
+    journal = Journal(store_path(tmp_path))
     journal.claim()
     kept, cut = ref(journal, 0), ref(journal, 1)
     assert journal.add_log(kept)
@@ -139,7 +139,7 @@ def test_wal_files_that_no_entry_names_are_swept_once_their_claim_is_over(tmp_pa
         at = journal.root / one.prefix / "0" / "x.seg" / names.piece_name(PieceRange(0, 3, 1))
         at.store.put(at.key, b"abc")
     assert journal.sweep() == 0
-    later = Journal(spot(tmp_path))
+    later = Journal(store_path(tmp_path))
     later.claim()
     assert later.sweep() == 1
     assert later.root.store.keys(f"{later.root.key}/log") == [
@@ -148,7 +148,7 @@ def test_wal_files_that_no_entry_names_are_swept_once_their_claim_is_over(tmp_pa
 
 
 def test_an_entry_without_wal_epochs_belongs_to_a_run_without_a_wal(tmp_path):
-    journal = Journal(spot(tmp_path))
+    journal = Journal(store_path(tmp_path))
     journal.claim()
     entry = journal.known.entry
     data = entries.to_bytes(entry)
@@ -160,9 +160,9 @@ def test_an_entry_without_wal_epochs_belongs_to_a_run_without_a_wal(tmp_path):
     "prefix", ["log/1.1.abcdef12", "log/0.1.abcdef12/..", "saves/0.1.abcdef12"]
 )
 def test_a_wal_prefix_of_another_location_is_damage(tmp_path, prefix):
-    journal = Journal(spot(tmp_path))
+    journal = Journal(store_path(tmp_path))
     journal.claim()
-    logs = (LogRef(stretch=0, run="a", prefix=prefix, crc32c=0),)
+    logs = (LogRef(epoch=0, run="a", prefix=prefix, crc32c=0),)
     data = entries.to_bytes(dataclasses.replace(journal.known.entry, logs=logs))
     with pytest.raises(Damaged, match="a prefix of WAL epoch 0"):
         entries.entry_from(data, name="entry", number=None)
@@ -172,9 +172,9 @@ def test_overlapping_pieces_are_read_once_and_end_before_a_hole(tmp_path):
     data = bytes(range(100))
     ranges = [(0, 10), (0, 30), (20, 40), (40, 50), (60, 100)]
     for start, end in ranges:
-        at = spot(tmp_path) / "0" / "x.seg" / names.piece_name(PieceRange(start, end, 7))
+        at = store_path(tmp_path) / "0" / "x.seg" / names.piece_name(PieceRange(start, end, 7))
         at.store.put(at.key, data[start:end])
-    log = PromotedLog(spot(tmp_path))
+    log = PromotedLog(store_path(tmp_path))
     assert log.keys("") == ["0/x.seg"]
     assert log.folders("") == ["0"]
     assert log.get("0/x.seg") == data[:50]

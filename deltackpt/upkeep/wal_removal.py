@@ -7,11 +7,11 @@ import contextlib
 
 from deltackpt.errors import RestoreError
 from deltackpt.format import names
-from deltackpt.reading.log_places import LogFolder
-from deltackpt.reading.stretches import Logs
+from deltackpt.reading.wal_index import WalReader
+from deltackpt.reading.wal_locations import WalFolder
 
 
-def remove(at: LogFolder, number: int) -> None:
+def remove(at: WalFolder, number: int) -> None:
     """Removes a WAL epoch: its segments first, because only its header names them.
 
     Args:
@@ -21,12 +21,12 @@ def remove(at: LogFolder, number: int) -> None:
     Raises:
       StorageError: the store reported an error.
     """
-    folders, logs = {at.segments(number)}, Logs(at)
+    folders, logs = {at.segments(number)}, WalReader(at)
     with contextlib.suppress(RestoreError):  # Its other directory is not known.
         folders.add(logs.segments_of(logs.head(number)))
     for folder in folders:
         folder.store.delete([(folder / key).key for key in folder.keys()])
     # Another directory with its segments has a copy of its header.
     for folder in folders:
-        place = folder.parent / names.stretch_name(number)
+        place = folder.parent / names.epoch_name(number)
         place.store.delete([place.key])

@@ -11,7 +11,7 @@ import struct
 from typing import NamedTuple
 
 from deltackpt.errors import RestoreError, StorageError
-from deltackpt.storage.store import Spot
+from deltackpt.storage.store import StorePath
 
 NAME = "progress"
 _RECORD = struct.Struct("<QQ")
@@ -29,7 +29,7 @@ class Noted(NamedTuple):
         return _RECORD.pack(*self)
 
 
-def newest_durable(folder: Spot) -> Noted:
+def newest_durable(folder: StorePath) -> Noted:
     """Returns the progress stored next to a process's segments; empty if it cannot be read."""
     try:
         return Noted(*_RECORD.unpack((folder / NAME).read(most_bytes=NBYTES)))

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading.stretches import History, Loss
+from deltackpt.reading.wal_index import Loss, WalIndex
 
 
-def losses_of(root: Steps, history: History, newest: int, *, above: int = -1) -> list[Loss]:
+def losses_of(root: Steps, index: WalIndex, newest: int, *, above: int = -1) -> list[Loss]:
     """Lists the lost WAL records above a step.
 
     A trainer may change the log while it is read, so a loss counts only if a second read of the log
@@ -17,16 +17,16 @@ def losses_of(root: Steps, history: History, newest: int, *, above: int = -1) ->
 
     Args:
       root: the checkpoint directory.
-      history: the WAL index, read before the steps were listed.
+      index: the WAL index, read before the steps were listed.
       newest: the newest restorable step on the current branch; records up to it may have been
         trimmed. Less than all steps if there is none.
       above: the step.
     """
     return [
         one
-        for one in history.losses(above)
+        for one in index.losses(above)
         if not one.may_be_trimmed
-        or (one.step > newest and not _is_rolled_back(root, history, one.step))
+        or (one.step > newest and not _is_rolled_back(root, index, one.step))
     ]
 
 
@@ -36,9 +36,9 @@ def in_both(found: Sequence[Loss], again: Sequence[Loss]) -> list[Loss]:
     return [one for one in again if one.error.object_name in names]
 
 
-def _is_rolled_back(root: Steps, history: History, step: int) -> bool:
+def _is_rolled_back(root: Steps, index: WalIndex, step: int) -> bool:
     """Whether a rollback set aside a step up to which the log was trimmed.
 
     The rollback's run has not begun a WAL epoch yet: the log still counts as if the step existed.
     """
-    return any(one.step >= step and history.has_step(one) for one in root.rolled_back())
+    return any(one.step >= step and index.has_step(one) for one in root.rolled_back())

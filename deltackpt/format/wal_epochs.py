@@ -29,16 +29,16 @@ KNOWN_FEATURES: frozenset[str] = frozenset()
 class Continues:
     """The recovery point of an earlier WAL epoch from which a run resumes."""
 
-    stretch: int
+    epoch: int
     save_id: SaveId
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StretchHead:
+class EpochHeader:
     """Header of a WAL epoch: what the run resumed from, and what it logs.
 
     Attributes:
-      stretch: number of the epoch.
+      epoch: number of the epoch.
       run: id of the run, part of the save ids of its records and steps.
       process_count: number of logging processes; 0 if the run has no log and only records its fork
         point.
@@ -49,7 +49,7 @@ class StretchHead:
       features: features that a reader must support.
     """
 
-    stretch: int
+    epoch: int
     run: str
     process_count: int
     base: SaveId | None
@@ -72,12 +72,12 @@ class StretchHead:
         return Layout(self.groups, self.tables, self.dense, self.tracking_paths)
 
 
-def to_bytes(head: StretchHead) -> bytes:
+def to_bytes(head: EpochHeader) -> bytes:
     """Encodes a head with its checksum."""
     return records.to_bytes(head, _MAGIC)
 
 
-def from_bytes(data: bytes, *, name: str) -> StretchHead:
+def from_bytes(data: bytes, *, name: str) -> EpochHeader:
     """Decodes a head.
 
     Args:
@@ -90,7 +90,7 @@ def from_bytes(data: bytes, *, name: str) -> StretchHead:
     """
     fields = records.fields_of(data, name=name, magic=_MAGIC)
     try:
-        head = records.built(StretchHead, fields)
+        head = records.built(EpochHeader, fields)
         refuse_unknown(head.features, KNOWN_FEATURES, name)
         _check(head)
     except Unsound as error:
@@ -98,12 +98,12 @@ def from_bytes(data: bytes, *, name: str) -> StretchHead:
     return head
 
 
-def _check(head: StretchHead) -> None:
+def _check(head: EpochHeader) -> None:
     require(is_name(head.run), "the id of a run", head.run, "run")
     count = head.process_count
     require(count <= _MOST_PROCESSES, f"at most {_MOST_PROCESSES}", count, "process_count")
     if (continues := head.continues) is not None:
-        before = continues.stretch
-        require(before < head.stretch, "an earlier epoch", before, "continues.stretch")
+        before = continues.epoch
+        require(before < head.epoch, "an earlier epoch", before, "continues.epoch")
         require(head.base is not None, "the step below the point", None, "base")
     manifest.check_paths(head)
