@@ -24,7 +24,7 @@ from deltackpt.layers.read import Layer, StoredBytes
 from deltackpt.layers.shard import segment_of
 from deltackpt.layers.targets import empty_buffers
 from deltackpt.layers.write import REMOVED
-from deltackpt.reading import logged_dense, reader, wal_rows
+from deltackpt.reading import dense_state, reader, wal_rows
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalIndex, WalReader, newest_plan
 from deltackpt.reading.wal_locations import WalFolder, WalLocations
 from deltackpt.reading.wal_records import ProcessWal
@@ -263,7 +263,7 @@ def follow(plan: ReplayPlan) -> Read:
     table[:] = 0
     seen, records = SeenRows(LAYOUT), wal_rows.layers_of(plan, LAYOUT)
     reader.fill((), targets, records=records, seen=seen, over_parent=True)
-    dense = {key: bytes(data) for key, data in logged_dense.dense_of(plan).values.items()}
+    dense = {key: bytes(data) for key, data in dense_state.at_point(plan).values.items()}
     return Read(plan.point, table, seen.by_table()[TABLE], dense, plan.items()[0])
 
 

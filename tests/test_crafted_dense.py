@@ -29,7 +29,7 @@ from deltackpt.format.wal_records import packed_values
 from deltackpt.layers.read import Layer
 from deltackpt.layers.shard import LayerPlace
 from deltackpt.layers.write import LayerFile
-from deltackpt.reading import logged_dense
+from deltackpt.reading import dense_state
 from deltackpt.reading.part_arrays import LayerArrays
 from deltackpt.reading.saves import read_info
 from deltackpt.reading.wal_index import newest_plan
@@ -71,9 +71,7 @@ class Root(NamedTuple):
         """Values of the record."""
         plan = newest_plan(history_of(self.path / "log"), {0: read_info(self.path / "0").save_id})
         assert plan is not None
-        found = logged_dense.dense_of(plan)
-        held = {(False, key): bytes(data) for key, data in found.values.items()}
-        return held | {(True, key): bytes(data) for key, data in found.files.items()}
+        return {key: bytes(data) for key, data in dense_state.at_point(plan).items()}
 
     def rewrite(self, values: dict[Key, bytes]) -> None:
         """Replaces the values of the record, with valid checksums."""

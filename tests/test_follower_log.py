@@ -36,7 +36,7 @@ from deltackpt.errors import (
 )
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.layers.targets import Targets, empty_buffers, targets_of
-from deltackpt.reading import chains, logged_dense, point_files, reader, saves, wal_rows
+from deltackpt.reading import chains, dense_state, point_files, reader, saves, wal_rows
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalReader, newest_plan
 from deltackpt.reading.wal_rows import SeenRows
@@ -85,7 +85,7 @@ def assert_holds_storage(one: Follower, root: Path) -> None:
     files = {file.name: holding.files.array(file) for file in holding.files.index}
     found = point_files.state_of(files, holding.layout)
     assert found.items == plan.items()
-    dense = logged_dense.dense_of(plan)
+    dense = dense_state.at_point(plan)
     assert {**found.dense.values} == dense.values and {**found.dense.files} == dense.files
     targets = targets_of({}, holding.layout)
     rows = replay(plan, targets, holding.layout)

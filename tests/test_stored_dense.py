@@ -26,7 +26,7 @@ from deltackpt.layers.shard import segment_of
 from deltackpt.layers.write import LayerFile
 from deltackpt.reading import stored_dense
 from deltackpt.reading.part_arrays import LayerArrays
-from deltackpt.reading.stored_dense import DensePlan, DenseShard
+from deltackpt.reading.stored_dense import DensePlan, DenseShard, DenseValues
 from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.storage.posix import DirectFile
 from deltackpt.storage.store import store_path
@@ -249,20 +249,16 @@ def check_model(tmp_path_factory, data, saves, seed):
     assert {key: bytes(value) for key, value in found.values.items()} == {
         key: bytes_of(key, run.state[key]) for key in wanted
     }
-    # The same, applied to memory with the values below, of leaves that all of them have.
-    common = {key for key in run.below if all(key in keys for keys, *_ in saves)} & wanted
-    held = {(False, key): run.below[key].copy().view(dtype_of(LEAVES[key][0])) for key in common}
-    copied: set[Key] = set()
-
-    def writable(key: Key) -> np.ndarray:
-        copied.add(key)
-        return held[key]
-
-    stored_dense.apply(run.saves, held, "newest", writable)
-    for key in common:
-        assert bytes_of(key, held[False, key]) == bytes_of(key, run.state[key])
-    changed = {key for key in common if not np.array_equal(run.below[key], run.state[key])}
-    assert {(False, key) for key in changed} <= copied
+    # The same from a state in memory, which is not written, and is shared if nothing changes.
+    below = {key: bytearray(bytes_of(key, data)) for key, data in run.below.items()}
+    before = DenseValues({key: memoryview(data) for key, data in below.items()}, {})
+    again = stored_dense.values_of(run.saves, before, "newest", wanted.__contains__)
+    assert again.values == found.values
+    assert below == {key: bytes_of(key, data) for key, data in run.below.items()}
+    plan = DensePlan(run.saves, "newest", lambda key: True)
+    for key in wanted:
+        shared = again.values[key] is before.values.get(key)
+        assert shared == ((False, key) in plan.missing.keys() - plan.changed)
     run.close()
 
 
@@ -323,13 +319,17 @@ def test_plain_values_outside_the_stored_bytes_are_not_a_record(run):
             dense_blocks.check(dataclasses.replace(record, values=values, segments=segments))
 
 
-def test_memory_of_another_kind_is_refused_before_it_changes(run):
-    run.start(["a", "e"])
-    run.save(["a", "e"], 1, ("sparse",), 1.0)
-    for key, held in [("a", np.zeros(700, np.uint16)), ("e", np.zeros((1, BLOCK), np.uint8))]:
-        with pytest.raises(Damaged, match=key):
-            stored_dense.apply(run.saves, {(False, key): held}, "newest")
-        assert not held.any()
+@pytest.mark.parametrize(("count", "dtype"), [(699, "uint16"), (700, "float16"), (0, "uint16")])
+def test_a_state_of_another_kind_is_refused_and_not_changed(run, count, dtype):
+    run.start(["a"])
+    run.save(["a"], 1, ("sparse",), 1.0)
+    held = np.zeros(count, dtype).view(np.uint8)
+    before = (
+        DenseValues({"a": held.data}, {}, {(False, "a"): dtype}) if count else DenseValues({}, {})
+    )
+    with pytest.raises(Damaged, match="1400 bytes of a as uint16 before"):
+        stored_dense.values_of(run.saves, before, "newest")
+    assert not held.any()
 
 
 def test_a_codec_for_other_dtypes_is_damage(run):

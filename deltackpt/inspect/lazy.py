@@ -20,7 +20,7 @@ from deltackpt.format.segments import FieldSpec, Segment, width
 from deltackpt.inspect.statistics import Statistics, statistics_of
 from deltackpt.layers import merge
 from deltackpt.layers.targets import Targets, targets_of
-from deltackpt.reading import logged_dense, orbax_values, reader, stored_dense, wal_rows
+from deltackpt.reading import dense_state, orbax_values, reader, stored_dense, wal_rows
 from deltackpt.reading.chains import read_whole
 from deltackpt.reading.orbax_values import OrbaxValues
 from deltackpt.reading.saves import StoredPart, StoredSave
@@ -256,7 +256,7 @@ class PointSaves(Saves):
 
     def dense(self, wanted: Callable[[str], bool]) -> DenseValues:
         """See ``Saves``."""
-        return logged_dense.dense_of(self.plan, wanted=wanted)
+        return dense_state.at_point(self.plan, wanted=wanted)
 
     def logged_rows(self, table: TableEntry) -> np.ndarray:
         """See ``Saves``."""

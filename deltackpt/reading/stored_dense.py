@@ -15,6 +15,7 @@ import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -58,19 +59,41 @@ def uncounted(nbytes: int) -> None:
 
 
 class DenseValues(NamedTuple):
-    """The dense item of a step, in any storage format.
+    """The dense leaves of a step or recovery point, decoded; the ``Base`` of what follows it.
 
     Attributes:
-      values: the values of Orbax's database by key, of all processes.
+      values: the values of Orbax's database by key.
       files: the files beside it, by their paths in the item.
+      dtypes: dtypes of the values that layers contain, ``uint8`` for plain ones.
     """
 
     values: Mapping[str, memoryview]
     files: Mapping[str, memoryview]
+    dtypes: Mapping[Key, str] = MappingProxyType({})
+
+    def items(self) -> Iterator[tuple[Key, memoryview]]:
+        """Yields the keys and bytes of all values and files."""
+        yield from (((False, name), data) for name, data in self.values.items())
+        yield from (((True, name), data) for name, data in self.files.items())
+
+    def get(self, key: Key) -> memoryview | None:
+        """Returns the bytes of a value or file, or None."""
+        file, name = key
+        return (self.files if file else self.values).get(name)
+
+    def nbytes(self, key: Key) -> int | None:
+        """See ``Base``."""
+        found = self.get(key)
+        return None if found is None else found.nbytes
+
+    def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = nobody) -> None:
+        """See ``Base``; a plan has checked that it has the values."""
+        for key, out in into.items():
+            out[:] = np.frombuffer(self.get(key) or b"", np.uint8)
 
 
 class Base(Protocol):
-    """The item of a base: ``orbax_values.OrbaxValues``."""
+    """What is below some layers: an item of Orbax's, or ``DenseValues``."""
 
     def nbytes(self, key: Key) -> int | None:
         """Returns a value's size in bytes according to the item, or None."""
@@ -99,7 +122,8 @@ def shape_of(value: BlockedValue) -> tuple[int, ...]:
     return (value.count,) if value.plain else (value.blocks, BLOCK)
 
 
-def _empty(value: BlockedValue) -> np.ndarray:
+def new_memory(value: BlockedValue) -> np.ndarray:
+    """Returns new memory for a value."""
     return memory.empty_buffer(shape_of(value), dtype_of(value.dtype))
 
 
@@ -205,7 +229,7 @@ def of_step(
     wanted: Callable[[str], bool] = lambda key: True,
     *,
     item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.of_save,
-    room: Room = _empty,
+    room: Room = new_memory,
     on_bytes: OnBytes = uncounted,
 ) -> DenseValues:
     """Returns the dense item of the last save of a chain.
@@ -247,7 +271,7 @@ class DenseItem:
         saves: Sequence[StoredSave],
         item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.of_save,
         *,
-        room: Room = _empty,
+        room: Room = new_memory,
         on_bytes: OnBytes = uncounted,
     ):
         """Reads only manifests.
@@ -391,9 +415,11 @@ def values_of(
     base: Base | None,
     name: str,
     wanted: Callable[[str], bool] = lambda key: True,
-    room: Room = _empty,
+    room: Room = new_memory,
 ) -> DenseValues:
     """Returns the dense item at the newest of some saves or WAL records.
+
+    Values that the layers do not change are those of a base in memory, which is never written.
 
     Args:
       saves: the shards of each, newest first.
@@ -406,29 +432,7 @@ def values_of(
       Damaged: an object is missing or altered.
     """
     plan = DensePlan.sized(saves, name, lambda key: key[0] or wanted(key[1]), base)
-    return _split({key: data.data for key, data in plan.read(room, base).items()})
-
-
-def apply(
-    saves: Sequence[Sequence[DenseShard]],
-    held: Mapping[Key, np.ndarray],
-    name: str,
-    writable: Callable[[Key], np.ndarray] | None = None,
-) -> None:
-    """Applies saves to the values of the state before them, in place.
-
-    Args:
-      saves: the shards of each save, newest first.
-      held: leaves as (blocks, 256), plain values as (n,) uint8; the saves have them alike.
-      name: the newest save's name in errors.
-      writable: returns an equal copy to write instead of a value, only for those that change; by
-        default the value itself.
-
-    Raises:
-      Damaged: an object is missing or altered.
-    """
-    plan = DensePlan(saves, name, held.__contains__)
-    plan.merge({key: held[key] if writable is None else writable(key) for key in plan.changed})
+    return _split(plan.read(room, base))._replace(dtypes=plan.dtypes)
 
 
 class DensePlan:
@@ -515,7 +519,12 @@ class DensePlan:
                     raise Damaged(shard.name, expected, "none" if found is None else f"{found}")
         return cls(saves, name, wanted)
 
-    def read(self, room: Room, base: Base | None) -> dict[Key, np.ndarray]:
+    @property
+    def dtypes(self) -> dict[Key, str]:
+        """Returns the dtype of each value."""
+        return {key: value.dtype for key, value in self._values.items()}
+
+    def read(self, room: Room, base: Base | None) -> dict[Key, memoryview]:
         """Reads the values; returns the bytes of each.
 
         Args:
@@ -525,8 +534,11 @@ class DensePlan:
         Raises:
           Damaged: an object is missing or altered.
         """
+        shared = self._shared(base) if isinstance(base, DenseValues) else {}
         data: dict[Key, np.ndarray] = {}
         for key, value in self._values.items():
+            if key in shared:
+                continue
             try:
                 data[key] = room(value)
             except MemoryError as error:
@@ -535,19 +547,24 @@ class DensePlan:
         if self.missing and base is None:
             shown = ", ".join(key for _, key in list(self.missing)[:3])
             raise Damaged(self._name, f"dense leaves down to a base: {shown}", "none")
-        self.merge(data, base)
-        return {key: _bytes_of(value, data[key]) for key, value in self._values.items()}
+        self._merge(data, base)
+        return shared | {key: _bytes_of(self._values[key], own).data for key, own in data.items()}
 
-    def merge(self, data: Mapping[Key, np.ndarray], base: Base | None = None) -> None:
-        """Merges what the saves contain into memory.
+    def _shared(self, before: DenseValues) -> dict[Key, memoryview]:
+        """Returns the values that do not change; checks that the others can be applied."""
+        found: dict[Key, memoryview] = {}
+        for key, value in self.missing.items():
+            data, dtype = before.get(key), before.dtypes.get(key, value.dtype)
+            if data is None or (data.nbytes, dtype) != (value.nbytes, value.dtype):
+                expected = f"{value.nbytes} bytes of {value.key} as {value.dtype} before"
+                shown = "none" if data is None else f"{data.nbytes} bytes as {dtype}"
+                raise Damaged(self._name, expected, shown)
+            if key not in self.changed:
+                found[key] = data
+        return found
 
-        Args:
-          data: memory of the ``changed`` values or more, of ``shape_of`` each.
-          base: what is below the saves; None if the memory contains it.
-
-        Raises:
-          Damaged: an object is missing or altered, or the memory is that of other values.
-        """
+    def _merge(self, data: Mapping[Key, np.ndarray], base: Base | None) -> None:
+        """Merges the base and what the saves contain into memory, of ``shape_of`` each value."""
         for key, held in data.items():
             value = self._values[key]
             if (held.shape, held.dtype) != (shape_of(value), dtype_of(value.dtype)):
@@ -573,9 +590,10 @@ class DensePlan:
                     chain.run(scratch)
 
         if base is not None and self.missing:
-            for key, value in self.missing.items():
+            below = {key: value for key, value in self.missing.items() if key in data}
+            for key, value in below.items():
                 data[key].reshape(-1)[value.count :] = np.zeros((), data[key].dtype)
-            into = {key: _bytes_of(value, data[key]) for key, value in self.missing.items()}
+            into = {key: _bytes_of(value, data[key]) for key, value in below.items()}
             base.fill(into, on_filled)
         with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-dense") as pool:
             several = None if merge.are_small(work.values()) else pool

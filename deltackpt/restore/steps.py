@@ -35,7 +35,7 @@ from deltackpt.ledger.steps import Steps
 from deltackpt.reading import (
     bounds,
     chains,
-    logged_dense,
+    dense_state,
     point_files,
     reader,
     removal,
@@ -319,7 +319,7 @@ class StepReader:
                 self._root.check_step_files(found.target.step_dir)
             replay_from = found.plan if point is None else None
             if replay_from is not None:
-                leaves = logged_dense.dense_of(replay_from)
+                leaves = dense_state.at_point(replay_from)
                 point = LoggedState(leaves, replay_from.items(), rows={})
             if point is not None and found.target.layout.dense:
                 files = DenseFiles(point.dense)

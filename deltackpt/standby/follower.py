@@ -39,7 +39,7 @@ from deltackpt.layers import merge
 from deltackpt.layers.targets import Target, Targets
 from deltackpt.ledger.opening import open_steps
 from deltackpt.reading import chains, reader, removal, saves, wal_rows
-from deltackpt.reading.logged_dense import DenseKept
+from deltackpt.reading.dense_state import KnownStates
 from deltackpt.reading.part_arrays import Shard
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan
@@ -49,7 +49,6 @@ from deltackpt.standby import files as held_files
 from deltackpt.standby import shards
 from deltackpt.standby.beside import Beside
 from deltackpt.standby.candidates import Candidates
-from deltackpt.standby.dense import BlockedDense
 from deltackpt.standby.files import HeldFiles
 from deltackpt.standby.gate import Gate
 from deltackpt.standby.holding import Goal, Holding
@@ -110,7 +109,8 @@ class Follower:
         self._root = open_steps(directory, item=item, endpoint=endpoint)
         self._item, self._shard, self._shards = item, shard, shards
         self._memory_bytes = memory_bytes
-        self._wal, self._dense = FollowedWal(self._root, item, soft=soft), DenseKept()
+        self._wal = FollowedWal(self._root, item, soft=soft)
+        self._dense: KnownStates = {}
         self._candidates = Candidates(self._root, self._wal)
         self._gate = Gate()
         self._tables: _Tables | None = None
@@ -424,7 +424,8 @@ class Follower:
         if held is not None and held.is_beside(goal):
             files = held.files
         elif goal.full is None:
-            files = held_files.read(goal.save, most_bytes, self._dense_of(goal.save, further))
+            before = None if held is None or held.files_of is not None else held.files
+            files = held_files.read(goal.save, most_bytes, before, further)
         beside = Beside(goal, files, most_bytes, self._dense)
         try:
             yield beside
@@ -432,14 +433,6 @@ class Follower:
             held = self._holding
             if beside.files is not None and (held is None or held.files is not beside.files):
                 beside.files.close()
-
-    def _dense_of(self, save: StoredSave, further: Sequence[StoredSave]) -> BlockedDense | None:
-        """The dense leaves of a step that are not files of it."""
-        if save.head.dense_blocks is None:
-            return None
-        held = self._holding
-        of_step = held is not None and held.files_of is None
-        return BlockedDense(save, further, held.files if held is not None and of_step else None)
 
     def _bytes_beside(self, layout: Layout) -> int:
         """Memory available for everything except rows."""

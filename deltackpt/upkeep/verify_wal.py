@@ -20,15 +20,15 @@ from deltackpt.format.wal_epochs import EpochHeader
 from deltackpt.layers.targets import Targets
 from deltackpt.ledger.steps import Steps
 from deltackpt.ledger.wal_losses import in_both, losses_of
-from deltackpt.reading import reader, wal_rows
-from deltackpt.reading.logged_dense import DenseKept, ProcessDense
+from deltackpt.reading import dense_state, reader, wal_rows
+from deltackpt.reading.dense_state import KnownStates
 from deltackpt.reading.meter import Meter
 from deltackpt.reading.wal_index import (
     Covering,
     EpochView,
-    History,
     Loss,
     RecoveryPoint,
+    WalIndex,
     WalReader,
     coverings,
 )
@@ -81,8 +81,8 @@ class _WalAudit:
         if found.problem is not None:
             name = names.epoch_name(found.epochs[0].number)
             self._tell(found.problem, f"{names.LOG}/{name}")
-        if found.history is not None and found.history.views:
-            continues = found.history.views[-1].head.continues
+        if found.index is not None and found.index.views:
+            continues = found.index.views[-1].head.continues
             forked_from = None if continues is None else continues.epoch
         for state in found.epochs if found.problem is None else ():
             if state.view is not None and state.live:
@@ -107,7 +107,7 @@ class _WalAudit:
                 )
             records = sorted(log.by_id.values(), key=lambda record: record.save_id.attempt)
             self._meter.expect(sum(record.nbytes for record in records))
-            dense_check = _DenseCheck(view.head.epoch, process, log.log)
+            dense_check = _DenseCheck(log.log)
             for record in records:
                 self._check(record, view.head)
                 dense.setdefault(record.save_id, []).extend(dense_check.check(record, self._void))
@@ -171,16 +171,16 @@ class _WalAudit:
 
     def verdicts(self, steps: Mapping[int, SaveId]) -> tuple[PointVerdict, ...]:
         """Returns a verdict for each full recovery point."""
-        history = self._found.history
-        if history is None:
+        index = self._found.index
+        if index is None:
             return ()
-        plans, unreached = coverings(history, steps)
+        plans, unreached = coverings(index, steps)
         found = [verdict for one in plans for verdict in self._along(one)]
         if self._trimmed:
             self.notes.append(
                 f"{len(self._trimmed)} WAL records were trimmed while they were verified"
             )
-        lost, losses = self._lost(history, unreached, steps)
+        lost, losses = self._lost(index, unreached, steps)
         if lost or losses:
             # A trainer may roll back or trim the log while it is read.
             again, steps = WalReader(self._opened.log_at).read(), self._opened.restorable()
@@ -190,7 +190,7 @@ class _WalAudit:
             losses = in_both(losses, found_again[1])
         for one in losses:
             self._tell(one.error)
-        for error in history.replaced:
+        for error in index.replaced:
             self._add(error.object_name, error.expected, error.found)
         if self.problems:
             # Without damage, records below a step were only trimmed.
@@ -206,12 +206,12 @@ class _WalAudit:
         return tuple(sorted(found, key=lambda one: (one.point.epoch, one.point.save_id.attempt)))
 
     def _lost(
-        self, history: History, unreached: Sequence[RecoveryPoint], steps: Mapping[int, SaveId]
+        self, index: WalIndex, unreached: Sequence[RecoveryPoint], steps: Mapping[int, SaveId]
     ) -> tuple[list[RecoveryPoint], list[Loss]]:
         """Full recovery points that cannot be reached or replaced, and lost parts of the WAL."""
-        newest = max((step for step in steps if history.has_step(steps[step])), default=-1)
+        newest = max((step for step in steps if index.has_step(steps[step])), default=-1)
         lost = [one for one in unreached if one.full and one.step > newest]
-        return lost, losses_of(self._opened, history, newest)
+        return lost, losses_of(self._opened, index, newest)
 
     def _along(self, found: Covering) -> Iterator[PointVerdict]:
         """Verdicts on the recovery points along a sequence of records."""
@@ -266,22 +266,21 @@ class _Value(NamedTuple):
 class _DenseCheck:
     """Checks the dense leaves of one process's records, oldest first."""
 
-    def __init__(self, epoch: int, process: int, log: ProcessWal):
-        self._reader = ProcessDense(epoch, process, log)
-        self._before = DenseKept()
+    def __init__(self, log: ProcessWal):
+        self._records = dense_state.by_attempt(log)
+        self._known: KnownStates = {}
         #: Damaged objects that were reported.
         self._damaged: set[str] = set()
 
     def check(self, record: WalRecord, void: _Void) -> list[_Value]:
         """Returns the values of a record."""
-        now = DenseKept()
         try:
-            values = self._reader.values_of(record, self._before, now)
+            found = dense_state.at_record(record, self._records, self._known)
         except (Damaged, StorageError) as error:
             name = _object_of(error)
             void(record, name if name in self._damaged else error)
             self._damaged.add(name)
             return []
         if record.full:
-            self._before = now
-        return [_Value.of(file, key, data) for (file, key), data in values.items()]
+            self._known = {dense_state.key_of(record): found}
+        return [_Value.of(file, key, data) for (file, key), data in found.items()]
