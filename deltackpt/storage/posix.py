@@ -13,6 +13,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -84,6 +85,7 @@ class DirectFile:
         with self._errors("create" if new else "open"):
             flags, mode = _NEW if new else os.O_RDWR | os.O_CLOEXEC, 0o600 if private else 0o666
             self.descriptor = os.open(name or path, flags, mode, dir_fd=folder)
+        self._release = weakref.finalize(self, os.close, self.descriptor)
 
     @property
     def direct(self) -> bool:
@@ -206,7 +208,7 @@ class DirectFile:
           StorageError: an earlier write was lost; some file systems report that only now.
         """
         with self._errors("close"):
-            os.close(self.descriptor)
+            self._release()
 
     def _errors(self, action: str) -> contextlib.AbstractContextManager[None]:
         return files.typed_errors(self.path, action, full=self._full)
