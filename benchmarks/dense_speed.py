@@ -76,7 +76,7 @@ def _in_blocks(now: Any, before: Any, codec: Mapping[str, str]) -> Iterator[Bloc
     )
     for (path, leaf), earlier in pairs:
         name = "/".join(_step_of(key) for key in path)
-        if dense_blocks.is_plain(leaf.nbytes, leaf.dtype.name):
+        if dense_blocks.group_of(leaf.nbytes, leaf.dtype.name) == dense_blocks.PLAIN:
             continue
         chosen = next((one for glob, one in codec.items() if globs.matches(glob, name)), "lossless")
         yield Blocks(_blocks(leaf), _blocks(earlier), chosen)

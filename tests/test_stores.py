@@ -36,7 +36,7 @@ class TestFileStore(StoreSuite):
     def make(self, tmp_path_factory):
         return lambda: FileStore(tmp_path_factory.mktemp("store"))
 
-    def test_a_spot_is_a_path(self, store):
+    def test_a_store_path_is_a_path(self, store):
         store.put("3/x", b"abc")
         at = store_path(store.path / "3" / "x")
         assert at == StorePath(FileStore(store.path / "3"), "x") and store_path(at) is at

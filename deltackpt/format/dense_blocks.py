@@ -106,9 +106,9 @@ def blocks_of(count: int) -> int:
     return -(-count // BLOCK)
 
 
-def is_plain(nbytes: int, dtype: str) -> bool:
-    """Returns whether a chunk is stored as bytes."""
-    return nbytes < PLAIN_BYTES or dtype not in BLOCKED_DTYPES
+def group_of(nbytes: int, dtype: str) -> str:
+    """Returns the group of a chunk: its dtype, or ``plain`` if it is stored as bytes."""
+    return PLAIN if nbytes < PLAIN_BYTES or dtype not in BLOCKED_DTYPES else dtype
 
 
 #: Of numbers that blocks are made of: those that a numpy view of unsigned integers covers.

@@ -206,10 +206,6 @@ class LayerArrays:
         opened = functools.partial(_layer_of, source, record.save_id, ref)
         return cls(opened, name=source.name, file=file)
 
-    def loaded(self) -> LayerArrays:
-        """Returns the same arrays, read with one range; see ``Layer.loaded``."""
-        return LayerArrays(lambda: self.layer.loaded(), name=self._name, file=self._file)
-
     @functools.cached_property
     def layer(self) -> Layer:
         """Returns the layer.

@@ -477,7 +477,7 @@ class DensePlan:
                 break
             self._add(save)
 
-    @property
+    @functools.cached_property
     def changed(self) -> set[Key]:
         """Returns the values of which the saves contain a part."""
         return {*self._plain, *(key for key, _ in self._chains)}

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from deltackpt.errors import UnsupportedLeaf
-from deltackpt.format.dense_blocks import BLOCK, BLOCKED_DTYPES, PLAIN, PLAIN_BYTES, blocks_of
+from deltackpt.format.dense_blocks import BLOCK, PLAIN, blocks_of, group_of
 from deltackpt.format.manifest import DenseLeaf, RollingShare, SaveId, path_name
 from deltackpt.resources.staging import Staging
 from deltackpt.save import dense_layer, dense_layout, device_blocks
@@ -276,8 +276,8 @@ def _captured(
         source = chunk.source
         if not chunk.on_host:
             leaf, coding = codings.get(_name_of(chunk.key), ("", Coding()))
-            group, is_small = _group_of(source.dtype), source.nbytes < PLAIN_BYTES
-            if not is_small and device_blocks.takes(coding.codec, group):
+            group = group_of(source.nbytes, _native_name_of(source.dtype))
+            if group != PLAIN and device_blocks.takes(coding.codec, group):
                 data, shape = device_blocks.capture(source, chunk.window)
                 values[chunk.key] = DenseValue(
                     chunk.key, group, data, shape, source.dtype, coding, leaf
@@ -300,8 +300,8 @@ def _captured(
         else:
             found = held.view(source.dtype).reshape(chunk.shape)
         dtype = found.dtype
-        group = _group_of(dtype)
-        if group == PLAIN or found.nbytes < PLAIN_BYTES:
+        group = group_of(found.nbytes, _native_name_of(dtype))
+        if group == PLAIN:
             data = np.frombuffer(found.tobytes(), np.uint8)
             values[key] = DenseValue(key, PLAIN, data, found.shape, dtype, coding, leaf)
             continue
@@ -366,9 +366,9 @@ def _copied(
 
 
 @functools.cache
-def _group_of(dtype: np.dtype) -> str:
-    """Returns the group of large values of a dtype."""
-    return dtype.name if dtype.isnative and dtype.name in BLOCKED_DTYPES else PLAIN
+def _native_name_of(dtype: np.dtype) -> str:
+    """Returns the name of a dtype in the machine's byte order; empty for others."""
+    return dtype.name if dtype.isnative else ""
 
 
 def _name_of(key: str) -> str:

@@ -318,9 +318,9 @@ class Follower:
         with self._beside(goal) as beside:
             tables = self._tables
             if tables is not None and tables.layout == goal.save.layout:
+                lossless = _are_lossless(reader.layers_of(chain, tables.targets))
                 with self._changing(tables) as publish:
                     reader.fill(chain, publish.targets)
-                    lossless = _are_lossless(reader.layers_of(chain, publish.targets))
                     publish(infos, goal, beside, lossless=lossless)
                 return
             tables = self._new_tables(goal.save.layout, previous=self.nbytes)

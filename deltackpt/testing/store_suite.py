@@ -170,7 +170,7 @@ class StoreSuite:
         store.put("3/x", b"b")  # With the same bytes it could be equal.
         assert store.stamp("3") != first
 
-    def test_spots_are_paths_in_the_store(self, store):
+    def test_a_store_path_is_a_path_in_the_store(self, store):
         """A ``StorePath`` is a path in the store."""
         at = StorePath(store, "") / "3" / "item"
         (at / "a").store.put((at / "a").key, b"abc")
