@@ -766,11 +766,14 @@ def test_concurrent_readers_see_only_whole_steps(tmp_path, pinned):
         failures: list[BaseException] = []
 
         def copy() -> None:
+            last = one.holding
             try:
                 while not stop.is_set():
-                    holding = one.holding
+                    # Nothing is held during a change; a reader may have asked just before it.
+                    holding = one.holding or (None if pinned else last)
                     if holding is None:
                         continue
+                    last = holding
                     try:
                         pin, holding = one.pin(holding.save.save_id, 1) if pinned else (0, holding)
                     except ServiceUnavailable:
