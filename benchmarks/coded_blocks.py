@@ -16,7 +16,7 @@ from deltackpt.format.dense_blocks import BLOCK
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.resources import memory
 from deltackpt.save import block_codes
-from deltackpt.save.block_codes import CodedBlocks, CodedLeaf
+from deltackpt.save.block_codes import EncodedBlocks, LeafDelta
 
 #: Blocks that a thread decodes at once.
 _STRETCH = 1 << 12
@@ -111,7 +111,7 @@ def _copy(leaf: np.ndarray, out: np.ndarray, pool: Executor) -> float:
     return time.perf_counter() - started
 
 
-def _decode(leaf: CodedLeaf, out: np.ndarray, pool: Executor) -> float:
+def _decode(leaf: LeafDelta, out: np.ndarray, pool: Executor) -> float:
     """Seconds to decode the leaf in place, over its parent."""
     started = time.perf_counter()
     work = [one for piece in leaf.pieces for one in _stretches(piece, out.dtype)]
@@ -119,7 +119,7 @@ def _decode(leaf: CodedLeaf, out: np.ndarray, pool: Executor) -> float:
     return time.perf_counter() - started
 
 
-def _stretches(piece: CodedBlocks, dtype: np.dtype) -> Iterator[CodedBlocks]:
+def _stretches(piece: EncodedBlocks, dtype: np.dtype) -> Iterator[EncodedBlocks]:
     stored = of_blocks.get(piece.codec).stored(dtype)
     ends = None
     if any(array.ragged for array in stored.values()):
@@ -133,10 +133,10 @@ def _stretches(piece: CodedBlocks, dtype: np.dtype) -> Iterator[CodedBlocks]:
                 assert ends is not None
                 part = slice(ends[start], ends[stop])
             arrays[suffix] = piece.arrays[suffix][part]
-        yield CodedBlocks(piece.codec, piece.blocks[start:stop], arrays)
+        yield EncodedBlocks(piece.codec, piece.blocks[start:stop], arrays)
 
 
-def _apply(piece: CodedBlocks, out: np.ndarray) -> None:
+def _apply(piece: EncodedBlocks, out: np.ndarray) -> None:
     codec, blocks = of_blocks.get(piece.codec), piece.blocks
     if isinstance(codec, of_blocks.Sparse):
         codec.change(piece.arrays, blocks, out)

@@ -38,8 +38,9 @@ from report import Report, Sample, arguments, megabytes, secs, times
 import deltackpt
 from deltackpt.format import names
 from deltackpt.layers import targets
-from deltackpt.reading import replay as replaying
+from deltackpt.reading import reader, wal_rows
 from deltackpt.reading.wal_index import WalReader, newest_plan
+from deltackpt.reading.wal_rows import SeenRows
 from deltackpt.storage.store import store_path
 
 #: Bars on the time, relative to training without saves.
@@ -273,21 +274,17 @@ def replay(report: Report, options: argparse.Namespace, place: Path) -> None:
     base = view.processes[0].log.records[0].parent
     way = newest_plan(history, {base.step: base})
     assert way is not None
-    rows = sum(
-        segment.count
-        for segment in way.segments
-        for record in segment.records[0]
-        for segment in record.segments
-    )
+    rows = sum(segment.count for _, record in way.records for segment in record.segments)
     buffers, wanted = targets.empty_buffers(view.head.layout)
     for array in jax.tree.leaves(buffers):
         array[...] = 0
     found, distinct = [], 0
     for _ in range(options.repeats + 1):
         started = time.process_time()
-        replayed = replaying.replay(way, wanted, view.head.layout)
+        seen, records = SeenRows(view.head.layout), wal_rows.layers_of(way, view.head.layout)
+        reader.fill((), wanted, records=records, seen=seen, threads=1, over_parent=True)
         found.append(time.process_time() - started)
-        distinct = sum(map(len, replayed.rows.values()))
+        distinct = sum(map(len, seen.by_table().values()))
     cpu = found[1:]  # The first reads the log into the page cache.
     for what, count, bar in (("", rows, 1.0), (", each counted once", distinct, None)):
         per_5m = Sample(tuple(value * REPLAY_ROWS / count for value in cpu))

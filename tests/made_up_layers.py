@@ -27,7 +27,9 @@ from deltackpt.layers.footer import (
 )
 from deltackpt.layers.read import ByteSource, Layer
 from deltackpt.layers.write import LayerFile, WrittenLayer, ranges_of
+from deltackpt.resources.pace import Pace
 from deltackpt.resources.write_buffers import WriteBuffers
+from deltackpt.storage.posix import DirectFile
 
 NAME = "layer.0"
 RUN = "0123456789abcdef0123456789abcdef"
@@ -166,16 +168,17 @@ def write(
     layers: Sequence[tuple[LayerManifest, Sequence[Rows]]],
     *,
     buffer_bytes: int = 1 << 20,
+    pace: Pace | None = None,
     **options,
 ) -> list[WrittenLayer]:
     """Writes layers into a file, and closes it."""
     buffers = WriteBuffers(nbytes=buffer_bytes)
-    file = LayerFile(path, buffers, **options)
+    file = LayerFile(DirectFile(path, pace=pace), buffers, **options)
     try:
         written = [append(file, manifest, groups) for manifest, groups in layers]
         file.sync()
     finally:
-        file.close()
+        file.file.close()
         buffers.close()
     return written
 

@@ -24,13 +24,14 @@ from deltackpt.layers.read import Layer, StoredBytes
 from deltackpt.layers.shard import segment_of
 from deltackpt.layers.targets import empty_buffers
 from deltackpt.layers.write import REMOVED
-from deltackpt.reading import logged_dense, replay
+from deltackpt.reading import dense_state, reader, wal_rows
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalIndex, WalReader, newest_plan
 from deltackpt.reading.wal_locations import WalFolder, WalLocations
 from deltackpt.reading.wal_records import ProcessWal
+from deltackpt.reading.wal_rows import SeenRows
 from deltackpt.resources.write_buffers import WriteBuffers
-from deltackpt.save import coded_dense
-from deltackpt.storage import arrays
+from deltackpt.save import dense_layer
+from deltackpt.storage import arrays, parts
 from deltackpt.storage.parts import Place
 from deltackpt.storage.store import store_path
 from deltackpt.wal.segments import Fill, FilledRecord, SegmentWriter
@@ -103,7 +104,7 @@ def fill_of(number: int, run: str = "a0") -> Fill:
         place = place_of("g0.0")
         gaps, values = place.write_rows(rows), values_of(number, run)
         entry = arrays.array_entry("values", values.shape, values.dtype)
-        place.write_array(entry, [values])
+        parts.write_array(place, entry, [values])
         segment = Segment(
             name="g0.0",
             group="g0",
@@ -115,9 +116,11 @@ def fill_of(number: int, run: str = "a0") -> Fill:
             encodings=(RAW,),
         )
         value = BlockedValue(key="w", dtype="uint8", count=len(weights), group=PLAIN, at=0)
-        plain = coded_dense.write_plain(place_of, [weights], zstd=False)
+        plain = dense_layer.write_plain(place_of, [weights], zstd=False)
         data = np.frombuffer(str(number).encode(), np.uint8)
-        place_of(ITEMS).write_array(arrays.array_entry(ITEM_BYTES, data.shape, data.dtype), [data])
+        parts.write_array(
+            place_of(ITEMS), arrays.array_entry(ITEM_BYTES, data.shape, data.dtype), [data]
+        )
         head = RecordHead(
             part=0,
             part_start=0,
@@ -258,9 +261,10 @@ def follow(plan: ReplayPlan) -> Read:
     buffers, targets = empty_buffers(LAYOUT)
     [table] = buffers[TABLE]["values"].values()
     table[:] = 0
-    replayed = replay.replay(plan, targets, LAYOUT)
-    dense = {key: bytes(data) for key, data in logged_dense.dense_of(plan).values.items()}
-    return Read(plan.point, table, replayed.rows[TABLE], dense, replay.items_of(plan)[0])
+    seen, records = SeenRows(LAYOUT), wal_rows.layers_of(plan, LAYOUT)
+    reader.fill((), targets, records=records, seen=seen, over_parent=True)
+    dense = {key: bytes(data) for key, data in dense_state.at_point(plan).values.items()}
+    return Read(plan.point, table, seen.by_table()[TABLE], dense, plan.items()[0])
 
 
 def read_newest(at: Path) -> Read | None:

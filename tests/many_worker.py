@@ -41,7 +41,6 @@ from orbax.checkpoint import v1
 import deltackpt
 from deltackpt import manager, touched
 from deltackpt.handlers import dense, saving
-from deltackpt.layers.write import LayerFile
 from deltackpt.ledger.directory import Root
 from deltackpt.options import Extents, Tiers, Timeouts
 from deltackpt.reading.saves import StoredPart
@@ -50,7 +49,8 @@ from deltackpt.restore import placing
 from deltackpt.restore import steps as restoring
 from deltackpt.save import exits, flight, rendezvous, snapshot
 from deltackpt.save import step as steps
-from deltackpt.storage import batch, files, ocdbt, parts, writer
+from deltackpt.storage import batch, ocdbt, parts, writer
+from deltackpt.storage.posix import DirectFile, DurableDir
 
 #: Row counts divisible by 8 devices, and widths divisible by 4. Every table is large enough that
 #: each process writes a share of it, whatever the sharding.
@@ -604,13 +604,13 @@ class Worker:
 
     def slow_renames(self, secs: float = 0.3) -> None:
         """Slows down renames, mainly those of a rollback."""
-        real = files.rename
+        real = DurableDir.publish
 
-        def slowly(*arguments: Any, **options: Any) -> None:
+        def slowly(*arguments: Any) -> None:
             time.sleep(secs)
-            real(*arguments, **options)
+            real(*arguments)
 
-        mock.patch.object(files, "rename", slowly).start()
+        mock.patch.object(DurableDir, "publish", slowly).start()
 
     def read_alone(self, root: str, step: int) -> None:
         """Reads a step with a manager of this process alone."""
@@ -794,26 +794,38 @@ def _around_rename(reached_before: bool) -> Callable[[Callable[[], None]], None]
     """Calls a hook before or after the step is renamed into place."""
 
     def arm(reached: Callable[[], None]) -> None:
-        real = steps.files.rename
+        real = DurableDir.publish
 
-        def rename(source: Path, target: Path, **options: Any) -> None:
+        def publish(self: DurableDir, source: Path, target: Path) -> None:
             step = target.name.isdecimal()
             if step and reached_before:
                 reached()
-            real(source, target, **options)
+            real(self, source, target)
             if step and not reached_before:
                 reached()
 
-        mock.patch.object(steps.files, "rename", rename).start()
+        mock.patch.object(DurableDir, "publish", publish).start()
 
     return arm
+
+
+def _after_system_rename(reached: Callable[[], None]) -> None:
+    """Calls a hook after the rename of a step, which is not fsynced yet."""
+    real = os.rename
+
+    def rename(source: str, target: str, **folders: int) -> None:
+        real(source, target, **folders)
+        if target.isdecimal():
+            reached()
+
+    mock.patch.object(os, "rename", rename).start()
 
 
 #: Points of a save at which a process can be stopped. Only process 0 passes those of the commit.
 POINTS: dict[str, Callable[[Callable[[], None]], None]] = {
     "before its part": _before(flight.PendingSave, "write"),
     "during its part": _each(
-        _after(writer.ArrayWriter, "_write_chunk"), _after(LayerFile, "_write_at")
+        _after(writer.ArrayWriter, "_write_chunk"), _after(DirectFile, "write")
     ),
     "before its manifest": _before(parts, "complete"),
     "before a force": _before(batch.FileBatch, "force"),
@@ -827,7 +839,7 @@ POINTS: dict[str, Callable[[Callable[[], None]], None]] = {
     "commit: digests": _before(steps, "_commit"),
     "commit: after the digests": _after(steps, "_write_digests"),
     "commit: before the rename": _around_rename(True),
-    "commit: between the rename and the fsync": _before(files, "fsync_path"),
+    "commit: between the rename and the fsync": _after_system_rename,
     "commit: after the rename": _around_rename(False),
     "checking the options": _before(priority, "check"),
     "the end of a start": _before(manager, "Catalog"),

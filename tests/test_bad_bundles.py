@@ -360,7 +360,7 @@ def test_impossible_extent_headers_do_not_fail_startup(trained, tmp_path):
     def also(file: ExtentFile) -> None:
         for number, header in enumerate(headers, 1):
             file._write_header(file._division.start(EXTENTS - number), header)
-        file._file.force()
+        file._file.sync()
 
     start(trained, tmp_path, "extents", [], also)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -22,8 +23,9 @@ from machine import open_files
 from deltackpt.errors import OutOfSpace, StorageError
 from deltackpt.format.segments import ArrayEntry
 from deltackpt.resources.memory import ALIGNMENT, aligned_buffer, is_aligned
-from deltackpt.storage import aligned, arrays, batch, digests, writer
+from deltackpt.storage import arrays, batch, crc, digests
 from deltackpt.storage.batch import FileBatch
+from deltackpt.storage.writer import ArrayWriter
 
 
 def _stock(directory: Path, entry: ArrayEntry, values: np.ndarray) -> None:
@@ -55,7 +57,7 @@ def _ours(path: Path, values: np.ndarray, padding: int = 0) -> bytes:
 
 def _chunk(values: np.ndarray, padding: int = 0) -> bytes:
     data = values.tobytes() + bytes(padding)
-    return data + batch.crc32c(np.frombuffer(data, np.uint8)).to_bytes(4, "little")
+    return data + crc.crc32c(np.frombuffer(data, np.uint8)).to_bytes(4, "little")
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float32", "int64", "float16", "complex64", "bool"])
@@ -68,7 +70,9 @@ def test_arrays_match_tensorstore_byte_for_byte(shape, dtype, place, tmp_path):
     with mock.patch.object(arrays, "CHUNK_BYTES", 100_000):
         entry = arrays.array_entry("a", shape, values.dtype)
     files = FileBatch(tmp_path, fsync=False)
-    nbytes = writer.write_array(tmp_path / "ours", entry, [values] if len(values) else [], files)
+    array = ArrayWriter(tmp_path / "ours", entry, files)
+    array.write(values)
+    nbytes = array.finish()
     files.force()
     _stock(tmp_path / "stock", entry, values)
     assert _files(tmp_path / "ours") == _files(tmp_path / "stock")
@@ -121,30 +125,45 @@ def _failing(monkeypatch: Any, name: str, fails: Callable[..., int | None]) -> l
     return calls
 
 
-def test_direct_writes_refused_at_open(tmp_path, monkeypatch):
+def _is_direct(descriptor: int) -> bool:
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def test_direct_writes_refused_by_the_file(tmp_path, monkeypatch):
     values = np.arange(5000)
-    _failing(monkeypatch, "open", lambda p, f, *m: errno.EINVAL if f & os.O_DIRECT else None)
+    real = fcntl.fcntl
+
+    def refuse(descriptor: int, command: int, flags: int = 0) -> int:
+        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(descriptor, command, flags)
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
     assert _ours(tmp_path / "ours", values) == _chunk(values)
 
 
-def test_direct_writes_refused_at_the_first_write(tmp_path, disk):
-    values = np.arange(5000)
-    disk.fail("write", errno=errno.EINVAL)
+@pytest.mark.parametrize("after", [0, 1])
+def test_direct_writes_refused_at_a_write(tmp_path, disk, after):
+    values = np.arange(3 << 18)
+    disk.fail("write", errno=errno.EINVAL, after=after)
     assert _ours(tmp_path / "ours", values) == _chunk(values)
 
 
-@pytest.mark.parametrize("asks", [8192, 0])
+@pytest.mark.parametrize("asks", [8192, 1 << 30])
 def test_another_alignment_is_written_through_the_page_cache(tmp_path, monkeypatch, asks):
-    def alignment(descriptor: int) -> int:
-        if not asks:
-            raise OSError(errno.EINVAL, "no direct writes")
-        return asks
+    real, direct = os.pwrite, []
 
-    monkeypatch.setattr(aligned, "alignment", alignment)
-    calls = _failing(monkeypatch, "ftruncate", lambda *_: None)
-    values = np.arange(5000)
+    def write(descriptor: int, data: Any, at: int) -> int:
+        if _is_direct(descriptor):
+            if at % asks or len(data) % asks:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            direct.append(at)
+        return real(descriptor, data, at)
+
+    monkeypatch.setattr(os, "pwrite", write)
+    values = np.arange(5500)
     assert _ours(tmp_path / "ours", values) == _chunk(values)
-    assert not calls
+    assert not direct
 
 
 @pytest.mark.parametrize("most", [4096, 5000, 8192])
@@ -152,10 +171,10 @@ def test_another_alignment_is_written_through_the_page_cache(tmp_path, monkeypat
 def test_short_writes_continue(most, direct, tmp_path, monkeypatch):
     values = np.arange(5000)
     real = os.pwrite
-    if not direct:
-        _failing(monkeypatch, "open", lambda p, f, *m: errno.EINVAL if f & os.O_DIRECT else None)
 
     def short(descriptor: int, data: Any, at: int) -> int:
+        if not direct and _is_direct(descriptor):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         # A direct write stores whole blocks; its count may include part of the next one.
         taken = real(descriptor, data[: most - most % 4096 if direct else most], at)
         return min(len(data), taken + most % 4096) if direct else taken

@@ -16,7 +16,7 @@ from deltackpt import codecs
 from deltackpt.codecs import logarithms, of_blocks
 from deltackpt.format.dense_blocks import BLOCK
 from deltackpt.save import block_codes
-from deltackpt.save.block_codes import CodedLeaf
+from deltackpt.save.block_codes import LeafDelta
 
 LOSSY = [name for name in of_blocks.names() if name != of_blocks.LOSSLESS]
 DIFFERENCES = ["ef4", "ef8"]
@@ -61,7 +61,7 @@ def bits(array: np.ndarray) -> np.ndarray:
     return array.view(of_blocks.bits_dtype(array.dtype))
 
 
-def decoded(leaf: CodedLeaf, reference: np.ndarray | None, like: np.ndarray) -> np.ndarray:
+def decoded(leaf: LeafDelta, reference: np.ndarray | None, like: np.ndarray) -> np.ndarray:
     """Decodes the stored blocks as a reader does."""
     out = np.full_like(like, 7) if reference is None else reference.copy()
     seen = np.zeros(len(like), int)
@@ -81,7 +81,7 @@ def decoded(leaf: CodedLeaf, reference: np.ndarray | None, like: np.ndarray) -> 
     return out
 
 
-def encode(now, before, codec, pool, max_error=None, **options) -> CodedLeaf:
+def encode(now, before, codec, pool, max_error=None, **options) -> LeafDelta:
     return block_codes.encode_leaf(now, before, codec, max_error, pool, **options)
 
 

@@ -44,7 +44,7 @@ from deltackpt.reading import chains, reader, removal
 from deltackpt.reading.reader import RestoredTables
 from deltackpt.storage import arrays, digests
 from deltackpt.testing import Disk
-from deltackpt.upkeep import compact, fold_dense
+from deltackpt.upkeep import compact
 from deltackpt.upkeep import fold as folding
 
 MEMORY_BYTES = 64 << 20
@@ -163,25 +163,22 @@ def test_a_part_is_merged_in_many_windows_with_any_memory_budget(tmp_path):
     planned = pickle.loads(pickle.dumps(planned))
     spans = [span for part in planned.parts for span in part]
     assert sum(stop - start for _, (start, stop) in spans) == 1005
+    merged: list[int] = []
     with (
         mock.patch.object(folding, "_LEAST_BYTES", 1 << 10),
         mock.patch.object(folding, "_compressed_bytes", lambda *given: 0),
-        mock.patch.multiple(fold_dense, _READ_BYTES=0, _COPIES=1),
+        mock.patch.object(folding, "_COPIES", 1),
         mock.patch.object(arrays, "CHUNK_BYTES", 512),
         compact.exclusive(tmp_path),
     ):
         for number, memory_bytes in enumerate((2 << 10, 4 << 10, 16 << 10, 1 << 20, 1 << 26)):
-            seen: list[tuple[int, int]] = []
             folded = compact.fold(
-                planned,
-                number,
-                memory_bytes=memory_bytes,
-                progress=lambda *found, seen=seen: seen.append(found),
+                planned, number, memory_bytes=memory_bytes, on_bytes=merged.append
             )
-            assert seen[-1][0] == seen[-1][1] > 0
             assert folded.bytes_read > 0
             again = compact.fold(planned, number, memory_bytes=memory_bytes)
             assert again == compact.Folded(bytes_read=0, bytes_written=folded.bytes_written)
+        assert sum(merged) == planned.nbytes and len(merged) > 50
         assert contents(tmp_path, 4) == before and len(chain(tmp_path, 4)) == 5
         compact.publish(planned)
         compact.publish(planned)

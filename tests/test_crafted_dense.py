@@ -29,14 +29,15 @@ from deltackpt.format.wal_records import packed_values
 from deltackpt.layers.read import Layer
 from deltackpt.layers.shard import LayerPlace
 from deltackpt.layers.write import LayerFile
-from deltackpt.reading import logged_dense
+from deltackpt.reading import dense_state
 from deltackpt.reading.part_arrays import LayerArrays
 from deltackpt.reading.saves import read_info
 from deltackpt.reading.wal_index import newest_plan
 from deltackpt.resources.write_buffers import WriteBuffers
-from deltackpt.save import coded_dense
-from deltackpt.storage import ocdbt
+from deltackpt.save import dense_layer
+from deltackpt.storage import ocdbt, parts
 from deltackpt.storage.parts import Place
+from deltackpt.storage.posix import DirectFile
 from deltackpt.upkeep.verify import verify_root
 from deltackpt.wal.segments import Fill, FilledRecord, row_groups_of
 
@@ -70,9 +71,7 @@ class Root(NamedTuple):
         """Values of the record."""
         plan = newest_plan(history_of(self.path / "log"), {0: read_info(self.path / "0").save_id})
         assert plan is not None
-        found = logged_dense.dense_of(plan)
-        held = {(False, key): bytes(data) for key, data in found.values.items()}
-        return held | {(True, key): bytes(data) for key, data in found.files.items()}
+        return {key: bytes(data) for key, data in dense_state.at_point(plan).items()}
 
     def rewrite(self, values: dict[Key, bytes]) -> None:
         """Replaces the values of the record, with valid checksums."""
@@ -89,7 +88,7 @@ class Root(NamedTuple):
             for segment in self.record.rows:
                 copy_segment(self.record.layer, segment, place_of(segment.name))
             found = [np.frombuffer(data, np.uint8) for data in values.values()]
-            plain = coded_dense.write_plain(place_of, found, zstd=False)
+            plain = dense_layer.write_plain(place_of, found, zstd=False)
             changed = dataclasses.replace(head, values=packed_values(blocked))
             return FilledRecord(changed, [*self.record.rows, plain])
 
@@ -111,19 +110,21 @@ def copy_segment(layer: Layer, segment: Segment, place: Place) -> None:
         else:
             held = np.empty(entry.shape, entry.dtype)
             arrays.read_into(segment, entry, 0, len(held), held)
-            place.write_array(entry, [held])
+            parts.write_array(place, entry, [held])
 
 
 def rewrite(record: StoredRecord, fill: Fill) -> None:
     """Replaces the last record of a segment."""
     manifest = dataclasses.replace(record.layer.manifest, row_groups=(), arrays=())
     path, buffers = record.path.with_suffix(".new"), WriteBuffers()
-    file = LayerFile(path, buffers, sequence=record.seq, predecessor=manifest.predecessor)
+    file = LayerFile(
+        DirectFile(path), buffers, sequence=record.seq, predecessor=manifest.predecessor
+    )
     layer = file.begin(manifest)
     filled = fill(functools.partial(LayerPlace, layer))
     schema, groups = wal_records.to_bytes(filled.head), tuple(row_groups_of(filled))
     layer.finish(dataclasses.replace(manifest, schema=schema, row_groups=groups))
-    file.close()
+    file.file.close()
     buffers.close()
     record.path.write_bytes(record.path.read_bytes()[: record.layer.start] + path.read_bytes())
     path.unlink()
@@ -170,8 +171,8 @@ def _replaced(described: Any, rng: random.Random) -> Any:
     """Removes or replaces one part of a description."""
     if not isinstance(described, (dict, list)) or not described or rng.random() < 0.2:
         return rng.choice(JUNK)
-    parts = described if isinstance(described, dict) else range(len(described))
-    part = rng.choice([*parts])
+    numbers = described if isinstance(described, dict) else range(len(described))
+    part = rng.choice([*numbers])
     if rng.random() < 0.1:
         del described[part]
     else:

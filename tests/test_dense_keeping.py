@@ -30,6 +30,7 @@ from test_hostile_records import MANIFEST, change
 
 from deltackpt import inspect, interchange
 from deltackpt.errors import Damaged
+from deltackpt.format import names
 from deltackpt.reading import orbax_values, saves
 from deltackpt.testing import stored_chunks
 from deltackpt.tiers import copy as copying
@@ -180,10 +181,10 @@ def test_every_damaged_file_of_blocks_and_items_is_found(written):
 
 def test_a_damaged_item_of_a_base_breaks_the_deltas_that_build_on_it(written):
     root, _ = written
-    item = next((root / "1/dense/d").iterdir())
-    damage(item, "flipped")
-    assert verdicts(root) == dict.fromkeys(STEPS, ("1",))
-    damage(item, "flipped")
+    for path in (next((root / "1/dense/d").iterdir()), root / "1" / names.STEP_DIGESTS):
+        damage(path, "flipped")
+        assert verdicts(root) == dict.fromkeys(STEPS, ("1",))
+        damage(path, "flipped")
     shutil.rmtree(root / "1/dense")
     assert verdicts(root) == dict.fromkeys(STEPS, ("1",))
 

@@ -146,7 +146,7 @@ def test_a_nan_does_not_hide_the_loss_of_other_values() -> None:
 
 def test_a_captured_copy_outlives_its_array() -> None:
     source = jnp.arange(3 * 700, dtype=jnp.float32).reshape(3, 700)
-    taken, shape = device_blocks.take(source, (slice(1, 3), slice(None)))
+    taken, shape = device_blocks.capture(source, (slice(1, 3), slice(None)))
     source.delete()
     flat = np.asarray(taken).reshape(-1)
     assert taken.shape == (6, BLOCK) and shape == (2, 700)

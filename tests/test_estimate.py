@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import model
 import pytest
@@ -15,9 +16,11 @@ from test_verify import chunk, flip
 
 import deltackpt
 from deltackpt.errors import Damaged, StepNotFound
+from deltackpt.layers import merge
 from deltackpt.layers.read import Layer, StoredBytes
 from deltackpt.reading import chains, reader, stored_dense
 from deltackpt.resources import memory
+from deltackpt.storage import arrays
 from deltackpt.storage.store import store_path
 from deltackpt.upkeep import estimate
 from deltackpt.upkeep.estimate import restore_plan
@@ -116,6 +119,25 @@ def test_rows_far_apart_are_sampled_within_the_window(written, monkeypatch):
     monkeypatch.setattr(memory, "empty_buffer", noted)
     assert restore_plan(written).estimate.tables_secs > 0
     assert max(taken) <= 600
+
+
+def test_a_sample_reads_only_the_row_indices_that_it_needs(tmp_path, monkeypatch):
+    with mock.patch.object(arrays, "CHUNK_BYTES", 512):
+        write_chain(tmp_path, 3, rows=400)
+    read: list[tuple[int, int]] = []
+    real = merge.rows_within
+
+    def noted(layer, segment, span):
+        found = real(layer, segment, span)
+        if segment.ranges is None:
+            read.append((len(found.rows), segment.count))
+        return found
+
+    monkeypatch.setattr(merge, "rows_within", noted)
+    found = restore_plan(tmp_path).estimate
+    assert 0 < found.sampled_share < 0.5 and found.tables_secs > 0
+    assert max(count for _, count in read) > 100
+    assert all(rows < count / 2 for rows, count in read if count > 100)
 
 
 def test_columns_of_several_processes_count_rows_once():

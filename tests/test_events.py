@@ -31,7 +31,7 @@ from deltackpt import errors, events
 from deltackpt.format.blocks import VALUES
 from deltackpt.save import encode
 from deltackpt.save.pieces import BusyClock, HostPiece
-from deltackpt.storage import writer
+from deltackpt.storage import parts
 from deltackpt.testing import STEP_FILES, Disk, failing_saves, paused_saves
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -427,7 +427,7 @@ def test_the_stages_of_a_save_add_up_to_at_most_its_total(tmp_path, codec, durab
 
 
 @pytest.mark.parametrize(
-    ("stage", "owner", "name"), [("encode", encode, "on_host"), ("write", writer, "ArrayWriter")]
+    ("stage", "owner", "name"), [("encode", encode, "on_host"), ("write", parts, "ArrayWriter")]
 )
 def test_a_slow_stage_is_reported_by_its_name(tmp_path, stage, owner, name):
     never = threading.Event()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import shutil
@@ -544,14 +545,10 @@ def test_an_interrupted_creation_is_restarted(tmp_path):
 
 
 def test_writes_use_the_page_cache_if_direct_io_is_refused(tmp_path, monkeypatch):
-    real = os.open
+    def refuse(*_: int) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-    def refusing(path: str, flags: int, *mode: int) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real(path, flags, *mode)
-
-    monkeypatch.setattr(os, "open", refusing)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
     held, packs = opened(tmp_path), [MemoryPack(f"run.{n}", 7000 * n) for n in range(3)]
     assert not held.direct
     for pack in packs:

@@ -73,6 +73,7 @@ def test_a_gather_of_no_rows_is_empty():
         (0, 4), (4,), np.dtype(np.float32), [extract.FieldShard(0, 8, jnp.ones((8, 4)))]
     )
     segment = extract.SegmentSource("g0", (0, 4), np.empty(0, np.int64), {"values": source})
-    found = taken.dispatched(segment, {"values": codecs.get("raw")})
-    block = found.landed(Staging(1 << 20)).block
-    assert block.fields["values"].shape == (0, 4)
+    staging = Staging(1 << 20)
+    found = taken.RowCopy(segment, {"values": codecs.get("raw")}, staging)
+    found.land(staging)
+    assert found.fields["values"].shape == (0, 4)

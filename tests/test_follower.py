@@ -40,7 +40,7 @@ from deltackpt.errors import (
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.reading import chains, reader
 from deltackpt.reading.saves import StoredPart
-from deltackpt.standby import candidates, difference, gate, memory, shards
+from deltackpt.standby import candidates, gate, memory, shards
 from deltackpt.standby import follower as follower_module
 from deltackpt.standby.follower import Follower
 from deltackpt.standby.gate import Gate
@@ -413,7 +413,6 @@ def test_an_in_memory_rollback_leaves_nothing_of_the_abandoned_steps(tmp_path):
 def test_a_save_larger_than_the_staging_memory_is_applied_in_pieces(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(follower_module, "_LEAST_STAGING_BYTES", 1)
     monkeypatch.setattr(follower_module, "_STAGING_SHARE", 1e-6)
-    monkeypatch.setattr(difference, "_COMPARED_BYTES", 64)
     with Trainer(tmp_path) as trainer:
         trainer.save()
         one = opened(tmp_path)

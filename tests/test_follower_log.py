@@ -34,11 +34,12 @@ from deltackpt.errors import (
     StepNotFound,
     StorageError,
 )
-from deltackpt.format.manifest import SaveId
-from deltackpt.layers.targets import empty_buffers, targets_of
-from deltackpt.reading import chains, logged_dense, point_files, reader, replay, saves
+from deltackpt.format.manifest import Layout, SaveId
+from deltackpt.layers.targets import Targets, empty_buffers, targets_of
+from deltackpt.reading import chains, dense_state, point_files, reader, saves, wal_rows
 from deltackpt.reading.reader import RestoredTables
-from deltackpt.reading.wal_index import RecoveryPoint, WalReader, newest_plan
+from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalReader, newest_plan
+from deltackpt.reading.wal_rows import SeenRows
 from deltackpt.standby import candidates
 from deltackpt.standby import follower as follower_module
 from deltackpt.standby import wal as followed
@@ -51,6 +52,13 @@ def logs_of(root: Path) -> WalReader:
     return WalReader(store_path(root / "log"))
 
 
+def replay(plan: ReplayPlan, targets: Targets, layout: Layout) -> dict[str, np.ndarray]:
+    """Replays records onto the buffers of a step; returns the rows of each table in them."""
+    seen, records = SeenRows(layout), wal_rows.layers_of(plan, layout)
+    reader.fill((), targets, records=records, seen=seen, over_parent=True)
+    return seen.by_table()
+
+
 def from_storage(root: Path, save_id: SaveId, point: RecoveryPoint | None) -> RestoredTables:
     """Restores a step, and a point above it if one is given, from storage."""
     found = reader.restore_tables(chains.read_chain(root / str(save_id.step)))
@@ -58,7 +66,7 @@ def from_storage(root: Path, save_id: SaveId, point: RecoveryPoint | None) -> Re
     if point is not None:
         plan = logs_of(root).read().plan(point, save_id)
         assert plan is not None
-        replay.replay(plan, targets_of(found.buffers, found.layout), found.layout)
+        replay(plan, targets_of(found.buffers, found.layout), found.layout)
     return found
 
 
@@ -76,11 +84,11 @@ def assert_holds_storage(one: Follower, root: Path) -> None:
     assert plan is not None
     files = {file.name: holding.files.array(file) for file in holding.files.index}
     found = point_files.state_of(files, holding.layout)
-    assert found.items == replay.items_of(plan)
-    dense = logged_dense.dense_of(plan)
+    assert found.items == plan.items()
+    dense = dense_state.at_point(plan)
     assert {**found.dense.values} == dense.values and {**found.dense.files} == dense.files
     targets = targets_of({}, holding.layout)
-    rows = replay.replay(plan, targets, holding.layout).rows
+    rows = replay(plan, targets, holding.layout)
     assert {name: held.tolist() for name, held in found.rows.items()} == {
         name: held.tolist() for name, held in rows.items()
     }

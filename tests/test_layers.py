@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -54,9 +55,9 @@ from deltackpt.layers.write import (
 from deltackpt.resources import write_buffers
 from deltackpt.resources.pace import Pace
 from deltackpt.resources.write_buffers import WriteBuffers
-from deltackpt.storage import aligned
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.kv_store import KvStore
+from deltackpt.storage.posix import DirectFile
 from deltackpt.storage.store import StorePath, store_path
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -173,7 +174,7 @@ def test_several_threads_write_arrays_of_a_layer_in_pieces(tmp_path_factory, dat
     chunk_bytes = data.draw(st.sampled_from([1, 512, 128 << 10]))
     buffers = WriteBuffers(nbytes=data.draw(st.sampled_from([8192, 40_000, 1 << 20])))
     path = tmp_path_factory.mktemp("layers") / "layer"
-    file = LayerFile(path, buffers, fsync=False, chunk_bytes=chunk_bytes)
+    file = LayerFile(DirectFile(path), buffers, fsync=False, chunk_bytes=chunk_bytes)
     layer = file.begin(manifest_of())
     cuts = {
         one.name: sorted(data.draw(st.sets(st.integers(0, len(one.data))))) for one in whole.arrays
@@ -199,7 +200,7 @@ def test_several_threads_write_arrays_of_a_layer_in_pieces(tmp_path_factory, dat
         list(pool.map(write_array, whole.arrays))
         rows.result()
     written = layer.finish(dataclasses.replace(manifest_of(), row_groups=(whole.described,)))
-    file.close()
+    file.file.close()
     buffers.close()
     contents = path.read_bytes()
     assert google_crc32c.value(contents[:-4]) == written.crc32c
@@ -213,22 +214,22 @@ def test_several_threads_write_arrays_of_a_layer_in_pieces(tmp_path_factory, dat
 @pytest.mark.parametrize("sizes", [[20_000], [100, 19_900]])
 def test_rows_that_change_during_a_write_raise(tmp_path, monkeypatch, sizes):
     buffers = WriteBuffers(nbytes=16 << 10)
-    file = LayerFile(tmp_path / "layer", buffers, chunk_bytes=4096)
+    file = LayerFile(DirectFile(tmp_path / "layer"), buffers, chunk_bytes=4096)
     layer = file.begin(manifest_of())
     rows = np.zeros((20_000, 2), np.float32)
-    write_at = file._write_at
+    real = file.file.write
 
     def changing(*arguments):
-        write_at(*arguments)
+        real(*arguments)
         rows[:] += 1
 
-    monkeypatch.setattr(file, "_write_at", changing)
+    monkeypatch.setattr(file.file, "write", changing)
     writer = layer.array("t", "values", rows.shape, rows.dtype, check=True)
     with pytest.raises(StorageError, match="the arrays changed while they were written"):
         for piece in np.split(rows, np.cumsum(sizes)[:-1]):
             writer.write(piece)
     layer.abandon()
-    file.close()
+    file.file.close()
     buffers.close()
 
 
@@ -516,18 +517,18 @@ def recorded(monkeypatch) -> list[str]:
 
 def test_layers_are_gathered_while_others_are_written(tmp_path, monkeypatch):
     writing, gathered = threading.Event(), threading.Event()
-    write_aligned = aligned.write_aligned
+    pwrite = os.pwrite
 
     def slow(descriptor, data, start):
         writing.set()
         assert gathered.wait(30)
-        write_aligned(descriptor, data, start)
+        return pwrite(descriptor, data, start)
 
-    monkeypatch.setattr(aligned, "write_aligned", slow)
+    monkeypatch.setattr(os, "pwrite", slow)
     rows = np.arange(16_000).reshape(4000, 4)
     group = Rows("t", "t", range(4000), [Array("v", rows)])
     buffers = WriteBuffers(nbytes=100_000)
-    file = LayerFile(tmp_path / "layer", buffers, chunk_bytes=4096)
+    file = LayerFile(DirectFile(tmp_path / "layer"), buffers, chunk_bytes=4096)
     layer = file.begin(manifest_of())
     writer = layer.array("t", "v", rows.shape, rows.dtype)
     writer.write(rows[:3900])
@@ -536,20 +537,22 @@ def test_layers_are_gathered_while_others_are_written(tmp_path, monkeypatch):
     writer.write(rows[3900:])
     writer.finish()
     layer.finish(dataclasses.replace(manifest_of(), row_groups=(group.described,)))
-    file.close()
+    file.file.close()
     buffers.close()
     found = opened((tmp_path / "layer").read_bytes())
     assert read_all(found) == contents_of([group])
 
 
 def test_a_file_system_may_refuse_direct_writes(tmp_path, monkeypatch):
-    refused = []
+    refused, pwrite = [], os.pwrite
 
-    def refuse(*_):
-        refused.append(1)
-        raise OSError(errno.EINVAL, "no direct writes")
+    def refuse(descriptor, data, start):
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(1)
+            raise OSError(errno.EINVAL, "no direct writes")
+        return pwrite(descriptor, data, start)
 
-    monkeypatch.setattr(aligned, "write_aligned", refuse)
+    monkeypatch.setattr(os, "pwrite", refuse)
     layers = [(manifest_of(number), groups_of(number)) for number in (1, 2)]
     write(tmp_path / "layers", layers, buffer_bytes=8192)
     assert refused == [1]
@@ -563,7 +566,7 @@ def test_a_full_disk_is_a_typed_error_and_nothing_more_is_written(
     tmp_path, monkeypatch, buffer_bytes
 ):
     buffers = WriteBuffers(nbytes=buffer_bytes)
-    file = LayerFile(tmp_path / "layers", buffers)
+    file = LayerFile(DirectFile(tmp_path / "layers"), buffers)
     append(file, manifest_of(1), groups_of(1))
     file.sync()
 
@@ -577,11 +580,11 @@ def test_a_full_disk_is_a_typed_error_and_nothing_more_is_written(
     for call in (file.sync, lambda: append(file, manifest_of(2), groups_of(2))):
         with pytest.raises(StorageError, match="begin another"):
             call()
-    file.close()
+    file.file.close()
     # The buffers are still usable.
-    other = LayerFile(tmp_path / "others", buffers)
+    other = LayerFile(DirectFile(tmp_path / "others"), buffers)
     append(other, manifest_of(1), groups_of(1))
-    other.close()
+    other.file.close()
     buffers.close()
     data = (tmp_path / "layers").read_bytes()
     (found,) = layers_in(Memory(data), data)
@@ -594,14 +597,14 @@ def test_a_failed_flush_is_not_repeated(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fdatasync", fail)
     buffers = WriteBuffers()
-    file = LayerFile(tmp_path / "layer", buffers)
+    file = LayerFile(DirectFile(tmp_path / "layer"), buffers)
     append(file, manifest_of(), [])
     with pytest.raises(StorageError, match="force to disk"):
         file.sync()
     monkeypatch.undo()
     with pytest.raises(StorageError, match="begin another"):
         file.sync()
-    file.close()
+    file.file.close()
     buffers.close()
 
 

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -14,14 +17,14 @@ import numpy as np
 import pytest
 
 import deltackpt
-from deltackpt.errors import BrokenChain, Damaged
+from deltackpt.errors import BrokenChain, Damaged, StorageError
 from deltackpt.format import chain, manifest, names, records
 from deltackpt.format.manifest import Manifest
-from deltackpt.reading import ahead, chains, reader, saves
+from deltackpt.reading import chains, reader, saves
 from deltackpt.save import division
 from deltackpt.state import ownership
 from deltackpt.state.remembered import ByLayout
-from deltackpt.storage.store import StorePath, store_path
+from deltackpt.storage.store import StorePath
 
 HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
 OPTIONS = deltackpt.ManagerOptions(
@@ -225,18 +228,24 @@ def test_a_run_that_resumes_from_a_restored_step_names_its_chain(tmp_path):
 @pytest.fixture
 def slow_store():
     """Treats every response of a store as slow, so that hints are followed at once."""
-    with mock.patch.object(ahead, "_SLOW_SECS", -1.0), mock.patch.object(ahead, "_SLOW_READS", 1):
+    with mock.patch.multiple(chains, _SLOW_SECS=-1.0, _SLOW_READS=1):
         yield
 
 
 def test_a_slow_store_is_read_ahead_by_the_hint(tmp_path, slow_store):
     saved(tmp_path, 1, 5)
-    with mock.patch.object(
-        ahead.Ahead, "want", autospec=True, side_effect=ahead.Ahead.want
-    ) as want:
+    threads = collections.Counter()
+    real = StorePath.read
+
+    def counted(at, *arguments, **options):
+        threads[threading.current_thread() is threading.main_thread()] += 1
+        return real(at, *arguments, **options)
+
+    with mock.patch.object(StorePath, "read", counted):
         found = chains.read_chain(tmp_path / "4")
     assert [save.info.step_dir for save in found] == ["0", "1", "2", "3", "4"]
-    assert want.call_count == 5
+    # Each manifest is read once, all but that of the step itself by the threads that prefetch.
+    assert threads == {True: 1, False: 4}
 
 
 @pytest.mark.parametrize(
@@ -273,23 +282,24 @@ def test_an_altered_manifest_is_damage_even_if_it_was_read_ahead(tmp_path, slow_
 
 def test_a_fast_store_is_not_read_ahead(tmp_path):
     saved(tmp_path, 1, 4)
-    with mock.patch.object(ahead, "_SLOW_SECS", 3600.0):
-        with mock.patch.object(ahead.concurrent.futures, "ThreadPoolExecutor") as pool:
+    with mock.patch.object(chains, "_SLOW_SECS", 3600.0):
+        with mock.patch.object(ThreadPoolExecutor, "submit") as submit:
             chains.read_chain(tmp_path / "3")
-    pool.assert_not_called()
+    submit.assert_not_called()
 
 
-def test_an_object_that_could_not_be_read_ahead_is_read_again(tmp_path, slow_store):
-    (tmp_path / "there").write_bytes(b"1")
-    at = StorePath(store_path(tmp_path / "there").store, "there")
-    missing = StorePath(at.store, "missing")
-    with ahead.Ahead() as reading:
-        assert reading.read(at, "there") == b"1"
-        reading.want([missing])
-        # Rename atomically: the reading thread may look for it at this moment.
-        (tmp_path / "written").write_bytes(b"2")
-        (tmp_path / "written").rename(tmp_path / "missing")
-        assert reading.read(missing, "missing") == b"2"
+def test_a_manifest_that_could_not_be_read_ahead_is_read_again(tmp_path, slow_store):
+    saved(tmp_path, 1, 4)
+    real = StorePath.read
+
+    def refused(at, *arguments, **options):
+        if threading.current_thread() is not threading.main_thread():
+            raise StorageError(f"{at}: expected to read it, found an error")
+        return real(at, *arguments, **options)
+
+    with mock.patch.object(StorePath, "read", refused):
+        found = chains.read_chain(tmp_path / "3")
+    assert [save.info.step_dir for save in found] == ["0", "1", "2", "3"]
 
 
 def test_infos_of_saves_form_a_chain(tmp_path):

@@ -22,8 +22,8 @@ from deltackpt.format import names
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.entries import Unit
 from deltackpt.nodes.directory import INCOMING, DirectoryShelf
-from deltackpt.storage import files
 from deltackpt.storage.batch import FileBatch
+from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import FileStore
 from deltackpt.testing import TrainingRun
 from deltackpt.tiers.directory import Directory
@@ -141,11 +141,9 @@ def tree(root: Path, file: str) -> Path:
 
 #: Functions that remove ``a/b/c/d`` below a directory.
 REMOVALS: dict[str, Callable[[Path], Any]] = {
-    "tree": lambda root: files.remove_tree(root / "a" / "b", below=root),
-    "file": lambda root: files.remove_file(root / "a" / "b" / "c" / "d", root),
-    "rename": lambda root: files.rename(
-        root / "a" / "b" / "c", root / "x" / "c", fsync=False, below=root
-    ),
+    "tree": lambda root: DurableDir(root).remove(root / "a" / "b"),
+    "file": lambda root: DurableDir(root).remove_file(root / "a" / "b" / "c" / "d"),
+    "rename": lambda root: DurableDir(root).publish(root / "a" / "b" / "c", root / "x" / "c"),
     "store": lambda root: FileStore(root).delete(["a/b/c/d"]),
     "batch": lambda root: FileBatch(root, fsync=False).remove(root / "a" / "b"),
 }

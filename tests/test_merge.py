@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -71,21 +70,12 @@ class MemoryLayer(NamedTuple):
     groups: dict[str, GroupEntry]
     segments: tuple[Segment, ...]
     arrays: dict[tuple[str, str], np.ndarray]
-    has_separate_indices: bool = True
 
     def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
         return f"{segment.name}/{entry.name}"
 
     def check(self, segment: Segment) -> None:
         pass
-
-    def failing(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def view(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> np.ndarray | None:
-        return (
-            None if self.has_separate_indices else self.arrays[segment.name, entry.name][start:stop]
-        )
 
     def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
         rows = self.arrays[segment.name, names.GAPS]
@@ -183,12 +173,8 @@ def cells_of(number: int, field: str) -> np.ndarray:
     st.sampled_from([[(0, 6)], [(0, 3), (3, 6)], [(2, 5)]]),
     st.randoms(use_true_random=False),
     st.sampled_from([None, 1, 3]),
-    st.booleans(),
 )
-def test_pieces_of_a_stage_are_merged_in_any_order(
-    saves, reach, cuts, splits, random, threads, apart
-):
-    saves = [[layer._replace(has_separate_indices=apart) for layer in shards] for shards in saves]
+def test_pieces_of_a_stage_are_merged_in_any_order(saves, reach, cuts, splits, random, threads):
     low, high = sorted(reach)
     cuts = sorted({low, high, *(cut for cut in cuts if low < cut < high)})
     places = [(rows, cols) for rows in zip(cuts, cuts[1:], strict=False) for cols in splits]
@@ -233,7 +219,7 @@ def test_pieces_of_a_stage_are_merged_in_any_order(
         wanted = wanted[:, 0] if target.columns is None else wanted[:, slice(*target.columns)]
         assert np.array_equal(target.buffer, wanted)
     kinds = {(layer.segments[0].fields, layer.segments[0].columns) for of in saves for layer in of}
-    is_raw = apart and all(VALUES not in fields for fields, _ in kinds)
+    is_raw = all(VALUES not in fields for fields, _ in kinds)
     gapped = all(layer.segments[0].ranges is None for of_save in saves for layer in of_save)
     if len(kinds) == 1 and gapped and not is_raw:
         assert max(written.values(), default=0) <= 1

@@ -29,7 +29,7 @@ from test_tiers import same
 
 from deltackpt import inspect
 from deltackpt.errors import InUse, OptionError, OutOfSpace, StorageError
-from deltackpt.nodes.directory import DirectoryShelf
+from deltackpt.nodes.directory import INCOMING, DirectoryShelf
 from deltackpt.nodes.elsewhere import Elsewhere
 from deltackpt.nodes.server import NodeServer
 from deltackpt.nodes.shelves import MemoryShelf
@@ -301,7 +301,7 @@ def test_a_disconnected_writer_leaves_nothing_visible_and_its_room_is_freed(shel
             shelf.delete("x")
             assert shelf.free_bytes == taken
         else:
-            assert [*shelf.incoming.iterdir()] == []
+            assert [*(shelf.path / INCOMING).iterdir()] == []
 
 
 def test_a_node_killed_during_a_put_keeps_the_old_object_and_nothing_of_the_new(tmp_path):

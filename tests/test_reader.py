@@ -33,6 +33,7 @@ from deltackpt.reading import chains, inventory, reader, saves
 from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.storage import arrays, digests
 from deltackpt.storage.digests import Digests
+from deltackpt.storage.posix import DirectFile
 from deltackpt.storage.store import FileStore, StorePath
 from deltackpt.testing import MemoryStore
 
@@ -139,9 +140,9 @@ def put_layer(
     held = Rows("g0.0", "g0", rows, [Array("values", values)], codecs={"values": "raw"})
     held = held._replace(columns=(0, WIDTH))
     path, buffers = scratch / f"layer.{described.save_id.step}", WriteBuffers()
-    file = LayerFile(path, buffers, fsync=False, chunk_bytes=chunk * WIDTH * 4)
+    file = LayerFile(DirectFile(path), buffers, fsync=False, chunk_bytes=chunk * WIDTH * 4)
     written = append(file, described, [held])
-    file.close()
+    file.file.close()
     buffers.close()
     at = item / names.layer_name(0)
     at.store.put(at.key, path.read_bytes())

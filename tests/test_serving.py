@@ -269,7 +269,8 @@ def test_memory_without_readers_is_reused(tmp_path):
             del version
             gc.collect()
             trainer.save()
-        assert len({*places}) == 2
+        # The first version has the memory of the base's values.
+        assert len({*places[1:]}) == 2
 
 
 def test_an_array_that_is_kept_does_not_change(tmp_path):

@@ -27,7 +27,7 @@ from deltackpt.resources.workers import Workers
 from deltackpt.save import step as steps
 from deltackpt.save.rendezvous import Rendezvous
 from deltackpt.save.step import Step
-from deltackpt.storage import files
+from deltackpt.storage import posix
 from deltackpt.storage.batch import FileBatch
 from deltackpt.testing import STEP_FILES, Disk, DiskCall
 
@@ -230,7 +230,7 @@ def test_nothing_is_reported_before_it_is_fsynced_even_if_a_process_is_late(tmp_
     forced: dict[str, set[str]] = {}
     at_word: list[set[str]] = []
     at_commit: list[set[str]] = []
-    real_fsync, real_rename = os.fsync, os.rename
+    real_fsync, real_rename, real_replace = os.fsync, os.rename, os.replace
     real_told = Rendezvous.await_written, Rendezvous.await_commit
 
     def contents(path: str) -> set[str]:
@@ -253,13 +253,19 @@ def test_nothing_is_reported_before_it_is_fsynced_even_if_a_process_is_late(tmp_
                 if path not in forced or contents(path) - forced[path]
             }
 
-    def rename(source: Any, target: Any) -> None:
-        if Path(target) == final:
-            at_commit.append(unforced())
-        elif "digests.step.1" in Path(target).name:
-            own = f"{temporary}/item/of.1"
-            at_word.append({path for path in unforced() if path.startswith((own, str(source)))})
-        real_rename(source, target)
+    def rename(source: str, target: str, **folders: int) -> None:
+        assert (target, os.readlink(f"/proc/self/fd/{folders['dst_dir_fd']}")) == (
+            "5",
+            str(tmp_path),
+        )
+        at_commit.append(unforced())
+        real_rename(source, target, **folders)
+
+    def replace(source: str, target: str, **folders: int) -> None:
+        assert target == "digests.step.1.msgpack"
+        own = f"{temporary}/item/of.1", f"{temporary}/{source}"
+        at_word.append({path for path in unforced() if path.startswith(own)})
+        real_replace(source, target, **folders)
 
     def meeting(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
@@ -287,6 +293,7 @@ def test_nothing_is_reported_before_it_is_fsynced_even_if_a_process_is_late(tmp_
     with (
         mock.patch.object(os, "fsync", fsync),
         mock.patch.object(os, "rename", rename),
+        mock.patch.object(os, "replace", replace),
         mock.patch.object(Rendezvous, "await_written", meeting(real_told[0])),
         mock.patch.object(Rendezvous, "await_commit", meeting(real_told[1])),
         concurrent.futures.ThreadPoolExecutor(2) as pool,
@@ -336,9 +343,9 @@ def test_files_that_another_process_removes_need_no_fsync(tmp_path):
             os, "fsync", lambda fd: forced.append(os.readlink(f"/proc/self/fd/{fd}"))
         ),
     ):
-        files.fsync_tree(tmp_path / "item", while_others_write=True)
+        posix.fsync_tree(tmp_path / "item", while_others_write=True)
         with pytest.raises(StorageError, match="force to disk"):
-            files.fsync_tree(tmp_path / "item")
+            posix.fsync_tree(tmp_path / "item")
     below = {str(Path(path).relative_to(tmp_path)) for path in forced}
     assert below == {"item", "item/there", "item/inner", "item/inner/there"}
 

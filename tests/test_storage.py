@@ -18,8 +18,9 @@ from written import write_array, write_digested
 
 from deltackpt.errors import Damaged, OptionError, OutOfSpace, StorageError
 from deltackpt.resources.staging import Staging
-from deltackpt.storage import arrays, batch, digests, files
+from deltackpt.storage import arrays, batch, digests
 from deltackpt.storage.crc import ChunkSums
+from deltackpt.storage.posix import DurableDir
 
 
 def write(directory: Path, data: np.ndarray, *, zstd: bool = False, cuts=()) -> arrays.ArrayEntry:
@@ -148,12 +149,12 @@ def test_a_damaged_chunk_is_named(tmp_path, zstd, how):
 
 def test_an_atomic_write_leaves_the_old_contents_when_it_fails(tmp_path):
     path = tmp_path / "file"
-    files.write_atomic(path, b"old", fsync=True)
+    DurableDir(tmp_path).write(path, b"old")
     with (
         mock.patch("os.replace", side_effect=OSError(28, "No space left on device")),
         pytest.raises(OutOfSpace, match="free space"),
     ):
-        files.write_atomic(path, b"new", fsync=True)
+        DurableDir(tmp_path).write(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -162,15 +163,16 @@ def test_an_atomic_write_leaves_the_old_contents_when_it_fails(tmp_path):
 def test_writers_of_one_file_never_mix_their_bytes(tmp_path, absent):
     """Two containers on a shared file system can have equal process and thread ids."""
     path, name = tmp_path / "file", "link" if absent else "replace"
+    directory = DurableDir(tmp_path, fsync=False)
     real, others = getattr(os, name), iter([b"the other's"])
     written: list[bytes] = []
 
-    def late(source: str, target: str) -> None:
+    def late(source: str, target: str, **folders: int | bool) -> None:
         """Publishes a file after another writer has published its own."""
         for data in others:
-            files.write_atomic(path, data, fsync=False)
-        written.append(Path(source).read_bytes())
-        real(source, target)
+            directory.write(path, data)
+        written.append((tmp_path / source).read_bytes())
+        real(source, target, **folders)
 
     with (
         mock.patch.object(os, "getpid", lambda: 7),
@@ -178,7 +180,7 @@ def test_writers_of_one_file_never_mix_their_bytes(tmp_path, absent):
         mock.patch.object(os, name, late),
         pytest.raises(StorageError) if absent else contextlib.nullcontext(),
     ):
-        files.write_atomic(path, b"own", fsync=False, absent=absent)
+        directory.write(path, b"own", absent=absent)
     assert written[-1] == b"own"
     assert path.read_bytes() == (b"the other's" if absent else b"own")
     assert os.listdir(tmp_path) == ["file"]
@@ -196,7 +198,7 @@ def test_staging_reuses_buffers_and_stays_within_its_budget():
     many = [staging.take((1 << 20,), np.dtype(np.uint8)) for _ in range(6)]
     for buffer in many:
         staging.give_back(buffer)
-    assert staging._kept_bytes() <= staging.budget_bytes
+    assert staging.nbytes <= staging.budget_bytes
 
 
 def test_small_requests_reuse_one_buffer():
@@ -204,7 +206,7 @@ def test_small_requests_reuse_one_buffer():
     staging = Staging(64 << 20)
     for number in range(20):
         staging.give_back(staging.take((number % 5,), np.dtype(np.int32)))
-    assert staging._kept_bytes() == 1 << 20
+    assert staging.nbytes == 1 << 20
 
 
 def test_staging_serves_threads_at_once():

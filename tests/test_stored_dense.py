@@ -20,14 +20,15 @@ from deltackpt.format.blocks import rows_of
 from deltackpt.format.dense_blocks import BLOCK, BLOCKS, PLAIN, BlockedValue, DenseBlocks, Key
 from deltackpt.format.dtypes import dtype_of, stored_dtype
 from deltackpt.format.records import Unsound
-from deltackpt.layers import chains, merge
+from deltackpt.layers import merge
 from deltackpt.layers.read import Layer, StoredBytes
 from deltackpt.layers.shard import segment_of
 from deltackpt.layers.write import LayerFile
 from deltackpt.reading import stored_dense
 from deltackpt.reading.part_arrays import LayerArrays
-from deltackpt.reading.stored_dense import DensePlan, DenseShard
+from deltackpt.reading.stored_dense import DensePlan, DenseShard, DenseValues
 from deltackpt.resources.write_buffers import WriteBuffers
+from deltackpt.storage.posix import DirectFile
 from deltackpt.storage.store import store_path
 
 DTYPES = ("uint16", "float32", "bfloat16")
@@ -173,9 +174,9 @@ class Run:
 
     def _written(self, groups: list[Rows]) -> Layer:
         path = self.folder / f"layer.{len(list(self.folder.iterdir()))}"
-        file = LayerFile(path, self.buffers, fsync=False, chunk_bytes=1024)
+        file = LayerFile(DirectFile(path), self.buffers, fsync=False, chunk_bytes=1024)
         written = append(file, manifest_of(), groups)
-        file.close()
+        file.file.close()
         return Layer(StoredBytes(store_path(path)), written.stop)
 
     def close(self) -> None:
@@ -232,7 +233,7 @@ def test_any_saves_restore_the_values_of_the_model(
 ):
     with (
         mock.patch.object(stored_dense, "_SMALL_BYTES", checked),
-        mock.patch.object(chains, "_CHAIN_BYTES", chain),
+        mock.patch.object(stored_dense, "_CHAIN_BYTES", chain),
         mock.patch.object(merge, "_WINDOW_BYTES", window),
     ):
         check_model(tmp_path_factory, data, saves, seed)
@@ -248,20 +249,16 @@ def check_model(tmp_path_factory, data, saves, seed):
     assert {key: bytes(value) for key, value in found.values.items()} == {
         key: bytes_of(key, run.state[key]) for key in wanted
     }
-    # The same, applied to memory with the values below, of leaves that all of them have.
-    common = {key for key in run.below if all(key in keys for keys, *_ in saves)} & wanted
-    held = {(False, key): run.below[key].copy().view(dtype_of(LEAVES[key][0])) for key in common}
-    copied: set[Key] = set()
-
-    def writable(key: Key) -> np.ndarray:
-        copied.add(key)
-        return held[key]
-
-    stored_dense.apply(run.saves, held, "newest", writable)
-    for key in common:
-        assert bytes_of(key, held[False, key]) == bytes_of(key, run.state[key])
-    changed = {key for key in common if not np.array_equal(run.below[key], run.state[key])}
-    assert {(False, key) for key in changed} <= copied
+    # The same from a state in memory, which is not written, and is shared if nothing changes.
+    below = {key: bytearray(bytes_of(key, data)) for key, data in run.below.items()}
+    before = DenseValues({key: memoryview(data) for key, data in below.items()}, {})
+    again = stored_dense.values_of(run.saves, before, "newest", wanted.__contains__)
+    assert again.values == found.values
+    assert below == {key: bytes_of(key, data) for key, data in run.below.items()}
+    plan = DensePlan(run.saves, "newest", lambda key: True)
+    for key in wanted:
+        shared = again.values[key] is before.values.get(key)
+        assert shared == ((False, key) in plan.missing.keys() - plan.changed)
     run.close()
 
 
@@ -322,13 +319,17 @@ def test_plain_values_outside_the_stored_bytes_are_not_a_record(run):
             dense_blocks.check(dataclasses.replace(record, values=values, segments=segments))
 
 
-def test_memory_of_another_kind_is_refused_before_it_changes(run):
-    run.start(["a", "e"])
-    run.save(["a", "e"], 1, ("sparse",), 1.0)
-    for key, held in [("a", np.zeros(700, np.uint16)), ("e", np.zeros((1, BLOCK), np.uint8))]:
-        with pytest.raises(Damaged, match=key):
-            stored_dense.apply(run.saves, {(False, key): held}, "newest")
-        assert not held.any()
+@pytest.mark.parametrize(("count", "dtype"), [(699, "uint16"), (700, "float16"), (0, "uint16")])
+def test_a_state_of_another_kind_is_refused_and_not_changed(run, count, dtype):
+    run.start(["a"])
+    run.save(["a"], 1, ("sparse",), 1.0)
+    held = np.zeros(count, dtype).view(np.uint8)
+    before = (
+        DenseValues({"a": held.data}, {}, {(False, "a"): dtype}) if count else DenseValues({}, {})
+    )
+    with pytest.raises(Damaged, match="1400 bytes of a as uint16 before"):
+        stored_dense.values_of(run.saves, before, "newest")
+    assert not held.any()
 
 
 def test_a_codec_for_other_dtypes_is_damage(run):

@@ -69,7 +69,7 @@ class TestFileStore(StoreSuite):
 
     def test_a_file_in_the_place_of_a_directory_is_not_an_existing_object(self, store):
         store.put("a", b"x")
-        with pytest.raises(StorageError, match="expected to make a directory") as caught:
+        with pytest.raises(StorageError, match="a/b: expected to write, found Not a dir") as caught:
             store.put("a/b", b"y", absent=True)
         assert not isinstance(caught.value, Exists)
 
@@ -77,8 +77,8 @@ class TestFileStore(StoreSuite):
         with Disk(store.path) as disk:
             store.put("3/item/x", b"abc", absent=True)
         forced = disk.paths("fsync")
-        assert [os.path.relpath(name, store.path) for name in forced[:2]] == ["3", "."]
-        assert os.path.relpath(forced[-1], store.path) == "3/item" and len(forced) == 4
+        assert os.path.dirname(forced.pop(2)) == str(store.path / "3" / "item")
+        assert [os.path.relpath(name, store.path) for name in forced] == [".", "3", "3/item"]
 
     def test_an_unreadable_object_is_not_missing(self, store):
         (store.path / "loop").symlink_to("loop")

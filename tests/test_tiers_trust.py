@@ -17,8 +17,9 @@ from deltackpt import inspect, touched
 from deltackpt.errors import ForeignDirectory, OptionError, OutOfSpace
 from deltackpt.ledger.journal import Journal
 from deltackpt.options import DeltaOptions
-from deltackpt.storage import buckets, files
+from deltackpt.storage import buckets
 from deltackpt.storage.kv_store import KvStore
+from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import Refused, StorePath, Unanswered
 from deltackpt.tiers import promoter, promotion
 from deltackpt.tiers.promotion import Promoter
@@ -208,16 +209,16 @@ def test_an_uploader_survives_a_full_staging_directory(node, alone, monkeypatch)
     with one.manager(wait_for="staging") as manager:
         one.save(manager, 1)
         one.save(manager, 2)
-    real, refused = files.write_atomic, 0
+    real, refused = DurableDir.write, 0
 
-    def full(path, *given, **more) -> None:
+    def full(self, path, *given, **more) -> None:
         nonlocal refused
         if refused < 5 and str(path).startswith(str(one.stage.path)):
             refused += 1
             raise OutOfSpace(f"{path}: expected room to write, found the file system full")
-        real(path, *given, **more)
+        real(self, path, *given, **more)
 
-    monkeypatch.setattr(files, "write_atomic", full)
+    monkeypatch.setattr(DurableDir, "write", full)
     promote(one)
     assert refused == 5 and one.root() == [1, 2]
 

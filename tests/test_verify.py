@@ -359,6 +359,7 @@ def test_leftovers_are_notes_and_an_unsigned_claim_is_not(written, tmp_path):
     text = "\n".join(report.notes)
     for part in ("9.orbax", "deleted/", "compaction that was interrupted", "notes.txt"):
         assert part in text
+    assert names.lease_name(99) not in text and report.problems == ()
 
 
 def test_an_altered_lease_is_damage_that_stops_no_restore(written, tmp_path):

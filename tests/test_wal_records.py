@@ -49,8 +49,8 @@ from deltackpt.format.wal_epochs import Continues
 from deltackpt.format.wal_records import ITEM_BYTES, ITEMS, RecordHead, packed_values
 from deltackpt.layers import footer
 from deltackpt.layers.footer import PAGE_BYTES
-from deltackpt.save import coded_dense
-from deltackpt.storage import arrays
+from deltackpt.save import dense_layer
+from deltackpt.storage import arrays, parts
 from deltackpt.storage.parts import Place
 from deltackpt.storage.store import FileStore
 from deltackpt.testing import Disk
@@ -114,7 +114,7 @@ def test_a_head_may_be_large(numbers, tmp_path):
 
     def fill(place_of: Callable[[str], Place]) -> FilledRecord:
         found = [np.zeros(8 * len(values), np.uint8)]
-        plain = coded_dense.write_plain(place_of, found, zstd=False)
+        plain = dense_layer.write_plain(place_of, found, zstd=False)
         packed = packed_values(values)
         head = RecordHead(part=0, part_start=0, full=True, unix_ns=0, values=packed)
         return FilledRecord(head, [plain])
@@ -465,12 +465,12 @@ def test_nothing_is_written_after_a_failed_record_is_abandoned(tmp_path, monkeyp
 
     def fill(place_of: Callable[[str], Place]) -> FilledRecord:
         entry = arrays.array_entry("values", rows.shape, rows.dtype)
-        place_of("g0.0").write_array(entry, np.split(rows, 64))
-        file = log.writer._file
-        assert file is not None
-        close, write = file.close, file._write_at
+        parts.write_array(place_of("g0.0"), entry, np.split(rows, 64))
+        assert log.writer._file is not None
+        file = log.writer._file.file
+        close, write = file.close, file.write
         monkeypatch.setattr(file, "close", lambda: (close(), written.append("closed")))
-        monkeypatch.setattr(file, "_write_at", lambda *given: (write(*given), written.append("w")))
+        monkeypatch.setattr(file, "write", lambda *given: (write(*given), written.append("w")))
         return FilledRecord(None, [])  # type: ignore[arg-type]
 
     with pytest.raises(TypeError):
@@ -708,7 +708,9 @@ def test_a_deeply_nested_item_is_damage(log):
 
     def fill(place_of: Callable[[str], Place]) -> FilledRecord:
         found = written(lambda name: Nowhere() if name == ITEMS else place_of(name))
-        place_of(ITEMS).write_array(arrays.array_entry(ITEM_BYTES, item.shape, item.dtype), [item])
+        parts.write_array(
+            place_of(ITEMS), arrays.array_entry(ITEM_BYTES, item.shape, item.dtype), [item]
+        )
         held = dataclasses.replace(found.head.items[0], nbytes=len(item))
         return found._replace(head=dataclasses.replace(found.head, items=(held,)))
 
@@ -717,9 +719,15 @@ def test_a_deeply_nested_item_is_damage(log):
 
 
 class Nowhere:
-    """A place that stores nothing."""
+    """A place that stores nothing, and the writer of its arrays."""
 
-    def write_array(self, *arguments: Any, **options: Any) -> int:
+    def writer(self, *_: Any, **options: Any) -> Nowhere:
+        return self
+
+    def write(self, rows: np.ndarray) -> None:
+        pass
+
+    def finish(self) -> int:
         return 0
 
 
@@ -732,7 +740,7 @@ def test_empty_segments_do_no_harm(count, tmp_path):
         found = written(place_of)
         place = place_of("g0.1")
         entry = arrays.array_entry("values", (0, 2), np.dtype(np.float32))
-        place.write_array(entry, [])
+        parts.write_array(place, entry, [])
         empty = Segment(
             name="g0.1", group="g0", columns=(0, 2), count=0, ranges=(), fields=("values",),
             arrays=(entry,), encodings=(RAW,),

@@ -14,10 +14,10 @@ from deltackpt.format.segments import ArrayEntry
 from deltackpt.resources.staging import Staging
 from deltackpt.save.dense import DenseLeaves
 from deltackpt.save.rendezvous import of_this_process
-from deltackpt.storage import writer
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.crc import ChunkSums
 from deltackpt.storage.digests import Digest
+from deltackpt.storage.writer import ArrayWriter
 
 
 def write_array(
@@ -34,7 +34,10 @@ def write_digested(
     """Writes an array; returns the digests of its files by relative path."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     batch = FileBatch(directory.parent, fsync=fsync)
-    writer.write_array(directory, entry, pieces, batch)
+    array = ArrayWriter(directory, entry, batch)
+    for piece in pieces:
+        array.write(piece)
+    array.finish()
     batch.force()
     return batch.below(directory, relative_to=directory)
 
@@ -50,7 +53,7 @@ def write_dense(
       meet: returns when all processes have written.
     """
     others, batch = of_this_process(item_dir.parent, 60.0), FileBatch(item_dir, fsync=True)
-    leaves = DenseLeaves.take(tree, processes.index(), Staging(1 << 30))
+    leaves = DenseLeaves.capture(tree, processes.index(), Staging(1 << 30))
     leaves.write(item_dir, batch, others)
     meet()
     if others.process == 0:

@@ -11,8 +11,7 @@ an array are *plain*: consecutive bytes.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 
 from deltackpt.format import dtypes
 from deltackpt.format.segments import Segment
@@ -97,15 +96,6 @@ class DenseBlocks:
         """Bytes of its arrays, before any compression."""
         return sum(entry.nbytes for segment in self.segments for entry in segment.arrays)
 
-    @functools.cached_property
-    def layout(self) -> tuple[tuple[bool, str, str, int | None, int], ...]:
-        """Returns key, group, first block and size of the values of blocks, in their order."""
-        return tuple(
-            (value.file, value.key, value.group, value.at, value.count)
-            for value in self.values
-            if value.group != PLAIN
-        )
-
     def of_group(self, group: str) -> list[BlockedValue]:
         """Returns the values in a group, in the order of their blocks."""
         return [value for value in self.values if value.group == group and not value.plain]
@@ -130,18 +120,6 @@ BLOCKED_DTYPES = frozenset(
         *("float8_e5m2fnuz", "bool"),
     )
 )
-
-
-def laid_out(values: Iterable[BlockedValue]) -> Iterator[BlockedValue]:
-    """Assigns positions to the values' blocks: end to end in each group."""
-    ends: dict[str, int] = {}
-    for value in values:
-        if value.plain:
-            yield value
-            continue
-        at = ends.get(value.group, 0)
-        ends[value.group] = at + value.blocks
-        yield dataclasses.replace(value, at=at)
 
 
 def check(record: DenseBlocks, *, remember: bool = False) -> None:

@@ -16,8 +16,8 @@ from deltackpt.format import names
 from deltackpt.handlers.orbax_private import AsyncCheckpointHandler
 from deltackpt.resources.workers import Workers
 from deltackpt.save.rendezvous import Rendezvous
-from deltackpt.storage import files
 from deltackpt.storage.batch import FileBatch
+from deltackpt.storage.posix import fsync_tree
 
 
 class HandlerItem:
@@ -56,7 +56,7 @@ class HandlerItem:
         for own in _own(item_dir, others.process):
             batch.adopt(own)
         # Whichever process wrote the rest, this process's share is on disk.
-        files.fsync_tree(item_dir, while_others_write=True)
+        fsync_tree(item_dir, while_others_write=True)
 
     def _adopt_apart(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
         """Adds what this process wrote; arrays of several processes cannot be merged."""

@@ -41,7 +41,7 @@ from deltackpt.restore import steps
 from deltackpt.restore.placing import same_tables
 from deltackpt.restore.steps import Found, Items, Loaded, RowRanges, Service, StepReader
 from deltackpt.save import proof, snapshot
-from deltackpt.save.dense_blocks import DenseKeeper
+from deltackpt.save.dense import DenseKeeper
 from deltackpt.save.lineage import Clocks, Reading, new_run
 from deltackpt.state import tables, touch_state
 from deltackpt.state.touch_state import TouchState

@@ -30,7 +30,7 @@ from deltackpt.resources.staging import Staging
 from deltackpt.resources.workers import Workers
 from deltackpt.save import snapshot
 from deltackpt.save.apart import Meetings
-from deltackpt.save.dense_blocks import DenseKeeper
+from deltackpt.save.dense import DenseKeeper
 from deltackpt.save.dense_coding import codings
 from deltackpt.save.flight import Embeddings
 from deltackpt.save.lineage import Lineage, new_run

@@ -52,11 +52,10 @@ from deltackpt.save.flight import (
 )
 from deltackpt.save.lineage import UNTRACKED
 from deltackpt.save.step import Item, Step
-from deltackpt.save.whole_dense import WholeDense
 from deltackpt.state import contexts, tables
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import TouchState
-from deltackpt.storage import files
+from deltackpt.storage.posix import DurableDir
 
 #: Reports that wait for ``wait()``: a loop may never call it.
 _REPORTS = 1000
@@ -275,17 +274,10 @@ class Saver:
         run = self._run
         leaves = dense.storable(split.dense)
         try:
-            if run.dense is None and pending.intent.kind == "delta":
-                pending.dense = WholeDense.capture(leaves, run.among.index, run.staging)
-                return None
             if run.dense is None:
-                return DenseLeaves.take(leaves, run.among.index, run.staging)
-            taken = run.dense.take(leaves, split.layout.dense, run.among.index)
-            if pending.intent.kind == "base":
-                pending.base_dense_bytes = taken.nbytes
-                return taken.as_item(pending.intent.save_id)
-            pending.dense = taken
-            return None
+                found = DenseLeaves.capture(leaves, run.among.index, run.staging)
+            else:
+                found = run.dense.capture(leaves, split.layout.dense, run.among.index)
         except UnsupportedLeaf as error:
             if run.dense is not None and not self._told_unusual:
                 self._told_unusual = True
@@ -295,11 +287,18 @@ class Saver:
                 )
             args = dense.save_args(split.dense)
             return self._begun(step, attempt, names.DENSE_ITEM, dense.handler(), args)
+        if pending.intent.kind == "delta":
+            pending.dense = found
+            return None
+        if run.dense is not None:
+            pending.base_dense_bytes = found.nbytes
+            found.keep(pending.intent.save_id)
+        return found
 
     def _begun(self, step: int, attempt: int, name: str, handler: Any, args: Any) -> HandlerItem:
         run = self._run
         item_dir = self._temporary(step, attempt) / name
-        files.make_below(run.held.path, item_dir)
+        DurableDir(run.held.path, fsync=False).make(item_dir)
         return HandlerItem.begin(handler, item_dir, args, run.workers)
 
     def _temporary(self, number: int, attempt: int) -> Path:
@@ -511,7 +510,7 @@ class Saver:
             return self._failed(flight, cause)
         run.newest = flight.step
         while self._leftovers:
-            files.remove_tree(self._leftovers.pop())
+            DurableDir(run.held.path).remove(self._leftovers.pop())
         done = flight.future.result()
         self._report(flight, done)
         for text in done.warnings:

@@ -170,27 +170,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
           Damaged: the array is missing or altered.
           StepGone: the step was removed.
         """
-        metadata = self._json(METADATA)
-        name = ".".join(key)
-        found = self._reachable()
-        store = dict(found.spec)
-        if metadata.get("use_ocdbt", True):
-            store = {"driver": "ocdbt", "base": store, "path": f"{name}/"}
-        elif ".." in name.split("/"):
-            raise Damaged(f"{self._shown}/{METADATA}", "names of arrays in the item", repr(name))
-        else:
-            store["path"] += f"{name}/"
-        spec = {
-            "driver": "zarr3" if metadata.get("use_zarr3") else "zarr",
-            "kvstore": store,
-            # A lost chunk would read as zeros, unless Orbax was configured to omit such chunks.
-            "fill_missing_data_reads": not metadata.get("store_array_data_equal_to_fill_value"),
-        }
-        with self._standing():
-            try:
-                return ts.open(spec, open=True, read=True, context=found.context).result()
-            except ValueError as error:
-                raise Damaged(f"{self._shown}/{name}", "an array of Orbax's", str(error)) from error
+        return self._opened(key, data=False)
 
     def read_array(self, key: Sequence[str], index: Any) -> np.ndarray:
         """Reads a slice of an array.
@@ -199,8 +179,7 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
           Damaged, StepGone: as for ``open_array``.
         """
         with self._standing():
-            self._check(data=True)
-            store = self.open_array(key)
+            store = self._opened(key, data=True)
             try:
                 found = np.asarray(store[index].read().result())
             except ValueError as error:
@@ -208,6 +187,32 @@ class DenseItem(Mapping[str, "DenseLeaf"]):
                 raise Damaged(name, "an array that can be read", str(error)) from error
             self._check_stands()
             return found
+
+    def _opened(self, key: Sequence[str], *, data: bool) -> Any:
+        name, metadata = ".".join(key), self._json(METADATA)
+        with self._standing():
+            kvstore, context = self._stored(name, metadata, data=data)
+            spec = {
+                "driver": "zarr3" if metadata.get("use_zarr3") else "zarr",
+                "kvstore": kvstore,
+                # A lost chunk would read as zeros, unless Orbax was configured to omit such chunks.
+                "fill_missing_data_reads": not metadata.get("store_array_data_equal_to_fill_value"),
+            }
+            try:
+                return ts.open(spec, open=True, read=True, context=context).result()
+            except ValueError as error:
+                raise Damaged(f"{self._shown}/{name}", "an array of Orbax's", str(error)) from error
+
+    def _stored(self, name: str, metadata: Mapping[str, Any], *, data: bool) -> Reachable:
+        """An array's folder; if ``data``, everything that its data depends on was verified."""
+        if data:
+            self._check(data=True)
+        spec, context = self._reachable()
+        if metadata.get("use_ocdbt", True):
+            return Reachable({"driver": "ocdbt", "base": spec, "path": f"{name}/"}, context)
+        if ".." in name.split("/"):
+            raise Damaged(f"{self._shown}/{METADATA}", "names of arrays in the item", repr(name))
+        return Reachable({**spec, "path": f"{spec['path']}{name}/"}, context)
 
     def _reachable(self) -> Reachable:
         """The item's files, copied once if TensorStore cannot read them in place."""

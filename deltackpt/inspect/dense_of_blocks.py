@@ -11,30 +11,26 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import tensorstore as ts
-
 from deltackpt.errors import Damaged
-from deltackpt.format import blocks
+from deltackpt.format.dense_blocks import PLAIN
 from deltackpt.format.manifest import DenseLeaf as DenseEntry
 from deltackpt.format.manifest import path_name
-from deltackpt.format.segments import Segment
 from deltackpt.inspect.dense import DenseItem
-from deltackpt.inspect.lazy import PointSaves, Saves
-from deltackpt.reading import logged_dense, orbax_values, stored_dense
-from deltackpt.reading.orbax_values import OrbaxValues
+from deltackpt.inspect.lazy import Saves
+from deltackpt.reading import stored_dense
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.stored_dense import DenseShard, DenseValues
 from deltackpt.storage import ocdbt
+from deltackpt.storage.kv_store import Reachable, in_memory
 from deltackpt.storage.store import StorePath
 from deltackpt.units import size
 
 
 class DenseOfBlocks(DenseItem):
-    """Leaves of a step whose chain stores them as blocks, by '/'-joined path."""
+    """Leaves of a step or recovery point that layers or WAL records contain, by '/'-joined path."""
 
     def __init__(
         self,
@@ -48,59 +44,31 @@ class DenseOfBlocks(DenseItem):
 
         Args:
           item_dir: where the item would be.
-          saves: the chain of the step.
+          saves: the chain of the step or recovery point.
           entries: paths of the leaves in the state.
           stands: returns whether the step's directory is still the one that was opened.
         """
         super().__init__(item_dir, entries, digests=True, stands=stands)
         self._saves = saves
-        self._bases: dict[StorePath, tuple[dict[str, Hashable], OrbaxValues]] = {}
 
-    def open_array(self, key: Sequence[str]) -> Any:
-        """Opens the metadata of an array, like ``DenseItem.open_array``, without its data."""
-        name = f"{'.'.join(key)}/{ocdbt.ZARRAY}"
-        with self._standing():
-            described = self._described.values
-            return self._opened(key, {name: described[name]} if name in described else {})
-
-    def read_array(self, key: Sequence[str], index: Any) -> np.ndarray:
-        """Reads a slice of an array, like ``DenseItem.read_array``."""
-        prefix = f"{'.'.join(key)}/"
-        with self._standing():
-            found = self._values(lambda name: name.startswith(prefix)).values
-            array = np.asarray(self._opened(key, found)[index].read().result())
-            self._check_stands()
-            return array
-
-    def _opened(self, key: Sequence[str], values: Mapping[str, memoryview]) -> Any:
-        """Opens an array from values of Orbax's database, in memory."""
-        name, context = ".".join(key), ts.Context()
-        memory = {"driver": "memory", "path": f"{name}/"}
-        store = ts.KvStore.open({"driver": "memory"}, context=context).result()
-        for place, value in values.items():
-            store.write(place, bytes(value)).result()
-        spec = {"driver": "zarr", "kvstore": memory, "fill_missing_data_reads": False}
-        try:
-            return ts.open(spec, open=True, read=True, context=context).result()
-        except ValueError as error:
-            raise Damaged(f"{self._shown}/{name}", "an array of Orbax's", str(error)) from error
+    @property
+    def _shown(self) -> str:
+        return f"{self._saves.name}/{self.name}"
 
     @functools.cached_property
     def _described(self) -> DenseValues:
         """The item's files, and the metadata of its arrays."""
-        return self._values(lambda name: name.endswith(f"/{ocdbt.ZARRAY}"))
+        return self._saves.dense(lambda name: name.endswith(f"/{ocdbt.ZARRAY}"))
 
-    def _values(self, wanted: Callable[[str], bool]) -> DenseValues:
-        return stored_dense.of_step(self._saves.chain, wanted, item_of=self._item_of)
-
-    def _item_of(self, save: StoredSave) -> OrbaxValues:
-        """The item of a base, as it was checked."""
-        found = orbax_values.of_save(save)
-        versions = found.at.versions()
-        known = self._bases.get(found.at)
-        if known is None or known[0] != versions:
-            known = self._bases[found.at] = versions, found
-        return known[1]
+    def _stored(self, name: str, metadata: Mapping[str, Any], *, data: bool) -> Reachable:
+        """The array's values in Orbax's database, in memory; only its metadata without ``data``."""
+        if data:
+            values = self._saves.dense(lambda key: key.startswith(f"{name}/")).values
+        else:
+            key, described = f"{name}/{ocdbt.ZARRAY}", self._described.values
+            values = {key: described[key]} if key in described else {}
+        spec, context = in_memory(values)
+        return Reachable({**spec, "path": f"{name}/"}, context)
 
     def _check(self, *, data: bool) -> None:
         """Does nothing: blocks are verified when they are read."""
@@ -115,29 +83,6 @@ class DenseOfBlocks(DenseItem):
         if name not in self._described.files:
             raise Damaged(f"{self._shown}/{name}", "a file of Orbax's", "none")
         return bytes(self._described.files[name])
-
-
-class DenseOfPoint(DenseOfBlocks):
-    """Leaves of a recovery point, from its WAL records."""
-
-    def __init__(
-        self,
-        item_dir: StorePath,
-        saves: PointSaves,
-        entries: Sequence[DenseEntry],
-        *,
-        stands: Callable[[], bool],
-    ):
-        """Like ``DenseOfBlocks``, for a recovery point above the step."""
-        super().__init__(item_dir, saves, entries, stands=stands)
-        self._plan = saves.plan
-
-    @property
-    def _shown(self) -> str:
-        return f"{self._plan.point}/{self.name}"
-
-    def _values(self, wanted: Callable[[str], bool]) -> DenseValues:
-        return logged_dense.dense_of(self._plan, wanted=wanted)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,15 +116,15 @@ def saved_leaves(save: StoredSave) -> tuple[SavedLeaf, ...]:
         return ()
     names = {".".join(entry.key): path_name(entry.path) for entry in save.layout.dense}
     found: dict[str, _Counted] = collections.defaultdict(_Counted)
-    for source in stored_dense.shards(save):
-        for value in source.record.values:
+    for shard in stored_dense.shards(save):
+        for value in shard.record.values:
             array, _, chunk = value.key.rpartition("/")
             if not value.file and chunk != ocdbt.ZARRAY:
                 leaf = found[names.get(array, array)]
                 leaf.total_blocks += value.blocks
                 leaf.raw_bytes += value.nbytes
-        for name, codec, count, nbytes in _held(source):
-            leaf = found[names.get(name, name)]
+        for array, codec, count, nbytes in _held(shard):
+            leaf = found[names.get(array, array)]
             leaf.codecs.add(codec)
             leaf.nbytes += nbytes
             leaf.blocks += count
@@ -207,37 +152,21 @@ class _Counted:
     raw_bytes: int = 0
 
 
-def _held(source: DenseShard) -> Iterator[tuple[str, str, int, float]]:
+def _held(shard: DenseShard) -> Iterator[tuple[str, str, int, float]]:
     """For each array with blocks in a segment: name, codec, blocks, bytes of files."""
-    lengths = _file_bytes(source)
-    values = [value for value in source.record.values if value.at is not None and not value.file]
-    for segment in source.record.segments:
-        share = lengths[segment.name] / max(1, segment.count)
-        rows = None
-        for value in values:
+    for segment in shard.record.segments:
+        share = sum(shard.arrays.files_of(segment).values()) / max(1, segment.count)
+        values = [value for value in shard.record.values if value.group == segment.group]
+        codec = "+".join(encoding.codec for encoding in segment.encodings)
+        if segment.group == PLAIN:
+            held = [(value, PLAIN, 0, value.count) for value in values if value.at is not None]
+        else:
+            rows = stored_dense.blocks_by_value(values, shard.rows(segment))
+            held = [(value, codec, len(rows), len(rows)) for value, (rows, _) in rows]
+        for value, codec, count, stored in held:
             name, _, chunk = value.key.rpartition("/")
-            if value.group != segment.group or chunk == ocdbt.ZARRAY:
-                continue
-            assert value.at is not None
-            if value.plain:
-                yield name, value.group, 0, share * value.count
-                continue
-            rows = source.rows(segment) if rows is None else rows
-            held = blocks.row_slice(rows, value.at, value.at + value.blocks)
-            if count := held.stop - held.start:
-                yield name, _codec(segment), count, share * count
-
-
-def _codec(segment: Segment) -> str:
-    return "+".join(encoding.codec for encoding in segment.encodings)
-
-
-def _file_bytes(source: DenseShard) -> dict[str, int]:
-    """Bytes of the chunks of each segment of a part."""
-    return {
-        segment.name: sum(source.arrays.files_of(segment).values())
-        for segment in source.record.segments
-    }
+            if not value.file and chunk != ocdbt.ZARRAY:
+                yield name, codec, count, share * stored
 
 
 SAVED_COLUMNS = ("dense leaf", "codec", "blocks", "share", "on disk", "of raw")

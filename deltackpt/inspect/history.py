@@ -18,19 +18,15 @@ import numpy as np
 from deltackpt import codecs
 from deltackpt.errors import BrokenChain, RestoreError, StepGone, StepNotFound, TemplateMismatch
 from deltackpt.format import blocks
-from deltackpt.format.blocks import Span
-from deltackpt.format.manifest import SaveId
+from deltackpt.format.manifest import SaveId, TableEntry
+from deltackpt.format.segments import FieldSpec
 from deltackpt.inspect.changes import entry_of, holds, named, pandas
-from deltackpt.inspect.lazy import RowNumbers, Saves, buffers_of
-from deltackpt.reading import chains, reader, removal, replay
+from deltackpt.inspect.lazy import RowNumbers, Saves, targets_in
+from deltackpt.layers.targets import Targets
+from deltackpt.reading import chains, reader, removal, wal_rows
 from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.wal_index import (
-    RecoveryPoint,
-    ReplayPlan,
-    ReplaySegment,
-    WalIndex,
-    coverings,
-)
+from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalIndex, coverings
+from deltackpt.reading.wal_rows import SeenRows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -267,31 +263,19 @@ class _Walk:
             return
         table, spec = found
         wanted = {point.save_id: point for point in points}
-        count = int(np.searchsorted(self._rows, table.rows))
-        buffers, targets = buffers_of(save.layout, table, spec, _spans(self._rows[:count]))
-        ends = np.cumsum([len(buffer) for buffer in buffers])
-        for buffer, end in zip(buffers, ends, strict=True):
-            buffer[...] = values[end - len(buffer) : end]
+        now = values.copy()
+        targets = self._targets(now, save, table, spec)
         written = np.zeros(len(self._rows), bool)
-        for segment, save_id in _moments(plan):
-            records = {
-                process: tuple(
-                    record.of_group(table.group) for record in of if record.save_id == save_id
-                )
-                for process, of in segment.records.items()
-            }
-            moment = dataclasses.replace(plan, segments=(ReplaySegment(segment.head, records),))
-            held = replay.replay(moment, targets, save.layout).rows[table.name]
-            written |= np.isin(self._rows, held)
-            point = wanted.get(save_id)
+        for record in wal_rows.layers_of(plan, save.layout, table.group):
+            seen = SeenRows(save.layout)
+            reader.fill((), targets, records=[record], seen=seen, over_parent=True)
+            written |= np.isin(self._rows, seen.by_table()[table.name])
+            point = wanted.get(record[0].record.save_id)
             # Such a field is written in full, and only by full records.
             if point is None or (spec.always and not point.full):
                 continue
-            now = np.zeros_like(values)
-            for buffer, end in zip(buffers, ends, strict=True):
-                now[end - len(buffer) : end] = buffer
             every = spec.always and point.full
-            yield point, _State(table.rows, now, written | every)
+            yield point, _State(table.rows, now.copy(), written | every)
             written = np.zeros(len(self._rows), bool)
 
     def _values_at(self, save: StoredSave) -> np.ndarray | None:
@@ -339,26 +323,18 @@ class _Walk:
         if found is None:
             return None
         table, spec = found
-        count = int(np.searchsorted(self._rows, table.rows))
-        buffers, targets = buffers_of(save.layout, table, spec, _spans(self._rows[:count]))
-        ends = np.cumsum([len(buffer) for buffer in buffers])
-        if parent is not None:
-            for buffer, end in zip(buffers, ends, strict=True):
-                buffer[...] = parent[end - len(buffer) : end]
-        reader.fill(saves, targets, indices=self._numbers, over_parent=parent is not None)
         values = np.zeros((len(self._rows), *spec.trailing), codecs.dtype_of(spec.dtype))
-        for buffer, end in zip(buffers, ends, strict=True):
-            values[end - len(buffer) : end] = buffer
+        if parent is not None:
+            count = int(np.searchsorted(self._rows, table.rows))
+            values[:count] = parent[:count]
+        targets = self._targets(values, save, table, spec)
+        reader.fill(saves, targets, indices=self._numbers, over_parent=parent is not None)
         return values
 
-
-def _moments(plan: ReplayPlan) -> Iterator[tuple[ReplaySegment, SaveId]]:
-    """The WAL records in order; those of all processes at one step together."""
-    for segment in plan.segments:
-        ids = {record.save_id for records in segment.records.values() for record in records}
-        yield from ((segment, save_id) for save_id in sorted(ids, key=lambda one: one.attempt))
-
-
-def _spans(rows: np.ndarray) -> list[Span]:
-    """The spans of ascending rows."""
-    return list(blocks.joined((int(row), int(row) + 1) for row in rows))
+    def _targets(
+        self, values: np.ndarray, save: StoredSave, table: TableEntry, spec: FieldSpec
+    ) -> Targets:
+        """The rows that a save's table has, in ``values``, as targets."""
+        rows = self._rows[: int(np.searchsorted(self._rows, table.rows))]
+        spans = list(blocks.joined((int(row), int(row) + 1) for row in rows))
+        return targets_in(values, save.layout, table, spec, spans)

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,11 +19,15 @@ from deltackpt.format.manifest import Layout, SaveId, TableEntry
 from deltackpt.format.segments import FieldSpec, Segment, width
 from deltackpt.inspect.statistics import Statistics, statistics_of
 from deltackpt.layers import merge
-from deltackpt.layers.targets import Targets, empty_buffers
-from deltackpt.reading import reader, replay
+from deltackpt.layers.targets import Targets, targets_of
+from deltackpt.reading import dense_state, orbax_values, reader, stored_dense, wal_rows
 from deltackpt.reading.chains import read_whole
+from deltackpt.reading.orbax_values import OrbaxValues
 from deltackpt.reading.saves import StoredPart, StoredSave
-from deltackpt.reading.wal_index import ReplayPlan, ReplaySegment
+from deltackpt.reading.stored_dense import DenseValues
+from deltackpt.reading.wal_index import ReplayPlan
+from deltackpt.reading.wal_rows import SeenRows, WalRows
+from deltackpt.resources import memory
 from deltackpt.storage.crc import BLOCK_BYTES
 from deltackpt.storage.store import StorePath
 
@@ -119,14 +122,15 @@ class LazyArray:
         if not len(rows):
             return np.empty((0, *self.shape[1:]), self.dtype)
         if isinstance(rows, range):
-            return self._read([(rows.start, rows.stop)])[0]
+            return self._read([(rows.start, rows.stop)])
         out = np.empty((len(rows), *self.shape[1:]), self.dtype)
         at = 0
         for windows in _batches(rows, self._near_rows, self.batch_rows):
-            for window, found in zip(windows, self._read(windows), strict=True):
-                stop = at + int(np.searchsorted(rows[at:], window[1]))
-                np.take(found, rows[at:stop] - window[0], axis=0, out=out[at:stop])
-                at = stop
+            found = self._read(windows)
+            for start, stop in windows:
+                end = at + int(np.searchsorted(rows[at:], stop))
+                np.take(found, rows[at:end] - start, axis=0, out=out[at:end])
+                at, found = end, found[stop - start :]
         return out
 
     def batches(self) -> Iterator[range]:
@@ -152,7 +156,7 @@ class LazyArray:
         """Distance of rows that are read together anyway, because blocks are verified whole."""
         return max(1, BLOCK_BYTES // max(1, self.row_bytes))
 
-    def _read(self, spans: Sequence[Span]) -> list[np.ndarray]:
+    def _read(self, spans: Sequence[Span]) -> np.ndarray:
         return self._saves.read(self._table, self._spec, spans)
 
     def __repr__(self) -> str:
@@ -166,6 +170,13 @@ class Saves:
         """Takes a chain of ``chains.read_chain``, and a cache of row indices."""
         self.chain = tuple(saves)
         self.numbers = numbers or RowNumbers()
+        #: Orbax's items that were read, which remember what they have verified, and their versions.
+        self._items: dict[StorePath, tuple[dict[str, Hashable], OrbaxValues]] = {}
+
+    @property
+    def name(self) -> str:
+        """Name of the step or recovery point in errors."""
+        return self.target.step_dir.name
 
     @property
     def target(self) -> StoredSave:
@@ -186,16 +197,36 @@ class Saves:
         """Returns the rows of a table in the WAL records above the chain, int64, ascending."""
         return np.empty(0, np.int64)
 
-    def read(self, table: TableEntry, spec: FieldSpec, spans: Sequence[Span]) -> list[np.ndarray]:
-        """Reads rows of one field of a table, as an array for each of some disjoint spans."""
+    def read(self, table: TableEntry, spec: FieldSpec, spans: Sequence[Span]) -> np.ndarray:
+        """Reads some disjoint spans of rows of one field of a table, end to end."""
 
-        def read(saves: Sequence[StoredSave]) -> list[np.ndarray]:
-            buffers, targets = buffers_of(self.layout, table, spec, spans)
-            reader.fill(saves, targets, indices=self.numbers)
+        def read(saves: Sequence[StoredSave]) -> np.ndarray:
+            shape = sum(stop - start for start, stop in spans), *spec.trailing
+            rows = memory.empty_buffer(shape, codecs.dtype_of(spec.dtype))
+            targets = targets_in(rows, self.layout, table, spec, spans)
+            records = self._records(table.group)
+            reader.fill(saves, targets, records=records, indices=self.numbers)
             self.chain = tuple(saves)  # The chain that could be read.
-            return buffers
+            return rows
 
         return read_whole(self.chain, read)
+
+    def dense(self, wanted: Callable[[str], bool]) -> DenseValues:
+        """Reads the wanted values of the dense leaves, and all files of their item."""
+        return stored_dense.of_step(self.chain, wanted, item_of=self._item_of)
+
+    def _item_of(self, save: StoredSave) -> OrbaxValues:
+        """The item of a base, as it was verified."""
+        found = orbax_values.of_save(save)
+        versions = found.at.versions()
+        known = self._items.get(found.at)
+        if known is None or known[0] != versions:
+            known = self._items[found.at] = versions, found
+        return known[1]
+
+    def _records(self, group: str) -> WalRows:
+        """The rows of a group in the records above the chain."""
+        return ()
 
 
 class PointSaves(Saves):
@@ -214,55 +245,41 @@ class PointSaves(Saves):
         self._logged: dict[str, Mapping[str, np.ndarray]] = {}
 
     @property
+    def name(self) -> str:
+        """See ``Saves``."""
+        return str(self.plan.point)
+
+    @property
     def save_id(self) -> SaveId:
         """Id of the recovery point's WAL record."""
         return self.plan.point.save_id
 
+    def dense(self, wanted: Callable[[str], bool]) -> DenseValues:
+        """See ``Saves``."""
+        return dense_state.at_point(self.plan, wanted=wanted)
+
     def logged_rows(self, table: TableEntry) -> np.ndarray:
         """See ``Saves``."""
         if table.group not in self._logged:
-            plan = self._plan_of(table.group)
-            self._logged[table.group] = replay.replay(
-                plan, Targets((), self.layout), self.layout
-            ).rows
+            records = self._records(table.group)
+            seen, nothing = SeenRows(self.layout), Targets((), self.layout)
+            reader.fill((), nothing, records=records, seen=seen, over_parent=True)
+            self._logged[table.group] = seen.by_table()
         return self._logged[table.group][table.name]
 
-    def read(self, table: TableEntry, spec: FieldSpec, spans: Sequence[Span]) -> list[np.ndarray]:
-        """See ``Saves``."""
-
-        def read(saves: Sequence[StoredSave]) -> list[np.ndarray]:
-            buffers, targets = buffers_of(self.layout, table, spec, spans)
-            reader.fill(saves, targets, indices=self.numbers)
-            replay.replay(self._plan_of(table.group), targets, self.layout)
-            self.chain = tuple(saves)
-            return buffers
-
-        return read_whole(self.chain, read)
-
-    def _plan_of(self, group: str) -> ReplayPlan:
-        """The records, with only the rows of a group."""
-        segments = (
-            ReplaySegment(
-                segment.head,
-                {
-                    process: tuple(record.of_group(group) for record in of)
-                    for process, of in segment.records.items()
-                },
-            )
-            for segment in self.plan.segments
-        )
-        return dataclasses.replace(self.plan, segments=tuple(segments))
+    def _records(self, group: str) -> WalRows:
+        return wal_rows.layers_of(self.plan, self.layout, group)
 
 
-def buffers_of(
-    layout: Layout, table: TableEntry, spec: FieldSpec, spans: Sequence[Span]
-) -> tuple[list[np.ndarray], Targets]:
-    """Allocates memory for disjoint spans of rows of one field, and targets for it."""
-    columns = (0, width(spec.trailing))
-    boxes = [Box(span, columns) for span in spans]
-    buffers, targets = empty_buffers(layout, {table.name: {spec.name: boxes}})
-    held = buffers[table.name][spec.name]
-    return [held[box] for box in boxes], targets
+def targets_in(
+    rows: np.ndarray, layout: Layout, table: TableEntry, spec: FieldSpec, spans: Sequence[Span]
+) -> Targets:
+    """Returns memory for disjoint spans of rows of one field, end to end, as targets of a merge."""
+    columns, boxes, at = (0, width(spec.trailing)), dict[Box, np.ndarray](), 0
+    for start, stop in spans:
+        boxes[Box((start, stop), columns)] = rows[at : at + stop - start]
+        at += stop - start
+    return targets_of({table.name: {spec.name: boxes}}, layout)
 
 
 class RowNumbers:

@@ -29,6 +29,7 @@ from deltackpt.inspect.dense_of_blocks import SAVED_COLUMNS, saved_line
 from deltackpt.inspect.logs import EPOCH_COLUMNS, epoch_line
 from deltackpt.inspect.save import SAVE_COLUMNS, save_line
 from deltackpt.storage import files
+from deltackpt.storage.posix import DurableDir
 from deltackpt.units import count, size
 
 if TYPE_CHECKING:
@@ -90,7 +91,8 @@ def write(ck: Checkpoints, path: str | os.PathLike[str]) -> Report:
     drawn, missing = _drawn(ck, facts)
     warnings = (*_warnings(facts), *missing)
     text = _page(ck, facts, drawn, warnings).encode()
-    files.write_atomic(files.user_path(path), text, fsync=True)
+    target = files.user_path(path)
+    DurableDir(target.parent).write(target, text)
     return Report(
         path=os.fspath(path),
         nbytes=len(text),

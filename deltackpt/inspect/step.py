@@ -19,7 +19,6 @@ from deltackpt.inspect.dense import DENSE_COLUMNS, METADATA, DenseItem, DenseLea
 from deltackpt.inspect.dense_of_blocks import (
     SAVED_COLUMNS,
     DenseOfBlocks,
-    DenseOfPoint,
     SavedLeaf,
     saved_leaves,
     saved_line,
@@ -156,11 +155,8 @@ class Step:
         """Dense leaves saved by deltackpt's manager, by '/'-joined path."""
         if not self._own.layout.dense:
             return MappingProxyType({})
-        if isinstance(self._saves, PointSaves):
-            entries = self._own.layout.dense
-            item_dir = self._store_path / names.DENSE_ITEM
-            return DenseOfPoint(item_dir, self._saves, entries, stands=self._stands)
-        if not (self._store_path / names.DENSE_ITEM).is_dir() and self._stands():
+        has_item = self.point is not None or (self._store_path / names.DENSE_ITEM).is_dir()
+        if not has_item and self._stands():
             saves.check_dense(self._own)
         return self._item(names.DENSE_ITEM)
 
@@ -183,8 +179,9 @@ class Step:
 
         For a recovery point, only the dense leaves.
         """
-        if isinstance(self.dense, DenseOfPoint):
-            return MappingProxyType({names.DENSE_ITEM: self.dense})
+        if self.point is not None:
+            found = [names.DENSE_ITEM] if self._own.layout.dense else []
+            return MappingProxyType({name: self._item(name) for name in found})
         with self._standing():
             found = [
                 name
@@ -198,7 +195,8 @@ class Step:
 
     def _item(self, name: str) -> DenseItem:
         entries = self._own.layout.dense if name == names.DENSE_ITEM else ()
-        if name == names.DENSE_ITEM and self._own.head.dense_blocks is not None:
+        in_layers = self.point is not None or self._own.head.dense_blocks is not None
+        if name == names.DENSE_ITEM and in_layers:
             return DenseOfBlocks(self._store_path / name, self._saves, entries, stands=self._stands)
         return DenseItem(
             self._store_path / name,

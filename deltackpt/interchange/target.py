@@ -22,6 +22,7 @@ from deltackpt.format import globs
 from deltackpt.inspect import Step
 from deltackpt.inspect.dense import PLACEHOLDERS
 from deltackpt.storage import files, redaction
+from deltackpt.storage.posix import DurableDir, fsync_tree, temporary_beside
 
 # One slash is enough: pathlib turns "s3://bucket" into "s3:/bucket".
 _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
@@ -107,7 +108,7 @@ def published(target: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
       OutOfSpace, StorageError: the file system reported an error.
     """
     _refuse_existing(target)
-    temporary = files.temporary_beside(target)
+    temporary = temporary_beside(target)
     with write_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         free_bytes = files.free_bytes(target.parent)
@@ -119,11 +120,11 @@ def published(target: Path, *, needed_bytes: int = 0) -> Iterator[Path]:
         try:
             temporary.mkdir()
             yield temporary
-            files.fsync_tree(temporary)
+            fsync_tree(temporary)
             _refuse_existing(target)
-            files.rename(temporary, target, fsync=True)
+            DurableDir(target.parent).publish(temporary, target)
         except BaseException:
-            files.remove_tree(temporary)
+            DurableDir(target.parent).remove(temporary)
             raise
 
 

@@ -6,7 +6,7 @@ contains. Each row is therefore decoded and written once. Two kinds of rows are 
 oldest layer first: ranges, such as those of a base, which are read straight into the buffers, and
 raw rows of which at least half are needed.
 
-Blocks of dense leaves may be relative to older ones; see ``layers.chains``.
+Blocks of dense leaves may be relative to older ones; see ``reading.stored_dense``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -61,18 +60,6 @@ class Source(Protocol):
         """Returns the name of a stored array in errors."""
         ...
 
-    def failing(self) -> AbstractContextManager[object]:
-        """Returns a context that converts the errors of reading the arrays."""
-        ...
-
-    def view(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> np.ndarray | None:
-        """Returns elements that are in memory and verified; None if ``read_into`` must read them.
-
-        Raises:
-          Damaged: the array is missing or altered.
-        """
-        ...
-
     def read_into(
         self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
     ) -> None:
@@ -104,11 +91,6 @@ class Layer(Source, Protocol):
         """The segments; the layers of one save have different rows or columns."""
         ...
 
-    @property
-    def has_separate_indices(self) -> bool:
-        """Whether row indices are read without the values."""
-        ...
-
     def check(self, segment: Segment) -> None:
         """Checks that the stored data are long enough; called before memory is allocated for them.
 
@@ -128,8 +110,6 @@ class Layer(Source, Protocol):
 
 #: Returns the row indices of a segment of a layer; None if no row of it is wanted.
 RowIndices = Callable[[Any, Segment, Targets], StoredRows | None]
-#: Called with the row indices of each segment that are read, wanted or not; from any thread.
-OnRows = Callable[[Segment, Rows], None]
 
 
 def segment_rows(layer: Layer, segment: Segment) -> Rows:
@@ -179,7 +159,6 @@ def plan(
     targets: Targets,
     indices: RowIndices = stored_rows,
     *,
-    on_rows: OnRows | None = None,
     pool: concurrent.futures.Executor | None = None,
 ) -> Iterator[Iterator[Piece]]:
     """Yields stages of pieces. Merge all pieces of a stage before you merge one of the next.
@@ -190,13 +169,12 @@ def plan(
       layers: the layers of each save or WAL record, oldest first.
       targets: the buffers to fill.
       indices: returns the row indices of a segment; by default they are read.
-      on_rows: called with all row indices of each segment, wanted or not.
       pool: reads row indices; by default the caller's thread does.
 
     Raises:
       Damaged: row indices are missing or altered.
     """
-    return _Planner(layers, targets, indices, on_rows, pool).stages()
+    return _Planner(layers, targets, indices, pool).stages()
 
 
 def mark(flags: np.ndarray, rows: Rows) -> None:
@@ -315,33 +293,32 @@ class Piece:
         Raises:
           Damaged: an array is missing or altered.
         """
-        with self.field.layer.failing():
-            direct = self._direct_target()
-            if not self.field.is_relative:
-                self._populate()
-            if direct is not None:
-                self._read(self.field.stored[""], direct.view(codecs.stored_dtype(direct.dtype)))
-                return
-            lent: list[np.ndarray] = []
+        direct = self._direct_target()
+        if not self.field.is_relative:
+            self._populate()
+        if direct is not None:
+            self._read(self.field.stored[""], direct.view(codecs.stored_dtype(direct.dtype)))
+            return
+        lent: list[np.ndarray] = []
 
-            def room(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-                lent.append(scratch.take(shape, dtype))
-                return lent[-1]
+        def room(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+            lent.append(scratch.take(shape, dtype))
+            return lent[-1]
 
-            try:
-                stored = self._stored(room)
-                if self.field.block_codec is not None:
-                    self._change_blocks(self.field.block_codec, stored)
-                else:
-                    # Copies of chosen rows stay in the cache, too.
-                    step = _DECODED_ROWS // (1 if self.needed is None else 4)
-                    for encoded in self._encoded(stored, step):
-                        apply(codecs.decode_block(encoded, [self.field.spec]), self.targets)
-            finally:
-                for buffer in lent:
-                    scratch.give_back(buffer)
-            for beside in self._beside():
-                apply(beside, self.targets)
+        try:
+            stored = self._stored(room)
+            if self.field.block_codec is not None:
+                self._change_blocks(self.field.block_codec, stored)
+            else:
+                # Copies of chosen rows stay in the cache, too.
+                step = _DECODED_ROWS // (1 if self.needed is None else 4)
+                for encoded in self._encoded(stored, step):
+                    apply(codecs.decode_block(encoded, [self.field.spec]), self.targets)
+        finally:
+            for buffer in lent:
+                scratch.give_back(buffer)
+        for beside in self._beside():
+            apply(beside, self.targets)
 
     def load(self) -> list[RowBlock]:
         """Reads and decodes the piece; a later block overwrites an earlier one.
@@ -349,10 +326,9 @@ class Piece:
         Raises:
           Damaged: an array is missing or altered.
         """
-        with self.field.layer.failing():
-            encoded = self._encoded(self._stored(np.empty), len(self.rows))
-            decoded = [codecs.decode_block(one, [self.field.spec]) for one in encoded]
-            return [*decoded, *self._beside()]
+        encoded = self._encoded(self._stored(np.empty), len(self.rows))
+        decoded = [codecs.decode_block(one, [self.field.spec]) for one in encoded]
+        return [*decoded, *self._beside()]
 
     def _populate(self) -> None:
         """Allocates the memory of rows that were not written yet, if they are contiguous."""
@@ -382,9 +358,7 @@ class Piece:
         layer, segment, found = self.field.layer, self.field.segment, {}
         for suffix, entry in self.field.stored.items():
             start, stop = self.field.elements(suffix, self.start, self.stop)
-            array = layer.view(segment, entry, start, stop)
-            if array is None:
-                array = self.field.window(entry, start, stop)
+            array = self.field.window(entry, start, stop)
             if array is None:
                 array = room((stop - start, *entry.shape[1:]), np.dtype(entry.dtype))
                 layer.read_into(segment, entry, start, stop, array)
@@ -642,16 +616,14 @@ class _Planner:
         layers: Sequence[Sequence[Layer]],
         targets: Targets,
         indices: RowIndices,
-        on_rows: OnRows | None,
         pool: concurrent.futures.Executor | None,
     ):
-        self._targets, self._indices, self._on_rows = targets, indices, on_rows
+        self._targets, self._indices = targets, indices
         self._found = [
             [_Found(layer, segment) for layer in of_save for segment in layer.segments]
             for of_save in layers
         ]
         every = [one for of_save in self._found for one in of_save]
-        self._has_separate_indices = all(one.layer.has_separate_indices for one in every)
         #: Groups whose segments replace a part of each other's cells.
         self._overlapping = _overlapping(
             one
@@ -667,20 +639,17 @@ class _Planner:
         }
 
     def stages(self) -> Iterator[Iterator[Piece]]:
-        whole = self._ranges()
-        parts: Iterable[_Part] = self._newest_first(whole)
-        if self._has_separate_indices:
-            found, parts = [*parts], []
-            for part in found:
-                if part.is_whole:
-                    whole[part.save].append(part._replace(needed=None))
-                else:
-                    parts.append(part)
+        whole, chosen = self._ranges(), []
+        for part in [*self._newest_first(whole)]:
+            if part.is_whole:
+                whole[part.save].append(part._replace(needed=None))
+            else:
+                chosen.append(part)
         for number, of_save in enumerate(self._found):
             gapped = [one for one in of_save if self._is_gapped(one, overlapping=True)]
             if whole[number] or gapped:
                 yield self._oldest_first(number, whole[number], gapped)
-        yield (piece for part in parts for piece in self._pieces(part))
+        yield (piece for part in chosen for piece in self._pieces(part))
 
     def _is_gapped(self, one: _Found, *, overlapping: bool = False) -> bool:
         is_overlapping = one.segment.group in self._overlapping
@@ -751,11 +720,7 @@ class _Planner:
         return self._read(one) if coming is None else coming.result()
 
     def _read(self, one: _Found) -> StoredRows | None:
-        with one.layer.failing():
-            held = self._indices(one.layer, one.segment, self._targets)
-        if held is not None and self._on_rows is not None:
-            self._on_rows(one.segment, held.rows)
-        return held
+        return self._indices(one.layer, one.segment, self._targets)
 
     def _over(self, one: _Found, field: str, rows: Rows) -> tuple[Target, ...]:
         return self._targets.over(one.segment.group, field, reach(rows), one.segment.columns)
@@ -775,8 +740,7 @@ class _Planner:
 
     def _pieces(self, part: _Part) -> Iterator[Piece]:
         _, one, held, needed = part
-        with one.layer.failing():
-            one.layer.check(one.segment)
+        one.layer.check(one.segment)
         for name in one.segment.fields:
             field = StoredField(one.layer, one.segment, one.segment.spec(one.group, name))
             chunk_rows = field.stored[""].chunk_rows

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -129,6 +129,7 @@ class Layer:
           StorageError: reading failed.
         """
         self._source, self.start, self.nbytes = source, start, nbytes
+        self._verified: set[Chunk] = set()
         self._name = name or source.name
         trailer, data = self._read_tail(digest)
         self.digest = trailer.digest
@@ -146,7 +147,7 @@ class Layer:
     def at(self, source: ByteSource) -> Layer:
         """Returns the same layer, whose chunks are read from another source of the same bytes."""
         found = copy.copy(self)
-        found._source = source
+        found._source, found._verified = source, set()
         return found
 
     def loaded(self) -> Layer:
@@ -252,6 +253,20 @@ class Layer:
         """
         for error in self.damage():
             raise error
+
+    def verify_rest(self, row_groups: Collection[str]) -> None:
+        """Reads and verifies the chunks of some row groups that were not read yet.
+
+        Raises:
+          Damaged: a chunk is altered or missing; the error names it.
+          StorageError: reading failed.
+        """
+        for array in self.manifest.arrays:
+            if array.row_group in row_groups:
+                for numbers in self._batches(array, 0, array.chunk_count - 1):
+                    chunks = [(number, self._chunk(array, number)) for number in numbers]
+                    unread = [one for one in chunks if one[1] not in self._verified]
+                    self._read_chunks(array, [_Wanted(*one, _room(one[1])) for one in unread])
 
     def damage(self) -> Iterator[Damaged]:
         """Reads every byte of the layer, and yields what is altered or missing.
@@ -367,6 +382,7 @@ class Layer:
         if found != chunk.crc32c:
             shown = f"{self._name}: {_shown(array, number)}"
             raise Damaged(shown, f"crc32c {chunk.crc32c:08x}", f"crc32c {found:08x}")
+        self._verified.add(chunk)
 
     def _read_chunks(self, array: LayerArray, wanted: Sequence[_Wanted]) -> None:
         """Reads chunks, adjacent ones with one range, and verifies them."""

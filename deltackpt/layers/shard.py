@@ -24,6 +24,7 @@ from deltackpt.storage import arrays
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import Digest
 from deltackpt.storage.parts import StoredArrays
+from deltackpt.storage.posix import DirectFile
 
 
 class LayerPlace(NamedTuple):
@@ -38,15 +39,6 @@ class LayerPlace(NamedTuple):
         return self.layer.array(
             self.segment, entry.name, entry.shape, dtype, compression, check=held
         )
-
-    def write_array(
-        self, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, held: bool = False
-    ) -> int:
-        """See ``Place``."""
-        writer = self.writer(entry, held=held)
-        for piece in pieces:
-            writer.write(piece)
-        return writer.finish()
 
     def write_rows(self, rows: np.ndarray) -> StoredArrays:
         """See ``Place``."""
@@ -84,16 +76,15 @@ class LayerShard:
         Raises:
           StorageError: the file cannot be created.
         """
-        self._path = item_dir / names.layer_name(process)
         self._batch = batch
         self._manifest = LayerManifest(
             save_id=save_id, parent=parent, process=process, process_count=process_count
         )
-        file = LayerFile(self._path, buffers, pace=batch.pace)
+        file = DirectFile(item_dir / names.layer_name(process), pace=batch.pace)
         #: None once the batch has it.
-        self._file: LayerFile | None = file
+        self._file: DirectFile | None = file
         try:
-            self._layer = file.begin(self._manifest)
+            self._layer = LayerFile(file, buffers).begin(self._manifest)
         except BaseException:
             file.close()
             raise
@@ -118,7 +109,7 @@ class LayerShard:
         digest = Digest(written.stop, written.crc32c, written.digest)
         file, self._file = self._file, None
         assert file is not None
-        self._batch.take(self._path, file.descriptor, digest)
+        self._batch.take(file, digest)
         return LayerRef(nbytes=written.stop, crc32c=written.crc32c, digest=written.digest)
 
     def abandon(self) -> None:

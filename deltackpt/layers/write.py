@@ -8,13 +8,9 @@ The header of a longer one is written last.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import math
-import os
 import threading
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -33,10 +29,9 @@ from deltackpt.layers.footer import (
     LayerManifest,
     RowGroup,
 )
-from deltackpt.resources.pace import Pace
 from deltackpt.resources.write_buffers import WriteBuffers
-from deltackpt.storage import aligned, files
 from deltackpt.storage.crc import crc32c, joined
+from deltackpt.storage.posix import DirectFile
 
 #: Reading one row reads and verifies that many bytes.
 _CHUNK_BYTES = 128 << 10
@@ -47,7 +42,6 @@ _ZSTD_LEVEL, _PLANES_ZSTD_LEVEL = 3, 1
 _ALIGNMENT = 64
 #: Row group of arrays that were abandoned while they were written.
 REMOVED = "removed"
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 class WrittenLayer(NamedTuple):
@@ -71,53 +65,30 @@ class LayerFile:
 
     def __init__(
         self,
-        path: Path,
+        file: DirectFile,
         buffers: WriteBuffers,
         *,
         fsync: bool = True,
         sequence: int = 0,
         predecessor: int = 0,
-        pace: Pace | None = None,
         chunk_bytes: int = _CHUNK_BYTES,
-        cached_bytes: int = 0,
         checksum: bool = True,
-        full: str = "free space, then try again",
     ):
-        """Creates the file.
+        """Writes nothing yet.
 
         Args:
-          path: the file; its directory must exist. The caller fsyncs the directory.
+          file: a new file, which the caller closes.
           buffers: memory and thread.
           fsync: whether layers must survive a power cut.
           sequence: sequence number of the first layer.
           predecessor: digest of the layer that it continues; 0 without one.
-          pace: limits the rate of writing.
           chunk_bytes: length of an uncompressed chunk, if rows are not longer.
-          cached_bytes: shorter writes use the page cache, which flushes several of them together.
           checksum: whether to calculate ``WrittenLayer.crc32c``.
-          full: advice for a full file system.
-
-        Raises:
-          StorageError: the file exists, or cannot be created.
         """
-        self.path, self._buffers, self._fsync = path, buffers, fsync
-        self._sequence, self._predecessor, self._pace = sequence, predecessor, pace or Pace()
-        self._chunk_bytes, self._cached_bytes = chunk_bytes, cached_bytes
-        self._checksum, self._full = checksum, full
+        self.file, self._buffers, self._fsync = file, buffers, fsync
+        self._sequence, self._predecessor = sequence, predecessor
+        self._chunk_bytes, self._checksum = chunk_bytes, checksum
         self._stop, self._is_durable, self._has_failed = 0, True, False
-        #: Whether direct writes are possible, whether the descriptor makes them, and whether one
-        #: has succeeded.
-        self._may_direct, self._direct, self._is_direct = True, False, False
-        with self._refusals("create"):
-            self._descriptor = os.open(path, _NEW, 0o666)
-            try:
-                aligned.check_alignment(self._descriptor)
-                self._set_direct(True)
-            except OSError as error:
-                self._may_direct = False
-                if error.errno not in aligned.REFUSED:
-                    os.close(self._descriptor)
-                    raise
 
     def begin(self, manifest: LayerManifest) -> OpenLayer:
         """Begins a layer; finish or abandon it before the next call.
@@ -142,34 +113,20 @@ class LayerFile:
         if self._is_durable:
             return
         self._has_failed = True
-        with self._refusals("force to disk"):
-            aligned.force(self._descriptor)
+        self.file.sync(metadata=False)
         self._has_failed, self._is_durable = False, True
 
     def _check(self) -> None:
         if self._has_failed:
             raise StorageError(
-                f"{self.path}: expected a file without errors, found a failed write; begin another"
+                f"{self.file.path}: expected a file without errors, found a failed write; begin "
+                "another"
             )
-
-    @property
-    def descriptor(self) -> int:
-        """Returns the file's descriptor, which the caller may flush and close instead."""
-        return self._descriptor
 
     @property
     def nbytes(self) -> int:
         """Returns the bytes of all layers."""
         return self._stop
-
-    def close(self) -> None:
-        """Closes the file, without flushing it.
-
-        Raises:
-          StorageError: an earlier write was lost.
-        """
-        with self._refusals("close"):
-            os.close(self._descriptor)
 
     def _completed(self, manifest: LayerManifest) -> LayerManifest:
         return dataclasses.replace(manifest, sequence=self._sequence, predecessor=self._predecessor)
@@ -178,34 +135,6 @@ class LayerFile:
         self._has_failed, self._is_durable = False, not self._fsync
         self._sequence += 1
         self._predecessor, self._stop = written.digest, written.stop
-
-    def _write_at(self, start: int, data: np.ndarray) -> None:
-        self._pace.take(len(data))
-        with self._refusals("write"):
-            # If another thread changes the mode meanwhile, only the speed of the write changes.
-            self._set_direct(self._may_direct and len(data) >= self._cached_bytes)
-            if self._direct:
-                try:
-                    aligned.write_aligned(self._descriptor, data, start)
-                    self._is_direct = True
-                    return
-                except OSError as error:
-                    # Some file systems refuse only the first write.
-                    if error.errno not in aligned.REFUSED or self._is_direct:
-                        raise
-                    self._may_direct = False
-                    self._set_direct(False)
-            aligned.write_all(self._descriptor, data, start)
-
-    def _refusals(self, action: str) -> contextlib.AbstractContextManager[None]:
-        return files.typed_errors(self.path, action, full=self._full)
-
-    def _set_direct(self, on: bool) -> None:
-        if on == self._direct:
-            return
-        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
-        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | (os.O_DIRECT if on else 0))
-        self._direct = on
 
 
 class OpenLayer:
@@ -313,12 +242,12 @@ class OpenLayer:
             crc = joined(crc32c(header), rest, nbytes - PAGE_BYTES - footer.CRC_BYTES)
         if self._first == 0:
             self._buffer[:PAGE_BYTES] = header
-            self._file._write_at(self._start, self._buffer[:nbytes])
+            self._file.file.write(self._start, self._buffer[:nbytes])
         else:
             self._flush(PAGE_BYTES)
             self._buffers.wait()
             self._buffer[:PAGE_BYTES] = header
-            self._file._write_at(self._start, self._buffer[:PAGE_BYTES])
+            self._file.file.write(self._start, self._buffer[:PAGE_BYTES])
         self._buffers.give_back(self._buffer)
         digest = int.from_bytes(data[-footer.CRC_BYTES :], "little")
         return WrittenLayer(self._start, self._start + nbytes, digest, crc)
@@ -343,7 +272,7 @@ class OpenLayer:
             done = self._buffer[PAGE_BYTES if self._first == 0 else 0 : whole]
             self._crc = joined(self._crc, crc32c(done), len(done))
         start = self._start + self._first
-        self._buffers.write(lambda data: self._file._write_at(start, data), self._buffer, whole)
+        self._buffers.write(lambda data: self._file.file.write(start, data), self._buffer, whole)
         self._buffer = following
         self._first, self._used = self._first + whole, len(rest)
 

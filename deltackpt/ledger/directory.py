@@ -44,6 +44,7 @@ from deltackpt.ledger.held import Held
 from deltackpt.ledger.lease import Lease
 from deltackpt.reading import foreign, saves
 from deltackpt.storage import files, redaction
+from deltackpt.storage.posix import DurableDir, fsync_path
 from deltackpt.storage.store import FileStore, Stamp, StorePath
 
 #: Between two checks of a claim whose trainer has not started yet.
@@ -60,7 +61,7 @@ class Root(Held):
     def __init__(self, path: Path, item: str, held: Lease | None, *, given: Path | None = None):
         """Created by ``Root.open``; ``given`` is the path before its links were followed."""
         super().__init__(StorePath(FileStore(path), ""), item, path, given or path)
-        self._lease = held
+        self._dir, self._lease = DurableDir(path), held
         #: Whether the lease file names the holder.
         self._signed = False
         #: Whether the lease can no longer return to its previous holder.
@@ -127,7 +128,7 @@ class Root(Held):
                 "treats them as glob patterns and would commit steps with unreadable dense "
                 "leaves; use another path"
             )
-        files.make_durable(path)
+        DurableDir(path).create()
         _refuse_foreign(path)
         _refuse_other_item(path, item)
         held = lease.claim(path, after_epoch)
@@ -344,11 +345,9 @@ class Root(Held):
             return []
         self.check_lease()
         aside = self.path / names.ROLLED_BACK / run
-        with (
-            files.typed_errors(aside, "make a directory"),
-            files.opened_below(aside, self.path, make=True),
-        ):
-            files.fsync_path(aside.parent)
+        self._dir.make(aside)
+        with files.typed_errors(aside, "make a directory"):
+            fsync_path(aside.parent)  # Another process may have made it, and ended.
         for found in later:
             # A trainer that has lost the lease must not move its successor's steps.
             self.check_lease()
@@ -366,10 +365,8 @@ class Root(Held):
         Raises:
           StorageError: the file system reported an error.
         """
-        below = self.path if target.is_relative_to(self.path) else None
-        if below is None:
-            files.make_folder(target.parent)
-        files.rename(self.step_dir(step), target, fsync=True, below=below)
+        common = DurableDir(Path(os.path.commonpath([self.path, target])))
+        common.publish(self.step_dir(step), target)
         with self._lock:
             self._known.pop(str(step), None)
 
@@ -379,11 +376,9 @@ class Root(Held):
         for name in bases:
             number = names.step_number(name)
             if number is not None and number > step:
-                files.rename(
+                self._dir.publish(
                     names.compacted_dir(self.step_dir(number), self.item),
                     names.compacted_dir(aside / name, self.item),
-                    fsync=True,
-                    below=self.path,
                 )
 
     def _holds(self) -> bool:
@@ -406,10 +401,10 @@ class Root(Held):
         for name in files.listing(self.path):
             if leftovers.is_leftover(name):
                 # Never committed, so never read; removing it in place works on a full disk.
-                files.remove_tree(self.path / name)
+                self._dir.remove(self.path / name)
         self.empty_trash()
-        for emptied in files.entries_below(self.path / names.TRASH, self.path):
-            files.remove_tree(emptied, below=self.path)
+        for emptied in self._dir.entries(self.path / names.TRASH):
+            self._dir.remove(emptied)
 
     def note_kept(self, note: kept.Kept | None) -> None:
         """See ``Held``."""
@@ -432,20 +427,20 @@ class Root(Held):
         """
         if self._lease is None or not steps:
             return
-        trash = self.path / self.new_trash()
+        trash, unsynced = self.new_trash(), DurableDir(self.path, fsync=False)
         with contextlib.suppress(FencedError):  # The next commit reports it.
             for step in sorted(steps, reverse=True):
                 # A trainer that has lost the lease must not remove its successor's steps.
                 self.check_lease()
                 if self.step_dir(step).is_dir():
                     target = trash / str(step)
-                    files.rename(self.step_dir(step), target, fsync=False, below=self.path)
+                    unsynced.publish(self.step_dir(step), target)
                     with self._lock:
                         self._known.pop(str(step), None)  # Its number may be used again.
 
-    def new_trash(self) -> str:
-        """Returns a new relative path below the root to which removed steps are renamed."""
-        return f"{names.TRASH}/{uuid.uuid4().hex}"
+    def new_trash(self) -> Path:
+        """Returns a new folder to which removed steps are renamed."""
+        return self.path / names.TRASH / uuid.uuid4().hex
 
     def empty_trash(self) -> None:
         """Deletes the steps that were renamed for deletion.
@@ -455,17 +450,17 @@ class Root(Held):
         """
         removed = [
             entry
-            for folder in files.entries_below(self.path / names.TRASH, self.path)
-            for entry in files.entries_below(folder, self.path)
+            for folder in self._dir.entries(self.path / names.TRASH)
+            for entry in self._dir.entries(folder)
         ]
         if removed:
             with files.typed_errors(self.path / names.TRASH, "force to disk"):
                 for folder in {entry.parent for entry in removed}:
-                    files.fsync_path(folder)
-                files.fsync_path(self.path / names.TRASH)
-                files.fsync_path(self.path)
+                    fsync_path(folder)
+                fsync_path(self.path / names.TRASH)
+                fsync_path(self.path)
         for entry in removed:
-            files.remove_tree(entry, below=self.path)
+            self._dir.remove(entry)
 
     def collect(self, protected: Callable[[], frozenset[SaveId]] = frozenset) -> None:
         """Deletes unneeded files in the background; a failure is raised by the next call.
@@ -505,11 +500,11 @@ class Root(Held):
             return
         with contextlib.suppress(FencedError):
             self.check_lease()
-            trash = self.path / self.new_trash()
+            trash = self.new_trash()
             for name in dropped:
                 base = names.compacted_dir(self.path / name, self.item)
-                files.rename(base, trash / name, fsync=True, below=self.path)
-                files.remove_empty(base.parent, self.path)  # Unless another item has a base.
+                self._dir.publish(base, trash / name)
+                self._dir.remove_empty(base.parent)  # Unless another item has a base.
 
     def close(self) -> None:
         """Finishes deletions. The lease remains; the next trainer takes the next epoch."""

@@ -16,7 +16,7 @@ from deltackpt.ledger import lease
 from deltackpt.ledger.kept import Kept
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading.wal_locations import WalFolder, WalLocation
-from deltackpt.storage import files
+from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import StorePath, store_path
 
 
@@ -68,7 +68,7 @@ class Held(Steps, abc.ABC):
         with contextlib.suppress(OSError):
             if [*lease.epochs(self.path)]:
                 return
-            files.remove_tree(temporary)
+            DurableDir(temporary.parent).remove(temporary)
             for folder in (self.path, *self.path.parents):
                 folder.rmdir()
                 if folder == self.opened_dir:

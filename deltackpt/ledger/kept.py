@@ -15,6 +15,7 @@ from pathlib import Path
 from deltackpt.errors import RestoreError
 from deltackpt.format import manifest, names
 from deltackpt.storage import files
+from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import StorePath
 
 _MAGIC = "deltackpt.kept"
@@ -41,7 +42,7 @@ def note(root: Path, kept: Kept) -> None:
     Raises:
       StorageError: writing failed.
     """
-    files.write_atomic(root / names.KEPT, manifest.to_bytes(kept, _MAGIC), fsync=False)
+    DurableDir(root, fsync=False).write(root / names.KEPT, manifest.to_bytes(kept, _MAGIC))
 
 
 def forget(root: Path) -> None:

@@ -30,9 +30,12 @@ import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
+
 from deltackpt.errors import Damaged, FormatTooNew, InUse, RestoreError, StorageError
 from deltackpt.format import manifest, names
 from deltackpt.storage import files
+from deltackpt.storage.posix import DirectFile, fsync_path
 
 _MAGIC = "deltackpt.lease"
 #: How long the previous holder waits for each trainer to start or to withdraw its claim. A start
@@ -162,7 +165,7 @@ def claim(path: Path, after_epoch: int | None) -> Lease:
             except FileExistsError:
                 continue
             try:
-                files.fsync_path(path)
+                fsync_path(path)
                 newest = max(epochs(path), default=0)
             except BaseException:
                 give_back(path, lease)
@@ -189,12 +192,14 @@ def give_back(path: Path, lease: Lease) -> None:
 def sign(path: Path, lease: Lease) -> None:
     """Writes the holder into the lease file; a torn file reads as a trainer that is starting."""
     name = path / names.lease_name(lease.epoch)
-    with files.typed_errors(name, "write", full=_FULL), contextlib.suppress(FileNotFoundError):
+    try:
+        with contextlib.closing(DirectFile(name, new=False, full=_FULL)) as file:
+            file.append(np.frombuffer(manifest.to_bytes(lease, _MAGIC), np.uint8))
+            file.sync()
+    except StorageError as error:
         # Without the file, a newer trainer has taken the directory: the first commit reports it.
-        with open(name, "r+b") as file:
-            file.write(manifest.to_bytes(lease, _MAGIC))
-            file.flush()
-            os.fsync(file.fileno())
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
 
 
 def read_lease(path: Path) -> Lease:

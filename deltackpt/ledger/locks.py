@@ -6,11 +6,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from deltackpt.errors import DeltackptError
 from deltackpt.storage import files
+from deltackpt.storage.posix import DurableDir
 
 
 @contextlib.contextmanager
@@ -19,7 +20,7 @@ def held(
     refusal: DeltackptError,
     *,
     make_folder: bool = False,
-    opener: Callable[[str, int], int] | None = None,
+    private: bool = False,
 ) -> Iterator[None]:
     """Holds a lock against other processes, and against other holders in this one.
 
@@ -29,7 +30,7 @@ def held(
       name: the lock file, which is created.
       refusal: the error to raise if the lock is held.
       make_folder: whether to create its folder as well.
-      opener: creates the file; by default with the mode from the umask.
+      private: whether only this user can access the file, for any umask.
 
     Raises:
       StorageError: the file cannot be created.
@@ -38,19 +39,21 @@ def held(
         with files.typed_errors(name, "be locked"):
             while True:
                 if make_folder:
-                    files.make_folder(name.parent)
+                    DurableDir(name.parent).create()
                 try:
-                    lock = stack.enter_context(open(name, "ab", opener=opener))
+                    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                    descriptor = os.open(name, flags, 0o600 if private else 0o666)
+                    stack.callback(os.close, descriptor)
                 except FileNotFoundError:
                     if make_folder:
                         continue  # The previous holder is exiting.
                     raise
                 try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError as error:
                     raise refusal from error
                 # The locked file must still be the one with that name.
                 with contextlib.suppress(FileNotFoundError):
-                    if os.path.samestat(os.fstat(lock.fileno()), name.stat()):
+                    if os.path.samestat(os.fstat(descriptor), name.stat()):
                         break
         yield

@@ -20,15 +20,16 @@ import socket
 import stat
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from deltackpt.errors import InUse, OutOfSpace, StorageError
 from deltackpt.nodes.shelves import Held, Incoming
-from deltackpt.resources.memory import ALIGNMENT, aligned_buffer
-from deltackpt.storage import aligned, files, wire
+from deltackpt.resources.memory import aligned_buffer
+from deltackpt.storage import files, wire
+from deltackpt.storage.posix import DirectFile, DurableDir, fsync
 from deltackpt.storage.store import Exists, Missing
 
 #: Folder of incomplete objects; no key begins with it.
@@ -36,11 +37,8 @@ INCOMING = ".incoming"
 #: Smaller objects cost less through the page cache.
 _DIRECT_BYTES = 1 << 18
 _BUFFER_BYTES = 1 << 20
-#: Retries if a folder is removed together with its last object.
-_PUT_TRIES = 100
 #: Error numbers of opening a link, a folder or a socket as a file.
 _NO_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class DirectoryShelf:
@@ -57,13 +55,11 @@ class DirectoryShelf:
         self._taken = 0
         self._lock = threading.Lock()
         self._buffers: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
+        self.directory = DurableDir(path, private=True)
+        self.directory.create()
         with files.typed_errors(path, "be made"), contextlib.ExitStack() as opened:
-            files.make_durable(path, private=True)
-            self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            opened.callback(os.close, self._root)
-            self.incoming = path / INCOMING
-            self.arriving = self.folder([INCOMING], make=True)
-            opened.callback(os.close, self.arriving)
+            #: Descriptor of the folder of incomplete objects.
+            self.arriving = opened.enter_context(self.directory.opened(path / INCOMING, make=True))
             try:
                 fcntl.flock(self.arriving, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -99,16 +95,16 @@ class DirectoryShelf:
         """See ``Shelf``."""
         if _is_incoming(key):
             raise Missing(str(self.path / key))
-        *parents, name = key.split("/")
+        path = self.path / key
         try:
-            with self.opened(parents) as folder:
-                return _FromFile(self.path / key, name, folder)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise Missing(str(self.path / key)) from error
+            with self.directory.opened(path.parent) as folder:
+                return _FromFile(path, folder)
+        except Missing:
+            raise
         except OSError as error:
-            if isinstance(error, StorageError):
-                raise
-            raise files.unreadable(self.path / key, error) from error
+            if _is_missing(error):
+                raise Missing(str(path)) from error
+            raise files.unreadable(path, error) from error
 
     def keys(self, folder: str, *, after: str, most: int) -> list[str]:
         """See ``Shelf``."""
@@ -123,15 +119,15 @@ class DirectoryShelf:
     def _keys(self, folder: str, after: str) -> Iterator[str]:
         """Keys below a folder in their order, in which "a.b" comes before "a/b"."""
         try:
-            with self.opened(folder.split("/") if folder else []) as at, os.scandir(at) as entries:
+            with self.directory.opened(self.path / folder) as at, os.scandir(at) as entries:
                 named = [
                     f"{one.name}/" if one.is_dir(follow_symlinks=False) else one.name
                     for one in entries
                     if one.is_dir(follow_symlinks=False) or one.is_file(follow_symlinks=False)
                 ]
-        except (FileNotFoundError, NotADirectoryError):
-            return
         except OSError as error:
+            if _is_missing(error):
+                return
             raise files.unreadable(self.path / folder, error, "list it") from error
         inside = f"{folder}/" if folder else ""
         for name in sorted(named):
@@ -148,57 +144,15 @@ class DirectoryShelf:
         """See ``Shelf``; also removes folders that become empty. Removes a link, not its target."""
         if _is_incoming(key):
             return
-        *parents, name = key.split("/")
         try:
-            with self.opened(parents) as folder:
-                os.unlink(name, dir_fd=folder)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            return
+            self.directory.remove_file(self.path / key)
         except OSError as error:
-            raise files.unreadable(self.path / key, error, "be removed") from error
-        with contextlib.suppress(OSError):  # Something else is in it.
-            while parents:
-                emptied = parents.pop()
-                with self.opened(parents) as folder:
-                    os.rmdir(emptied, dir_fd=folder)
+            if not (_is_missing(error) or isinstance(error, IsADirectoryError)):
+                raise files.unreadable(self.path / key, error, "be removed") from error
 
     def close(self) -> None:
         """See ``Shelf``; the objects stay."""
         self._opened.close()
-
-    def folder(self, names: Sequence[str], *, make: bool = False) -> int:
-        """Opens a folder below the directory without following links; the caller closes it.
-
-        Args:
-          names: names of the folders on the path.
-          make: whether to create missing folders, durably.
-
-        Raises:
-          OSError: it does not exist, or is a link.
-        """
-        found = os.dup(self._root)
-        try:
-            for name in names:
-                if make:
-                    with contextlib.suppress(FileExistsError):
-                        os.mkdir(name, 0o700, dir_fd=found)
-                        files.fsync(found)
-                inner = os.open(name, _FOLDER, dir_fd=found)
-                os.close(found)
-                found = inner
-        except BaseException:
-            os.close(found)
-            raise
-        return found
-
-    @contextlib.contextmanager
-    def opened(self, names: Sequence[str], *, make: bool = False) -> Iterator[int]:
-        """Context manager of ``folder``."""
-        found = self.folder(names, make=make)
-        try:
-            yield found
-        finally:
-            os.close(found)
 
     def buffer(self) -> np.ndarray:
         """Returns memory for direct writes; return it with ``keep``."""
@@ -220,57 +174,60 @@ def _is_incoming(key: str) -> bool:
     return key.partition("/")[0] == INCOMING
 
 
+def _is_missing(error: OSError) -> bool:
+    """Whether there is no such folder or object; what is behind a link does not count."""
+    return any(
+        isinstance(one, FileNotFoundError | NotADirectoryError) for one in (error, error.__cause__)
+    )
+
+
 class _InFile:
-    """See ``Incoming``: whole buffers are written as they fill."""
+    """See ``Incoming``."""
 
     def __init__(self, shelf: DirectoryShelf, key: str, nbytes: int):
-        self._shelf, self._key, self._nbytes = shelf, key, nbytes
-        self._path, self._temporary = shelf.path / key, uuid.uuid4().hex
-        self._received = self._in_buffer = self._written = 0
-        with files.typed_errors(self._path, "write"):
-            direct = nbytes >= _DIRECT_BYTES
-            self._descriptor, self._direct = _created(self._temporary, shelf.arriving, direct)
+        self._shelf, self._path, self._nbytes = shelf, shelf.path / key, nbytes
+        self._temporary, self._left = uuid.uuid4().hex, nbytes
         self._buffer: np.ndarray | None = shelf.buffer()
+        self._file = DirectFile(
+            self._path,
+            private=True,
+            folder=shelf.arriving,
+            name=self._temporary,
+            buffer=self._buffer,
+            cached_bytes=_DIRECT_BYTES if nbytes < _DIRECT_BYTES else 0,
+        )
 
     def window(self) -> memoryview:
         """See ``Incoming``."""
-        assert self._buffer is not None
-        left = min(_BUFFER_BYTES - self._in_buffer, self._nbytes - self._received)
-        return self._buffer.data[self._in_buffer : self._in_buffer + left]
+        return self._file.room()[: self._left].data
 
     def filled(self, nbytes: int) -> None:
         """See ``Incoming``."""
-        self._received += nbytes
-        self._in_buffer += nbytes
-        if self._in_buffer == _BUFFER_BYTES or self._received == self._nbytes:
-            self._write()
+        self._left -= nbytes
+        self._file.advance(nbytes)
 
     def commit(self, *, absent: bool) -> None:
         """See ``Incoming``: its data is fsynced, then its name."""
-        *parents, name = self._key.split("/")
-        with files.typed_errors(self._path, "write"):
-            files.fsync(self._descriptor)
-            for left in reversed(range(_PUT_TRIES)):
-                try:
-                    with self._shelf.opened(parents, make=True) as folder:
-                        self._name(name, folder, absent=absent)
-                        files.fsync(folder)
-                    break
-                except FileNotFoundError:
-                    # Another thread removed the last object of the folder, and so the folder.
-                    if not left:
-                        raise
-        self._end()
 
-    def _name(self, name: str, folder: int, *, absent: bool) -> None:
-        between = {"src_dir_fd": self._shelf.arriving, "dst_dir_fd": folder}
-        if not absent:
-            return os.replace(self._temporary, name, **between)
+        def named(folder: int) -> None:
+            ends = {"src_dir_fd": self._shelf.arriving, "dst_dir_fd": folder}
+            if absent:
+                os.link(self._temporary, self._path.name, **ends, follow_symlinks=False)
+                os.unlink(self._temporary, dir_fd=self._shelf.arriving)
+            else:
+                os.replace(self._temporary, self._path.name, **ends)
+            fsync(folder)
+
+        self._file.finish()
+        self._file.sync()
         try:
-            os.link(self._temporary, name, **between, follow_symlinks=False)
-        except FileExistsError as error:
-            raise Exists(f"{self._path}: expected nothing there, found a file") from error
-        os.unlink(self._temporary, dir_fd=self._shelf.arriving)
+            with files.typed_errors(self._path, "write"):
+                self._shelf.directory.within(self._path.parent, named)
+        except StorageError as error:
+            if isinstance(error.__cause__, FileExistsError):
+                raise Exists(f"{self._path}: expected nothing there, found a file") from error
+            raise
+        self._end()
 
     def discard(self) -> None:
         """See ``Incoming``."""
@@ -280,53 +237,20 @@ class _InFile:
 
     def _end(self) -> None:
         if self._buffer is not None:
-            os.close(self._descriptor)
             self._shelf.keep(self._buffer)
             self._shelf.give_back(self._nbytes)
             self._buffer = None
-
-    def _write(self) -> None:
-        assert self._buffer is not None
-        with files.typed_errors(self._path, "write"):
-            if not self._direct:
-                data = self._buffer[: self._in_buffer]
-                aligned.write_all(self._descriptor, data, self._written)
-            else:
-                # Whole blocks; what is too much of the last one is cut off.
-                blocks = -(-self._in_buffer // ALIGNMENT) * ALIGNMENT
-                aligned.write_aligned(self._descriptor, self._buffer[:blocks], self._written)
-                if blocks != self._in_buffer:
-                    os.ftruncate(self._descriptor, self._nbytes)
-        self._written += self._in_buffer
-        self._in_buffer = 0
-
-
-def _created(name: str, folder: int, direct: bool) -> tuple[int, bool]:
-    """A new file, and whether it is written past the page cache."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    descriptor = os.open(name, flags, 0o600, dir_fd=folder)
-    if direct:
-        try:
-            aligned.check_alignment(descriptor)
-            fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_DIRECT)
-            return descriptor, True
-        except OSError as error:
-            if error.errno not in aligned.REFUSED:
-                os.close(descriptor)
-                raise
-    return descriptor, False
+            self._file.close()
 
 
 class _FromFile:
     """See ``Held``; what replaces or removes the object leaves the open file as it is."""
 
-    def __init__(self, path: Path, name: str, folder: int):
+    def __init__(self, path: Path, folder: int):
         try:
             # Not through a link, and without waiting for who writes to a pipe.
             flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            self._file = open(
-                name, "rb", 0, opener=lambda name, _: os.open(name, flags, dir_fd=folder)
-            )
+            self._file = open(os.open(path.name, flags, dir_fd=folder), "rb", 0)
             found = os.fstat(self._file.fileno())
         except OSError as error:
             if error.errno not in _NO_FILE:

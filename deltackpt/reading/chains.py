@@ -8,7 +8,9 @@ it replaced still exists.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeVar
 
@@ -16,16 +18,17 @@ from deltackpt import events
 from deltackpt.errors import (
     BrokenChain,
     DamagedWal,
+    DeltackptError,
     FormatMismatch,
     RestoreError,
     StepGone,
     StepNotFound,
+    StorageError,
     TemplateMismatch,
 )
 from deltackpt.format import chain, manifest, names
 from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import ParentRef, SaveId
-from deltackpt.reading.ahead import Ahead
+from deltackpt.format.manifest import Layout, ParentRef, SaveId
 from deltackpt.reading.removal import goes, gone, is_of_reading, standing
 from deltackpt.reading.saves import (
     StoredSave,
@@ -38,6 +41,10 @@ from deltackpt.storage.store import StorePath, store_path
 
 #: How often to look up a chain again that trainers and compactors keep replacing.
 _MOST_CHAINS = 8
+#: Manifests are prefetched after so many reads in a row took so long.
+_SLOW_READS, _SLOW_SECS = 3, 1e-3
+#: Manifests that are read at the same time; longer ones may not be wanted.
+_PREFETCHES, _PREFETCHED_BYTES = 16, 1 << 22
 
 _T = TypeVar("_T")
 
@@ -131,13 +138,21 @@ def _walked(
     step_dir: StorePath, item: str, usable: Callable[[StorePath], bool]
 ) -> tuple[StoredSave, ...]:
     """Returns the current chain of a step; ``usable`` filters compacted bases."""
-    with Ahead() as ahead:
-        return _walked_with(ahead, step_dir, item, usable)
+    pool = concurrent.futures.ThreadPoolExecutor(_PREFETCHES, "deltackpt-prefetch")
+    try:
+        return _walked_with(pool, step_dir, item, usable)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _walked_with(
-    ahead: Ahead, step_dir: StorePath, item: str, usable: Callable[[StorePath], bool]
+    pool: concurrent.futures.Executor,
+    step_dir: StorePath,
+    item: str,
+    usable: Callable[[StorePath], bool],
 ) -> tuple[StoredSave, ...]:
+    coming: dict[StorePath, concurrent.futures.Future[bytes]] = {}
+    slow_reads = 0
     damaged: list[RestoreError] = []
 
     def compacted(where: StorePath, save_id: SaveId) -> StoredSave | None:
@@ -149,11 +164,23 @@ def _walked_with(
             damaged.append(error)
             return None
 
+    def fetched(at: StorePath, shown: str) -> bytes:
+        nonlocal slow_reads
+        if (prefetched := coming.pop(at, None)) is not None:
+            with contextlib.suppress(DeltackptError, OSError):
+                return prefetched.result()
+        started = time.perf_counter()
+        data = at.read(shown)
+        slow_reads = slow_reads + 1 if time.perf_counter() - started > _SLOW_SECS else 0
+        return data
+
     def read(where: StorePath) -> StoredSave:
-        found = read_save(where, item, read=ahead.read)
-        # A prefetch only: the parents' references decide what they are.
-        parents = (step_dir.parent / parent for parent in found.head.parents)
-        ahead.want(parent / item / names.manifest_name(0) for parent in parents)
+        found = read_save(where, item, read=fetched)
+        # Only a hint, which pays off if a store is slow: the parents' references decide.
+        for parent in found.head.parents if slow_reads >= _SLOW_READS else ():
+            at = step_dir.parent / parent / item / names.manifest_name(0)
+            if at not in coming:
+                coming[at] = pool.submit(at.read, most_bytes=_PREFETCHED_BYTES)
         return found
 
     saves: dict[str, StoredSave] = {}
@@ -183,6 +210,35 @@ def _walked_with(
             f"intact: {error}"
         )
     return tuple(saves[info.step_dir] for info in infos)
+
+
+def since(newest: StoredSave, held: SaveId, layout: Layout) -> list[StoredSave] | None:
+    """Returns the saves after a held one, oldest first; None if they do not descend from it.
+
+    Only descendants of the held save can be applied. A delta against an earlier save contains every
+    row touched since, unless training rolled back in memory; held rows may then be from the
+    discarded steps. If parents do not match, reading the whole chain reports it.
+
+    Args:
+      newest: the save to reach.
+      held: id of the held save.
+      layout: its tables and dense leaves.
+    """
+    if newest.info.save_id == held:
+        return []
+    found = [newest]
+    while found[0].layout == layout and (parent := found[0].info.parent) is not None:
+        if parent.save_id.step >= found[0].info.save_id.step:
+            break
+        if parent.save_id == held:
+            return found
+        try:
+            found.insert(0, read_save(newest.step_dir.parent / parent.step_dir, newest.item))
+        except (RestoreError, StorageError):
+            break
+        if found[0].info.save_id != parent.save_id:
+            break
+    return None
 
 
 @contextlib.contextmanager

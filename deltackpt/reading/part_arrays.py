@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +15,7 @@ from deltackpt.errors import Damaged
 from deltackpt.format import dense_blocks, names
 from deltackpt.format.blocks import StoredRows
 from deltackpt.format.manifest import LayerRef, Manifest, SaveId
-from deltackpt.format.segments import ArrayEntry, Segment
+from deltackpt.format.segments import ArrayEntry, GroupEntry, Segment
 from deltackpt.format.soundness import MOST
 from deltackpt.layers.footer import LayerArray, RowGroup, compression_of
 from deltackpt.layers.read import Layer, StoredBytes
@@ -286,6 +287,48 @@ class LayerArrays:
             held = None if found is None else (found.shape, found.dtype, found.compression)
             raise Damaged(self.name_of(segment, entry), f"{expected}, as in the record", f"{held}")
         return found
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shard:
+    """The rows that one process wrote in a save or a WAL record; see ``layers.merge.Layer``.
+
+    Attributes:
+      arrays: its stored arrays.
+      segments: the segments of its tables.
+      groups: the groups of the save or the WAL epoch by name.
+    """
+
+    arrays: PartArrays
+    segments: tuple[Segment, ...]
+    groups: Mapping[str, GroupEntry]
+
+    @functools.cached_property
+    def _sound(self) -> set[str]:
+        """Names of the segments that were checked."""
+        return set()
+
+    def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
+        """Returns the name of a stored array in errors."""
+        return self.arrays.name_of(segment, entry)
+
+    def check(self, segment: Segment) -> None:
+        """See ``layers.merge.Layer``."""
+        if segment.name not in self._sound:
+            self.arrays.check(segment)
+            self._sound.add(segment.name)
+
+    def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
+        """See ``layers.merge.Layer``."""
+        self.check(segment)
+        return self.arrays.row_indices(segment, first, stop)
+
+    def read_into(
+        self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
+    ) -> None:
+        """Reads rows of one stored array; verifies that every chunk is the one written there."""
+        self.check(segment)
+        self.arrays.read_into(segment, entry, start, stop, out)
 
 
 def is_of_dense_segment(object_name: str) -> bool:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from deltackpt.errors import Damaged
 from deltackpt.format import names
 from deltackpt.format.manifest import Layout
-from deltackpt.reading.replay import LoggedState
 from deltackpt.reading.stored_dense import DenseValues
 
 _VALUES, _FILES, _ROWS = "values/", "files/", "rows/"
@@ -25,6 +24,31 @@ _VALUES, _FILES, _ROWS = "values/", "files/", "rows/"
 STEP = f"{names.DENSE_ITEM}/"
 #: The processes that have items, and those of each.
 _ITEMS, _BYTES, _JSON = "items/", "bytes/", "json/"
+
+
+class LoggedState(NamedTuple):
+    """A full recovery point without its tables.
+
+    Attributes:
+      dense: its dense leaves.
+      items: its additional items, by process and name.
+      rows: table name to the rows of all records since its step, wanted or not, int64 ascending.
+    """
+
+    dense: DenseValues
+    items: Mapping[int, Mapping[str, Any]]
+    rows: Mapping[str, np.ndarray]
+
+    def items_for(self, process: int, count: int) -> dict[str, Any]:
+        """Returns the items for a process: its own, if the number of processes has not changed.
+
+        Otherwise, returns the items of process 0.
+
+        Args:
+          process: index of the process.
+          count: number of processes.
+        """
+        return dict(self.items[process if count == len(self.items) else 0])
 
 
 def to_files(state: LoggedState, layout: Layout) -> dict[str, bytes | memoryview]:

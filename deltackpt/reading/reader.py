@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from deltackpt.errors import Damaged, RestoreError
+from deltackpt.errors import Damaged, DamagedWal, RestoreError
 from deltackpt.format import blocks
 from deltackpt.format.blocks import Box, Rows, Span, StoredRows
 from deltackpt.format.chain import SaveInfo
@@ -22,9 +22,13 @@ from deltackpt.format.segments import Segment
 from deltackpt.layers import merge
 from deltackpt.layers.merge import RowIndices
 from deltackpt.layers.targets import Targets, Wanted, empty_buffers
+from deltackpt.reading import wal_rows
 from deltackpt.reading.chains import raise_if_removed, read_whole
 from deltackpt.reading.meter import Meter, Progress
+from deltackpt.reading.part_arrays import Shard
 from deltackpt.reading.saves import StoredPart, StoredSave
+from deltackpt.reading.wal_index import ReplayPlan
+from deltackpt.reading.wal_rows import SeenRows, WalRows
 from deltackpt.resources.staging import Staging
 
 #: More than two cores keep busy, as some wait for the disk (cold 1.68 s, by two threads 1.80).
@@ -77,6 +81,8 @@ def restore_tables(
     *,
     wanted: Wanted | None = None,
     progress: Progress | None = None,
+    plan: ReplayPlan | None = None,
+    seen: SeenRows | None = None,
 ) -> RestoredTables:
     """Reads and merges the wanted parts of a chain, from the shards that contain them.
 
@@ -86,22 +92,32 @@ def restore_tables(
       saves: a chain of ``read_chain``.
       wanted: what to restore; by default every table and slot as a whole.
       progress: called as bytes are read.
+      plan: WAL records to replay onto the step; none by default.
+      seen: receives the rows of the records.
 
     Raises:
       Damaged: an object is missing or altered; the message names it.
+      DamagedWal: a record is missing or altered; the message names it.
       StepGone: a step of the chain was removed at the same time.
       TemplateMismatch: a wanted table or box does not exist.
     """
-    return read_whole(saves, functools.partial(_restored, wanted=wanted, progress=progress))
+    restored = functools.partial(_restored, wanted=wanted, progress=progress, plan=plan, seen=seen)
+    return read_whole(saves, restored)
 
 
 def _restored(
-    saves: Sequence[StoredSave], *, wanted: Wanted | None, progress: Progress | None
+    saves: Sequence[StoredSave],
+    *,
+    wanted: Wanted | None,
+    progress: Progress | None,
+    plan: ReplayPlan | None,
+    seen: SeenRows | None,
 ) -> RestoredTables:
     started = time.perf_counter()
     target_layout = saves[-1].layout
     buffers, targets = empty_buffers(target_layout, wanted)
-    bytes_read = fill(saves, targets, progress)
+    records = () if plan is None else wal_rows.layers_of(plan, target_layout)
+    bytes_read = fill(saves, targets, progress, records=records, seen=seen)
     return RestoredTables(
         buffers=buffers,
         layout=target_layout,
@@ -116,43 +132,53 @@ def fill(
     targets: Targets,
     progress: Progress | None = None,
     *,
+    records: WalRows = (),
+    seen: SeenRows | None = None,
     indices: RowIndices = merge.stored_rows,
     scratch: Staging | None = None,
     threads: int = _THREADS,
     over_parent: bool = False,
 ) -> int:
-    """Reads and merges a chain into buffers; after an error their contents are undefined.
+    """Reads and merges saves and WAL records into buffers.
+
+    After an error, the contents of the buffers are undefined.
 
     Args:
-      saves: a chain of ``read_chain``.
+      saves: a chain of ``read_chain``, or the end of one; none if ``over_parent``.
       targets: the buffers.
       progress: called as bytes are read.
+      records: the records above the saves; all their rows are verified, wanted or not.
+      seen: receives the rows of the records, wanted or not.
       indices: returns the row indices of segments; by default they are read.
       scratch: temporary memory, kept for the next call.
       threads: number of pieces that are read and decoded at the same time.
-      over_parent: whether the buffers contain the parent of the first save, which may be a delta.
+      over_parent: whether the buffers contain the parent of the first save or record.
 
     Returns:
       How many bytes of stored arrays were read.
 
     Raises:
       Damaged: an object is missing or altered; the message names it.
+      DamagedWal: a record is missing or altered; the message names it.
       StepGone: a step of the chain was removed at the same time.
     """
     scratch = scratch or Staging(merge.SCRATCH_BYTES)
+    indices = _cached(wal_rows.all_rows(seen, indices) if records else indices)
     with concurrent.futures.ThreadPoolExecutor(threads, "deltackpt-read") as pool:
         try:
-            layers, indices = layers_of(saves, targets, pool), _cached(indices)
-            stages = [[*stage] for stage in merge.plan(layers, targets, indices, pool=pool)]
-            if not over_parent:
-                check_covered(saves, layers, targets, indices)
-            pieces = [piece for stage in stages for piece in stage]
-            meter = Meter(progress, sum(piece.nbytes for piece in pieces))
-            several = None if merge.are_small(pieces) else pool
-            merge.run(stages, scratch, meter.add, several, threads)
+            with wal_rows.verified(records):
+                layers = [*layers_of(saves, targets, pool), *records]
+                stages = [[*stage] for stage in merge.plan(layers, targets, indices, pool=pool)]
+                if not over_parent:
+                    check_covered(saves, layers, targets, indices)
+                pieces = [piece for stage in stages for piece in stage]
+                meter = Meter(progress, sum(piece.nbytes for piece in pieces))
+                several = None if merge.are_small(pieces) else pool
+                merge.run(stages, scratch, meter.add, several, threads)
         except RestoreError as error:
             pool.shutdown(cancel_futures=True)
-            raise_if_removed(saves, error)
+            if not isinstance(error, DamagedWal):
+                raise_if_removed(saves, error)
             raise
     return meter.done
 
@@ -161,7 +187,7 @@ def _cached(indices: RowIndices) -> RowIndices:
     """Returns a function that calls another one once for each segment."""
     found: dict[tuple[int, str], StoredRows | None] = {}
 
-    def cached(part: StoredPart, segment: Segment, targets: Targets) -> StoredRows | None:
+    def cached(part: Shard, segment: Segment, targets: Targets) -> StoredRows | None:
         key = id(part), segment.name
         if key not in found:
             found[key] = indices(part, segment, targets)
@@ -199,7 +225,7 @@ def layers_of(
 
 def check_covered(
     saves: Sequence[StoredSave],
-    layers: Sequence[Sequence[StoredPart]],
+    layers: Sequence[Sequence[Shard]],
     targets: Targets,
     indices: RowIndices = merge.stored_rows,
 ) -> None:
@@ -242,7 +268,7 @@ def check_covered(
             )
 
 
-def _shares(save: StoredSave, part: StoredPart, segment: Segment, held: Rows) -> tuple[Span, ...]:
+def _shares(save: StoredSave, part: Shard, segment: Segment, held: Rows) -> tuple[Span, ...]:
     """Returns where the rows of a segment count: everywhere for a base, else in a rolling share."""
     rolling = save.head.rolling
     if rolling is None:

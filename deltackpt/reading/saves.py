@@ -6,11 +6,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import google_crc32c
-import numpy as np
 
 from deltackpt.errors import (
     Damaged,
@@ -20,15 +19,13 @@ from deltackpt.errors import (
     StorageError,
 )
 from deltackpt.format import chain, manifest, names
-from deltackpt.format.blocks import StoredRows
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import Cover, Layout, Manifest, SaveId
 from deltackpt.format.outline import outline
-from deltackpt.format.segments import ArrayEntry, FieldSpec, GroupEntry, Segment
-from deltackpt.format.soundness import MOST
+from deltackpt.format.segments import FieldSpec
 from deltackpt.reading import bounds
 from deltackpt.reading.foreign import foreign, lacks_our_item
-from deltackpt.reading.part_arrays import PartArrays, arrays_of
+from deltackpt.reading.part_arrays import Shard, arrays_of
 from deltackpt.reading.removal import gone
 from deltackpt.storage.store import Stamp, StorePath, store_path
 
@@ -99,7 +96,7 @@ class StoredSave:
 
     @functools.cached_property
     def _read(self) -> dict[int, StoredPart]:
-        return {0: StoredPart(self.item_dir, self.head, self.head.group_by_name)}
+        return {0: StoredPart.of(self.item_dir, self.head, self.head)}
 
     def _part(self, process: int) -> StoredPart:
         if process not in self._read:
@@ -114,7 +111,7 @@ class StoredSave:
                 shown = f"{self.name}/{name}"
                 raise Damaged(shown, f"the shard of process {process}", f"that of {record.process}")
             bounds.check_part(record, self.head, f"{self.name}/{name}")
-            self._read[process] = StoredPart(self.item_dir, record, self.head.group_by_name)
+            self._read[process] = StoredPart.of(self.item_dir, record, self.head)
         return self._read[process]
 
     @property
@@ -130,67 +127,28 @@ class StoredSave:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class StoredPart:
+class StoredPart(Shard):
     """One process's shard of a save.
 
     Attributes:
       item_dir: directory of the save's manifests and arrays.
       record: its manifest.
-      groups: the save's groups by name.
     """
 
     item_dir: StorePath
     record: Manifest
-    groups: Mapping[str, GroupEntry]
 
-    @functools.cached_property
-    def arrays(self) -> PartArrays:
-        """Returns its stored arrays."""
-        return arrays_of(self.item_dir, self.record)
+    @classmethod
+    def of(cls, item_dir: StorePath, record: Manifest, head: Manifest) -> StoredPart:
+        """Returns the shard that a manifest describes; reads nothing.
 
-    @functools.cached_property
-    def _sound(self) -> set[str]:
-        """Returns names of the segments that were checked."""
-        return set()
-
-    def check(self, segment: Segment) -> None:
-        """See ``layers.merge.Layer``."""
-        if segment.name not in self._sound:
-            self.arrays.check(segment)
-            self._sound.add(segment.name)
-
-    @property
-    def segments(self) -> tuple[Segment, ...]:
-        """Returns the segments of its tables."""
-        return self.record.segments
-
-    @property
-    def has_separate_indices(self) -> bool:
-        """Returns True: row indices are arrays of their own."""
-        return True
-
-    def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
-        """Returns the name of a stored array in errors."""
-        return self.arrays.name_of(segment, entry)
-
-    def failing(self) -> contextlib.AbstractContextManager[None]:
-        """See ``layers.merge.Layer``."""
-        return contextlib.nullcontext()
-
-    def view(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> None:
-        """Returns None: arrays are read from the store."""
-
-    def row_indices(self, segment: Segment, first: int = 0, stop: int = MOST) -> StoredRows:
-        """See ``layers.merge.Layer``."""
-        self.check(segment)
-        return self.arrays.row_indices(segment, first, stop)
-
-    def read_into(
-        self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
-    ) -> None:
-        """Reads rows of one stored array; verifies that every chunk is the one written there."""
-        self.check(segment)
-        self.arrays.read_into(segment, entry, start, stop, out)
+        Args:
+          item_dir: directory of the save's manifests and arrays.
+          record: the manifest of the shard.
+          head: the manifest of process 0, which has the groups.
+        """
+        arrays = arrays_of(item_dir, record)
+        return cls(arrays, record.segments, head.group_by_name, item_dir, record)
 
 
 #: A step by its store_path, or by its path, which is a name in the store of its directory.

@@ -12,11 +12,10 @@ from __future__ import annotations
 import bisect
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -25,15 +24,13 @@ from deltackpt import codecs
 from deltackpt.codecs import of_blocks
 from deltackpt.errors import Damaged, OptionError
 from deltackpt.format import blocks, names
-from deltackpt.format.blocks import StoredRows
+from deltackpt.format.blocks import Rows, StoredRows
 from deltackpt.format.dense_blocks import BLOCK, BLOCKS, PLAIN, BlockedValue, DenseBlocks, Key
 from deltackpt.format.dtypes import dtype_of
-from deltackpt.format.manifest import Layout
 from deltackpt.format.segments import ArrayEntry, FieldSpec, Segment
-from deltackpt.layers import chains, merge
-from deltackpt.layers.chains import StoredBlocks
-from deltackpt.layers.merge import StoredField
-from deltackpt.layers.targets import Target, Targets
+from deltackpt.layers import merge
+from deltackpt.layers.merge import Piece, StoredField
+from deltackpt.layers.targets import Target
 from deltackpt.reading import orbax_values
 from deltackpt.reading.chains import read_whole
 from deltackpt.reading.orbax_values import OnFilled, OrbaxValues, nobody
@@ -41,15 +38,17 @@ from deltackpt.reading.part_arrays import LayerArrays
 from deltackpt.reading.saves import StoredSave
 from deltackpt.resources import memory
 from deltackpt.resources.staging import Staging
+from deltackpt.storage import ocdbt
 from deltackpt.storage.ocdbt import ZARRAY
 
 #: Values up to this size are allocated without a check of their claimed length.
 _SMALL_BYTES = 64 << 20
 #: The changes of smaller leaves are mostly Python code, which threads only slow down.
 _SMALL_LEAF_BYTES = 1 << 20
+#: Bytes of a value that a chain changes; they stay in the CPU cache.
+_CHAIN_BYTES = 4 << 20
 #: Threads that read and decode.
 _READERS = 3
-_NO_TABLES = Layout(groups=(), tables=(), dense=(), tracking_paths=())
 
 #: Called with the lengths of what is read.
 OnBytes = Callable[[int], None]
@@ -60,19 +59,41 @@ def uncounted(nbytes: int) -> None:
 
 
 class DenseValues(NamedTuple):
-    """The dense item of a step, in any storage format.
+    """The dense leaves of a step or recovery point, decoded; the ``Base`` of what follows it.
 
     Attributes:
-      values: the values of Orbax's database by key, of all processes.
+      values: the values of Orbax's database by key.
       files: the files beside it, by their paths in the item.
+      dtypes: dtypes of the values that layers contain, ``uint8`` for plain ones.
     """
 
     values: Mapping[str, memoryview]
     files: Mapping[str, memoryview]
+    dtypes: Mapping[Key, str] = MappingProxyType({})
+
+    def items(self) -> Iterator[tuple[Key, memoryview]]:
+        """Yields the keys and bytes of all values and files."""
+        yield from (((False, name), data) for name, data in self.values.items())
+        yield from (((True, name), data) for name, data in self.files.items())
+
+    def get(self, key: Key) -> memoryview | None:
+        """Returns the bytes of a value or file, or None."""
+        file, name = key
+        return (self.files if file else self.values).get(name)
+
+    def nbytes(self, key: Key) -> int | None:
+        """See ``Base``."""
+        found = self.get(key)
+        return None if found is None else found.nbytes
+
+    def fill(self, into: Mapping[Key, np.ndarray], on_filled: OnFilled = nobody) -> None:
+        """See ``Base``; a plan has checked that it has the values."""
+        for key, out in into.items():
+            out[:] = np.frombuffer(self.get(key) or b"", np.uint8)
 
 
 class Base(Protocol):
-    """The item of a base: ``orbax_values.OrbaxValues``."""
+    """What is below some layers: an item of Orbax's, or ``DenseValues``."""
 
     def nbytes(self, key: Key) -> int | None:
         """Returns a value's size in bytes according to the item, or None."""
@@ -101,7 +122,8 @@ def shape_of(value: BlockedValue) -> tuple[int, ...]:
     return (value.count,) if value.plain else (value.blocks, BLOCK)
 
 
-def _empty(value: BlockedValue) -> np.ndarray:
+def new_memory(value: BlockedValue) -> np.ndarray:
+    """Returns new memory for a value."""
     return memory.empty_buffer(shape_of(value), dtype_of(value.dtype))
 
 
@@ -121,16 +143,9 @@ class DenseShard:
     name: str
     on_bytes: OnBytes = uncounted
 
-    def failing(self) -> contextlib.AbstractContextManager[None]:
-        """See ``layers.merge.Source``."""
-        return contextlib.nullcontext()
-
     def name_of(self, segment: Segment, entry: ArrayEntry) -> str:
         """Returns the name of a stored array in errors."""
         return self.arrays.name_of(segment, entry)
-
-    def view(self, segment: Segment, entry: ArrayEntry, start: int, stop: int) -> None:
-        """Returns None: arrays are read from the layer."""
 
     def read_into(
         self, segment: Segment, entry: ArrayEntry, start: int, stop: int, out: np.ndarray
@@ -140,7 +155,7 @@ class DenseShard:
         self.on_bytes(self.arrays.bytes_of(segment, entry, start, stop))
         self.arrays.read_into(segment, entry, start, stop, out)
 
-    def rows(self, segment: Segment) -> blocks.Rows:
+    def rows(self, segment: Segment) -> Rows:
         """Returns the indices of the blocks of a segment in its group, ascending.
 
         Raises:
@@ -214,7 +229,7 @@ def of_step(
     wanted: Callable[[str], bool] = lambda key: True,
     *,
     item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.of_save,
-    room: Room = _empty,
+    room: Room = new_memory,
     on_bytes: OnBytes = uncounted,
 ) -> DenseValues:
     """Returns the dense item of the last save of a chain.
@@ -243,6 +258,9 @@ class DenseItem:
     """The dense item of a step, read on demand.
 
     Attributes:
+      shards: the dense leaves in the layers of each delta, newest first; empty if the step has
+        Orbax's item.
+      base: Orbax's item below them; None if no older save is needed, or if the chain has no base.
       fresh: whether what is read has no other owner, and may be kept and changed.
     """
 
@@ -253,7 +271,7 @@ class DenseItem:
         saves: Sequence[StoredSave],
         item_of: Callable[[StoredSave], OrbaxValues] = orbax_values.of_save,
         *,
-        room: Room = _empty,
+        room: Room = new_memory,
         on_bytes: OnBytes = uncounted,
     ):
         """Reads only manifests.
@@ -267,8 +285,15 @@ class DenseItem:
         Raises:
           Damaged: a manifest is missing or altered.
         """
-        self._shards, base = shards_of(saves, on_bytes)
-        self._base = None if base is None else BaseItem(base, item_of, on_bytes)
+        self.shards: list[list[DenseShard]] = []
+        self.base: BaseItem | None = None
+        for save in reversed(saves):
+            if save.head.dense_blocks is None:
+                self.base = BaseItem(save, item_of, on_bytes)
+                break
+            self.shards.append([*shards(save, on_bytes)])
+            if not save.needs_older_dense:
+                break
         self._room = room
         self._name = saves[-1].name
 
@@ -281,6 +306,39 @@ class DenseItem:
         """
         return self.read(lambda key: key.endswith(f"/{ZARRAY}"))
 
+    @functools.cached_property
+    def missing(self) -> Mapping[Key, BlockedValue]:
+        """Returns the values that the deltas do not complete; reads only records and row indices.
+
+        Raises:
+          Damaged: an object is missing or altered.
+        """
+        if not self.shards:
+            return {}
+        return DensePlan.sized(self.shards, self._name, lambda key: True, self.base).missing
+
+    def check(self) -> None:
+        """Checks that the chain has everything that the deltas need, without reading values.
+
+        Each save may be intact by itself and still lack what a later one needs, for example if the
+        base was replaced by another one.
+
+        Raises:
+          Damaged: a value is missing; the error names the base's item or the step.
+        """
+        if not self.shards:
+            return
+        for key, value in self.missing.items():
+            name, nbytes = self._name, None
+            if self.base is not None:
+                name, nbytes = self.base.item.name, self.base.nbytes(key)
+            if nbytes != value.nbytes:
+                expected = f"{value.nbytes} bytes of {key[1]}, which {self._name} builds on"
+                raise Damaged(name, expected, "none" if nbytes is None else f"{nbytes}")
+        values = (value for shard in self.shards[0] for value in shard.record.values)
+        keys = {value.key for value in values if not value.file}
+        ocdbt.check_keys(self._name, keys, self.outline.values)
+
     def read(self, wanted: Callable[[str], bool]) -> DenseValues:
         """Returns the wanted values of the database, and all files.
 
@@ -290,10 +348,10 @@ class DenseItem:
         Raises:
           Damaged: an object is missing or altered.
         """
-        if self._shards:
-            return values_of(self._shards, self._base, self._name, wanted, self._room)
-        assert self._base is not None
-        return self._base.all(wanted)
+        if self.shards:
+            return values_of(self.shards, self.base, self._name, wanted, self._room)
+        assert self.base is not None
+        return self.base.all(wanted)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -334,23 +392,6 @@ def listed(save: StoredSave) -> list[BlockedValue]:
     return [value for shard in shards(save) for value in shard.record.values]
 
 
-def shards_of(
-    saves: Sequence[StoredSave], on_bytes: OnBytes = uncounted
-) -> tuple[list[list[DenseShard]], StoredSave | None]:
-    """Returns the dense leaves of a chain's deltas, newest first, and the save below the deltas.
-
-    The latter is None if no older save is needed, or if the chain begins with a delta.
-    """
-    found = []
-    for save in reversed(saves):
-        if save.head.dense_blocks is None:
-            return found, save
-        found.append([*shards(save, on_bytes)])
-        if not save.needs_older_dense:
-            break
-    return found, None
-
-
 def shards(save: StoredSave, on_bytes: OnBytes = uncounted) -> Iterator[DenseShard]:
     """Returns the dense leaves that each process wrote, for a save with them in its layers.
 
@@ -374,9 +415,11 @@ def values_of(
     base: Base | None,
     name: str,
     wanted: Callable[[str], bool] = lambda key: True,
-    room: Room = _empty,
+    room: Room = new_memory,
 ) -> DenseValues:
     """Returns the dense item at the newest of some saves or WAL records.
+
+    Values that the layers do not change are those of a base in memory, which is never written.
 
     Args:
       saves: the shards of each, newest first.
@@ -389,40 +432,17 @@ def values_of(
       Damaged: an object is missing or altered.
     """
     plan = DensePlan.sized(saves, name, lambda key: key[0] or wanted(key[1]), base)
-    return _split({key: data.data for key, data in plan.read(room, base).items()})
-
-
-def apply(
-    saves: Sequence[Sequence[DenseShard]],
-    held: Mapping[Key, np.ndarray],
-    name: str,
-    writable: Callable[[Key], np.ndarray] | None = None,
-) -> None:
-    """Applies saves to the values of the state before them, in place.
-
-    Args:
-      saves: the shards of each save, newest first.
-      held: leaves as (blocks, 256), plain values as (n,) uint8; the saves have them alike.
-      name: the newest save's name in errors.
-      writable: returns an equal copy to write instead of a value, only for those that change; by
-        default the value itself.
-
-    Raises:
-      Damaged: an object is missing or altered.
-    """
-    plan = DensePlan(saves, name, held.__contains__)
-    plan.merge({key: held[key] if writable is None else writable(key) for key in plan.changed})
+    return _split(plan.read(room, base))._replace(dtypes=plan.dtypes)
 
 
 class DensePlan:
     """What must be read for some values of the newest of some saves or WAL records.
 
-    The values of each shard and dtype, end to end, are a group of 256-wide rows. Older shards with
-    other values are mapped to the rows of the newest.
+    A chain is everything that the saves change in the same few blocks of a value. One thread
+    applies it, oldest save first, while the blocks are in the cache.
 
     Attributes:
       missing: the values that the saves do not complete: they are relative to what is below.
-      changed: the values of which the saves contain a part.
     """
 
     def __init__(
@@ -442,33 +462,25 @@ class DensePlan:
           Damaged: an object is missing or altered, or invalid.
         """
         self._name = name
-        self._newest = saves[0]
-        self._values: dict[Key, BlockedValue] = {}
-        #: First rows and values of each group, and the group and first row of each value.
-        self._places: dict[str, list[tuple[int, Key]]] = {}
-        self._place_of: dict[Key, tuple[str, int]] = {}
-        for number, shard in enumerate(saves[0]):
-            for value in shard.record.values:
-                key = value.file, value.key
-                if key in self._values:
-                    raise Damaged(shard.name, f"{value.key} of one process", "a duplicate")
-                if wanted(key):
-                    self._values[key] = value
-                    if value.at is not None and not value.plain:
-                        group = _group_name(number, value.group)
-                        self._places.setdefault(group, []).append((value.at, key))
-                        self._place_of[key] = group, value.at
+        every = (value for shard in saves[0] for value in shard.record.values)
+        values = {(value.file, value.key): value for value in every}
+        self._values = {key: value for key, value in values.items() if wanted(key)}
         self.missing = {key: value for key, value in self._values.items() if value.count}
-        self.changed: set[Key] = set()
         #: Whether some save completes a block; takes no space before it is written.
         self._complete = {key: np.zeros(value.blocks, bool) for key, value in self._values.items()}
-        #: Blocks of each save, newest first, and the shard and first byte of each plain value.
-        self._blocks: list[list[StoredBlocks]] = []
+        #: Value and number of the chain within it to its blocks, newest save first.
+        self._chains: dict[tuple[Key, int], list[_StoredBlocks]] = {}
+        #: The shard and first byte of each plain value.
         self._plain: dict[Key, tuple[DenseShard, int]] = {}
         for save in saves:
             if not self.missing:
                 break
             self._add(save)
+
+    @property
+    def changed(self) -> set[Key]:
+        """Returns the values of which the saves contain a part."""
+        return {*self._plain, *(key for key, _ in self._chains)}
 
     @classmethod
     def sized(
@@ -507,7 +519,12 @@ class DensePlan:
                     raise Damaged(shard.name, expected, "none" if found is None else f"{found}")
         return cls(saves, name, wanted)
 
-    def read(self, room: Room, base: Base | None) -> dict[Key, np.ndarray]:
+    @property
+    def dtypes(self) -> dict[Key, str]:
+        """Returns the dtype of each value."""
+        return {key: value.dtype for key, value in self._values.items()}
+
+    def read(self, room: Room, base: Base | None) -> dict[Key, memoryview]:
         """Reads the values; returns the bytes of each.
 
         Args:
@@ -517,8 +534,11 @@ class DensePlan:
         Raises:
           Damaged: an object is missing or altered.
         """
+        shared = self._shared(base) if isinstance(base, DenseValues) else {}
         data: dict[Key, np.ndarray] = {}
         for key, value in self._values.items():
+            if key in shared:
+                continue
             try:
                 data[key] = room(value)
             except MemoryError as error:
@@ -527,19 +547,24 @@ class DensePlan:
         if self.missing and base is None:
             shown = ", ".join(key for _, key in list(self.missing)[:3])
             raise Damaged(self._name, f"dense leaves down to a base: {shown}", "none")
-        self.merge(data, base)
-        return {key: _bytes_of(value, data[key]) for key, value in self._values.items()}
+        self._merge(data, base)
+        return shared | {key: _bytes_of(self._values[key], own).data for key, own in data.items()}
 
-    def merge(self, data: Mapping[Key, np.ndarray], base: Base | None = None) -> None:
-        """Merges what the saves contain into memory.
+    def _shared(self, before: DenseValues) -> dict[Key, memoryview]:
+        """Returns the values that do not change; checks that the others can be applied."""
+        found: dict[Key, memoryview] = {}
+        for key, value in self.missing.items():
+            data, dtype = before.get(key), before.dtypes.get(key, value.dtype)
+            if data is None or (data.nbytes, dtype) != (value.nbytes, value.dtype):
+                expected = f"{value.nbytes} bytes of {value.key} as {value.dtype} before"
+                shown = "none" if data is None else f"{data.nbytes} bytes as {dtype}"
+                raise Damaged(self._name, expected, shown)
+            if key not in self.changed:
+                found[key] = data
+        return found
 
-        Args:
-          data: memory of the ``changed`` values or more, of ``shape_of`` each.
-          base: what is below the saves; None if the memory contains it.
-
-        Raises:
-          Damaged: an object is missing or altered, or the memory is that of other values.
-        """
+    def _merge(self, data: Mapping[Key, np.ndarray], base: Base | None) -> None:
+        """Merges the base and what the saves contain into memory, of ``shape_of`` each value."""
         for key, held in data.items():
             value = self._values[key]
             if (held.shape, held.dtype) != (shape_of(value), dtype_of(value.dtype)):
@@ -547,36 +572,28 @@ class DensePlan:
                 raise Damaged(self._name, expected, f"{value.dtype}{list(shape_of(value))}")
         for key, (shard, at) in self._plain.items():
             data[key][:] = shard.plain_bytes[at : at + self._values[key].count]
-        targets = {
-            key: Target(
-                group=group,
-                field=BLOCKS,
-                rows=(first, first + self._values[key].blocks),
-                columns=None,
-                buffer=data[key],
-            )
-            for key, (group, first) in self._place_of.items()
-            if key in data
+        work = {
+            (key, number): self._chain(key, found, data[key])
+            for (key, number), found in self._chains.items()
         }
-        work = chains.chains(self._blocks, Targets([*targets.values()], _NO_TABLES))
         scratch = Staging(merge.SCRATCH_BYTES)
 
         def on_filled(key: Key, start: int, stop: int) -> None:
             """Applies the changes to a part of a value while it is in the cache."""
-            target = targets.get(key)
-            if target is None or target.buffer.nbytes < _SMALL_LEAF_BYTES:
+            value = self._values[key]
+            if value.plain or value.nbytes < _SMALL_LEAF_BYTES:
                 return
-            nbytes = chains.chain_rows(target) * BLOCK * target.buffer.itemsize
-            whole = stop == self._values[key].nbytes
-            end = -(-stop // nbytes) if whole else stop // nbytes
+            nbytes = _chain_blocks(value) * BLOCK * dtype_of(value.dtype).itemsize
+            end = -(-stop // nbytes) if stop == value.nbytes else stop // nbytes
             for number in range(-(-start // nbytes), end):
-                if (chain := work.pop((id(target), number), None)) is not None:
+                if (chain := work.pop((key, number), None)) is not None:
                     chain.run(scratch)
 
         if base is not None and self.missing:
-            for key, value in self.missing.items():
+            below = {key: value for key, value in self.missing.items() if key in data}
+            for key, value in below.items():
                 data[key].reshape(-1)[value.count :] = np.zeros((), data[key].dtype)
-            into = {key: _bytes_of(value, data[key]) for key, value in self.missing.items()}
+            into = {key: _bytes_of(value, data[key]) for key, value in below.items()}
             base.fill(into, on_filled)
         with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-dense") as pool:
             several = None if merge.are_small(work.values()) else pool
@@ -584,82 +601,135 @@ class DensePlan:
 
     def _add(self, save: Sequence[DenseShard]) -> None:
         """Adds the shards of the next older save."""
-        added: list[StoredBlocks] = []
+        added: set[Key] = set()
         for shard in save:
-            values = {
-                key: value
-                for value in shard.record.values
-                if (key := (value.file, value.key)) in self.missing
-            }
-            for key, value in values.items():
-                self._check_kind(key, value, shard.name)
-                if value.plain and value.at is not None:
+            groups: dict[str, list[BlockedValue]] = {}
+            for value in shard.record.values:
+                key = value.file, value.key
+                if (newest := self.missing.get(key)) is None:
+                    continue
+                if key in added:
+                    raise Damaged(shard.name, f"{value.key} of one process", "a duplicate")
+                added.add(key)
+                if _kind_of(value) != _kind_of(newest):
+                    expected = f"{newest.count} elements of {value.key} as {newest.dtype}"
+                    raise Damaged(shard.name, expected, f"{value.count} as {value.dtype}")
+                if not value.plain:
+                    groups.setdefault(value.group, []).append(value)
+                elif value.at is not None:
                     self._plain[key] = shard, value.at
-                    self.changed.add(key)
-            groups = {value.group for value in values.values() if not value.plain}
-            found = [segment for segment in shard.record.segments if segment.group in groups]
-            added += (one for segment in found for one in self._placed(shard, segment, values))
-        _check_disjoint(added)
-        for group, field, held in added:
-            places = self._places.get(group, [])
-            (low, high), first_of = merge.reach(held.rows), operator.itemgetter(0)
-            # Places are in ascending order.
-            begin = max(0, bisect.bisect_right(places, low, key=first_of) - 1)
-            places = places[begin : bisect.bisect_left(places, high, key=first_of)]
-            spans = [(first, first + self._values[key].blocks) for first, key in places]
-            slices = blocks.row_slices(held.rows, spans)
-            for (first, key), at in zip(places, slices, strict=True):
-                if at.start < at.stop:
-                    self.changed.add(key)
-                    if not field.is_relative:
-                        merge.mark(self._complete[key], blocks.shifted(held.rows[at], -first))
-        self._blocks.append(added)
+            for group, values in groups.items():
+                segments = [one for one in shard.record.segments if one.group == group]
+                found = [(shard.field_of(one), shard.rows(one)) for one in segments]
+                _check_disjoint(found)
+                for field, rows in found:
+                    for value, held in blocks_by_value(values, rows):
+                        self._add_blocks(value, field, held)
         for key in [*self.missing]:
             plain = self._values[key].plain
             if key in self._plain if plain else self._complete[key].all():
                 del self.missing[key]
 
-    def _placed(
-        self, shard: DenseShard, segment: Segment, values: Mapping[Key, BlockedValue]
-    ) -> Iterator[StoredBlocks]:
-        """Yields the blocks of a segment at their rows in the newest save."""
-        field, rows = shard.field_of(segment), shard.rows(segment)
-        for number, newest in enumerate(self._newest):
-            if newest.record.layout == shard.record.layout:
-                yield StoredBlocks(_group_name(number, segment.group), field, StoredRows(rows))
-                return
-        for key, value in values.items():
-            if value.group != segment.group:
-                continue
-            assert value.at is not None
-            at = blocks.row_slice(rows, value.at, value.at + value.blocks)
-            if at.start < at.stop:
-                group, first = self._place_of[key]
-                held = StoredRows(blocks.shifted(rows[at], first - value.at), at.start)
-                yield StoredBlocks(group, field, held)
+    def _add_blocks(self, value: BlockedValue, field: StoredField, held: StoredRows) -> None:
+        """Adds some blocks of a value to its chains, without those that newer saves complete."""
+        key, size = (value.file, value.key), _chain_blocks(value)
+        complete = self._complete[key]
+        spans = [(start, start + size) for start in range(0, value.blocks, size)]
+        for number, part in enumerate(blocks.row_slices(held.rows, spans)):
+            rows = held.rows[part]
+            if len(rows) and not _all_marked(complete, rows):
+                found = _StoredBlocks(field, StoredRows(rows, held.first + part.start))
+                self._chains.setdefault((key, number), []).append(found)
+        if not field.is_relative:
+            merge.mark(complete, held.rows)
 
-    def _check_kind(self, key: Key, value: BlockedValue, name: str) -> None:
-        newest = self._values[key]
-        if (value.group, value.dtype, value.count) != (newest.group, newest.dtype, newest.count):
-            expected = f"{newest.count} elements of {value.key} as {newest.dtype}"
-            raise Damaged(name, expected, f"{value.count} as {value.dtype}")
+    def _chain(self, key: Key, found: Iterable[_StoredBlocks], data: np.ndarray) -> _Chain:
+        """The work of a chain, in memory that contains the value below the saves."""
+        target = Target("", BLOCKS, (0, self._values[key].blocks), None, data)
+        return _Chain(
+            [
+                Piece(field, rows, None, first, first + len(rows), (target,))
+                for field, (rows, first) in found
+            ]
+        )
 
 
-def _check_disjoint(added: Sequence[StoredBlocks]) -> None:
-    """Checks that no two segments of a save have the same block."""
-    by_group: dict[str, list[StoredBlocks]] = {}
-    for one in added:
-        by_group.setdefault(one.group, []).append(one)
-    for found in (found for found in by_group.values() if len(found) > 1):
-        starts, _, reached = blocks.sorted_spans([one.held.rows for one in found])
+class _StoredBlocks(NamedTuple):
+    """Some blocks of a value in a segment, by their numbers in the value."""
+
+    field: StoredField
+    held: StoredRows
+
+
+class _Chain(NamedTuple):
+    """Pieces of the same blocks, newest save first; see ``layers.merge.Work``."""
+
+    pieces: list[Piece]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def run(self, scratch: Staging) -> None:
+        for piece in reversed(self.pieces):
+            piece.run(scratch)
+
+
+def blocks_by_value(
+    values: Sequence[BlockedValue], rows: Rows
+) -> Iterator[tuple[BlockedValue, StoredRows]]:
+    """Yields the values that have some of the blocks of a segment, with their blocks.
+
+    Args:
+      values: values of the segment's group, ascending.
+      rows: the rows of the segment in the group.
+
+    Yields:
+      A value; and the numbers of its blocks in the segment, with their first position there.
+    """
+    low, high = merge.reach(rows)
+    begin = max(0, bisect.bisect_right(values, low, key=_first_of) - 1)
+    values = values[begin : bisect.bisect_left(values, high, key=_first_of)]
+    firsts = [_first_of(value) for value in values]
+    spans = [(at, at + value.blocks) for at, value in zip(firsts, values, strict=True)]
+    slices = blocks.row_slices(rows, spans)
+    for value, first, part in zip(values, firsts, slices, strict=True):
+        if part.start < part.stop:
+            yield value, StoredRows(blocks.shifted(rows[part], -first), part.start)
+
+
+def _kind_of(value: BlockedValue) -> tuple[str, str, int]:
+    return value.group, value.dtype, value.count
+
+
+def _first_of(value: BlockedValue) -> int:
+    assert value.at is not None
+    return value.at
+
+
+def _chain_blocks(value: BlockedValue) -> int:
+    """How many blocks the chains of a value have, the last one excepted."""
+    return max(1, _CHAIN_BYTES // (BLOCK * dtype_of(value.dtype).itemsize))
+
+
+def _all_marked(flags: np.ndarray, rows: Rows) -> bool:
+    """Whether the flags of all of some rows are set."""
+    first, stop = merge.reach(rows)
+    # Mostly none is, which is quicker to see than to look each of them up.
+    around = flags[first:stop]
+    if isinstance(rows, range) or not around.any():
+        return bool(around.all())
+    return bool(flags[np.asarray(rows)].all())
+
+
+def _check_disjoint(found: Sequence[tuple[StoredField, Rows]]) -> None:
+    """Checks that no two segments of a group have the same block."""
+    if len(found) > 1:
+        starts, _, reached = blocks.sorted_spans([rows for _, rows in found])
         if np.any(starts < reached[:-1]):
-            field = found[0].field
+            field, _ = found[0]
             shown = field.layer.name_of(field.segment, field.stored[""])
             raise Damaged(shown, "blocks of no other segment", "duplicates")
-
-
-def _group_name(number: int, dtype: str) -> str:
-    return f"{number}/{dtype}"
 
 
 def _bytes_of(value: BlockedValue, data: np.ndarray) -> np.ndarray:

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deltackpt.errors import Damaged, DamagedWal, FormatMismatch
 from deltackpt.format import names, wal_epochs
@@ -26,7 +27,7 @@ from deltackpt.format.wal_epochs import Continues, EpochHeader
 from deltackpt.layers.footer import EpochRef
 from deltackpt.reading import bounds
 from deltackpt.reading.wal_locations import Record, WalFolder, WalLocation
-from deltackpt.reading.wal_records import Hole, ProcessWal, WalRecord
+from deltackpt.reading.wal_records import ProcessWal, WalRecord
 from deltackpt.storage.store import FileStore, Missing, StorePath
 
 
@@ -78,37 +79,39 @@ class ReplayPlan:
     view: EpochView
 
     @property
+    def records(self) -> Iterator[tuple[EpochHeader, WalRecord]]:
+        """Yields all records with the header of their epoch, process by process."""
+        for segment in self.segments:
+            for records in segment.records.values():
+                yield from ((segment.head, record) for record in records)
+
+    @property
     def nbytes(self) -> int:
         """Returns the bytes of all records."""
-        return sum(
-            record.nbytes
-            for segment in self.segments
-            for records in segment.records.values()
-            for record in records
-        )
+        return sum(record.nbytes for _, record in self.records)
 
     def after(self, point: RecoveryPoint) -> ReplayPlan | None:
         """Returns the part after a recovery point; None if the plan does not pass it."""
         for number, segment in enumerate(self.segments):
             if segment.head.epoch == point.epoch:
-                left = {}
-                for process, records in segment.records.items():
-                    ids = [record.save_id for record in records]
-                    if point.save_id not in ids:
-                        return None
-                    left[process] = records[ids.index(point.save_id) + 1 :]
-                segments = (ReplaySegment(segment.head, left), *self.segments[number + 1 :])
-                return dataclasses.replace(self, segments=segments)
+                rest = {
+                    process: [*itertools.dropwhile(lambda one: one.save_id != point.save_id, of)]
+                    for process, of in segment.records.items()
+                }
+                left = ReplaySegment(
+                    segment.head, {process: tuple(of[1:]) for process, of in rest.items()}
+                )
+                segments = (left, *self.segments[number + 1 :])
+                return dataclasses.replace(self, segments=segments) if all(rest.values()) else None
         return None
 
-    def needs(self, record: SaveId) -> bool:
-        """Returns whether the plan contains a record of any process."""
-        return any(
-            one.save_id == record
-            for segment in self.segments
-            for records in segment.records.values()
-            for one in records
-        )
+    def items(self) -> dict[int, dict[str, Any]]:
+        """Returns the additional items of the recovery point, by process and name.
+
+        Raises:
+          DamagedWal: they are missing or altered.
+        """
+        return {process: record.items() for process, record in self.last_records.items()}
 
     @property
     def last_records(self) -> Mapping[int, WalRecord]:
@@ -183,7 +186,11 @@ class EpochView:
         for process, log in self.processes.items():
             holes = log.log.holes()
             if (last := self.last) is not None:
-                end = [one for one in holes if _is_behind(one, last)]
+                end = [
+                    one
+                    for one in holes
+                    if one.before is None or one.before.save_id.attempt > last.attempt
+                ]
                 holes = holes[: len(holes) - len(end)]
                 if last not in log.by_id:
                     name = f"WAL of process {process} in epoch {self.head.epoch}"
@@ -203,39 +210,30 @@ class EpochView:
         return save_id.run == self.head.run and not ended
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class WalIndex:
-    """The contents of a checkpoint directory's WAL at the time it was read."""
+    """The contents of a checkpoint directory's WAL at the time it was read.
 
-    def __init__(
-        self,
-        views: tuple[EpochView, ...],
-        unreadable: tuple[Damaged, bool] | None = None,
-        replaced: Sequence[Damaged] = (),
-        unseen: Damaged | None = None,
-    ):
-        """Created by ``WalReader.read``.
+    Attributes:
+      views: the valid epochs, newest first.
+      unreadable: the loss of the epoch that the oldest of them continues from, if its header cannot
+        be read.
+      replaced: errors of headers of which a copy was read instead: nothing is lost.
+      unseen: the missing part if the segments of the newest epoch are not visible from here.
+    """
 
-        Args:
-          views: the epochs that count, newest first.
-          unreadable: the error of the header that the oldest of them continues from, and whether
-            that header exists.
-          replaced: errors of headers of which a copy was read instead: nothing is lost.
-          unseen: the missing part if the segments of the newest are not visible from here.
-        """
-        self.views = views
-        self._unseen = unseen
-        self.replaced = replaced
-        self._unreadable = unreadable
+    views: tuple[EpochView, ...]
+    unreadable: Loss | None = None
+    replaced: Sequence[Damaged] = ()
+    unseen: Damaged | None = None
 
     def losses(self, above: int) -> list[Loss]:
         """Returns missing or altered records after a training step."""
         found = [one for view in self.views for one in view.losses()]
-        if self._unseen is not None:  # Its newest record is unknown.
-            found.append(Loss.of(above + 1, self._unseen, may_be_trimmed=False))
-        if self._unreadable is not None and (goes_on := self.views[-1].head.continues) is not None:
-            error, is_there = self._unreadable
-            step = goes_on.save_id.step
-            found.append(Loss.of(step, error, may_be_trimmed=not is_there))
+        if self.unseen is not None:  # Its newest record is unknown.
+            found.append(Loss.of(above + 1, self.unseen, may_be_trimmed=False))
+        if self.unreadable is not None:
+            found.append(self.unreadable)
         return [one for one in found if one.step > above]
 
     def points(self) -> list[RecoveryPoint]:
@@ -261,36 +259,27 @@ class WalIndex:
           point: one of ``points``.
           step: save id of a committed step that ``has_step`` and that is not after the point.
         """
-        number = next(
-            (i for i, view in enumerate(self.views) if view.head.epoch == point.epoch), None
-        )
-        if number is None:
-            return None
-        segments = self._segments(number, point.save_id, step)
-        if segments is None:
-            return None
-        return ReplayPlan(point=point, step=step, segments=tuple(segments), view=self.views[number])
-
-    def _segments(self, number: int, save_id: SaveId, step: SaveId) -> list[ReplaySegment] | None:
-        view = self.views[number]
-        records, ends = {}, set()
-        for process, log in view.processes.items():
-            found = _records_down_to(log.by_id, save_id, step)
-            if found is None:
+        segments: list[ReplaySegment] = []
+        below = [*itertools.dropwhile(lambda view: view.head.epoch != point.epoch, self.views)]
+        save_id = point.save_id
+        for view in below:
+            found = {
+                process: _records_down_to(log.by_id, save_id, step)
+                for process, log in view.processes.items()
+            }
+            segment = {process: one[0] for process, one in found.items() if one is not None}
+            if len(segment) != view.head.process_count:
                 return None
-            records[process], end = found
-            if end.step > step.step:
-                ends.add(end)
-        if len(records) != view.head.process_count:
-            return None
-        segment = ReplaySegment(view.head, records)
-        if not ends:
-            return [segment]
-        continues = view.head.continues
-        if continues is None or ends != {continues.save_id} or number + 1 == len(self.views):
-            return None
-        before = self._segments(number + 1, continues.save_id, step)
-        return None if before is None else [*before, segment]
+            segments.insert(0, ReplaySegment(view.head, segment))
+            ends = {one[1] for one in found.values() if one is not None}
+            ends = {end for end in ends if end.step > step.step}
+            if not ends:
+                return ReplayPlan(point=point, step=step, segments=tuple(segments), view=below[0])
+            continues = view.head.continues
+            if continues is None or ends != {continues.save_id}:
+                return None
+            save_id = continues.save_id
+        return None
 
 
 def _records_down_to(
@@ -394,8 +383,10 @@ class WalReader:
     def _unseen(self, view: EpochView) -> Damaged | None:
         """Returns the missing part if an epoch's segments are in a directory not visible here."""
         head = view.head
-        nothing = not any(log.by_id for log in view.processes.values())
-        if not (nothing and head.directory and head.process_count) or self._segments_apart(head):
+        has_records = any(log.by_id for log in view.processes.values())
+        if has_records or not head.directory or not head.process_count:
+            return None
+        if self._segments_apart(head) is not None:
             return None
         name = f"{apart_folder(head.directory, head.run)}/{names.epoch_name(head.epoch)}"
         return Damaged(name, f"WAL epoch {head.epoch}", "no header of it")
@@ -473,9 +464,9 @@ class WalReader:
         for process in range(head.process_count):
             log = self.log_of(head, process)
             log.advance()
-            records = {
-                record.save_id: record for record in log.records if _counts(record, head, last)
-            }
+            records = {one.save_id: one for one in log.records if one.save_id.run == head.run}
+            if last is not None:
+                records = {one: of for one, of in records.items() if one.attempt <= last.attempt}
             processes[process] = _Log(log, records)
         return EpochView(head, last, processes)
 
@@ -486,22 +477,14 @@ class WalReader:
             try:
                 head = self.head(continues.epoch)
             except Damaged as error:
-                unreadable = error, self.places.has(continues.epoch)
+                is_there = self.places.has(continues.epoch)
+                unreadable = Loss.of(continues.save_id.step, error, may_be_trimmed=not is_there)
                 break
             views.append(self.view(head, continues.save_id))
         unseen = self._unseen(views[0])
         replaced = (self._replaced.get(view.head.epoch) for view in views)
         found = [one for one in replaced if one is not None]
         return WalIndex(tuple(views), unreadable, found, unseen)
-
-
-def _is_behind(hole: Hole, last: SaveId) -> bool:
-    return hole.before is None or hole.before.save_id.attempt > last.attempt
-
-
-def _counts(record: WalRecord, head: EpochHeader, last: SaveId | None) -> bool:
-    of_run = record.save_id.run == head.run
-    return of_run and (last is None or record.save_id.attempt <= last.attempt)
 
 
 def newest_plan(
@@ -534,10 +517,11 @@ def newest_plan(
             save_id = steps[step]
             if save_id is None or not index.has_step(save_id):
                 continue
-            if any(_between(record, save_id, point) for record in skipped):
+            run, last = point.save_id.run, point.save_id
+            if any(one.run == run and save_id.step < one.step and one <= last for one in skipped):
                 continue  # A cheap check that rejects most.
             plan = index.plan(point, save_id)
-            if plan is not None and not any(map(plan.needs, skipped)):
+            if plan is not None and not any(one.save_id in skipped for _, one in plan.records):
                 return plan
     return None
 
@@ -577,14 +561,9 @@ def coverings(
         along = {point.save_id}
         for segment in plan.segments:
             along |= set.intersection(
-                *({record.save_id for record in records} for records in segment.records.values())
+                *({one.save_id for one in of} for of in segment.records.values())
             )
         on = [one for one in reversed(points) if one.save_id in along - passed]
         passed |= along
         found.append(Covering(plan, tuple(on)))
     return found, unreached
-
-
-def _between(record: SaveId, step: SaveId, point: RecoveryPoint) -> bool:
-    """Returns whether a record of the point's run is above a step, and not above the point."""
-    return record.run == point.save_id.run and step.step < record.step and record <= point.save_id

@@ -17,8 +17,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.format.names import SegmentPlace
 from deltackpt.format.records import Unsound
 from deltackpt.format.segments import Segment
-from deltackpt.format.wal_records import RecordHead
+from deltackpt.format.wal_records import ITEM_BYTES, ITEMS, RecordHead
 from deltackpt.layers import footer
 from deltackpt.layers.footer import PAGE_BYTES, EpochRef, Header, RowGroup
 from deltackpt.layers.read import Layer, StoredBytes
@@ -37,6 +38,7 @@ from deltackpt.layers.shard import segment_of
 from deltackpt.layers.write import REMOVED
 from deltackpt.reading.part_arrays import LayerArrays
 from deltackpt.reading.wal_progress import Noted, newest_durable
+from deltackpt.resources import memory
 from deltackpt.storage import arrays
 from deltackpt.storage.store import FileStore, Missing, Stamp, StorePath
 
@@ -63,7 +65,6 @@ class WalRecord:
       segment: the segment file.
       head: the record, without its row groups.
       layer: its layer, which the chunks are read from.
-      group: the group whose rows are read; None for all of them.
     """
 
     save_id: SaveId
@@ -72,7 +73,6 @@ class WalRecord:
     segment: StorePath
     head: RecordHead
     layer: Layer
-    group: str | None = None
 
     @property
     def name(self) -> str:
@@ -106,9 +106,7 @@ class WalRecord:
         Raises:
           Damaged: a row group is invalid.
         """
-        return self._segments(
-            lambda group: group.kind == "rows" and self.group in (None, group.group)
-        )
+        return self._segments(lambda group: group.kind == "rows")
 
     @functools.cached_property
     def dense(self) -> DenseBlocks | None:
@@ -145,9 +143,31 @@ class WalRecord:
             if array.row_group.startswith(dense_blocks.SEGMENTS)
         )
 
-    def of_group(self, group: str) -> WalRecord:
-        """Returns the record with only its rows of one group."""
-        return dataclasses.replace(self, group=group)
+    def items(self) -> dict[str, Any]:
+        """Returns its additional items by name.
+
+        Raises:
+          DamagedWal: they are missing or altered.
+        """
+        nbytes = self.head.item_bytes
+        arrays = [one for one in self.layer.manifest.arrays if one.row_group == ITEMS]
+        kinds = [(one.name, one.shape, one.dtype) for one in arrays]
+        found, start = {}, 0
+        with damage_of(self):
+            if nbytes and kinds != [(ITEM_BYTES, (nbytes,), "uint8")]:
+                shown = f"{self.name}: row group {ITEMS!r}"
+                raise Damaged(shown, f"{nbytes} bytes", f"{kinds}")
+            out = memory.empty_buffer((nbytes,), np.dtype(np.uint8))
+            if nbytes:
+                self.layer.read_into(arrays[0], 0, nbytes, out)
+            for item in self.head.items:
+                data = bytes(out[start : start + item.nbytes])
+                start += item.nbytes
+                try:
+                    found[item.name] = data if item.kind == "bytes" else json.loads(data)
+                except (ValueError, RecursionError) as error:
+                    raise Damaged(self.name, "a JSON item", str(error)) from error
+        return found
 
     def _segments(self, wanted: Callable[[RowGroup], bool]) -> tuple[Segment, ...]:
         found = []

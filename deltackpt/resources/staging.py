@@ -12,7 +12,7 @@ import concurrent.futures
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -44,6 +44,8 @@ class Staging:
         if budget_bytes <= 0:
             raise OptionError(f"staging_bytes: expected a positive size, found {budget_bytes}")
         self.budget_bytes = budget_bytes
+        #: Most bytes that are kept without being lent.
+        self.most_free_bytes = budget_bytes
         self._pool = concurrent.futures.ThreadPoolExecutor(self.THREADS, "deltackpt-copy")
         self._lock = threading.Lock()
         self._here = False
@@ -102,7 +104,8 @@ class Staging:
     def fits(self, nbytes: int) -> bool:
         """Returns whether buffers of ``nbytes`` in total are available now."""
         with self._lock:
-            return self._lent_bytes() + nbytes <= self.budget_bytes
+            lent = sum(raw.nbytes for _, raw in self._lent.values())
+            return lent + nbytes <= self.budget_bytes
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Returns an uninitialized buffer; pass it to ``give_back`` after use."""
@@ -123,21 +126,23 @@ class Staging:
 
     def give_back(self, buffer: np.ndarray) -> None:
         """Returns a buffer of ``take`` to the pool, which evicts its oldest ones if it is full."""
+        self.done_with([buffer])
+
+    def done_with(self, arrays: Iterable[Any]) -> None:
+        """Returns the buffers among some arrays to the pool; see ``give_back``."""
         with self._lock:
-            self._free.append(self._lent.pop(id(buffer))[1])
-            while self._free and self._kept_bytes() > self.budget_bytes:
+            self._free += [self._lent.pop(id(one))[1] for one in arrays if id(one) in self._lent]
+            while self._free and (
+                self.nbytes > self.budget_bytes
+                or sum(raw.nbytes for raw in self._free) > self.most_free_bytes
+            ):
                 self._free.pop(0)
 
-    def take_back(self, lent: list[np.ndarray]) -> None:
-        """Returns all buffers of a list, and empties it."""
-        while lent:
-            self.give_back(lent.pop())
-
-    def _lent_bytes(self) -> int:
-        return sum(raw.nbytes for _, raw in self._lent.values())
-
-    def _kept_bytes(self) -> int:
-        return self._lent_bytes() + sum(raw.nbytes for raw in self._free)
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes of all buffers, lent or kept."""
+        lent = sum(raw.nbytes for _, raw in self._lent.values())
+        return lent + sum(raw.nbytes for raw in self._free)
 
 
 def _pieces(out: np.ndarray, source: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -35,18 +35,19 @@ from deltackpt.ledger.steps import Steps
 from deltackpt.reading import (
     bounds,
     chains,
-    logged_dense,
+    dense_state,
     point_files,
     reader,
     removal,
-    replay,
     saves,
+    wal_rows,
 )
+from deltackpt.reading.point_files import LoggedState
 from deltackpt.reading.reader import Progress, RestoredTables
-from deltackpt.reading.replay import LoggedState
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalReader
 from deltackpt.reading.wal_records import damage_of
+from deltackpt.reading.wal_rows import SeenRows
 from deltackpt.restore import placing, sources
 from deltackpt.restore.sources import RowSource
 from deltackpt.restore.step_files import DenseFiles, ItemFiles, StepFiles
@@ -318,22 +319,29 @@ class StepReader:
                 self._root.check_step_files(found.target.step_dir)
             replay_from = found.plan if point is None else None
             if replay_from is not None:
-                leaves = logged_dense.dense_of(replay_from)
-                point = LoggedState(leaves, replay.items_of(replay_from), rows={})
+                leaves = dense_state.at_point(replay_from)
+                point = LoggedState(leaves, replay_from.items(), rows={})
             if point is not None and found.target.layout.dense:
                 files = DenseFiles(point.dense)
                 held.callback(files.close)
             # Orbax mostly waits for its own threads, and the merge for memory.
             with concurrent.futures.ThreadPoolExecutor(1, "deltackpt-dense") as pool:
                 leaves = pool.submit(contexts.carried(self._dense), found, files)
+                seen = SeenRows(found.target.layout)
                 if merged is None:
-                    merged = self._from_storage(found, progress)
-                elif progress is not None:
-                    progress(merged.bytes_read, merged.bytes_read)
+                    chain = found.saves or chains.read_chain(found.target.step_dir, self._item)
+                    merged = reader.restore_tables(
+                        chain, wanted=found.wanted, progress=progress, plan=replay_from, seen=seen
+                    )
+                else:
+                    if progress is not None:
+                        progress(merged.bytes_read, merged.bytes_read)
+                    if replay_from is not None:
+                        targets = targets_of(merged.buffers, merged.layout)
+                        records = wal_rows.layers_of(replay_from, merged.layout)
+                        reader.fill((), targets, records=records, seen=seen, over_parent=True)
                 if replay_from is not None and point is not None:
-                    targets = targets_of(merged.buffers, merged.layout)
-                    rows = replay.replay(replay_from, targets, merged.layout).rows
-                    point = point._replace(rows=rows)
+                    point = point._replace(rows=seen.by_table())
                 if found.plan is None:
                     dense = leaves.result()
                 else:
@@ -435,10 +443,6 @@ class StepReader:
         if found.target.layout.dense:
             files.folder(names.DENSE_ITEM)
         return files
-
-    def _from_storage(self, found: Found, progress: Progress | None) -> RestoredTables:
-        chain = found.saves or chains.read_chain(found.target.step_dir, self._item)
-        return reader.restore_tables(chain, wanted=found.wanted, progress=progress)
 
     def _dense(self, found: Found, files: ItemFiles | None) -> DenseRead:
         if not found.dense or not found.target.layout.dense:

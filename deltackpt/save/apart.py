@@ -22,7 +22,7 @@ import msgpack
 from deltackpt.errors import StorageError
 from deltackpt.format.manifest import Manifest, Part
 from deltackpt.save.rendezvous import Note, Rendezvous
-from deltackpt.storage import files
+from deltackpt.storage.posix import DurableDir
 
 #: A value of JAX's coordination service is one message of at most 4 MiB.
 _PIECE_BYTES = 1 << 20
@@ -132,8 +132,7 @@ class Apart(Rendezvous):
         )
         for name, data in msgpack.unpackb(b"".join(pieces)).items():
             path = self.temporary / name
-            files.make_below(self.temporary.parent, path.parent, fsync=self.fsync)
-            files.write_atomic(path, data, fsync=self.fsync)
+            DurableDir(self.temporary.parent, fsync=self.fsync).write(path, data)
         self._taken.add(process)
 
     def _say(self, what: dict[str, Any]) -> None:

@@ -10,8 +10,9 @@ losslessly: the save never fails for it.
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +40,7 @@ _MOSTLY = 0.75
 _FIRST_WORDS = 4
 
 
-class CodedBlocks(NamedTuple):
+class EncodedBlocks(NamedTuple):
     """Some blocks of a leaf in one codec.
 
     Attributes:
@@ -58,7 +59,7 @@ class CodedBlocks(NamedTuple):
         return sum(array.nbytes for array in self.arrays.values())
 
 
-class CodedLeaf(NamedTuple):
+class LeafDelta(NamedTuple):
     """The stored form of a leaf, and its decoded values.
 
     Attributes:
@@ -70,7 +71,7 @@ class CodedLeaf(NamedTuple):
       error: relative l2 error of the leaf; 0 if nothing is lost.
     """
 
-    pieces: Sequence[CodedBlocks]
+    pieces: Sequence[EncodedBlocks]
     decoded: Array
     codec: str
     reason: str
@@ -85,7 +86,9 @@ def encode_leaf(
     pool: concurrent.futures.Executor,
     *,
     skip_unchanged: bool = True,
-) -> CodedLeaf:
+    alone: range = range(0),
+    only: Sequence[range] | None = None,
+) -> LeafDelta:
     """Encodes the changed blocks of a leaf.
 
     Args:
@@ -95,26 +98,57 @@ def encode_leaf(
       max_error: maximum relative l2 error of the leaf; None for no limit.
       pool: encodes spans.
       skip_unchanged: whether to omit unchanged blocks.
+      alone: blocks that are encoded without the reference.
+      only: ranges of blocks outside of which none has changed; None if that is unknown.
     """
+    ranges = [range(len(leaf))] if only is None else only
+    spans = [span for one in ranges for span in _spans(one, alone)]
 
-    def attempt(codec: str) -> tuple[CodedLeaf, Callable[[], float]]:
+    def attempt(codec: str) -> tuple[LeafDelta, Callable[[], float]]:
         reason = ""
         if codec != of_blocks.LOSSLESS and not _can(codec, leaf, reference):
             reason = f"{codec}: no reference" if reference is None else f"{codec}: {leaf.dtype}"
             codec = of_blocks.LOSSLESS
-        found = _encoded(leaf, reference, codec, pool, skip_unchanged)
-        coded = CodedLeaf(found.pieces, found.decoded, codec, reason, found.relative_error)
-        return coded, lambda: _vanished(leaf, found.decoded, codec)
+        decoded = leaf
+        if codec != of_blocks.LOSSLESS:
+            decoded = np.empty_like(leaf) if only is None else leaf.copy()
 
-    coded = within_budget(codec, max_error, attempt)
-    return coded._replace(pieces=_joined(coded.pieces))
+        def of_span(blocks: range) -> _Span:
+            part, start = slice(blocks.start, blocks.stop), blocks.start
+            before = None if reference is None or start in alone else reference[part]
+            if codec == of_blocks.LOSSLESS:
+                return _exact(leaf[part], before, start, skip_unchanged)
+            if before is None and of_blocks.get(codec).relative:
+                np.copyto(decoded[part], leaf[part])
+                found = _exact(leaf[part], None, start, skip_unchanged)
+                return found._replace(squared_norm=encode_blocks.squares(leaf[part]))
+            return _lossy(codec, leaf[part], before, start, decoded[part], skip_unchanged)
+
+        found = [*(pool.map if len(spans) > 1 else map)(of_span, spans)]
+        pieces = _joined(piece for span in found for piece in span.pieces)
+        if not pieces and reference is not None:
+            decoded = reference
+        lost = math.fsum(span.squared_error for span in found)
+        error = encode_blocks.relative(lost, math.fsum(span.squared_norm for span in found))
+        delta = LeafDelta(pieces, decoded, codec, reason, error if pieces else 0.0)
+        return delta, lambda: _vanished(leaf, decoded, codec)
+
+    return within_budget(codec, max_error, attempt)
+
+
+def _spans(blocks: range, alone: range) -> Iterator[range]:
+    """Cuts a range of blocks into what one thread encodes at once."""
+    cuts = {blocks.start, blocks.stop, *(at for at in (alone.start, alone.stop) if at in blocks)}
+    for first, last in itertools.pairwise(sorted(cuts)):
+        for start in range(first, last, _SPAN_BLOCKS):
+            yield range(start, min(start + _SPAN_BLOCKS, last))
 
 
 def within_budget(
     codec: str,
     max_error: float | None,
-    attempt: Callable[[str], tuple[CodedLeaf, Callable[[], float]]],
-) -> CodedLeaf:
+    attempt: Callable[[str], tuple[LeafDelta, Callable[[], float]]],
+) -> LeafDelta:
     """Encodes a leaf with a codec, or the first more precise one within the budget.
 
     Args:
@@ -157,15 +191,9 @@ def _vanished(leaf: np.ndarray, decoded: np.ndarray, codec: str) -> float:
 
 
 class _Span(NamedTuple):
-    pieces: list[CodedBlocks]
+    pieces: list[EncodedBlocks]
     squared_error: float
     squared_norm: float
-
-
-class _Encoded(NamedTuple):
-    pieces: list[CodedBlocks]
-    decoded: np.ndarray
-    relative_error: float
 
 
 def _can(codec: str, leaf: np.ndarray, reference: np.ndarray | None) -> bool:
@@ -173,40 +201,13 @@ def _can(codec: str, leaf: np.ndarray, reference: np.ndarray | None) -> bool:
     return found.takes(leaf.dtype.name) and not (found.relative and reference is None)
 
 
-def _encoded(
-    leaf: np.ndarray,
-    reference: np.ndarray | None,
-    codec: str,
-    pool: concurrent.futures.Executor,
-    skip_unchanged: bool,
-) -> _Encoded:
-    exact = codec == of_blocks.LOSSLESS
-    decoded = leaf if exact else np.empty_like(leaf)
-    starts = range(0, len(leaf), _SPAN_BLOCKS)
-
-    def of_span(start: int) -> _Span:
-        part = slice(start, start + _SPAN_BLOCKS)
-        before = None if reference is None else reference[part]
-        if exact:
-            return _exact(leaf[part], before, start, skip_unchanged)
-        return _lossy(codec, leaf[part], before, start, decoded[part], skip_unchanged)
-
-    spans = list(pool.map(of_span, starts)) if len(starts) > 1 else [of_span(at) for at in starts]
-    pieces = [piece for span in spans for piece in span.pieces]
-    if not pieces and reference is not None:
-        return _Encoded([], reference, 0.0)
-    error = math.fsum(span.squared_error for span in spans)
-    norm = math.fsum(span.squared_norm for span in spans)
-    return _Encoded(pieces, decoded, encode_blocks.relative(error, norm))
-
-
-def _joined(pieces: Iterable[CodedBlocks]) -> list[CodedBlocks]:
+def _joined(pieces: Iterable[EncodedBlocks]) -> list[EncodedBlocks]:
     """Joins the pieces of each codec."""
-    found: dict[str, list[CodedBlocks]] = {}
+    found: dict[str, list[EncodedBlocks]] = {}
     for piece in pieces:
         found.setdefault(piece.codec, []).append(piece)
     return [
-        CodedBlocks(
+        EncodedBlocks(
             codec,
             np.concatenate([one.blocks for one in held]),
             {name: np.concatenate([one.arrays[name] for one in held]) for name in held[0].arrays},
@@ -266,7 +267,7 @@ def _exact(now: np.ndarray, before: np.ndarray | None, start: int, skip_unchange
 
 def _lossless(
     codec: str, now: np.ndarray, before: np.ndarray | None, blocks: np.ndarray, start: int
-) -> CodedBlocks:
+) -> EncodedBlocks:
     chosen = _rows(now, blocks)
     bits = of_blocks.bits_dtype(now.dtype)
     if codec == "xor":
@@ -274,7 +275,7 @@ def _lossless(
         chosen = np.bitwise_xor(chosen.view(bits), _rows(before, blocks).view(bits))
     [(_, array)] = of_blocks.get(codec).stored(now.dtype).items()
     stored = np.ascontiguousarray(chosen).view(array.dtype).reshape(len(blocks), *array.trailing)
-    return CodedBlocks(codec, blocks + start, {"": stored})
+    return EncodedBlocks(codec, blocks + start, {"": stored})
 
 
 def _rows(blocks: np.ndarray, chosen: np.ndarray) -> np.ndarray:
@@ -288,7 +289,7 @@ def _sparse(
     counts: np.ndarray,
     blocks: np.ndarray,
     start: int,
-) -> CodedBlocks:
+) -> EncodedBlocks:
     bits = of_blocks.bits_dtype(now.dtype)
     # Places among all numbers: gathering whole blocks first would read them all once more.
     found = np.flatnonzero(_rows(changed, blocks))
@@ -300,7 +301,7 @@ def _sparse(
         "at": at,
         "": flat_now[places] ^ flat_before[places],
     }
-    return CodedBlocks("sparse", blocks + start, arrays)
+    return EncodedBlocks("sparse", blocks + start, arrays)
 
 
 # Lossy.
@@ -315,7 +316,7 @@ def _lossy(
     skip_unchanged: bool,
 ) -> _Span:
     """Encodes a span; ``decoded`` receives what a reader will decode."""
-    pieces: list[CodedBlocks] = []
+    pieces: list[EncodedBlocks] = []
     error = norm = 0.0
     for first in range(0, len(now), PIECE_BLOCKS):
         part = slice(first, first + PIECE_BLOCKS)
@@ -357,7 +358,7 @@ class _Piece(NamedTuple):
     out: np.ndarray
 
 
-def _coded(codec: str, piece: _Piece, wanted: np.ndarray) -> tuple[list[CodedBlocks], float]:
+def _coded(codec: str, piece: _Piece, wanted: np.ndarray) -> tuple[list[EncodedBlocks], float]:
     """Encodes a piece; blocks that a codec cannot represent get the next more precise one.
 
     Args:
@@ -375,16 +376,16 @@ def _coded(codec: str, piece: _Piece, wanted: np.ndarray) -> tuple[list[CodedBlo
         return [raw._replace(blocks=numbers[wanted])], 0.0
     coded = encode_blocks.encode(of_blocks.get(codec), rows, reference, out, wanted)
     if coded.held.all():
-        return [CodedBlocks(codec, numbers, coded.arrays)], coded.squared_error
+        return [EncodedBlocks(codec, numbers, coded.arrays)], coded.squared_error
     pieces = []
     if coded.held.any():
         arrays = {name: array[coded.held] for name, array in coded.arrays.items()}
-        pieces.append(CodedBlocks(codec, numbers[coded.held], arrays))
+        pieces.append(EncodedBlocks(codec, numbers[coded.held], arrays))
     others, missed = _gathered(of_blocks.wider(codec), piece, wanted & ~coded.held)
     return pieces + others, coded.squared_error + missed
 
 
-def _gathered(codec: str, piece: _Piece, wanted: np.ndarray) -> tuple[list[CodedBlocks], float]:
+def _gathered(codec: str, piece: _Piece, wanted: np.ndarray) -> tuple[list[EncodedBlocks], float]:
     """See ``_coded``, through copies, if few are wanted; the rest of ``out`` is unchanged."""
     count = np.count_nonzero(wanted)
     if not count:

@@ -26,7 +26,6 @@ import numpy as np
 
 from deltackpt.errors import UnsupportedLeaf
 from deltackpt.save import extract
-from deltackpt.state import placement
 from deltackpt.storage import ocdbt
 
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
@@ -66,10 +65,6 @@ class Chunk(NamedTuple):
         sizes = zip(self.window, self.source.shape, strict=True)
         return tuple(len(range(size)[part]) for part, size in sizes)
 
-    def array(self) -> np.ndarray:
-        """Fetches the chunk; on the CPU, the result may alias the source."""
-        return np.ascontiguousarray(np.asarray(self.source)[self.window])
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -87,22 +82,6 @@ class Plan:
     described: dict[str, bytes]
     chunks: tuple[Chunk, ...]
     files: dict[str, str]
-
-    def fetched(self) -> list[tuple[Chunk, np.ndarray]]:
-        """Returns all chunks in host memory: views of what is there, copies from accelerators."""
-        sources = [
-            chunk.source if chunk.on_host else placement.host_copy(chunk.source)
-            for chunk in self.chunks
-        ]
-        found = zip(self.chunks, sources, strict=True)
-        return [(chunk, np.asarray(source)[chunk.window]) for chunk, source in found]
-
-    def values(self) -> Iterator[ocdbt.Value]:
-        """Returns everything for the database; chunks are fetched on demand."""
-        for key, data in self.described.items():
-            yield ocdbt.Value(key, data)
-        for chunk in self.chunks:
-            yield ocdbt.Value(chunk.key, chunk.array())
 
 
 def covered(leaf: Any) -> str | None:

@@ -51,15 +51,18 @@ class Hashes(NamedTuple):
         digests = [xxhash.xxh3_128_digest(flat[at : at + HASHED_BYTES].data) for at in starts]
         return cls(data.shape, data.dtype, digests)
 
-    def changed(self, data: np.ndarray) -> np.ndarray:
-        """Returns indices of the blocks that may have changed since then, int64, ascending."""
+    def changed(self, data: np.ndarray) -> list[range]:
+        """Returns ranges of the blocks that may have changed since then, ascending."""
         now = Hashes.of(data)
         if now.shape != self.shape or now.dtype != self.dtype:
-            return np.arange(len(data))
-        pairs = zip(now.digests, self.digests, strict=True)
-        of_span = np.array([one != other for one, other in pairs], bool)
-        per_span = HASHED_BYTES // (BLOCK * data.dtype.itemsize)
-        return np.flatnonzero(np.repeat(of_span, per_span)[: len(data)])
+            return [range(len(data))]
+        pairs = enumerate(zip(now.digests, self.digests, strict=True))
+        per_digest = HASHED_BYTES // (BLOCK * data.dtype.itemsize)
+        found: list[range] = []
+        for start in (number * per_digest for number, (one, other) in pairs if one != other):
+            first = found.pop().start if found and found[-1].stop == start else start
+            found.append(range(first, min(start + per_digest, len(data))))
+        return found
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,19 +79,6 @@ class Left:
     counts: Mapping[Key, int] = dataclasses.field(default_factory=dict)
     hashes: Mapping[Key, Hashes] = dataclasses.field(default_factory=dict)
 
-    def of(self, counts: Mapping[Key, int]) -> Left:
-        """Returns the part for values whose number of elements has not changed.
-
-        Args:
-          counts: current element counts of the values.
-        """
-        same = {key for key, count in counts.items() if self.counts.get(key) == count}
-        return Left(
-            {key: data for key, data in self.data.items() if key in same},
-            {key: count for key, count in self.counts.items() if key in same},
-            {key: hashes for key, hashes in self.hashes.items() if key in same},
-        )
-
 
 class References:
     """The references of saves, and their memory; thread-safe."""
@@ -103,11 +93,8 @@ class References:
         self._most_bytes = most_bytes
         self._hashed = hashed
         self._staging = Staging(2 * most_bytes)
-        #: Bytes of the copies of one save, kept for those of the next.
-        self._copied_bytes = 0
         self._lock = threading.Lock()
         self._kept: dict[SaveId, Left] = {}
-        self._lent: dict[int, np.ndarray] = {}
 
     @property
     def staging(self) -> Staging:
@@ -120,17 +107,10 @@ class References:
         with self._lock:
             return self._kept_bytes()
 
-    def buffer(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Returns memory for a copy, which is kept or passed to ``done_with``."""
-        data = self._staging.take(shape, dtype)
-        with self._lock:
-            self._lent[id(data)] = data
-        return data
-
     def copied(self, nbytes: int) -> None:
-        """Records the size of a save's copies: the next save's are similar."""
-        with self._lock:
-            self._copied_bytes = nbytes
+        """Keeps memory for the next save's copies, whose size is similar to a save's."""
+        # Buffers are up to a fourth larger than their contents.
+        self._staging.most_free_bytes = nbytes * 5 // 4
 
     def of(self, save_id: SaveId | None) -> Left:
         """Returns a save's reference; empty if it has none."""
@@ -167,14 +147,8 @@ class References:
     def done_with(self, copies: Iterable[Array]) -> None:
         """Releases copies that no save keeps."""
         with self._lock:
-            held = {id(data) for left in self._kept.values() for data in left.data.values()}
-            done = ({id(data) for data in copies} - held) & self._lent.keys()
-            free = [self._lent.pop(at) for at in done]
-            wanted = self._copied_bytes + sum(data.nbytes for data in self._lent.values())
-            # Buffers are up to a fourth larger than their contents.
-            self._staging.budget_bytes = min(2 * self._most_bytes, wanted * 5 // 4)
-            for data in free:
-                self._staging.give_back(data)
+            kept = {id(data) for left in self._kept.values() for data in left.data.values()}
+            self._staging.done_with(data for data in copies if id(data) not in kept)
 
     def _fitting(self, left: Left) -> Left:
         """Returns as much as there is room for, in the order of the leaves; hashes of the rest."""

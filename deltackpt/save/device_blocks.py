@@ -23,7 +23,7 @@ from deltackpt.codecs.of_blocks import Difference
 from deltackpt.codecs.uniform import BFLOAT16_FLAG, Uniform
 from deltackpt.format.dense_blocks import BLOCK, blocks_of
 from deltackpt.save import encode, encode_blocks
-from deltackpt.save.block_codes import CodedBlocks, CodedLeaf, encode_leaf, within_budget
+from deltackpt.save.block_codes import EncodedBlocks, LeafDelta, encode_leaf, within_budget
 from deltackpt.save.dense_references import Array
 from deltackpt.state import contexts, placement
 
@@ -41,7 +41,7 @@ def takes(codec: str, dtype: str) -> bool:
     )
 
 
-def take(source: jax.Array, window: tuple[slice, ...]) -> tuple[jax.Array, tuple[int, ...]]:
+def capture(source: jax.Array, window: tuple[slice, ...]) -> tuple[jax.Array, tuple[int, ...]]:
     """Copies part of an array as blocks, (blocks, 256), on its device; also returns its shape.
 
     The copy is dispatched before later steps, which may donate the array.
@@ -67,13 +67,13 @@ def encode_leaf_there(
     pool: Any,
     *,
     skip_unchanged: bool = True,
-) -> CodedLeaf:
+) -> LeafDelta:
     """Encodes the changed blocks of a leaf on its device; see ``block_codes.encode_leaf``.
 
     If no difference codec applies, the leaf is copied to the host unencoded.
 
     Args:
-      leaf: (blocks, 256), from ``take``.
+      leaf: (blocks, 256), from ``capture``.
       reference: (blocks, 256), the decoded values of the parent.
       codec: a codec for which ``takes`` is True.
       max_error: maximum relative l2 error of the leaf; None for no limit.
@@ -81,7 +81,7 @@ def encode_leaf_there(
       skip_unchanged: whether to omit unchanged blocks.
     """
 
-    def attempt(codec: str) -> tuple[CodedLeaf, Callable[[], float]]:
+    def attempt(codec: str) -> tuple[LeafDelta, Callable[[], float]]:
         if not takes(codec, leaf.dtype.name):
             return on_host(codec), lambda: 0.0
         if not isinstance(reference, jax.Array):
@@ -89,7 +89,7 @@ def encode_leaf_there(
         found, share = _encoded(codec, leaf, reference, skip_unchanged)
         return found, lambda: share
 
-    def on_host(codec: str, reason: str = "") -> CodedLeaf:
+    def on_host(codec: str, reason: str = "") -> LeafDelta:
         before = None if reference is None else np.asarray(reference)
         coded = encode_leaf(
             np.asarray(leaf), before, codec, max_error, pool, skip_unchanged=skip_unchanged
@@ -127,7 +127,7 @@ class _OnDevice(NamedTuple):
 
 def _encoded(
     codec: str, leaf: jax.Array, reference: jax.Array, skip_unchanged: bool
-) -> tuple[CodedLeaf, float]:
+) -> tuple[LeafDelta, float]:
     """The leaf, and ``_OnDevice.vanished``."""
     code = of_blocks.get(codec)
     assert isinstance(code, Difference)
@@ -146,16 +146,16 @@ def _encoded(
             suffix: np.ascontiguousarray(arrays[suffix][coded]).view(stored[suffix].dtype)
             for suffix in stored
         }
-        pieces.append(CodedBlocks(codec, coded, chosen))
+        pieces.append(EncodedBlocks(codec, coded, chosen))
     if len(left):
         rows = np.asarray(leaf[jnp.asarray(left)])
         raw = of_blocks.get("raw").stored(rows.dtype)[""]
-        pieces.append(CodedBlocks("raw", left, {"": rows.view(raw.dtype)}))
+        pieces.append(EncodedBlocks("raw", left, {"": rows.view(raw.dtype)}))
     decoded = found.decoded if pieces else reference
     total = float(lost[coded].sum(dtype=np.float64))
     whole = float(norm[np.isfinite(norm)].sum(dtype=np.float64))
     error = encode_blocks.relative(total, whole)
-    return CodedLeaf(pieces, decoded, codec, "", error), float(found.vanished)
+    return LeafDelta(pieces, decoded, codec, "", error), float(found.vanished)
 
 
 # With excess precision, XLA drops the rounding of `decoded` on GPUs: the error would be that of

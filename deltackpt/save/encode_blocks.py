@@ -33,8 +33,8 @@ _ROUNDS = np.float32(1.5 * 2.0**23)
 _SURE = 2.0**-60, 2.0**120
 
 
-class EncodedBlocks(NamedTuple):
-    """Encoded blocks.
+class EncodedPiece(NamedTuple):
+    """An encoded piece of a leaf.
 
     Attributes:
       arrays: suffix to stored array, first axis n.
@@ -54,7 +54,7 @@ def encode(
     before: np.ndarray | None,
     out: np.ndarray,
     wanted: np.ndarray,
-) -> EncodedBlocks:
+) -> EncodedPiece:
     """Encodes a piece.
 
     Args:
@@ -91,7 +91,7 @@ def encode(
         held &= wanted
         found = widened(out, SCRATCH.other)
         missed = np.subtract(values, found, out=SCRATCH.other[: len(now)])
-        return EncodedBlocks(arrays, held, _squares(missed, held))
+        return EncodedPiece(arrays, held, _squares(missed, held))
 
 
 def _symmetric(code: Uniform, values: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:

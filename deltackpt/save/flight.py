@@ -25,14 +25,13 @@ from deltackpt.resources.staging import Staging
 from deltackpt.resources.workers import Workers
 from deltackpt.save import part
 from deltackpt.save.branch import Written
-from deltackpt.save.coded_dense import WrittenDense
-from deltackpt.save.dense_blocks import TakenDense
+from deltackpt.save.dense import DenseLeaves
+from deltackpt.save.dense_layer import WrittenDense
 from deltackpt.save.lineage import Intent, Lineage
 from deltackpt.save.part import PartPlan
 from deltackpt.save.pieces import BusyClock
 from deltackpt.save.rendezvous import Rendezvous, of_this_process
 from deltackpt.save.taken import TakenRows
-from deltackpt.save.whole_dense import WholeDense
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState, plain
 from deltackpt.storage.batch import FileBatch
@@ -152,7 +151,7 @@ class PendingSave:
         #: Bytes of the rows, before they are encoded.
         self.nbytes = nbytes
         #: Dense leaves that are written beside the rows, in this item.
-        self.dense: TakenDense | WholeDense | None = None
+        self.dense: DenseLeaves | None = None
         #: See ``Manifest.dense_bytes``.
         self.base_dense_bytes = 0
         self._plan = plan
@@ -261,16 +260,11 @@ class PendingSave:
     def _write_dense(self, place_of: Callable[[str], Place]) -> WrittenDense | None:
         if self.dense is None:
             return None
-        if isinstance(self.dense, WholeDense):
-            return self.dense.write(place_of)
-        parent = self.intent.parent
-        coded = self.dense.coded(
-            None if parent is None else parent.save_id,
-            self.intent.save_id,
-            self._workers.encoders,
-            rolling=self.intent.rolling,
+        intent, pool = self.intent, self._workers.encoders
+        parent = None if intent.parent is None else intent.parent.save_id
+        return self.dense.write_layer(
+            place_of, intent.save_id, parent, pool, rolling=intent.rolling
         )
-        return coded.told(coded.write(place_of))
 
     def complete(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
         """Does nothing: process 0's manifest describes all shards."""

@@ -37,6 +37,7 @@ from deltackpt.format.manifest import Manifest, Part
 from deltackpt.format.segments import width
 from deltackpt.storage import files
 from deltackpt.storage.parts import part_of
+from deltackpt.storage.posix import DurableDir
 
 #: Between two looks: a tenth of the time waited so far, within these bounds.
 _SHORTEST_PAUSE_SECS, _LONGEST_PAUSE_SECS = 0.002, 0.25
@@ -104,7 +105,7 @@ class Rendezvous:
         # If it cannot be written, the others time out and name this process.
         with contextlib.suppress(OSError):
             if self.count > 1 and not path.exists():
-                files.write_atomic(path, json.dumps(note).encode(), fsync=False)
+                DurableDir(path.parent, fsync=False).write(path, json.dumps(note).encode())
 
     def collect(self, item_dir: Path, own: Manifest) -> tuple[Part, ...]:
         """Waits for the shards of all other processes; called by process 0.

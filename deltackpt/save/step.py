@@ -21,6 +21,7 @@ from deltackpt.save.rendezvous import Rendezvous
 from deltackpt.storage import digests, files
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import Digests
+from deltackpt.storage.posix import DurableDir
 
 
 class Item(Protocol):
@@ -109,7 +110,7 @@ def write(step: Step, workers: Workers) -> Committed:
     except BaseException as error:
         others.fail(error)
         if others.count == 1:
-            files.remove_tree(temporary)
+            DurableDir(step.final.parent).remove(temporary)
         raise
 
 
@@ -126,7 +127,7 @@ def _write(step: Step, batch: FileBatch) -> Committed:
         others.await_commit(step.final.is_dir)
         if others.apart:
             step.check()
-            files.rename(temporary, step.final, fsync=step.fsync)
+            _publish(step)
         return Committed(written_at, time.perf_counter())
     if others.count > 1:
         batch.force()  # While the others write.
@@ -147,10 +148,15 @@ def _commit(step: Step, batch: FileBatch) -> None:
     _write_digests(step, batch, temporary / names.STEP_DIGESTS)
     batch.force()
     step.check()
-    files.rename(temporary, step.final, fsync=step.fsync)
+    _publish(step)
     if step.others.apart:
         head = f"{step.tables}/{names.manifest_name(0)}"
         step.others.tell({head: files.read_bytes(step.final / head)})
+
+
+def _publish(step: Step) -> None:
+    root = DurableDir(step.final.parent, fsync=step.fsync)
+    root.publish(step.others.temporary, step.final)
 
 
 def _records(step: Step) -> dict[str, bytes]:

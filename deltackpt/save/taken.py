@@ -10,7 +10,6 @@ background, then ``pieces`` for each field, and finally ``release``, even after 
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -20,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from deltackpt.codecs import Codec
-from deltackpt.format.blocks import RowBlock, Rows
 from deltackpt.resources.staging import Staging
 from deltackpt.save import extract
 from deltackpt.save.extract import SegmentSource
@@ -87,14 +85,11 @@ class CopiedRows:
         """
         self.released = threading.Event()
         self._staging = staging
-        self._coming: list[Copying | Dispatched] = []
-        self._landed: list[Landed] = []
+        self._copies: list[RowCopy] = []
         try:
             for segment in segments:
-                if segment.on_host:
-                    self._coming.append(copying(segment, staging))
-                else:
-                    self._coming.append(dispatched(segment, codecs_of(segment)))
+                codec_of = None if segment.on_host else codecs_of(segment)
+                self._copies.append(RowCopy(segment, codec_of, staging))
         except BaseException:
             self.release()
             raise
@@ -102,31 +97,29 @@ class CopiedRows:
 
     def wait(self) -> None:
         """Waits for the reads of the training state."""
-        for rows in self._coming:
+        for rows in self._copies:
             rows.wait()
         self.released.set()
 
     def land(self) -> None:
         """Waits for the copies."""
         self.wait()
-        while self._coming:
-            self._landed.append(self._coming[0].landed(self._staging))
-            del self._coming[0]
+        for rows in self._copies:
+            rows.land(self._staging)
 
     def pieces(self, number: int, field: str, codec: Codec) -> Iterator[Piece]:
         """See ``TakenRows``: lossless fields in one piece."""
-        landed = self._landed[number]
+        source = self.segments[number]
+        limit = piece_rows(source.fields[field].trailing)
         if codec.lossless:
-            return landed.pieces(field, max(1, len(landed.block.rows)))
-        return landed.pieces(field, piece_rows(self.segments[number].fields[field].trailing))
+            limit = max(1, len(source.rows))
+        return self._copies[number].pieces(field, limit)
 
     def release(self) -> None:
         """Releases the staging memory, once nothing writes to it."""
         self.wait()
-        while self._landed:
-            self._landed.pop().give_back(self._staging)
-        while self._coming:
-            self._coming.pop().give_back(self._staging)
+        while self._copies:
+            self._staging.done_with(self._copies.pop().fields.values())
 
 
 class HeldRows:
@@ -163,127 +156,77 @@ class HeldRows:
         self.released.set()
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Landed:
-    """Rows that are independent of the training state.
+class RowCopy:
+    """Rows of one segment being copied, independently of the training state.
 
     Attributes:
-      block: fields in staging memory.
-      on_device: the other fields: gathered on accelerators, encoded there.
+      fields: fields in staging memory, (rows, *trailing).
     """
 
-    block: RowBlock
-    on_device: Mapping[str, Sequence[DevicePiece]]
+    def __init__(
+        self, segment: SegmentSource, codec_of: Mapping[str, Codec] | None, staging: Staging
+    ):
+        """Starts to copy rows, on the pool's threads or on their devices.
 
-    def pieces(self, field: str, limit_rows: int) -> Iterator[Piece]:
-        """Yields rows of a field in order; rows in host memory at most ``limit_rows`` at a time."""
-        if field in self.on_device:
-            yield from self.on_device[field]
-            return
-        rows = self.block.fields[field]
-        for start in range(0, len(rows), limit_rows):
-            yield HostPiece(rows[start : start + limit_rows])
+        numpy copies without the interpreter's lock, so that the training thread can start Orbax's
+        part of the save at the same time.
 
-    def give_back(self, staging: Staging) -> None:
-        """Releases the staging memory."""
-        for buffer in self.block.fields.values():
-            staging.give_back(buffer)
-
-
-@dataclasses.dataclass(eq=False)
-class Copying:
-    """Rows that threads copy into staging memory; see ``copying``."""
-
-    block: RowBlock
-    futures: list[concurrent.futures.Future[None]]
-
-    def wait(self) -> None:
-        """Waits until the training state is no longer read."""
-        concurrent.futures.wait(self.futures)
-
-    def landed(self, staging: Staging) -> Landed:
-        """Waits for the copies; raises their errors."""
-        for future in self.futures:
-            future.result()
-        return Landed(self.block, {})
-
-    def give_back(self, staging: Staging) -> None:
-        """Releases the staging memory, once nothing writes to it."""
-        self.wait()
-        Landed(self.block, {}).give_back(staging)
-
-
-@dataclasses.dataclass(eq=False)
-class Dispatched:
-    """Rows that the devices gather and send to the host; see ``dispatched``.
-
-    ``fields`` maps a field to the pieces of its rows in order; those in ``lossy`` stay on the
-    devices until they are written, since a wider codec may be needed.
-    """
-
-    group: str
-    columns: tuple[int, int]
-    rows: Rows
-    fields: dict[str, list[DevicePiece]]
-    lossy: frozenset[str]
-
-    def wait(self) -> None:
-        """Does nothing: the gather was dispatched before later steps."""
-
-    def give_back(self, staging: Staging) -> None:
-        """Does nothing: the rows are on the devices."""
-
-    def landed(self, staging: Staging) -> Landed:
-        """Waits for the transfers and puts lossless fields into staging memory."""
-        fields = {}
-        for name, pieces in self.fields.items():
-            if name in self.lossy:
+        Args:
+          segment: the rows.
+          codec_of: field name to codec; None if the rows are in host memory. Lossy codecs encode on
+            the devices, and their fields stay there until they are written, since a wider codec may
+            be needed.
+          staging: provides memory and threads.
+        """
+        self.fields: dict[str, np.ndarray] = {}
+        self._count = len(segment.rows)
+        self._futures: list[concurrent.futures.Future[None]] = []
+        self._on_device: dict[str, list[DevicePiece]] = {}
+        self._lossless: list[str] = []
+        for name, source in segment.fields.items():
+            if codec_of is not None:
+                self._on_device[name] = source.dispatch(segment.rows, codec_of[name])
+                if codec_of[name].lossless:
+                    self._lossless.append(name)
                 continue
-            first = pieces[0].rows
-            out = staging.take((len(self.rows), *first.shape[1:]), np.dtype(first.dtype))
-            start = 0
+            out = staging.take((self._count, *source.trailing), source.dtype)
+            self.fields[name] = out
+            # Threads that copy many small pieces would wait for each other's turn to run Python.
+            if out.nbytes <= max(_INLINE_BYTES, _INLINE_PIECE_BYTES * len(source.shards)):
+                source.gather(segment.rows, out)
+                continue
+            share = max(_LEAST_SHARE, -(-self._count // staging.THREADS))
+            for start in range(0, self._count, share):
+                part = slice(start, start + share)
+                future = staging.submit(source.gather, segment.rows[part], out[part])
+                self._futures.append(future)
+
+    def wait(self) -> None:
+        """Waits until the training state is no longer read; devices read it before later steps."""
+        concurrent.futures.wait(self._futures)
+
+    def land(self, staging: Staging) -> None:
+        """Waits for the copies, and puts lossless fields of devices into staging memory."""
+        for future in self._futures:
+            future.result()
+        while self._lossless:
+            name = self._lossless.pop()
+            pieces = self._on_device.pop(name)
+            first, start = pieces[0].rows, 0
+            out = staging.take((self._count, *first.shape[1:]), np.dtype(first.dtype))
+            self.fields[name] = out
             for piece in pieces:
                 out[start : start + piece.count] = piece.host()
                 start += piece.count
-            fields[name] = out
-        block = RowBlock(self.group, self.rows, self.columns, fields)
-        return Landed(block, {name: self.fields[name] for name in self.lossy})
 
-
-def copying(segment: SegmentSource, staging: Staging) -> Copying:
-    """Starts to copy rows into staging memory, on the pool's threads.
-
-    numpy copies without the interpreter's lock, so that the training thread can start Orbax's part
-    of the save at the same time.
-    """
-    fields, futures = {}, []
-    for name, source in segment.fields.items():
-        out = staging.take((len(segment.rows), *source.trailing), source.dtype)
-        fields[name] = out
-        # Threads that copy many small pieces would wait for each other's turn to run Python.
-        if out.nbytes <= max(_INLINE_BYTES, _INLINE_PIECE_BYTES * len(source.shards)):
-            source.gather(segment.rows, out)
-            continue
-        share = max(_LEAST_SHARE, -(-len(segment.rows) // staging.THREADS))
-        for start in range(0, len(segment.rows), share):
-            part = slice(start, start + share)
-            futures.append(staging.submit(source.gather, segment.rows[part], out[part]))
-    return Copying(RowBlock(segment.group, segment.rows, segment.columns, fields), futures)
-
-
-def dispatched(segment: SegmentSource, codec_of: Mapping[str, Codec]) -> Dispatched:
-    """Starts to copy rows from the devices, independently of the training state.
-
-    Args:
-      segment: the rows.
-      codec_of: field name to codec; lossy ones encode on the devices.
-    """
-    fields = {
-        name: source.dispatch(segment.rows, codec_of[name])
-        for name, source in segment.fields.items()
-    }
-    lossy = frozenset(name for name in fields if not codec_of[name].lossless)
-    return Dispatched(segment.group, segment.columns, segment.rows, fields, lossy)
+    def pieces(self, field: str, limit_rows: int) -> Iterator[Piece]:
+        """Yields rows of a field in order; rows in host memory at most ``limit_rows`` at a time."""
+        if field in self._on_device:
+            yield from self._on_device[field]
+            return
+        rows = self.fields[field]
+        for start in range(0, len(rows), limit_rows):
+            yield HostPiece(rows[start : start + limit_rows])
 
 
 @jax.jit

@@ -1,81 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers that are written once, read while they are referenced, and then reused.
+"""Memory that is written once, read while it is referenced, and then reused.
 
-A reader may keep an array, or let jax alias it, while newer versions arrive. Buffers return to the
-pool when their last reference is dropped, without locks or waiting.
+A reader may keep an array, or let jax alias it, while newer versions arrive. Memory returns to the
+pool when its last reference is dropped, without locks or waiting.
 """
 
 from __future__ import annotations
 
 import collections
-import itertools
+import math
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from deltackpt.format.dense_blocks import BLOCK, BlockedValue
+from deltackpt.format.dtypes import dtype_of
+from deltackpt.reading.stored_dense import shape_of
 from deltackpt.resources import memory
 
-_NUMBERS = itertools.count()
-
-
-class Buffer:
-    """The memory of one value; arrays returned by ``array`` keep it alive.
-
-    Attributes:
-      data: the memory: (blocks, 256) elements, or (n,) bytes. Writable until it is published.
-      number: unique number of the content.
-    """
-
-    def __init__(self, data: np.ndarray):
-        """Internal: call ``Buffers.new``."""
-        self.data = data
-        self.number = next(_NUMBERS)
-
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        flat = self.data.reshape(-1).view(np.uint8)
-        address, _ = flat.__array_interface__["data"]
-        return {"shape": flat.shape, "typestr": "|u1", "data": (address, True), "version": 3}
-
-    def array(self) -> np.ndarray:
-        """Returns all bytes, read-only; the array and its views keep the buffer alive."""
-        return np.asarray(self)
+#: Sizes are multiples of the largest block, so a value has the same one with its padding.
+_UNIT_BYTES = BLOCK * 8
 
 
 class Buffers:
-    """A pool of buffers."""
+    """A pool of memory for values."""
 
     def __init__(self) -> None:
         """Creates an empty pool."""
         #: Appended to in whichever thread drops the last reference: a deque needs no lock.
-        self._spare: dict[tuple[tuple[int, ...], np.dtype], collections.deque[np.ndarray]] = {}
+        self._spare: dict[int, collections.deque[np.ndarray]] = {}
 
-    def new(self, shape: tuple[int, ...], dtype: np.dtype) -> Buffer:
-        """Returns an uninitialized buffer.
+    def room(self, value: BlockedValue) -> np.ndarray:
+        """Returns uninitialized memory for a value; see ``stored_dense.Room``.
 
         Raises:
           RestoreError: there is not enough memory.
         """
-        spare = self._spare.setdefault((shape, dtype), collections.deque())
+        shape, dtype = shape_of(value), dtype_of(value.dtype)
+        size = _size(value.nbytes)
+        spare = self._spare.setdefault(size, collections.deque())
         try:
             data = spare.popleft()
         except IndexError:
-            data = memory.empty_buffer(shape, dtype)
-        found = Buffer(data)
-        weakref.finalize(found, spare.append, data).atexit = False
-        return found
+            data = memory.empty_buffer((size,), np.dtype(np.uint8))
+        owner = _Owner(data)
+        weakref.finalize(owner, spare.append, data).atexit = False
+        used = np.asarray(owner)[: math.prod(shape) * dtype.itemsize]
+        return used.view(dtype).reshape(shape)
 
-    def trim(self, used: Iterable[Buffer]) -> None:
+    def trim(self, used: Iterable[int]) -> None:
         """Frees spare memory that the next version cannot use.
 
         Args:
-          used: the buffers of the newest version; all of them may change in the next.
+          used: sizes in bytes of the newest version's values; all of them may change in the next.
         """
-        wanted = collections.Counter((one.data.shape, one.data.dtype) for one in used)
-        for kind, spare in [*self._spare.items()]:
-            for _ in range(len(spare) - wanted[kind]):
+        wanted = collections.Counter(map(_size, used))
+        for size, spare in [*self._spare.items()]:
+            for _ in range(len(spare) - wanted[size]):
                 spare.popleft()
-            if kind not in wanted:
-                del self._spare[kind]
+            if size not in wanted:
+                del self._spare[size]
+
+
+class _Owner:
+    """Keeps memory out of the pool while an array refers to it."""
+
+    def __init__(self, data: np.ndarray):
+        self.__array_interface__: dict[str, Any] = data.__array_interface__
+
+
+def _size(nbytes: int) -> int:
+    return -(-nbytes // _UNIT_BYTES) * _UNIT_BYTES

@@ -15,9 +15,7 @@ import numpy as np
 
 from deltackpt.errors import Damaged, OptionError
 from deltackpt.format import dtypes, globs
-from deltackpt.format.dense_blocks import Key
 from deltackpt.format.manifest import DenseLeaf, Layout, path_name
-from deltackpt.serving.buffers import Buffer
 from deltackpt.storage.ocdbt import ZARRAY, chunk_key
 
 
@@ -73,16 +71,16 @@ class LeafArray:
     chunks: tuple[int, ...]
 
     @property
-    def keys(self) -> list[Key]:
+    def keys(self) -> list[str]:
         """Keys of its values."""
-        return [(False, chunk_key(self.name, index)) for index in self._indices()]
+        return [chunk_key(self.name, index) for index in self._indices()]
 
     @property
-    def chunk_count(self) -> int:
-        """Number of elements of each value."""
-        return math.prod(self.chunks)
+    def chunk_bytes(self) -> int:
+        """Size of each value in bytes."""
+        return math.prod(self.chunks) * self.dtype.itemsize
 
-    def of(self, values: Mapping[Key, Buffer]) -> np.ndarray:
+    def of(self, values: Mapping[str, memoryview]) -> np.ndarray:
         """Returns the leaf, read-only: a view if it is a single value, else a copy."""
         keys = self.keys
         if len(keys) == 1 and self.chunks == self.shape:
@@ -96,9 +94,9 @@ class LeafArray:
         found.flags.writeable = False
         return found
 
-    def _chunk(self, buffer: Buffer) -> np.ndarray:
-        nbytes = self.chunk_count * self.dtype.itemsize
-        return buffer.array()[:nbytes].view(self.dtype).reshape(self.chunks)
+    def _chunk(self, data: memoryview) -> np.ndarray:
+        held = np.frombuffer(data.toreadonly(), np.uint8)[: self.chunk_bytes]
+        return held.view(self.dtype).reshape(self.chunks)
 
     def _indices(self) -> Iterator[tuple[int, ...]]:
         counts = [-(-size // part) for size, part in zip(self.shape, self.chunks)]

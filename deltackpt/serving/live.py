@@ -14,26 +14,20 @@ from typing import Any, NamedTuple
 
 from deltackpt.errors import (
     ClosedError,
-    DamagedWal,
     DeltackptError,
     OptionError,
-    RestoreError,
     ServiceUnavailable,
     WaitTimeout,
     without_frames,
 )
 from deltackpt.format.manifest import path_name
 from deltackpt.ledger.opening import open_steps
-from deltackpt.reading import chains, removal, saves
-from deltackpt.reading.saves import StoredSave
-from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan
-from deltackpt.serving.version import Held, Version
-from deltackpt.serving.weights import Weights
-from deltackpt.standby import work
+from deltackpt.reading.wal_index import RecoveryPoint
+from deltackpt.serving.holder import Holder
+from deltackpt.serving.version import Version
 from deltackpt.standby.candidates import Candidates
 from deltackpt.standby.wal import FollowedWal
 from deltackpt.state import nesting
-from deltackpt.storage.store import StorePath
 
 _logger = logging.getLogger(__name__)
 
@@ -99,8 +93,7 @@ def follow(
     opened = open_steps(directory, item=item, endpoint=endpoint)
     patterns = (leaves,) if isinstance(leaves, str) else tuple(leaves)
     followed = FollowedWal(opened, opened.item, soft=False) if wal else None
-    holder = _Holder(opened.item, Weights(patterns))
-    return Live(holder, Candidates(opened, followed), poll_secs)
+    return Live(Holder(opened.item, patterns), Candidates(opened, followed), poll_secs)
 
 
 class Live:
@@ -114,7 +107,7 @@ class Live:
       problem: why a version newer than the current one cannot be read, or None.
     """
 
-    def __init__(self, holder: _Holder, candidates: Candidates, poll_secs: float | None):
+    def __init__(self, holder: Holder, candidates: Candidates, poll_secs: float | None):
         """Internal: call ``follow``."""
         self.problem: DeltackptError | None = None
         self._holder, self._candidates = holder, candidates
@@ -292,62 +285,3 @@ class Live:
                 )
                 self.problem.__cause__ = without_frames(error)
                 rest = min(max(_REST_SECS, poll_secs), 2 * rest + poll_secs)
-
-
-class _Holder:
-    """The next version; see ``candidates.Holder``.
-
-    The last step is kept even if a recovery point is newer: the next step's deltas apply to it.
-    """
-
-    def __init__(self, item: str, weights: Weights):
-        self.held: Held | None = None
-        self._step: Held | None = None
-        self._item, self._weights = item, weights
-
-    def is_at(self, plan: ReplayPlan | None) -> bool:
-        """See ``Holder``."""
-        held = self.held
-        if held is None or plan is None:
-            return held is not None and held.point is None
-        return held.is_at(plan.step, plan.point)
-
-    def take(self, step_dir: StorePath, plan: ReplayPlan | None) -> bool:
-        """See ``Holder``."""
-        newest = saves.read_save(step_dir, self._item)
-        save_id = newest.info.save_id
-        if plan is not None and plan.step != save_id:
-            raise removal.gone(step_dir)
-        held = self.held
-        if held is not None and held.is_at(save_id, None if plan is None else plan.point):
-            return False
-        if plan is not None:
-            self.held = self._weights.of_point(newest, plan, held)
-        elif self._step is not None and self._step.is_at(save_id, None):
-            self.held = self._step
-        else:
-            self.held = self._step = self._after(newest) or self._whole(newest, held)
-        return True
-
-    def _after(self, newest: StoredSave) -> Held | None:
-        """Reads a step by applying deltas to the one before; None if that is not possible."""
-        held = self._step
-        if held is None:
-            return None
-        further = work.since(newest, held)
-        if not further:
-            return None
-        try:
-            return self._weights.after(held, further)
-        except DamagedWal:
-            raise
-        except RestoreError as error:
-            chains.raise_if_removed(further, error)
-            base = chains.read_chain(newest.step_dir, self._item)[0]
-            if base.info.save_id.step <= held.save.save_id.step:
-                raise
-            # A newer compacted base replaces the damaged saves.
-            return None
-
-    def _whole(self, newest: StoredSave, held: Held | None) -> Held:
-        return self._weights.of_step(chains.read_chain(newest.step_dir, self._item), held)

@@ -15,13 +15,13 @@ import numpy as np
 
 from deltackpt.errors import Damaged
 from deltackpt.format.chain import SaveInfo
-from deltackpt.format.dense_blocks import Key
 from deltackpt.format.manifest import DenseLeaf, KeyPath, Layout, SaveId, path_name
-from deltackpt.reading.orbax_values import key_impls
+from deltackpt.reading.orbax_values import ARRAY_METADATAS, key_impls
+from deltackpt.reading.stored_dense import DenseValues
 from deltackpt.reading.wal_index import RecoveryPoint
-from deltackpt.serving.buffers import Buffer
 from deltackpt.serving.leaves import LeafArray
 from deltackpt.state import nesting
+from deltackpt.storage.ocdbt import ZARRAY
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,9 +32,9 @@ class Held:
       save: the step.
       layout: layout of its state.
       point: the recovery point above the step; None for a step.
-      values: the values of the leaves, and their Zarr metadata.
+      dense: the values of the leaves, their Zarr metadata, and Orbax's files; never written.
+      numbers: number of the content of each value: equal in two versions only if it is equal.
       leaves: the leaves and the layouts of their arrays.
-      about: keys of Orbax's files about the arrays, which are among the values.
       goes_on: whether a delta of the step can be applied to the values.
       unix_secs: time of the step's commit, or of the recovery point, in seconds since 1970.
       bytes_read: bytes of stored arrays and values that were read for it.
@@ -43,9 +43,9 @@ class Held:
     save: SaveInfo
     layout: Layout
     point: RecoveryPoint | None
-    values: Mapping[Key, Buffer]
+    dense: DenseValues
+    numbers: Mapping[str, int]
     leaves: Mapping[DenseLeaf, LeafArray]
-    about: tuple[Key, ...]
     goes_on: bool
     unix_secs: float
     bytes_read: int
@@ -58,11 +58,13 @@ class Held:
           Damaged: a file about the arrays is not one of Orbax's.
         """
         found: dict[str, str] = {}
-        for key in self.about:
+        for name, data in self.dense.files.items():
+            if not name.startswith(f"{ARRAY_METADATAS}/process_"):
+                continue
             try:
-                found |= key_impls(json.loads(self.values[key].data.tobytes()))
+                found |= key_impls(json.loads(bytes(data)))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                shown = f"step {self.save.save_id.step}, {key[1]}"
+                shown = f"step {self.save.save_id.step}, {name}"
                 raise Damaged(shown, "a file of Orbax's about arrays", str(error)) from error
         return found
 
@@ -126,7 +128,7 @@ class Version(Mapping[str, np.ndarray]):
             raise KeyError(f"expected one of {sorted(self._leaves)}, found {path!r}")
         with self._lock:
             if path not in self._arrays:
-                self._arrays[path] = self._leaves[path].of(self._held.values)
+                self._arrays[path] = self._leaves[path].of(self._held.dense.values)
             return self._arrays[path]
 
     def __iter__(self) -> Iterator[str]:
@@ -159,5 +161,7 @@ class Version(Mapping[str, np.ndarray]):
 
     def content(self, path: str) -> tuple[int, ...]:
         """Returns an id of a leaf's contents: equal in two versions only if the leaf is equal."""
-        leaf = self._leaves[path]
-        return tuple(self._held.values[key].number for key in leaf.keys)
+        leaf, numbers = self._leaves[path], self._held.numbers
+        return tuple(
+            numbers[key] for key in (f"{leaf.name}/{ZARRAY}", *leaf.keys) if key in numbers
+        )

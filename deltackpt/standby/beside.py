@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from deltackpt.format.manifest import Layout
-from deltackpt.reading import logged_dense, point_files, replay
-from deltackpt.reading.logged_dense import DenseKept
-from deltackpt.reading.replay import LoggedState, SeenRows
+from deltackpt.reading import dense_state, point_files
+from deltackpt.reading.dense_state import KnownStates
+from deltackpt.reading.point_files import LoggedState
+from deltackpt.reading.wal_rows import SeenRows
 from deltackpt.standby import files
 from deltackpt.standby.files import HeldFiles
 from deltackpt.standby.holding import Goal
@@ -18,14 +19,14 @@ class Beside:
     The files of a recovery point are complete once its rows are known.
     """
 
-    def __init__(self, goal: Goal, found: HeldFiles | None, most_bytes: int, kept: DenseKept):
+    def __init__(self, goal: Goal, found: HeldFiles | None, most_bytes: int, known: KnownStates):
         """Reads the dense leaves and items of a recovery point that is not held.
 
         Args:
           goal: the state.
           found: its files, if held; or those of its step.
           most_bytes: maximum total size.
-          kept: dense leaves that were read before.
+          known: dense leaves that were read before; see ``dense_state.at_point``.
 
         Raises:
           DamagedWal: files of a recovery point are missing or altered.
@@ -34,8 +35,8 @@ class Beside:
         self._most_bytes = most_bytes
         self._logged = None
         if found is None and goal.full is not None:
-            dense = logged_dense.dense_of(goal.full, kept)
-            self._logged = dense, replay.items_of(goal.full)
+            dense = dense_state.at_point(goal.full, known)
+            self._logged = dense, goal.full.items()
 
     def complete(self, rows: SeenRows, layout: Layout) -> None:
         """Stores the files of a recovery point.

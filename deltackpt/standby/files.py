@@ -11,45 +11,22 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from deltackpt.format.dense_blocks import BlockedValue
-from deltackpt.reading import saves
+from deltackpt.format.dense_blocks import BlockedValue, Key
+from deltackpt.format.dtypes import dtype_of
+from deltackpt.reading import chains, dense_state, point_files, saves, stored_dense
 from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.stored_dense import DenseValues, shape_of
 from deltackpt.standby.memory import SharedMemory
 from deltackpt.storage import digests
 
 _BYTES = np.dtype(np.uint8)
 #: Alignment of files, so that their bytes can be viewed as arrays.
 _ALIGNMENT = 64
-
-
-class Room(NamedTuple):
-    """The length of a file, and the bytes it occupies."""
-
-    nbytes: int
-    taken: int
-
-
-class Dense(Protocol):
-    """Dense leaves that are not stored as files of a step; see ``standby.dense``."""
-
-    @property
-    def values(self) -> Mapping[str, BlockedValue]:
-        """Values of the item, by file name."""
-        ...
-
-    @property
-    def rooms(self) -> Mapping[str, Room]:
-        """Returns the length of each file."""
-        ...
-
-    def fill(self, held: HeldFiles) -> None:
-        """Reads and verifies the files into writable memory."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,17 +51,23 @@ class HeldFiles:
     Attributes:
       memory: the memory that holds them.
       index: their positions, in memory order.
-      values: the files that are values of the dense item in blocks, by name.
+      dtypes: dtypes of the dense leaves, if the step stores them as blocks.
     """
 
     memory: SharedMemory
     index: tuple[HeldFile, ...]
-    values: Mapping[str, BlockedValue] = dataclasses.field(default_factory=dict)
+    dtypes: Mapping[Key, str] = dataclasses.field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Total size of all files in bytes."""
         return self.memory.nbytes
+
+    @property
+    def dense(self) -> DenseValues:
+        """The dense leaves that the step stores as blocks."""
+        files = {file.name: self.array(file) for file in self.index}
+        return point_files.dense_of(files, point_files.STEP)._replace(dtypes=self.dtypes)
 
     def array(self, file: HeldFile) -> np.ndarray:
         """Returns the bytes of a file."""
@@ -95,13 +78,19 @@ class HeldFiles:
         self.memory.close()
 
 
-def read(save: StoredSave, most_bytes: int, dense: Dense | None = None) -> HeldFiles | None:
-    """Reads and verifies the files of a step that its own digests cover.
+def read(
+    save: StoredSave,
+    most_bytes: int,
+    before: HeldFiles | None = None,
+    further: Sequence[StoredSave] = (),
+) -> HeldFiles | None:
+    """Reads and verifies the files of a step that its own digests cover, and its dense leaves.
 
     Args:
       save: the step.
       most_bytes: maximum total size.
-      dense: its dense leaves, if they are blocks instead of files.
+      before: the files of an earlier step, whose dense leaves need not be read again.
+      further: the saves from that step to this one, oldest first.
 
     Returns:
       The files; None if the step has no such digests, or the files exceed the maximum.
@@ -122,15 +111,14 @@ def read(save: StoredSave, most_bytes: int, dense: Dense | None = None) -> HeldF
     wanted = digests.of_step(read_head, shown)
     lengths = {name: len(data) for name, data in heads.items()}
     lengths |= {name: digest.length for name, digest in wanted.items()}
-    held = _room(lengths, most_bytes, {} if dense is None else dense.rooms)
+    values = {_name(value): value for value in stored_dense.listed(save)}
+    held = _room(lengths, most_bytes, values)
     if held is None:
         return None
-    if dense is not None:
-        held = dataclasses.replace(held, values=dense.values)
     try:
         held.memory.begin_write()
-        if dense is not None:
-            dense.fill(held)
+        if values:
+            _fill_dense(held, save, before, further)
         for file in held.index:
             if file.name not in lengths:
                 continue
@@ -168,22 +156,45 @@ def hold(contents: Mapping[str, bytes | memoryview], most_bytes: int) -> HeldFil
     return held
 
 
-def _room(
-    lengths: Mapping[str, int], most_bytes: int, rooms: Mapping[str, Room] = {}
-) -> HeldFiles | None:
-    """Memory for files of given lengths; None if they exceed the maximum.
+def _fill_dense(
+    held: HeldFiles, save: StoredSave, before: HeldFiles | None, further: Sequence[StoredSave]
+) -> None:
+    """Reads the dense leaves of a step into the memory of its files."""
+    offsets = {file.name: file.offset for file in held.index}
 
-    Args:
-      lengths: length of each file, by name.
-      most_bytes: maximum total size.
-      rooms: reserved size of each file that occupies more than its length.
-    """
-    wanted = {**{name: Room(nbytes, nbytes) for name, nbytes in lengths.items()}, **rooms}
-    taken = (-(-one.taken // _ALIGNMENT) * _ALIGNMENT for one in wanted.values())
-    ends = list(itertools.accumulate(taken, initial=0))
+    def room(value: BlockedValue) -> np.ndarray:
+        return held.memory.array(offsets[_name(value)], shape_of(value), dtype_of(value.dtype))
+
+    found = None
+    if before is not None and before.dtypes and further:
+        found = dense_state.after(before.dense, further, room=room)
+    if found is None:
+        older = save.needs_older_dense
+        chain = chains.read_chain(save.step_dir, save.item) if older else [save]
+        found = stored_dense.of_step(chain, room=room)
+    for key, data in held.dense.items():
+        out, own = np.frombuffer(data, np.uint8), np.frombuffer(found.get(key) or b"", np.uint8)
+        # Values that did not change, and those of a new base, are in other memory.
+        if own.ctypes.data != out.ctypes.data:
+            np.copyto(out, own)
+
+
+def _name(value: BlockedValue) -> str:
+    return f"{point_files.STEP}{point_files.name_of(value.key, file=value.file)}"
+
+
+def _room(
+    lengths: Mapping[str, int], most_bytes: int, values: Mapping[str, BlockedValue] = {}
+) -> HeldFiles | None:
+    """Memory for files of given lengths, and for dense leaves; None if they exceed the maximum."""
+    sizes = dict(lengths)
+    lengths = {**lengths, **{name: value.nbytes for name, value in values.items()}}
+    for name, value in values.items():
+        sizes[name] = math.prod(shape_of(value)) * dtype_of(value.dtype).itemsize
+    aligned = (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes.values())
+    ends = list(itertools.accumulate(aligned, initial=0))
     if ends[-1] > most_bytes:
         return None
-    index = tuple(
-        HeldFile(name, start, one.nbytes) for (name, one), start in zip(wanted.items(), ends)
-    )
-    return HeldFiles(SharedMemory(ends[-1]), index)
+    index = tuple(HeldFile(name, at, size) for (name, size), at in zip(lengths.items(), ends))
+    dtypes = {(value.file, value.key): value.dtype for value in values.values()}
+    return HeldFiles(SharedMemory(ends[-1]), index, dtypes)

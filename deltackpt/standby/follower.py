@@ -20,40 +20,41 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from deltackpt import codecs
 from deltackpt.errors import (
     DamagedWal,
     RestoreError,
     ServiceUnavailable,
     TooLittleMemory,
 )
+from deltackpt.format import blocks
 from deltackpt.format.blocks import RowBlock
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.layers import merge
 from deltackpt.layers.targets import Target, Targets
 from deltackpt.ledger.opening import open_steps
-from deltackpt.reading import chains, reader, removal, saves
-from deltackpt.reading.logged_dense import DenseKept
-from deltackpt.reading.replay import SeenRows
+from deltackpt.reading import chains, reader, removal, saves, wal_rows
+from deltackpt.reading.dense_state import KnownStates
+from deltackpt.reading.part_arrays import Shard
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan
+from deltackpt.reading.wal_rows import SeenRows
 from deltackpt.resources.memory import available_bytes
 from deltackpt.standby import files as held_files
-from deltackpt.standby import shards, work
+from deltackpt.standby import shards
 from deltackpt.standby.beside import Beside
 from deltackpt.standby.candidates import Candidates
-from deltackpt.standby.dense import BlockedDense
 from deltackpt.standby.files import HeldFiles
 from deltackpt.standby.gate import Gate
 from deltackpt.standby.holding import Goal, Holding
 from deltackpt.standby.memory import MemoryAddress, SharedMemory
 from deltackpt.standby.publish import Publish
 from deltackpt.standby.wal import FollowedWal
-from deltackpt.standby.work import Load
 from deltackpt.storage.store import StorePath
 
 #: Maximum size of pending rows, as a fraction of the memory; more are applied in pieces.
@@ -108,7 +109,8 @@ class Follower:
         self._root = open_steps(directory, item=item, endpoint=endpoint)
         self._item, self._shard, self._shards = item, shard, shards
         self._memory_bytes = memory_bytes
-        self._wal, self._dense = FollowedWal(self._root, item, soft=soft), DenseKept()
+        self._wal = FollowedWal(self._root, item, soft=soft)
+        self._dense: KnownStates = {}
         self._candidates = Candidates(self._root, self._wal)
         self._gate = Gate()
         self._tables: _Tables | None = None
@@ -285,7 +287,7 @@ class Follower:
         self, goal: Goal, held: Holding
     ) -> tuple[list[StoredSave], ReplayPlan | None] | None:
         """The saves and records to apply to the held state; None if it must be reloaded."""
-        further = work.since(goal.save, held)
+        further = chains.since(goal.save, held.save.save_id, held.layout)
         if further is None or held.point is None:
             return None if further is None else (further, goal.plan)
         rest = None if goal.plan is None else goal.plan.after(held.point)
@@ -313,17 +315,18 @@ class Follower:
         goal = Goal(save=newest, plan=None, full=None)
         self._health = f"loads step {goal.save_id.step}"
         infos = tuple(save.info for save in chain)
-        lossless = work.are_lossless(chain, None)
         with self._beside(goal) as beside:
             tables = self._tables
             if tables is not None and tables.layout == goal.save.layout:
                 with self._changing(tables) as publish:
                     reader.fill(chain, publish.targets)
+                    lossless = _are_lossless(reader.layers_of(chain, publish.targets))
                     publish(infos, goal, beside, lossless=lossless)
                 return
             tables = self._new_tables(goal.save.layout, previous=self.nbytes)
             try:
                 reader.fill(chain, tables.targets)
+                lossless = _are_lossless(reader.layers_of(chain, tables.targets))
             except BaseException:
                 tables.memory.close()
                 raise
@@ -351,47 +354,56 @@ class Follower:
         """
         tables, held = self._tables, self._holding
         assert tables is not None
+        of_saves = reader.layers_of(further, tables.targets)
         if not before:
-            shards_of = reader.layers_of(further, tables.targets)
-            reader.check_covered(further, shards_of, tables.targets)
-        seen, found_rows = SeenRows(tables.layout), SeenRows(tables.layout)
-        lossless = work.are_lossless(further, plan) and (
+            reader.check_covered(further, of_saves, tables.targets)
+        records = [] if plan is None else wal_rows.layers_of(plan, tables.layout)
+        seen, new_rows = SeenRows(tables.layout), SeenRows(tables.layout)
+        lossless = _are_lossless([*of_saves, *records]) and (
             not before or (held is not None and held.lossless)
         )
         # The WAL may contain rows that were not touched, whose bits a lossy codec changes.
         to_go = None if lossless or not (before and further) else held and held.replayed
 
-        def loads(seen: SeenRows) -> Iterator[Load]:
-            return work.loads(further, plan, tables.targets, tables.layout, seen)
+        def rows(seen: SeenRows) -> Iterator[list[RowBlock]]:
+            """Yields the new rows in the order to apply them; at the end, all are verified."""
+            indices = wal_rows.all_rows(seen)
+            with wal_rows.verified(records):
+                for stage in merge.plan([*of_saves, *records], tables.targets, indices):
+                    for piece in stage:
+                        found = piece.load()
+                        if not before and piece.field.layer in of_saves[0]:
+                            # Raw rows beside the first block may replace rows that do not differ.
+                            found[:1] = _different(found[0], piece.targets)
+                        for block in found if to_go is not None else ():
+                            new_rows.add(block.group, block.rows)
+                        yield found
 
         staged: list[RowBlock] = []
         staged_bytes = 0
         with contextlib.ExitStack() as stack:
             beside = stack.enter_context(self._beside(goal, further if before else ()))
             publish = None
-            for number, load in enumerate(loads(seen)):
-                found = load()
+            for number, found in enumerate(rows(seen)):
                 staged += found
                 staged_bytes += sum(one.nbytes for one in found)
-                found_rows.add_blocks(found if to_go is not None else ())
                 if staged_bytes <= tables.staging_bytes:
                     continue
                 if publish is None:
                     # The rest does not fit next to the held rows: it is verified first, and read
                     # again.
-                    unused = SeenRows(tables.layout)
-                    for later in itertools.islice(loads(unused), number + 1, None):
-                        found_rows.add_blocks(later())
-                    if to_go is not None and to_go.has_more_than(found_rows, tables.targets):
+                    for _ in itertools.islice(rows(SeenRows(tables.layout)), number + 1, None):
+                        pass
+                    if to_go is not None and not new_rows.covers(to_go, tables.targets):
                         return False
                     publish = stack.enter_context(self._changing(tables, beside.files))
                 _merge(staged, publish.targets)
                 staged, staged_bytes = [], 0
             if publish is None and to_go is not None:
-                if to_go.has_more_than(found_rows, tables.targets):
+                if not new_rows.covers(to_go, tables.targets):
                     return False
             if held is not None and held.replayed is not None and plan is not goal.plan:
-                seen = seen.or_those_of(held.replayed)
+                seen.update(held.replayed)
             beside.complete(seen, tables.layout)
             publish = publish or stack.enter_context(self._changing(tables, beside.files))
             _merge(staged, publish.targets)
@@ -412,7 +424,8 @@ class Follower:
         if held is not None and held.is_beside(goal):
             files = held.files
         elif goal.full is None:
-            files = held_files.read(goal.save, most_bytes, self._dense_of(goal.save, further))
+            before = None if held is None or held.files_of is not None else held.files
+            files = held_files.read(goal.save, most_bytes, before, further)
         beside = Beside(goal, files, most_bytes, self._dense)
         try:
             yield beside
@@ -420,14 +433,6 @@ class Follower:
             held = self._holding
             if beside.files is not None and (held is None or held.files is not beside.files):
                 beside.files.close()
-
-    def _dense_of(self, save: StoredSave, further: Sequence[StoredSave]) -> BlockedDense | None:
-        """The dense leaves of a step that are not files of it."""
-        if save.head.dense_blocks is None:
-            return None
-        held = self._holding
-        of_step = held is not None and held.files_of is None
-        return BlockedDense(save, further, held.files if held is not None and of_step else None)
 
     def _bytes_beside(self, layout: Layout) -> int:
         """Memory available for everything except rows."""
@@ -518,6 +523,44 @@ class Follower:
 def _needed(wanted: int) -> int:
     """Bytes for rows and pending data."""
     return wanted + max(_LEAST_STAGING_BYTES, int(wanted * _STAGING_SHARE))
+
+
+def _are_lossless(layers: Iterable[Sequence[Shard]]) -> bool:
+    """Returns whether layers contain all their rows bit for bit."""
+    return all(
+        codecs.is_lossless(codecs.get(segment.spec(layer.groups[segment.group], field).codec))
+        for of_save in layers
+        for layer in of_save
+        for segment in layer.segments
+        for field in segment.fields
+    )
+
+
+def _different(block: RowBlock, targets: Iterable[Target]) -> list[RowBlock]:
+    """Returns the rows of a block whose bits differ from the held ones."""
+    found, [(field, values)] = [], block.fields.items()
+    for target in targets:
+        chosen, columns = blocks.row_slice(block.rows, *target.rows), block.columns
+        if chosen.start == chosen.stop:
+            continue
+        rows, new = block.rows[chosen], values[chosen]
+        first, stop = merge.reach(rows)
+        old = target.buffer[first - target.rows[0] : stop - target.rows[0]]
+        if len(old) != len(rows):
+            old = old[np.asarray(rows) - first]
+        if target.columns is not None:
+            low, high = columns = blocks.common(target.columns, block.columns)
+            new = new[:, low - block.columns[0] : high - block.columns[0]]
+            old = old[:, low - target.columns[0] : high - target.columns[0]]
+        differ = np.flatnonzero((_bits(new) != _bits(old)).any(axis=1))
+        if len(differ):
+            rows = np.asarray(rows)[differ]
+            found.append(RowBlock(block.group, rows, columns, {field: new[differ]}))
+    return found
+
+
+def _bits(rows: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
 
 
 def _merge(staged: Sequence[RowBlock], targets: Targets) -> None:

@@ -7,9 +7,9 @@ import dataclasses
 
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import Layout, SaveId
-from deltackpt.reading.replay import SeenRows
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan
+from deltackpt.reading.wal_rows import SeenRows
 from deltackpt.standby.files import HeldFiles
 
 

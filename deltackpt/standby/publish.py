@@ -12,8 +12,8 @@ from deltackpt.errors import RestoreError
 from deltackpt.format import names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.layers.targets import Targets
-from deltackpt.reading.replay import SeenRows
 from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.wal_rows import SeenRows
 from deltackpt.standby.beside import Beside
 from deltackpt.standby.holding import Goal, Holding
 from deltackpt.storage.store import FileStore

@@ -31,6 +31,40 @@ class ChunkSums(NamedTuple):
     blocks: bytes = b""
 
 
+class BlockSums:
+    """The CRC32Cs of a run of bytes and of each block of it, as the bytes arrive."""
+
+    def __init__(self, block_bytes: int) -> None:
+        """Starts empty."""
+        self._block_bytes, self._blocks = block_bytes, list[int]()
+        #: Number of bytes.
+        self.nbytes = 0
+
+    def add(self, data: np.ndarray) -> None:
+        """Adds the next bytes; uint8, (n,)."""
+        while len(data):
+            used = self.nbytes % self._block_bytes
+            piece = data[: self._block_bytes - used]
+            begun = self._blocks.pop() if used else 0
+            self._blocks.append(crc32c(piece, begun))
+            self.nbytes += len(piece)
+            data = data[len(piece) :]
+
+    @property
+    def crc32c(self) -> int:
+        """Returns the CRC32C of all bytes."""
+        found, left = 0, self.nbytes
+        for block in self._blocks:
+            found = joined(found, block, min(left, self._block_bytes))
+            left -= self._block_bytes
+        return found
+
+    @property
+    def blocks(self) -> bytes:
+        """Returns the CRC32Cs of the blocks, as in ``ChunkSums``."""
+        return np.array(self._blocks, "<u4").tobytes()
+
+
 def crc32c(data: np.ndarray, crc: int = 0) -> int:
     """Returns the CRC32C of an array's bytes, continuing ``crc``, without a copy (31 GB/s).
 

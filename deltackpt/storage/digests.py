@@ -27,8 +27,8 @@ from deltackpt.errors import Damaged, StorageError
 from deltackpt.format import manifest, names, records
 from deltackpt.format.manifest import Manifest
 from deltackpt.format.soundness import MOST
-from deltackpt.storage import files
-from deltackpt.storage.crc import BLOCK_BYTES, crc32c, joined
+from deltackpt.storage.crc import BLOCK_BYTES, BlockSums, crc32c
+from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import StorePath, store_path
 
 _MAGIC = "deltackpt.digests"
@@ -171,7 +171,7 @@ def check_digests(found: Mapping[str, tuple[int, int, int]], name: str) -> None:
 def write_digests(path: Path, digests: Digests, *, fsync: bool) -> int:
     """Writes digests to a file; returns the CRC32C of its bytes."""
     data = digests_bytes(digests)
-    files.write_atomic(path, data, fsync=fsync)
+    DurableDir(path.parent, fsync=fsync).write(path, data)
     return google_crc32c.value(data)
 
 
@@ -327,23 +327,20 @@ def digest_file(
     at = store_path(path)
     length = at.store.length(at.key)
     body = max(0, length - TAIL_BYTES)
-    crc, found = 0, []
+    sums = BlockSums(BLOCK_BYTES if blocks else max(1, body))
     buffer = np.empty(min(body, _READ_BYTES), np.uint8)
     tail = bytearray(length - body)
     for start in range(0, body, _READ_BYTES):
         piece = buffer[: min(body - start, _READ_BYTES)]
         last = [memoryview(tail)] if start + len(piece) == body else []
         at.store.read_into(at.key, start, [piece.data, *last])
-        crc = crc32c(piece, crc)
-        if blocks:
-            starts = range(0, len(piece), BLOCK_BYTES)
-            ends = (min(start + BLOCK_BYTES, len(piece)) for start in starts)
-            found += [crc32c(piece[start:end]) for start, end in zip(starts, ends)]
+        sums.add(piece)
         on_bytes(len(piece))
     if not body:
         at.store.read_into(at.key, 0, [memoryview(tail)])
     on_bytes(len(tail))
-    return Digest(length, crc, int.from_bytes(tail, "little"), np.array(found, "<u4").tobytes())
+    number = int.from_bytes(tail, "little")
+    return Digest(length, sums.crc32c, number, sums.blocks if blocks else b"")
 
 
 def digest_bytes(data: Any, *, blocks: bool = False) -> Digest:
@@ -354,15 +351,10 @@ def digest_bytes(data: Any, *, blocks: bool = False) -> Digest:
       blocks: whether to compute the checksums of its blocks.
     """
     body, tail = np.frombuffer(data, np.uint8)[:-TAIL_BYTES], data[-TAIL_BYTES:]
-    size = BLOCK_BYTES if blocks else max(1, len(body))
-    crc, found = 0, []
-    for start in range(0, len(body), size):
-        block = body[start : start + size]
-        own = crc32c(block)
-        crc = joined(crc, own, len(block)) if start else own
-        found.append(own)
-    sums = np.array(found if blocks else [], "<u4").tobytes()
-    return Digest(len(data), crc, int.from_bytes(tail, "little"), sums)
+    sums = BlockSums(BLOCK_BYTES if blocks else max(1, len(body)))
+    sums.add(body)
+    number = int.from_bytes(tail, "little")
+    return Digest(len(data), sums.crc32c, number, sums.blocks if blocks else b"")
 
 
 def check_bytes(data: Any, wanted: Digest, shown: str) -> None:

@@ -78,10 +78,16 @@ def reachable(at: StorePath, names: Iterable[str] | None = None) -> Reachable:
     spec = at.kvstore()
     if spec is not None:
         return Reachable(spec, _context())
+    wanted = at.keys() if names is None else names
+    return in_memory({name: at.store.get((at / name).key) for name in wanted})
+
+
+def in_memory(files: Mapping[str, bytes | memoryview]) -> Reachable:
+    """Returns a folder with a copy of some files."""
     found = Reachable({"driver": "memory", "path": ""}, ts.Context())
-    copy: Any = ts.KvStore.open(found.spec, context=found.context).result()
-    for name in at.keys() if names is None else names:
-        copy.write(name, at.store.get((at / name).key)).result()
+    store: Any = ts.KvStore.open(found.spec, context=found.context).result()
+    for name, data in files.items():
+        store.write(name, bytes(data)).result()
     return found
 
 

@@ -18,14 +18,14 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorstore as ts
 
-from deltackpt.errors import Disagreement, StorageError
+from deltackpt.errors import Damaged, Disagreement, StorageError
 from deltackpt.format.names import DENSE_NODES
 from deltackpt.storage.batch import FileBatch
 
@@ -114,6 +114,30 @@ def implied(described: Mapping[str, bytes]) -> set[str]:
         keys.add(f"{name}/{ZARRAY}")
         keys.update(chunk_key(name, index) for index in itertools.product(*map(range, counts)))
     return keys
+
+
+def check_keys(name: str, keys: Set[str], values: Mapping[str, bytes | memoryview]) -> None:
+    """Checks that a database has exactly the values that its arrays imply.
+
+    Args:
+      name: name of the step in errors.
+      keys: all keys of the database.
+      values: its values by key; only descriptions of arrays are looked at, and all must be there.
+
+    Raises:
+      Damaged: a value is missing, or there are unexpected ones.
+    """
+    tail = f"/{ZARRAY}"
+    described = {
+        key.removesuffix(tail): bytes(text) for key, text in values.items() if key.endswith(tail)
+    }
+    try:
+        differing = sorted(implied(described) ^ keys)
+    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
+        raise Damaged(name, "descriptions of arrays", f"{type(error).__name__}: {error}") from error
+    if differing:
+        expected = "the values of dense leaves that their arrays imply"
+        raise Damaged(name, expected, f"a difference in {', '.join(differing[:3])}")
 
 
 def write(

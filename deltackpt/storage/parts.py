@@ -21,9 +21,10 @@ from deltackpt import __about__
 from deltackpt.format import blocks, manifest, names
 from deltackpt.format.manifest import Cover, LayerRef, Manifest, Part
 from deltackpt.format.segments import ArrayEntry, Encoding, GroupEntry, Segment
-from deltackpt.storage import digests, writer
+from deltackpt.storage import digests
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import Digest, Digests
+from deltackpt.storage.writer import ArrayWriter
 
 
 class RowsWriter(Protocol):
@@ -50,20 +51,8 @@ class Place(Protocol):
         """Name of the segment."""
         ...
 
-    def writer(self, entry: ArrayEntry) -> RowsWriter:
-        """Returns a writer for one of its arrays."""
-        ...
-
-    def write_array(
-        self, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, held: bool = False
-    ) -> int:
-        """Writes an array from its pieces, in order; returns its size in bytes.
-
-        Args:
-          entry: the array.
-          pieces: all rows of the array.
-          held: whether the pieces might be changed concurrently.
-        """
+    def writer(self, entry: ArrayEntry, *, held: bool = False) -> RowsWriter:
+        """Returns a writer for one of its arrays; ``held`` is whether others may change pieces."""
         ...
 
     def write_rows(self, rows: np.ndarray) -> StoredArrays:
@@ -86,15 +75,9 @@ class ArrayPlace(NamedTuple):
     segment: str
     batch: FileBatch
 
-    def writer(self, entry: ArrayEntry) -> writer.ArrayWriter:
+    def writer(self, entry: ArrayEntry, *, held: bool = False) -> ArrayWriter:
         """See ``Place``."""
-        return writer.ArrayWriter(self.directory(entry.name), entry, self.batch)
-
-    def write_array(
-        self, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, held: bool = False
-    ) -> int:
-        """See ``Place``."""
-        return writer.write_array(self.directory(entry.name), entry, pieces, self.batch, held=held)
+        return ArrayWriter(self.directory(entry.name), entry, self.batch, held=held)
 
     def write_rows(self, rows: np.ndarray) -> StoredArrays:
         """See ``Place``; a base has ranges only."""
@@ -158,8 +141,18 @@ class WrittenPart(NamedTuple):
 def write_array(
     place: Place, entry: ArrayEntry, pieces: Iterable[np.ndarray], *, held: bool = False
 ) -> StoredArrays:
-    """Writes one array from its pieces, in order; see ``Place.write_array``."""
-    return StoredArrays((entry,), place.write_array(entry, pieces, held=held))
+    """Writes one array from its pieces, in order.
+
+    Args:
+      place: where it is written.
+      entry: the array.
+      pieces: all rows of the array.
+      held: whether the pieces might be changed concurrently.
+    """
+    writer = place.writer(entry, held=held)
+    for piece in pieces:
+        writer.write(piece)
+    return StoredArrays((entry,), writer.finish())
 
 
 def write_rows(place: Place, rows: blocks.Rows) -> StoredArrays:

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple, Protocol
 from deltackpt.errors import Damaged, StorageError
 from deltackpt.format.records import MOST_BYTES
 from deltackpt.storage import files
+from deltackpt.storage.posix import DurableDir
 
 #: Timeout of a bucket request, unless another is set: 64 MiB take a second.
 DEADLINE_SECS = 60.0
 #: Retries if a file's folder is removed while the file is written.
-_PUT_TRIES = 100
 
 
 class Missing(StorageError):
@@ -407,22 +407,14 @@ class FileStore:
     def put(self, key: str, data: bytes | memoryview, *, absent: bool = False) -> None:
         """See ``Store``: a temporary file, fsynced, then renamed or linked."""
         path = self.path / key
-        for left in reversed(range(_PUT_TRIES)):
-            try:
-                files.make_below(self.path, path.parent, fsync=True)
-                try:
-                    return files.write_atomic(path, data, fsync=True, absent=absent)
-                except StorageError as error:
-                    if isinstance(error.__cause__, FileExistsError):
-                        raise Exists(
-                            f"{path}: expected nothing there, found a file; check which program "
-                            "wrote it"
-                        ) from error
-                    raise
-            except StorageError as error:
-                # A concurrent deletion of the folder's last file removed the folder.
-                if not left or not isinstance(error.__cause__, FileNotFoundError):
-                    raise
+        try:
+            DurableDir(self.path).write(path, data, absent=absent)
+        except StorageError as error:
+            if isinstance(error.__cause__, FileExistsError):
+                raise Exists(
+                    f"{path}: expected nothing there, found a file; check which program wrote it"
+                ) from error
+            raise
 
     def keys(self, folder: str, *, after: str = "") -> list[str]:
         """See ``Store``."""
@@ -444,7 +436,7 @@ class FileStore:
         """See ``Store``; also removes folders that become empty."""
         for key in keys:
             with contextlib.suppress(Missing), self._refusals(key, "removed"):
-                files.remove_file(self.path / key, self.path)
+                DurableDir(self.path).remove_file(self.path / key)
 
     def stamp(self, folder: str) -> Stamp | None:
         """See ``Store``."""

@@ -10,9 +10,9 @@ import collections
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorstore as ts
@@ -25,21 +25,6 @@ from deltackpt.storage.crc import CRC_BYTES
 
 #: Compressed chunks of one array on their way, each in memory of its own.
 _WRITES_IN_FLIGHT = 4
-
-
-def write_array(
-    directory: Path,
-    entry: ArrayEntry,
-    pieces: Iterable[np.ndarray],
-    batch: FileBatch,
-    *,
-    held: bool = False,
-) -> int:
-    """Writes a new array from its pieces in order; see ``ArrayWriter``."""
-    writer = ArrayWriter(directory, entry, batch, held=held)
-    for piece in pieces:
-        writer.write(piece)
-    return writer.finish()
 
 
 class ArrayWriter:
@@ -57,19 +42,24 @@ class ArrayWriter:
         Raises:
           StorageError: the store reported an error.
         """
-        self._directory = directory
-        self._entry = entry
-        self._batch = batch
-        self._done = 0
-        #: The first ``held`` rows of a chunk that comes in several pieces.
+        self._directory, self._entry, self._batch, self._held = directory, entry, batch, held
+        #: Rows of complete chunks, and bytes of their files unless TensorStore writes them.
+        self._done = self._nbytes = 0
+        #: The first ``filled`` rows of a chunk that comes in several pieces.
         self._chunk: np.ndarray | None = None
         self._filled = 0
-        self._chunks: _Chunks
+        #: Encodes compressed chunks, of which some are on their way.
+        self._store: ts.TensorStore | None = None
+        self._writes: collections.deque[ts.WriteFutures] = collections.deque()
         batch.make(directory)
         if entry.compressed:
-            self._chunks = _Compressed(directory, entry, batch)
+            with _refusals(directory):
+                spec = arrays.spec_of({"driver": "file", "path": f"{directory}/"}, entry)
+                self._store = ts.open(spec, create=True, context=arrays.unsynced()).result()
         else:
-            self._chunks = _Plain(directory, entry, batch, held=held)
+            text = json.dumps(_metadata(entry), separators=(",", ":"), sort_keys=True)
+            batch.write(directory / "zarr.json", text.encode())
+            self._nbytes = len(text)
 
     def write(self, rows: np.ndarray) -> None:
         """Appends rows, (n, *trailing); their memory may be reused when this returns.
@@ -105,7 +95,8 @@ class ArrayWriter:
             raise ValueError(
                 f"{self._entry.name}: expected {self._entry.shape[0]} rows, found {self._done}"
             )
-        return self._chunks.finish()
+        self._wait(0)
+        return self._nbytes if self._store is None else self._batch.adopt(self._directory)
 
     def remove(self) -> None:
         """Abandons the array: waits for pending writes and removes what was written.
@@ -113,40 +104,19 @@ class ArrayWriter:
         Raises:
           StorageError: the store reported an error.
         """
-        self._chunks.finish()
+        self._wait(0)
         self._batch.remove(self._directory)
 
     def _write_chunk(self, rows: np.ndarray) -> None:
-        self._chunks.write(self._done, rows)
-        self._done += len(rows)
-
-
-class _Chunks(Protocol):
-    """How chunks are written."""
-
-    def write(self, start: int, rows: np.ndarray) -> None:
-        """Writes the chunk whose first row is ``start``."""
-        ...
-
-    def finish(self) -> int:
-        """Waits for all of them; returns the bytes of all files."""
-        ...
-
-
-class _Plain:
-    """Chunks that are the bytes of their rows."""
-
-    def __init__(self, directory: Path, entry: ArrayEntry, batch: FileBatch, *, held: bool):
-        self._directory = directory
-        self._entry = entry
-        self._batch = batch
-        self._held = held
-        text = json.dumps(_metadata(entry), separators=(",", ":"), sort_keys=True)
-        batch.write(directory / "zarr.json", text.encode())
-        self._nbytes = len(text)
-
-    def write(self, start: int, rows: np.ndarray) -> None:
-        """See ``_Chunks``."""
+        start, self._done = self._done, self._done + len(rows)
+        if self._store is not None:
+            self._wait(_WRITES_IN_FLIGHT - 1)
+            self._batch.pace.take(rows.nbytes)
+            with _refusals(self._directory):
+                write = self._store[start : self._done].write(rows)
+                self._writes.append(write)
+                write.copy.result()  # The caller may reuse the memory.
+            return
         entry = self._entry
         path = self._directory / arrays.chunk_name(entry, start // entry.chunk_rows)
         self._batch.make(path.parent)
@@ -154,38 +124,11 @@ class _Plain:
         self._batch.write_chunk(path, np.ascontiguousarray(rows), padding, held=self._held)
         self._nbytes += arrays.chunk_bytes(entry)
 
-    def finish(self) -> int:
-        """See ``_Chunks``."""
-        return self._nbytes
-
-
-class _Compressed:
-    """Chunks that TensorStore encodes."""
-
-    def __init__(self, directory: Path, entry: ArrayEntry, batch: FileBatch):
-        self._directory = directory
-        self._batch = batch
-        self._writes: collections.deque[ts.WriteFutures] = collections.deque()
-        with _refusals(directory):
-            spec = arrays.spec_of({"driver": "file", "path": f"{directory}/"}, entry)
-            self._store = ts.open(spec, create=True, context=arrays.unsynced()).result()
-
-    def write(self, start: int, rows: np.ndarray) -> None:
-        """See ``_Chunks``."""
+    def _wait(self, most: int) -> None:
+        """Waits until at most so many chunks are on their way."""
         with _refusals(self._directory):
-            if len(self._writes) == _WRITES_IN_FLIGHT:
+            while len(self._writes) > most:
                 self._writes.popleft().result()
-            self._batch.pace.take(rows.nbytes)
-            write = self._store[start : start + len(rows)].write(rows)
-            self._writes.append(write)
-            write.copy.result()  # The caller may reuse the memory.
-
-    def finish(self) -> int:
-        """See ``_Chunks``."""
-        with _refusals(self._directory):
-            while self._writes:
-                self._writes.popleft().result()
-        return self._batch.adopt(self._directory)
 
 
 def _metadata(entry: ArrayEntry) -> dict[str, Any]:

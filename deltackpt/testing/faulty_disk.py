@@ -3,7 +3,8 @@
 
 An audit hook sees the calls that open a file, and make, rename, truncate or remove a name, whoever
 makes them in Python. Writes to descriptors and fsyncs are seen because the functions of
-``os`` are replaced while a ``Disk`` is open. Code in C++ (TensorStore) is not seen.
+``os`` are replaced while a ``Disk`` is open, and so is ``os.open``, since the hook does not see its
+``dir_fd``. Code in C++ (TensorStore) is not seen.
 """
 
 from __future__ import annotations
@@ -164,6 +165,7 @@ class Disk:
             if not _disks:
                 for name in _REPLACED:
                     setattr(os, name, functools.partial(_descriptor_call, name))
+                os.open = _open
             _disks.append(self)
         return self
 
@@ -171,8 +173,8 @@ class Disk:
         with _lock:
             _disks.remove(self)
             if not _disks:
-                for name in _REPLACED:
-                    setattr(os, name, _functions[name])
+                for name, function in _functions.items():
+                    setattr(os, name, function)
 
     @property
     def failures(self) -> list[DiskCall]:
@@ -328,7 +330,9 @@ def failing_saves(root: str | os.PathLike[str], errno: int = errnos.EIO) -> Iter
 
 _disks: list[Disk] = []
 _lock = threading.Lock()
-_functions: dict[str, Callable[..., Any]] = {name: getattr(os, name) for name in _REPLACED}
+_functions: dict[str, Callable[..., Any]] = {
+    name: getattr(os, name) for name in (*_REPLACED, "open")
+}
 
 
 def _entered(name: str, path: str) -> tuple[DiskCall | None, int | None]:
@@ -364,6 +368,15 @@ def _descriptor_call(function: str, descriptor: Any, *arguments: Any) -> Any:
     if failed is not None:
         raise _refused(failed)
     return real(descriptor, *arguments)
+
+
+def _open(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+    if dir_fd is not None:
+        name = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), os.fsdecode(path))
+        failed, _ = _entered("open" if flags & _WRITING else "read", name)
+        if failed is not None:
+            raise _refused(failed)
+    return _functions["open"](path, flags, mode, dir_fd=dir_fd)
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:

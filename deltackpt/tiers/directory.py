@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import numpy as np
+
 from deltackpt.errors import (
     Damaged,
     OutOfSpace,
@@ -22,6 +24,7 @@ from deltackpt.ledger.lease import epochs
 from deltackpt.reading import inventory, saves
 from deltackpt.storage import digests, files
 from deltackpt.storage.digests import Digest
+from deltackpt.storage.posix import DirectFile, DurableDir, fsync_tree
 from deltackpt.storage.store import StorePath, store_path
 from deltackpt.tiers.places import (
     differs,
@@ -37,7 +40,7 @@ class Directory:
 
     def __init__(self, path: Path, item: str):
         self.name = str(path)
-        self._path = path
+        self._path, self._dir = path, DurableDir(path)
         self.item = item
         self._held = contextlib.ExitStack()
 
@@ -90,7 +93,7 @@ class Directory:
         folder, aside = self._folder(unit), self._aside(unit)
         if not os.path.lexists(folder):
             if aside.is_dir():  # An earlier copy was interrupted while replacing it.
-                files.rename(aside, folder, fsync=True, below=self._path)
+                self._dir.publish(aside, folder)
             else:
                 return False
         self._require_same(unit, expected)
@@ -102,9 +105,8 @@ class Directory:
     def begin(self, unit: Unit, expected: Mapping[str, Digest]) -> None:
         """See ``Place``."""
         staged = self._staged(unit)
-        with files.typed_errors(staged, "make a directory"):
-            staged.mkdir(parents=True, exist_ok=True)
-            needed = digests_bytes(expected) - files.tree_bytes(staged)
+        self._dir.make(staged)
+        needed = digests_bytes(expected) - files.tree_bytes(staged)
         if files.free_bytes(staged) < needed:
             raise OutOfSpace(
                 f"{self.name}: expected room for {needed:,} bytes of {unit.name}, found "
@@ -113,7 +115,7 @@ class Directory:
 
     def discard(self, unit: Unit) -> None:
         """See ``Place``."""
-        files.remove_tree(self._staged(unit), below=self._path)
+        self._dir.remove(self._staged(unit))
 
     def written(self, unit: Unit, name: str, expected: Digest) -> bool:
         """See ``Place``."""
@@ -123,31 +125,24 @@ class Directory:
     def write(self, unit: Unit, name: str, pieces: Iterable[bytes | bytearray]) -> None:
         """See ``Place``; does not follow links, which could overwrite another file."""
         path = self._staged(unit) / name
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        with (
-            files.typed_errors(path, "write"),
-            files.opened_below(path.parent, self._path, make=True) as folder,
-            open(os.open(path.name, flags, 0o666, dir_fd=folder), "wb") as file,
-        ):
-            for piece in pieces:
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
+        with files.typed_errors(path, "write"), self._dir.opened(path.parent, make=True) as folder:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path.name, dir_fd=folder)
+            file = DirectFile(path, folder=folder, name=path.name)
+            with contextlib.closing(file):
+                for piece in pieces:
+                    file.append(np.frombuffer(piece, np.uint8))
+                file.sync()
 
     def publish(self, unit: Unit, expected: Mapping[str, Digest]) -> None:
         """See ``Place``."""
         staged, final = self._staged(unit), self._folder(unit)
-        with files.typed_errors(final, "be published"):
-            with files.opened_below(staged, self._path) as top:
-                for folder, _, inside, descriptor in os.fwalk(".", dir_fd=top):
-                    for name in inside:
-                        if Path(folder, name).as_posix() not in expected:
-                            os.unlink(name, dir_fd=descriptor)  # Left by another attempt.
-            files.fsync_tree(staged, folders_only=True)
-            missing = [folder for folder in final.parents if not folder.exists()]
-            final.parent.mkdir(parents=True, exist_ok=True)
-            for folder in missing:
-                files.fsync_path(folder.parent)
+        with files.typed_errors(final, "be published"), self._dir.opened(staged) as top:
+            for folder, _, inside, descriptor in os.fwalk(".", dir_fd=top):
+                for name in inside:
+                    if Path(folder, name).as_posix() not in expected:
+                        os.unlink(name, dir_fd=descriptor)  # Left by another attempt.
+        fsync_tree(staged)  # Another attempt may have been killed before it fsynced its files.
         missing = [name for name, of in expected.items() if length(staged / name) != of.length]
         if missing:
             raise StorageError(
@@ -155,20 +150,20 @@ class Directory:
                 "process that removes files there, then copy again"
             )
         if not os.path.lexists(final):
-            files.rename(staged, final, fsync=True, below=self._path)
+            self._dir.publish(staged, final)
             return
         self._require_same(unit, expected)  # The unit is damaged: the new copy replaces it.
         aside = self._aside(unit)
-        files.remove_tree(aside, below=self._path)
-        files.rename(final, aside, fsync=True, below=self._path)
+        self._dir.remove(aside)
+        self._dir.publish(final, aside)
         try:
-            files.rename(staged, final, fsync=True, below=self._path)
+            self._dir.publish(staged, final)
         except BaseException:
             if not os.path.lexists(final):
-                files.rename(aside, final, fsync=True, below=self._path)
+                self._dir.publish(aside, final)
             raise
-        files.remove_tree(aside, below=self._path)
-        files.remove_empty(aside.parent, self._path)
+        self._dir.remove(aside)
+        self._dir.remove_empty(aside.parent)
 
     def _folder(self, unit: Unit) -> Path:
         return self._path / unit.name

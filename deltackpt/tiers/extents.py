@@ -42,8 +42,8 @@ from deltackpt.format.extents import BLOCK_BYTES, Division, Header
 from deltackpt.ledger import locks
 from deltackpt.resources.memory import aligned_buffer
 from deltackpt.storage import files
-from deltackpt.storage.aligned import BlockFile
 from deltackpt.storage.crc import crc32c
+from deltackpt.storage.posix import DirectFile, DurableDir
 from deltackpt.storage.store import Missing
 from deltackpt.tiers.packing import Label, Pack
 
@@ -97,21 +97,19 @@ class ExtentFile:
             "give each its own Extents.directory, or stop the other trainer and the processes "
             "that it forked"
         )
-        files.make_durable(directory, private=True)
+        DurableDir(directory, private=True).create()
         with contextlib.ExitStack() as opened:
             try:
-                opened.enter_context(
-                    locks.held(directory / _LOCK, refusal, opener=files.opened_privately)
-                )
+                opened.enter_context(locks.held(directory / _LOCK, refusal, private=True))
             except InUse:
                 # The holder may be a manager of this process, which is closed if the new one can
                 # open.
-                with contextlib.closing(BlockFile(self.path)) as self._file:
+                with contextlib.closing(DirectFile(self.path, new=False)) as self._file:
                     self._require_division(self._read_division())
                 raise
             if not self.path.exists():
                 _make(directory, self._division)
-            self._file = BlockFile(self.path)
+            self._file = DirectFile(self.path, new=False)
             opened.callback(self._file.close)
             self._look()
             self._opened = opened.pop_all()
@@ -303,7 +301,7 @@ class ExtentFile:
             headers.append(header)
             # Written together with the payload if that is one piece.
             self._write_header(at, header, behind=last)
-        self._file.force()
+        self._file.sync(metadata=False)
         held.headers = tuple(headers)
 
     def _write_payload(
@@ -337,7 +335,7 @@ class ExtentFile:
         for held in many:
             self._write_header(self._division.start(held.extents[0]), gone)
         if many:
-            self._file.force()
+            self._file.sync(metadata=False)
         for held in many:
             del self._held[held.label.key]
 
@@ -352,7 +350,7 @@ class HeldPack:
     reader reads each extent once.
     """
 
-    def __init__(self, file: BlockFile, division: Division, held: _Held):
+    def __init__(self, file: DirectFile, division: Division, held: _Held):
         """Reads nothing yet."""
         self._file = file
         self._division = division
@@ -436,7 +434,7 @@ def _is_whole(headers: tuple[Header, ...], division: Division) -> bool:
 
 
 def _make(directory: Path, division: Division) -> None:
-    """Creates the file, and allocates its space by writing it."""
+    """Creates the file, and allocates its space."""
     making = directory / _MAKING
     try:
         with files.typed_errors(
@@ -446,24 +444,23 @@ def _make(directory: Path, division: Division) -> None:
         ):
             # Left by an interrupted start.
             making.unlink(missing_ok=True)
-            with open(making, "xb", opener=files.opened_privately) as new:
-                os.posix_fallocate(new.fileno(), 0, division.nbytes)
-            _fill(making, division)
+            with contextlib.closing(DirectFile(making, private=True)) as file:
+                os.posix_fallocate(file.descriptor, 0, division.nbytes)
+                _fill(file, division)
     except BaseException:
         making.unlink(missing_ok=True)
         raise
-    files.rename(making, directory / FILE, fsync=True)
+    DurableDir(directory).publish(making, directory / FILE)
 
 
-def _fill(path: Path, division: Division) -> None:
+def _fill(file: DirectFile, division: Division) -> None:
     """Writes the file once: a first write to allocated space still changes file system metadata."""
-    with contextlib.closing(BlockFile(path)) as file:
-        zeros = aligned_buffer(_PIECE_BYTES)
-        for start in range(BLOCK_BYTES, division.nbytes, len(zeros)):
-            file.write(start, zeros[: division.nbytes - start])
-        zeros[:BLOCK_BYTES] = np.frombuffer(extents.division_block(division), np.uint8)
-        file.write(0, zeros[:BLOCK_BYTES])
-        file.force()
+    zeros = aligned_buffer(_PIECE_BYTES)
+    for start in range(BLOCK_BYTES, division.nbytes, len(zeros)):
+        file.write(start, zeros[: division.nbytes - start])
+    zeros[:BLOCK_BYTES] = np.frombuffer(extents.division_block(division), np.uint8)
+    file.write(0, zeros[:BLOCK_BYTES])
+    file.sync(metadata=False)
 
 
 def _in_blocks(nbytes: int) -> int:

@@ -27,6 +27,7 @@ from deltackpt.options import ManagerOptions, Tiers
 from deltackpt.reading import saves
 from deltackpt.reading.wal_index import WalReader
 from deltackpt.storage import buckets, files, redaction
+from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import store_path
 from deltackpt.tiers import recall
 from deltackpt.tiers.extents import ExtentFile
@@ -481,14 +482,14 @@ def _move_aside(stage: Stage, local: Root, old: Orders, state: State, expected: 
             f"{stage.path}: expected {expected}; steps {sorted(stale)}, which are not at "
             f"{old.url}, were moved to {aside}"
         )
-    if moved := _move_logs_aside(local.path / names.LOG, state, aside / names.LOG):
+    if moved := _move_logs_aside(stage, local.path / names.LOG, state, aside / names.LOG):
         events.warn(
             f"{stage.path}: expected {expected}; the WAL of epochs {moved}, which {old.url} does "
             f"not hold, was moved to {aside / names.LOG}"
         )
 
 
-def _move_logs_aside(log: Path, state: State, aside: Path) -> list[int]:
+def _move_logs_aside(stage: Stage, log: Path, state: State, aside: Path) -> list[int]:
     """Moves WAL epochs aside whose headers are not in the remote directory; returns their numbers.
 
     The newest header determines which records of the other epochs are still valid.
@@ -501,12 +502,11 @@ def _move_logs_aside(log: Path, state: State, aside: Path) -> list[int]:
         except Damaged:
             is_at_root = False
         if not is_at_root:
-            files.make_folder(aside)
             # After a kill between the two, the next process that opens the directory moves the
             # rest.
             for name in (names.epoch_name(number), str(number)):
                 if (log / name).exists():
-                    files.rename(log / name, aside / name, fsync=False)
+                    DurableDir(stage.path, fsync=False).publish(log / name, aside / name)
             moved.append(number)
     return sorted(moved)
 

@@ -11,6 +11,7 @@ Every file is checked against its digest when it is unpacked.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -30,6 +31,7 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.format.records import MOST_BYTES
 from deltackpt.reading import inventory
 from deltackpt.storage import crc, digests, files
+from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import Digest, Streamed
 from deltackpt.storage.store import Missing, store_path
 from deltackpt.tiers.stage import Line
@@ -359,28 +361,21 @@ def unpack(reader: Reader, label: Label, folder: Path, *, fsync: bool) -> Conten
     buffer = memoryview(bytearray(_PIECE_BYTES))
     with files.typed_errors(folder, "unpack a save"):
         folder.mkdir(parents=True)
+    batch = FileBatch(folder, fsync=fsync)
+    with contextlib.closing(batch):
         for name, found in contents.files.items():
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            streamed = Streamed()
-            with open(path, "wb", buffering=0) as file:
+            path, streamed = folder / name, Streamed()
+            batch.make(path.parent)
+            with batch.new(path) as file:
                 for offset in range(0, found[0], _PIECE_BYTES):
                     piece = buffer[: min(_PIECE_BYTES, found[0] - offset)]
                     reader.read_into(start + offset, piece)
                     streamed.add(piece)
-                    _write(file.fileno(), piece)
-                if fsync:
-                    os.fsync(file.fileno())
+                    file.append(np.frombuffer(piece, np.uint8))
             streamed.check(f"{label.key}/{name}", Digest(*found))
             start += found[0]
-    if fsync:
-        files.fsync_tree(folder, folders_only=True)
+        batch.force()
     return contents
-
-
-def _write(descriptor: int, piece: memoryview) -> None:
-    while len(piece):
-        piece = piece[os.write(descriptor, piece) :]
 
 
 def save_of(label: Label) -> SaveId | None:

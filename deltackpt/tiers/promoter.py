@@ -82,7 +82,7 @@ def only_one(stage: Stage, trainer: Trainer) -> Iterator[bool]:
     while True:
         with contextlib.ExitStack() as stack:
             try:
-                stack.enter_context(locks.held(stage.lock, refusal, opener=files.opened_privately))
+                stack.enter_context(locks.held(stage.lock, refusal, private=True))
             except InUse:
                 trainer.wait(_LOCK_SECS)
                 status = status_of(stage) if trainer.is_gone else None

@@ -31,7 +31,7 @@ from deltackpt.ledger import entries
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.entries import State
 from deltackpt.reading import saves
-from deltackpt.storage import files
+from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import store_path
 from deltackpt.tiers import packing
 from deltackpt.tiers.packing import Contents, Holder, Label, PackName
@@ -388,15 +388,16 @@ def _unpacked(
 ) -> bool:
     """Unpacks a bundle; returns whether that worked and the contents are the item's save."""
     temporary = packing.temporary_folder(final.parent, final.name)
+    folder = DurableDir(final.parent, fsync=fsync)
     with _passing_over(offer, problems):
         try:
             with offer.holder.reading(offer.label) as reader:
                 contents = packing.unpack(reader, offer.label, temporary, fsync=fsync)
             if item is not None:
                 _check_save(temporary, item, contents.save_id)
-            files.rename(temporary, final, fsync=fsync)
+            folder.publish(temporary, final)
         except BaseException:
-            files.remove_tree(temporary)
+            folder.remove(temporary)
             raise
         return True
     return False
@@ -442,11 +443,10 @@ def _set_aside(
     if not orphans:
         return
     aside = stage.aside(f"held-{uuid.uuid4().hex[:8]}")
-    files.make_folder(aside)
     for contents, why in orphans:
         held = [offer for name, offer in offers if name == contents.name]
         target = aside / str(contents.save_id.step) / contents.name.key
-        files.make_folder(target.parent)
+        DurableDir(target.parent).create()
         if any(_unpacked(offer, target, True) for offer in held):
             events.warn(
                 f"{held[0].holder.name}: step {contents.save_id.step} is superseded: {why}; it was "

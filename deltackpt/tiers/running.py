@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import subprocess
 import sys
 import time
@@ -65,7 +67,8 @@ class Running:
         if self._cpus is not None:
             arguments += ["--cpus", *map(str, sorted(self._cpus))]
         with files.typed_errors(self._stage.log, "start an uploader that writes"):
-            with open(self._stage.log, "ab", opener=files.opened_privately) as log:
+            private = functools.partial(os.open, mode=0o600)
+            with open(self._stage.log, "ab", opener=private) as log:
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-c", _PROGRAM, *arguments],
                     stdin=subprocess.PIPE,

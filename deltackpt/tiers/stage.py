@@ -40,6 +40,7 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.ledger import entries
 from deltackpt.ledger.entries import Entry, Unit
 from deltackpt.storage import files
+from deltackpt.storage.posix import DurableDir
 
 _ORDERS = "deltackpt.stage.orders"
 _PROGRESS = "deltackpt.stage.progress"
@@ -307,7 +308,7 @@ class Stage:
           StorageError: it cannot be created.
         """
         for folder in (self.path, self.steps, self.aside("")):
-            files.make_durable(folder, private=True)
+            DurableDir(folder, private=True).create()
 
     def aside(self, why: str) -> Path:
         """Returns a folder for saves that readers should no longer find."""
@@ -472,7 +473,7 @@ class Stage:
 
     def _write(self, path: Path, data: bytes, *, fsync: bool = False) -> None:
         """Writes a record that only this user can read."""
-        files.write_atomic(path, data, fsync=fsync, private=True)
+        DurableDir(path.parent, fsync=fsync, private=True).write(path, data)
 
 
 def _read_orders(path: Path) -> Orders | None:

@@ -45,6 +45,7 @@ from deltackpt.options import Tiers
 from deltackpt.reading import inventory
 from deltackpt.reading.wal_locations import WalLocation, WalLocations
 from deltackpt.storage import files
+from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import FileStore, Missing, StorePath
 from deltackpt.tiers import eviction
 from deltackpt.tiers.lag import Lag
@@ -151,7 +152,7 @@ class StagedRoot(Held):
         self._is_confirmed = True
         self._stage.order(self._orders)
         self._finish_start()
-        files.remove_tree(self._stage.fetched)
+        DurableDir(self._stage.path).remove(self._stage.fetched)
 
     def _is_in_force(self) -> bool:
         """Whether this trainer's orders have replaced those of the previous one."""
@@ -370,7 +371,7 @@ class StagedRoot(Held):
 
     def _scratch(self) -> Path:
         folder = self._stage.fetched
-        files.make_below(self._stage.path, folder)
+        DurableDir(self._stage.path, fsync=False).make(folder)
         return folder
 
     def _at_root(self) -> dict[int, Standing]:
@@ -502,10 +503,10 @@ class StagedRoot(Held):
         with contextlib.suppress(FencedError):  # The next commit reports it.
             self._drop_bases(protected)
         # Evicted saves remain available: the remote journal lists them.
-        below = self._local.path
-        rolled_back = files.entries_below(below / names.ROLLED_BACK, below)
+        local = DurableDir(self._local.path)
+        rolled_back = local.entries(local.path / names.ROLLED_BACK)
         for folder in sorted(rolled_back, key=lambda one: one.lstat().st_mtime)[:-1]:
-            files.remove_tree(folder, below=below)
+            local.remove(folder)
 
     def _tidy(self) -> None:
         """Evicts what the staging directory no longer needs, as far as known."""

@@ -35,6 +35,7 @@ from deltackpt.ledger.opening import BucketSteps, open_steps
 from deltackpt.reading.wal_locations import WalFolder
 from deltackpt.reading.wal_state import read_wal_state
 from deltackpt.storage import buckets, files
+from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import StorePath
 from deltackpt.upkeep import compact, wal_removal
 from deltackpt.upkeep.unneeded import (
@@ -177,14 +178,14 @@ def collect(
             contextlib.closing(Root.open(path, item=item, after_epoch=judged))
         )
         found = _look(path, item, retention, rolled_back, checked)
-        for number, removable in enumerate(found.removable):
+        for removable in found.removable:
             if removable.kind == "WAL epoch":
                 opened.check_lease()
                 wal_removal.remove(
                     WalFolder(opened.store_path / names.LOG), int(Path(removable.name).name)
                 )
             else:
-                _move_to_trash(opened, removable, number)
+                _move_to_trash(opened, removable)
         opened.empty_trash()
         with files.typed_errors(path, "remove what is empty"):
             _remove_empty(path, item)
@@ -301,28 +302,27 @@ def exclusive(path: Path) -> Iterator[None]:
         finally:
             with contextlib.suppress(OSError):  # Files of an interrupted copy stay.
                 if os.listdir(place) == [name.name]:
-                    files.remove_file(name, path)
+                    DurableDir(path).remove_file(name)
 
 
 def _is_cut(removable: Removable) -> bool:
     return removable.kind.startswith("interrupted ")
 
 
-def _move_to_trash(opened: Root, removable: Removable, number: int) -> None:
+def _move_to_trash(opened: Root, removable: Removable) -> None:
     """Renames an object durably, so that it is complete or gone under its name."""
-    trash = opened.path / opened.new_trash()
     # Remove nothing more once another trainer has taken the directory.
     opened.check_lease()
     source = opened.path / removable.name
-    target = trash / f"{number}.{source.name}"
-    files.rename(source, target, fsync=True, below=opened.path)
+    DurableDir(opened.path).publish(source, opened.new_trash() / source.name)
 
 
 def _remove_empty(path: Path, item: str) -> None:
     """Removes empty folders."""
+    directory = DurableDir(path)
     for place in (names.COMPACTED, names.TRASH):
-        for folder in files.entries_below(path / place, path):
-            files.remove_empty(folder, path)  # Not empty if another item has a base.
+        for folder in directory.entries(path / place):
+            directory.remove_empty(folder)  # Not empty if another item has a base.
 
 
 def _cut(at: StorePath) -> Iterator[Removable]:

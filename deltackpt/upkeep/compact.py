@@ -23,7 +23,6 @@ import dataclasses
 import functools
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +35,7 @@ from deltackpt.errors import (
     OptionError,
     OutOfSpace,
     StepNotFound,
+    StorageError,
     TargetDiffers,
     UnsupportedRoot,
 )
@@ -49,13 +49,15 @@ from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.opening import BucketSteps, open_steps
 from deltackpt.ledger.steps import Steps
 from deltackpt.ledger.upload import upload
-from deltackpt.reading import chains, inventory, removal, saves, stored_dense
+from deltackpt.reading import chains, inventory, removal, saves
 from deltackpt.reading.meter import Meter, Progress
 from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.stored_dense import DenseItem
 from deltackpt.resources import priority
 from deltackpt.storage import buckets, files, parts
+from deltackpt.storage.posix import DurableDir, fsync_path
 from deltackpt.storage.store import store_path
-from deltackpt.upkeep.fold import Folded, fold, least_memory_bytes, ready
+from deltackpt.upkeep.fold import Folded, fold, most_workers, written_part
 from deltackpt.upkeep.plan import Plan, chain, plan, standing
 
 #: Default memory limit of a compaction.
@@ -151,12 +153,14 @@ def compact(
         if planned is None:
             return None
         _require_room(planned)
-        count = min(wanted, len(planned.parts), most_workers(planned, memory_bytes))
+        with standing(planned):
+            most = most_workers(planned, chain(planned), memory_bytes)
+        count = min(wanted, len(planned.parts), most)
         try:
             folded = (fold_all or _by_threads)(planned, count, memory_bytes // count, progress)
             publish(planned)
         finally:
-            files.remove_tree(planned.workspace, below=planned.directory)
+            DurableDir(planned.directory).remove(planned.workspace)
     return Compacted(
         step=planned.step,
         save_id=planned.save_id,
@@ -197,9 +201,9 @@ def _compact_in_bucket(
             assert isinstance(held, Committed)
             for save in found:
                 _fetch(held, save.item_dir.key, folder)
-            _, base = stored_dense.shards_of(found)
-            if found[-1].head.dense_blocks is not None and base is not None:
-                _fetch_item(held, base, folder)
+            item_below = DenseItem(found)
+            if item_below.shards and item_below.base is not None:
+                _fetch_item(held, item_below.base.save, folder)
         done = fold_chain(folder, step=step)
         if done is not None:
             _put_base(Journal(opened.journal.root), folder, Unit(step, item))
@@ -265,37 +269,18 @@ def exclusive(directory: Path) -> Iterator[None]:
         )
     # Before anything is created there: the directory may not be deltackpt's.
     Root.open(directory, read_only=True).close()
-    folder = directory / names.COMPACTED
+    opened, folder = DurableDir(directory), directory / names.COMPACTED
     path = folder / names.COMPACTION_LOCK
-    if not folder.is_dir():
-        with files.typed_errors(path, "be locked"):
-            folder.mkdir(exist_ok=True)
-            files.fsync_path(directory)
+    opened.make(folder)
     refusal = AlreadyCompacting(
         f"{directory}: expected no other compaction, found the lock {path} held by another "
         "process; wait until it has ended"
     )
     with locks.held(path, refusal):
-        for entry in files.entries_below(folder, directory):
+        for entry in opened.entries(folder):
             if names.is_compaction(entry.name):
-                files.remove_tree(entry, below=directory)
+                opened.remove(entry)
         yield
-
-
-def most_workers(plan: Plan, memory_bytes: int) -> int:
-    """Returns how many workers can run in parallel within a memory limit.
-
-    Raises:
-      OptionError: the limit is too low for one worker.
-    """
-    with standing(plan):
-        least = least_memory_bytes(chain(plan))
-    if memory_bytes < least:
-        raise OptionError(
-            f"memory_bytes: expected at least {least:,} to compact step {plan.step}, found "
-            f"{memory_bytes:,}; raise it"
-        )
-    return memory_bytes // least
 
 
 def publish(plan: Plan) -> None:
@@ -311,39 +296,44 @@ def publish(plan: Plan) -> None:
     with contextlib.suppress(Damaged):
         if saves.read_compacted(plan.step_dir, plan.save_id, plan.item) is not None:
             return
-    count = len(plan.parts)
+    opened, count = DurableDir(plan.directory), len(plan.parts)
     written = []
     for number in range(count):
-        part = ready(plan, number)
+        part = written_part(plan, number)
         if part is None:
             raise Damaged(
-                f"{plan.temporary}/{plan.item}/{names.manifest_name(number)}",
+                f"{plan.temporary}/{number}",
                 f"part {number} of {count}",
                 "no such part",
                 "merge it, then publish again",
             )
         written.append(part)
+    base, final = plan.part_dir(0), names.compacted_dir(plan.step_dir, plan.item)
     if count > 1:
         head, *others = written
         index = (
             parts.part_of(head.record, 0),
             *(parts.part_of(part.record, part.crc32c) for part in others),
         )
-        path = plan.item_dir / names.manifest_name(0)
-        files.write_atomic(
-            path, manifest.to_bytes(dataclasses.replace(head.record, parts=index)), fsync=True
-        )
+        record = manifest.to_bytes(dataclasses.replace(head.record, parts=index))
+        opened.write(base / names.manifest_name(0), record)
     with standing(plan):
         chain(plan)
-    final = names.compacted_dir(plan.step_dir, plan.item)
     with files.typed_errors(final, "be published"):
-        files.fsync_path(plan.item_dir)
+        moving = DurableDir(plan.directory, fsync=False)
+        for number in range(1, count):
+            for path in moving.entries(plan.part_dir(number)):
+                moving.publish(path, base / path.name)
+        fsync_path(base)
+    try:
         # Move a stale or damaged base out of the way.
-        with contextlib.suppress(FileNotFoundError):
-            files.rename_below(final, plan.workspace / "replaced", plan.directory)
-        _rename_into(plan.item_dir, final, plan.directory)
-        files.fsync_path(final.parent)
-        files.fsync_path(final.parent.parent)
+        opened.publish(final, plan.workspace / "replaced")
+    except StorageError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
+    opened.publish(base, final)
+    with files.typed_errors(final, "be published"):
+        fsync_path(final.parent.parent)  # A killed compaction may have made its folder.
 
 
 def _by_threads(
@@ -351,35 +341,16 @@ def _by_threads(
 ) -> list[Folded]:
     """Merges all parts in threads of a lower priority: measured no slower than processes."""
     meter = Meter(progress, planned.nbytes)
-
-    def run(number: int) -> Folded:
-        if stop.is_set():
-            raise concurrent.futures.CancelledError
-        return fold(planned, number, memory_bytes=memory_bytes, progress=_share(meter))
-
-    stop = threading.Event()
+    run = functools.partial(fold, planned, memory_bytes=memory_bytes, on_bytes=meter.add)
     with concurrent.futures.ThreadPoolExecutor(threads, "deltackpt-fold", priority.lower) as pool:
         futures = [pool.submit(run, number) for number in range(len(planned.parts))]
         try:
             for future in concurrent.futures.as_completed(futures):
                 future.result()
         except BaseException:
-            stop.set()
             pool.shutdown(cancel_futures=True)
             raise
     return [future.result() for future in futures]
-
-
-def _share(meter: Meter) -> Progress:
-    """Progress callback of one part."""
-    done = 0
-
-    def add(now: int, total: int) -> None:
-        nonlocal done
-        meter.add(now - done)
-        done = now
-
-    return add
 
 
 def _require_room(plan: Plan) -> None:
@@ -389,14 +360,3 @@ def _require_room(plan: Plan) -> None:
             f"{plan.directory}: expected room for {needed:,} bytes to compact step "
             f"{plan.step}, found {free:,} bytes free; free space or keep fewer steps, then retry"
         )
-
-
-def _rename_into(source: Path, final: Path, below: Path) -> None:
-    while True:
-        try:
-            files.rename_below(source, final, below)
-            return
-        except FileNotFoundError:
-            # A trainer may have removed the empty folder.
-            if not source.is_dir():
-                raise

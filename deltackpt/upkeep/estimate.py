@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,22 +19,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from deltackpt import codecs
 from deltackpt.errors import StepNotFound
 from deltackpt.format import blocks, manifest, names
-from deltackpt.format.blocks import Span, StoredRows
-from deltackpt.format.manifest import TableEntry
+from deltackpt.format.blocks import Rows, Span, StoredRows
+from deltackpt.format.manifest import Layout
 from deltackpt.format.segments import FieldSpec, GroupEntry, Segment
 from deltackpt.layers import merge
-from deltackpt.layers.merge import RowIndices
 from deltackpt.layers.targets import Target, Targets
 from deltackpt.ledger import points
 from deltackpt.ledger.opening import open_steps
-from deltackpt.reading import chains, orbax_values, reader, removal, stored_dense
-from deltackpt.reading.part_arrays import PartArrays
+from deltackpt.reading import chains, reader, removal, stored_dense
 from deltackpt.reading.saves import StoredPart, StoredSave
+from deltackpt.reading.stored_dense import DenseItem
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan
 from deltackpt.resources import memory
 from deltackpt.storage import digests
 from deltackpt.storage.store import StorePath
-from deltackpt.upkeep.dense_chain import DenseChain
 
 #: Limits of stored bytes and (roughly) time for sampling tables.
 _SAMPLE_BYTES = 64 << 20
@@ -182,13 +182,18 @@ def restore_plan(
         started = time.perf_counter()
         walked = chains.read_chain(step_dir, item)
         with chains.standing_chain(walked):
-            for save in walked:
-                _files(save, _segments(save))  # Reads the digests.
+            stored = [
+                # The digests are read for this.
+                _Stored(save, part, segment, part.arrays.files_of(segment))
+                for save in walked
+                for part in save.parts()
+                for segment in part.record.segments
+            ]
             records_secs = time.perf_counter() - started
             if plan is not None:
-                return _with_log(_plan(step, walked, {}, records_secs), plan)
+                return _with_log(_plan(step, walked, stored, {}, records_secs), plan)
             dense = _other_files(step_dir, item) | _dense_files(walked)
-            return _plan(step, walked, dense, records_secs)
+            return _plan(step, walked, stored, dense, records_secs)
 
 
 def _with_log(below: RestorePlan, plan: ReplayPlan) -> RestorePlan:
@@ -216,19 +221,71 @@ def _with_log(below: RestorePlan, plan: ReplayPlan) -> RestorePlan:
     )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Stored:
+    """A segment of tables in a save of the chain.
+
+    Attributes:
+      files: its bytes in each file, without ``zarr.json``, by path below the item's folder.
+    """
+
+    save: StoredSave
+    part: StoredPart
+    segment: Segment
+    files: Mapping[str, int]
+
+    @property
+    def group(self) -> GroupEntry:
+        return self.part.groups[self.segment.group]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.files.values())
+
+    @property
+    def field_bytes(self) -> int:
+        """Stored bytes of its fields, before any compression, as in ``reader``."""
+        entries = self.segment.arrays
+        return sum(entry.nbytes for entry in entries if entry.name != names.GAPS)
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        specs = (self.segment.spec(self.group, field) for field in self.segment.fields)
+        return tuple(spec.codec for spec in specs)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether its rows count as rows of tables; those split over column segments do once."""
+        return blocks.VALUES in self.segment.fields and self.segment.columns[0] == 0
+
+    @functools.cached_property
+    def rows(self) -> dict[str, int]:
+        """Number of its rows by table."""
+        members = manifest.members(self.group, self.save.head.tables)
+        for encoding in self.segment.encodings:
+            return {table.name: count for table, count in zip(members, encoding.rows, strict=True)}
+        rows = merge.segment_rows(self.part, self.segment)
+        spans = [(table.offset, table.offset + table.rows) for table in members]
+        slices = zip(members, blocks.row_slices(rows, spans), strict=True)
+        return {table.name: held.stop - held.start for table, held in slices}
+
+
 def _plan(
-    step: int, saves: Sequence[StoredSave], dense: Mapping[StorePath, int], records_secs: float
+    step: int,
+    saves: Sequence[StoredSave],
+    stored: Sequence[_Stored],
+    dense: Mapping[StorePath, int],
+    records_secs: float,
 ) -> RestorePlan:
     """The plan of a step whose manifests were read in ``records_secs``."""
-    sizes = {save.name: _segment_bytes(save) for save in saves}
-    chain = tuple(_save_plan(save, sizes[save.name]) for save in saves)
-    tables_secs, sampled, share = _sampled(saves)
+    chain = tuple(_save_plan(save, [one for one in stored if one.save is save]) for save in saves)
+    tables_secs, sampled, share = _sampled(stored)
     groups = saves[-1].layout.groups
     nbytes = sum(group.rows * group.row_bytes for group in groups)
     return RestorePlan(
         step=step,
         chain=chain,
-        tables=tuple(_table_plans(saves, sizes)),
+        tables=tuple(_table_plans(saves[-1].layout, stored)),
         bytes_read=sum(save.nbytes for save in chain),
         file_count=sum(save.file_count for save in chain),
         memory_bytes=nbytes,
@@ -245,64 +302,27 @@ def _plan(
     )
 
 
-#: Process and segment to its stored bytes, without ``zarr.json``.
-_Sizes = Mapping[tuple[int, str], int]
-
-
-def _segment_bytes(save: StoredSave) -> _Sizes:
-    return {
-        (part.record.process, segment.name): sum(part.arrays.files_of(segment).values())
-        for part in save.parts()
-        for segment in part.record.segments
-    }
-
-
-def _files(
-    save: StoredSave, segments: Iterable[tuple[PartArrays, Segment]]
-) -> dict[StorePath, int]:
-    """The files that hold some segments of a save, with the bytes of these."""
-    found: dict[StorePath, int] = collections.Counter()
-    for arrays, segment in segments:
-        for name, nbytes in arrays.files_of(segment).items():
-            found[save.item_dir / name] += nbytes
-    return found
-
-
-def _segments(save: StoredSave) -> Iterator[tuple[PartArrays, Segment]]:
-    return ((part.arrays, segment) for part in save.parts() for segment in part.record.segments)
-
-
-def _save_plan(save: StoredSave, sizes: _Sizes) -> SavePlan:
-    used = {
-        segment.spec(part.groups[segment.group], field).codec
-        for part in save.parts()
-        for segment in part.record.segments
-        for field in segment.fields
-    }
+def _save_plan(save: StoredSave, stored: Sequence[_Stored]) -> SavePlan:
     return SavePlan(
         name=save.name if save.compacted else save.info.step_dir,
         kind=save.info.kind,
         compacted=save.compacted,
-        rows=sum(_value_rows(save).values()),
-        nbytes=sum(sizes.values()),
-        file_count=len(_files(save, _segments(save))),
-        codecs=tuple(sorted(used)),
+        rows=sum(sum(one.rows.values()) for one in stored if one.is_counted),
+        nbytes=sum(one.nbytes for one in stored),
+        file_count=len({name for one in stored for name in one.files}),
+        codecs=tuple(sorted({codec for one in stored for codec in one.codecs})),
     )
 
 
-def _table_plans(saves: Sequence[StoredSave], sizes: Mapping[str, _Sizes]) -> Iterator[TablePlan]:
+def _table_plans(target: Layout, stored: Iterable[_Stored]) -> Iterator[TablePlan]:
     """The tables of a step, with the sizes of their data in the chain."""
-    target = saves[-1].layout
-    groups = target.group_by_name
     nbytes: dict[str, float] = collections.defaultdict(float)
     rows: dict[str, int] = collections.Counter()
-    for save in saves:
-        rows.update(_value_rows(save))
-        for part in save.parts():
-            for segment in part.record.segments:
-                held = sizes[save.name][part.record.process, segment.name]
-                for name, count in _table_rows(part, segment, save.head.tables).items():
-                    nbytes[name] += held * count / max(1, segment.count)
+    for one in stored:
+        for name, count in one.rows.items():
+            nbytes[name] += one.nbytes * count / max(1, one.segment.count)
+            rows[name] += count if one.is_counted else 0
+    groups = target.group_by_name
     for table in target.tables:
         yield TablePlan(
             table=table.name,
@@ -311,29 +331,6 @@ def _table_plans(saves: Sequence[StoredSave], sizes: Mapping[str, _Sizes]) -> It
             bytes_read=round(nbytes[table.name]),
             memory_bytes=table.rows * groups[table.group].row_bytes,
         )
-
-
-def _value_rows(save: StoredSave) -> dict[str, int]:
-    """Number of rows in a save by table; counts rows split over column segments once."""
-    found: dict[str, int] = collections.Counter()
-    for part in save.parts():
-        for segment in part.record.segments:
-            if blocks.VALUES in segment.fields and segment.columns[0] == 0:
-                found.update(_table_rows(part, segment, save.head.tables))
-    return found
-
-
-def _table_rows(part: StoredPart, segment: Segment, tables: Iterable[TableEntry]) -> dict[str, int]:
-    """Number of rows in a segment by table."""
-    members = manifest.members(part.groups[segment.group], tables)
-    for encoding in segment.encodings:
-        return {table.name: count for table, count in zip(members, encoding.rows, strict=True)}
-    rows = merge.segment_rows(part, segment)
-    slices = {
-        table.name: blocks.row_slice(rows, table.offset, table.offset + table.rows)
-        for table in members
-    }
-    return {name: held.stop - held.start for name, held in slices.items()}
 
 
 def _other_files(step_dir: StorePath, item: str) -> dict[StorePath, int]:
@@ -345,22 +342,18 @@ def _other_files(step_dir: StorePath, item: str) -> dict[StorePath, int]:
 
 def _dense_files(chain: Sequence[StoredSave]) -> dict[StorePath, int]:
     """Files of dense leaves that a chain stores as blocks, and of the base's item."""
-    held = DenseChain.of(chain)
-    found: dict[StorePath, int] = {}
-    for save, of_save in zip(reversed(chain), held.sources, strict=False):
-        blocks = ((one.arrays, segment) for one in of_save for segment in one.record.segments)
-        found |= _files(save, blocks)
-    if held.missing or (chain[-1].compacted and not held.sources):
-        found |= _item_files(held.base)
+    item = DenseItem(chain)
+    found: dict[StorePath, int] = collections.Counter()
+    for save, shards in zip(reversed(chain), item.shards, strict=False):
+        for shard in shards:
+            for segment in shard.record.segments:
+                for name, nbytes in shard.arrays.files_of(segment).items():
+                    found[save.item_dir / name] += nbytes
+    from_base = item.missing or (chain[-1].compacted and not item.shards)
+    if from_base and item.base is not None and item.base.save.has_dense:
+        at = item.base.item.at
+        found |= {at / name: (at / name).length() for name in at.keys()}
     return found
-
-
-def _item_files(base: StoredSave | None) -> dict[StorePath, int]:
-    """Files of a base's dense item, if it has one."""
-    if base is None or not base.has_dense:
-        return {}
-    at = orbax_values.of_save(base).at
-    return {at / name: (at / name).length() for name in at.keys()}
 
 
 def _dense_secs(dense: Mapping[StorePath, int]) -> float:
@@ -374,38 +367,30 @@ def _dense_secs(dense: Mapping[StorePath, int]) -> float:
     return (time.perf_counter() - started) * sum(dense.values()) / max(1, read)
 
 
-def _sampled(saves: Sequence[StoredSave]) -> tuple[float, int, float]:
+#: Segments that are read at the same speed: kind of save, and codecs.
+_Kind = tuple[str, ...]
+
+
+def _sampled(stored: Iterable[_Stored]) -> tuple[float, int, float]:
     """Predicted time to read and merge a chain; sampled bytes, and their share.
 
     It is an upper bound: it counts rows that newer saves replace, which a restore skips.
     """
-    kinds: dict[tuple[str, ...], list[tuple[StoredSave, StoredPart, Segment]]] = {}
-    total: dict[tuple[str, ...], int] = collections.Counter()
-    for save in saves:
-        for part in save.parts():
-            for segment in part.record.segments:
-                kind = _kind(save, part, segment)
-                kinds.setdefault(kind, []).append((save, part, segment))
-                total[kind] += _field_bytes(segment)
-    seconds: dict[tuple[str, ...], float] = collections.defaultdict(float)
-    nbytes: dict[tuple[str, ...], int] = collections.Counter()
+    kinds: dict[_Kind, list[_Stored]] = collections.defaultdict(list)
+    for one in stored:
+        kinds[one.save.info.kind, *one.codecs].append(one)
+    total = {kind: sum(one.field_bytes for one in found) for kind, found in kinds.items()}
+    seconds: dict[_Kind, float] = collections.defaultdict(float)
+    nbytes: dict[_Kind, int] = collections.Counter()
     started = time.perf_counter()
-    for kind, sample in _in_turn(kinds):
+    for kind, sample in _in_turn(kinds, total):
         if nbytes and (
             sum(nbytes.values()) > _SAMPLE_BYTES or time.perf_counter() - started > _SAMPLE_SECS
         ):
             break
-        save = sample[0]
-        prepared = _prepared(*sample)
-        if save.info.kind == "delta":
-            # A delta is merged into memory that is mapped; a base is read into fresh memory.
-            for target in prepared.targets.all:
-                target.buffer.fill(0)
-        before = time.perf_counter()
-        nbytes[kind] += reader.fill(
-            [save], prepared.targets, indices=prepared.indices, over_parent=True
-        )
-        seconds[kind] += time.perf_counter() - before + prepared.seconds
+        secs, read = _measured(sample)
+        seconds[kind] += secs
+        nbytes[kind] += read
     read, whole = sum(nbytes.values()), sum(total.values())
     mean = sum(seconds.values()) / max(1, read)
     estimate = sum(
@@ -415,66 +400,53 @@ def _sampled(saves: Sequence[StoredSave]) -> tuple[float, int, float]:
     return estimate, read, read / max(1, whole)
 
 
-def _kind(save: StoredSave, part: StoredPart, segment: Segment) -> tuple[str, ...]:
-    """Key of segments that are read at the same speed."""
-    group = part.groups[segment.group]
-    return (save.info.kind, *(segment.spec(group, field).codec for field in segment.fields))
-
-
 def _in_turn(
-    kinds: Mapping[tuple[str, ...], list[tuple[StoredSave, StoredPart, Segment]]],
-) -> Iterator[tuple[tuple[str, ...], tuple[StoredSave, StoredPart, Segment]]]:
-    """Takes segments of all kinds in turn, the largest of each kind first."""
-    largest = {
-        kind: sorted(found, key=lambda one: -_field_bytes(one[2])) for kind, found in kinds.items()
-    }
-    order = sorted(largest, key=lambda kind: -sum(_field_bytes(one[2]) for one in largest[kind]))
-    for number in range(max(map(len, largest.values()), default=0)):
-        for kind in order:
-            if number < len(largest[kind]):
-                yield kind, largest[kind][number]
+    kinds: Mapping[_Kind, Sequence[_Stored]], total: Mapping[_Kind, int]
+) -> Iterator[tuple[_Kind, _Stored]]:
+    """Yields segments of all kinds in turn, the largest of each kind first."""
+    order = sorted(kinds, key=lambda kind: -total[kind])
+    largest = (sorted(kinds[kind], key=lambda one: -one.field_bytes) for kind in order)
+    for samples in itertools.zip_longest(*largest):
+        yield from ((kind, one) for kind, one in zip(order, samples, strict=True) if one)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Prepared:
-    """A sample of a segment.
-
-    Attributes:
-      targets: memory for its rows.
-      indices: returns the row indices of the sample, and None for other segments.
-      seconds: time it took to read the indices.
-    """
-
-    targets: Targets
-    indices: RowIndices
-    seconds: float
-
-
-def _prepared(save: StoredSave, part: StoredPart, segment: Segment) -> _Prepared:
-    """Prepares reading the first rows of a segment: some chunks, within the memory limit."""
-    group = part.groups[segment.group]
+def _measured(sample: _Stored) -> tuple[float, int]:
+    """Merges the first rows of a segment, within the memory limit; returns seconds and bytes."""
+    save, part, segment, group = sample.save, sample.part, sample.segment, sample.group
     specs = [spec for spec in group.fields if spec.name in segment.fields]
     started = time.perf_counter()
-    rows = merge.segment_rows(part, segment)
-    count = _rows_of_first_chunks(segment)
-    seconds = (time.perf_counter() - started) * count / max(1, segment.count)
-    rows = rows[:count]
+    rows = _first_rows(part, segment)
+    seconds = time.perf_counter() - started
     first = merge.reach(rows)[0]
     most = max(1, _WINDOW_BYTES // max(1, sum(spec.row_bytes for spec in specs)))
     rows = rows[blocks.row_slice(rows, first, first + most)]
     span = merge.reach(rows)
     targets = Targets([_target(group, spec, span, segment) for spec in specs], save.layout)
+    if save.info.kind == "delta":
+        # A delta is merged into memory that is mapped; a base is read into fresh memory.
+        for target in targets.all:
+            target.buffer.fill(0)
 
     def indices(found: StoredPart, of: Segment, targets: Targets) -> StoredRows | None:
         return StoredRows(rows) if (found, of) == (part, segment) else None
 
-    return _Prepared(targets, indices, seconds)
+    started = time.perf_counter()
+    nbytes = reader.fill([save], targets, indices=indices, over_parent=True)
+    return seconds + time.perf_counter() - started, nbytes
 
 
-def _rows_of_first_chunks(segment: Segment) -> int:
+def _first_rows(part: StoredPart, segment: Segment) -> Rows:
+    """The rows of the first chunks of a segment; reads few other row indices."""
     arrays = [entry for entry in segment.arrays if entry.name != names.GAPS]
     largest = max(arrays, key=lambda entry: entry.nbytes)
-    return min(segment.count, _CHUNKS * largest.chunk_rows)
+    count = min(segment.count, _CHUNKS * largest.chunk_rows)
+    total = part.groups[segment.group].rows
+    stop = total * count // max(1, segment.count)
+    while True:
+        rows = merge.rows_within(part, segment, (0, stop)).rows
+        if len(rows) >= count or stop >= total:
+            return rows[:count]
+        stop = 2 * stop + 1
 
 
 def _target(group: GroupEntry, spec: FieldSpec, span: Span, segment: Segment) -> Target:
@@ -482,8 +454,3 @@ def _target(group: GroupEntry, spec: FieldSpec, span: Span, segment: Segment) ->
     held = segment.spec(group, spec.name)
     buffer = memory.empty_buffer((span[1] - span[0], *held.trailing), codecs.dtype_of(spec.dtype))
     return Target(group.name, spec.name, span, segment.columns if split else None, buffer)
-
-
-def _field_bytes(segment: Segment) -> int:
-    """Stored bytes of the fields of a segment, before any compression, as in ``reader``."""
-    return sum(entry.nbytes for entry in segment.arrays if entry.name != names.GAPS)

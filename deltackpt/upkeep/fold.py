@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merges the rows of one part of a plan from their chain into the files of a base.
+"""Merges one part of a plan, rows of tables and dense leaves, from their chain into a base.
+
+An attempt writes to its own directory, which becomes the part by one rename: chunks of tables, the
+item of the dense leaves, the digests of all of them, and a manifest. Several processes may attempt
+the same part; names of OCDBT files are random, so the first attempt to finish is the part.
 
 A worker uses its memory for row indices of the deltas, for data that is being read and decoded, for
 chunks that are being written, and, with the rest, for the window of rows that is being merged. With
 a larger window, fewer chunks of compressed deltas are read twice. A part is divided into ranges of
-rows whose row indices fit into the memory, so that these are decoded once per part, and a range
-into windows.
+rows whose row indices fit into the memory, and a range into windows. Dense leaves are merged before
+the tables, in pieces that fit into the same memory.
 """
 
 from __future__ import annotations
@@ -15,9 +19,8 @@ import errno
 import math
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -30,34 +33,27 @@ from deltackpt.format.manifest import Manifest
 from deltackpt.format.segments import FieldSpec, GroupEntry, Segment, width
 from deltackpt.layers import merge
 from deltackpt.layers.targets import Target, Targets
-from deltackpt.reading import chains, reader
-from deltackpt.reading.meter import Progress
+from deltackpt.reading import chains, reader, stored_dense
 from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.resources import memory
 from deltackpt.resources.staging import Staging
-from deltackpt.storage import arrays, digests, files, parts
+from deltackpt.storage import arrays, digests, files, ocdbt, parts
 from deltackpt.storage.batch import FileBatch
-from deltackpt.storage.digests import Digest
-from deltackpt.storage.parts import (
-    ArrayPlace,
-    Share,
-    StoredArrays,
-    StoredField,
-    WrittenPart,
-)
+from deltackpt.storage.ocdbt import ZARRAY
+from deltackpt.storage.parts import ArrayPlace, Share, StoredArrays, StoredField, WrittenPart
+from deltackpt.storage.posix import DurableDir, fsync_path
 from deltackpt.storage.store import StorePath
-from deltackpt.upkeep import fold_dense
 from deltackpt.upkeep.plan import Plan, chain, standing
 
-#: Minimum memory of a worker besides compressed chunks: smaller windows are very slow.
+#: Minimum memory of a worker besides the largest compressed chunk, or the largest dense value:
+#: smaller windows are very slow.
 _LEAST_BYTES = 8 << 20
-#: TensorStore reads a compressed chunk as a whole: its bytes, decoded, in order, copied.
-_COPIES_OF_COMPRESSED = 4
-#: A chunk that is being written: its data, TensorStore's copy, encoded.
-_COPIES_WRITTEN = 3
-#: A piece of a delta that is being merged: stored, decoded, and intermediate.
-_COPIES_READ = 4
-#: Share of the memory limit that is used: the C library keeps some of what is freed.
+#: TensorStore reads a compressed chunk as a whole: its bytes, decoded, in order, copied. A dense
+#: value: decoded, in TensorStore's in-memory files, and the stored data that is read to verify it.
+#: A piece of a delta: stored, decoded, and intermediate. A chunk that is being written, and the
+#: next one: its data, TensorStore's copy, encoded.
+_COPIES = 4
+#: Share of the memory limit that is used for tables: the C library keeps some of what is freed.
 _SPENT = 2 / 3
 
 
@@ -69,7 +65,13 @@ class Folded:
     bytes_written: int
 
 
-def fold(plan: Plan, number: int, *, memory_bytes: int, progress: Progress | None = None) -> Folded:
+def fold(
+    plan: Plan,
+    number: int,
+    *,
+    memory_bytes: int,
+    on_bytes: Callable[[int], None] = stored_dense.uncounted,
+) -> Folded:
     """Writes one part of the new base, and fsyncs it.
 
     Idempotent, and may run concurrently in several processes: the first to finish writes the part.
@@ -78,7 +80,7 @@ def fold(plan: Plan, number: int, *, memory_bytes: int, progress: Progress | Non
       plan: the plan.
       number: number of the part.
       memory_bytes: memory limit in bytes.
-      progress: called with the part's bytes done and total bytes.
+      on_bytes: called with the bytes of rows that were merged.
 
     Raises:
       StepGone: the step was removed.
@@ -86,213 +88,248 @@ def fold(plan: Plan, number: int, *, memory_bytes: int, progress: Progress | Non
       OptionError: the memory limit is too low.
       OutOfSpace, StorageError: the storage failed.
     """
-    done = ready(plan, number)
+    done = written_part(plan, number)
     if done is not None:
         return Folded(bytes_read=0, bytes_written=done.nbytes)
     with standing(plan):
         held = chain(plan)
     attempt = plan.workspace / f"{number}.{uuid.uuid4().hex}"
     try:
-        files.make_below(plan.directory, attempt)
-        files.make_below(plan.directory, plan.item_dir)
+        DurableDir(plan.directory, fsync=False).make(attempt)
         with standing(plan), chains.standing_chain(held):
-            dense = fold_dense.fold(plan, held, memory_bytes) if number == 0 else {}
-            work = _Fold(plan, number, held, attempt, memory_bytes, progress, dense)
-            written = work.run()
-        if dense:
-            fold_dense.move(plan)
-        _move(attempt, plan.item_dir, number)
+            work = _PartMerge(plan, number, held, attempt, memory_bytes, on_bytes)
+            written = work.write()
+        with files.typed_errors(plan.part_dir(number), "be written"):
+            try:
+                os.rename(attempt, plan.part_dir(number))
+            except OSError as error:
+                # Another attempt has written the same rows and leaves.
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+            fsync_path(plan.workspace)
     finally:
-        files.remove_tree(attempt, below=plan.directory)
+        DurableDir(plan.directory).remove(attempt)
     return Folded(bytes_read=work.bytes_read, bytes_written=written.nbytes)
 
 
-def least_memory_bytes(chain: Sequence[StoredSave]) -> int:
-    """Returns the minimum memory in bytes for merging any rows of a chain."""
-    return max(_least(_compressed_bytes(chain)), fold_dense.least_memory_bytes(chain))
-
-
-def _least(compressed_bytes: int) -> int:
-    return math.ceil((_LEAST_BYTES + compressed_bytes) / _SPENT)
-
-
-def ready(plan: Plan, number: int) -> WrittenPart | None:
+def written_part(plan: Plan, number: int) -> WrittenPart | None:
     """Returns a part that was written; None if it was not."""
-    path = plan.item_dir / names.manifest_name(number)
-    if not path.is_file():
+    folder = plan.part_dir(number)
+    if not folder.is_dir():
         return None
+    path = folder / names.manifest_name(number)
     data = files.read_bytes(path)
     record = manifest.from_bytes(data, name=files.object_name(path))
-    held = digests.read_item_digests(plan.item_dir, record)
-    nbytes = len(data) + (plan.item_dir / names.digests_name(number)).stat().st_size
+    held = digests.read_item_digests(folder, record)
+    nbytes = len(data) + (folder / names.digests_name(number)).stat().st_size
     nbytes += sum(length for length, _, _ in held.files.values())
     return WrittenPart(dataclasses.replace(record, parts=()), nbytes, google_crc32c.value(data))
 
 
-def _move(attempt: Path, item_dir: Path, number: int) -> None:
-    """Moves a part into the base, its manifest last."""
-    part = names.part_dir(attempt, number)
-    with files.typed_errors(item_dir, "be written"):
-        if part.is_dir():
-            try:
-                os.rename(part, names.part_dir(item_dir, number))
-            except OSError as error:
-                # Another attempt has written the same bytes.
-                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                    raise
-        for name in (names.digests_name(number), names.manifest_name(number)):
-            files.fsync_path(item_dir)
-            os.replace(attempt / name, item_dir / name)
-        files.fsync_path(item_dir)
+def most_workers(
+    plan: Plan, chain: Sequence[StoredSave], memory_bytes: int, targets: Targets | None = None
+) -> int:
+    """Returns how many workers can run in parallel within a memory limit.
+
+    Args:
+      plan: the plan.
+      chain: the chain to merge.
+      memory_bytes: memory limit of all workers together, in bytes.
+      targets: the rows to merge; all by default.
+
+    Raises:
+      OptionError: the limit is too low for one worker.
+    """
+    least = math.ceil((_LEAST_BYTES + _compressed_bytes(chain, targets)) / _SPENT)
+    if sizes := [value.nbytes for value in stored_dense.listed(chain[-1])]:
+        least = max(least, _LEAST_BYTES + _COPIES * max(sizes))
+    if memory_bytes < least:
+        raise OptionError(
+            f"memory_bytes: expected at least {least:,} to compact step {plan.step}, found "
+            f"{memory_bytes:,}; raise it, or use fewer workers"
+        )
+    return memory_bytes // least
 
 
-class _Budget(NamedTuple):
-    """How a worker uses its memory; see the module.
+class _PartMerge:
+    """Merges one part.
 
     Attributes:
-      row_numbers: maximum number of row indices of deltas in memory.
-      window_bytes: bytes of the rows that are merged at a time.
-      chunk_bytes: bytes of a chunk that is being written.
+      bytes_read: bytes of the stored arrays of tables that were read.
     """
-
-    row_numbers: int
-    window_bytes: int
-    chunk_bytes: int
-
-    @classmethod
-    def of(cls, memory_bytes: int, fields: int) -> _Budget:
-        """Divides the memory for rows; each field has one chunk in memory."""
-        row_numbers_bytes = memory_bytes // 4
-        piece_bytes = min(arrays.CHUNK_BYTES, memory_bytes // 16)
-        chunk_bytes = min(arrays.CHUNK_BYTES, memory_bytes // 4 // (fields + _COPIES_WRITTEN))
-        spent = row_numbers_bytes + _COPIES_READ * piece_bytes
-        spent += (fields + _COPIES_WRITTEN) * chunk_bytes
-        # An int64 index, and a flag.
-        return cls(row_numbers_bytes // 9, memory_bytes - spent, chunk_bytes)
-
-
-class _Fold:
-    """Merges one part."""
 
     def __init__(
         self,
         plan: Plan,
         number: int,
         chain: Sequence[StoredSave],
-        item_dir: Path,
+        attempt: Path,
         memory_bytes: int,
-        progress: Progress | None,
-        dense: Mapping[str, Digest],
+        on_bytes: Callable[[int], None],
     ):
         self.bytes_read = 0
-        self._plan = plan
-        self._number = number
-        self._saves = chain
-        self._item_dir = item_dir
-        self._memory_bytes = memory_bytes
-        self._progress = progress
-        self._dense = dense
-        self._done = 0
+        self._plan, self._number, self._chain = plan, number, chain
+        self._attempt, self._on_bytes = attempt, on_bytes
         self._target = chain[-1]
         self._layout = self._target.layout
         self._groups = _planned_groups(chain)
+        self._spans = [(self._groups[name], span) for name, span in plan.parts[number]]
+        self._has_dense = number == 0 and plan.dense_bytes > 0
+        #: All rows of the part, for finding shards and segments.
+        self._every = Targets(
+            [
+                Target(group.name, spec.name, span, group.columns(spec), np.empty(0, np.uint8))
+                for group, span in self._spans
+                for spec in group.fields
+            ],
+            self._layout,
+        )
+        most_workers(plan, chain, memory_bytes, self._every)  # Enough for one.
+        self._memory_bytes = memory_bytes
+        compressed_bytes = _compressed_bytes(chain, self._every)
+        # For tables: a quarter each for row indices, pieces of deltas and chunks, at most; the rest
+        # is the window.
+        for_rows = int(memory_bytes * _SPENT) - compressed_bytes
+        self._chunk_bytes = min(arrays.CHUNK_BYTES, for_rows // 4 // _COPIES)
+        self._window_bytes = for_rows - for_rows // 4 - 2 * _COPIES * self._chunk_bytes
+        # An int64 index, and a flag.
+        self._most_row_indices = for_rows // 4 // 9
+        self._row_indices = _RowIndices()
+        self._scratch = Staging(2 * arrays.CHUNK_BYTES)
+        self._batch = FileBatch(attempt, fsync=True)
 
-    def run(self) -> WrittenPart:
-        """Writes arrays, digests, then the manifest, and fsyncs them."""
-        batch = FileBatch(self._item_dir, fsync=True)
+    def write(self) -> WrittenPart:
+        """Writes dense leaves, arrays, digests, then the manifest, and fsyncs them."""
+        if self._has_dense:
+            self._write_dense(self._attempt / names.DENSE_ITEM)
         segments = [
-            self._fold_span(
-                ArrayPlace(self._item_dir, self._number, f"{name}.{number}", batch),
-                self._groups[name],
-                span,
-            )
-            for number, (name, span) in enumerate(self._plan.parts[self._number])
+            self._segment(f"{group.name}.{number}", group, span)
+            for number, (group, span) in enumerate(self._spans)
         ]
-        several = len(self._plan.parts) > 1
         written = parts.finish(
-            self._item_dir,
+            self._attempt,
             self._head(),
             segments,
-            batch,
-            share=self._share() if several else None,
-            beside=self._dense,
+            self._batch,
+            share=self._share() if len(self._plan.parts) > 1 else None,
+            beside=self._batch.below(self._attempt / names.DENSE_ITEM, relative_to=self._attempt),
         )
-        batch.force()
+        self._batch.force()
         return written
 
-    def _fold_span(self, place: ArrayPlace, group: GroupEntry, span: Span) -> Segment:
+    def _segment(self, name: str, group: GroupEntry, span: Span) -> Segment:
         """Writes one segment."""
-        window = _Windows(self._layout, group, span)
-        compressed_bytes = _compressed_bytes(self._saves, window.all)
-        memory_bytes = int(self._memory_bytes * _SPENT) - compressed_bytes
-        if memory_bytes < _LEAST_BYTES - 1:
-            least = _least(compressed_bytes)
-            raise OptionError(
-                f"memory_bytes: expected at least {least:,} to merge rows of {group.name}, found "
-                f"{self._memory_bytes:,}; raise it, or use fewer workers"
-            )
-        budget = _Budget.of(memory_bytes, len(group.fields))
-        writers = {spec.name: _FieldWriter(place, spec, span, budget) for spec in group.fields}
-        rows_of_deltas = _RowIndices()
-        scratch = Staging(2 * arrays.CHUNK_BYTES)
-        rows = {
-            spec.name: min(max(1, budget.window_bytes // max(1, spec.row_bytes)), span[1] - span[0])
-            for spec in group.fields
-        }
-        nbytes = max(rows[spec.name] * spec.row_bytes for spec in group.fields)
-        buffer = memory.empty_buffer((nbytes,), np.dtype(np.uint8))
-        for stretch in self._stretches(window, budget):
-            rows_of_deltas.move(stretch)
-            for spec in group.fields:
-                for start in range(*stretch, rows[spec.name]):
-                    part = (start, min(start + rows[spec.name], stretch[1]))
-                    held = _rows_view(buffer, spec, part)
-                    self._merge(window.targets(spec, part, held), rows_of_deltas, scratch)
-                    writers[spec.name].write(held)
-                    memory.trim_memory()
-                    self._note(held.nbytes)
-        bounds = parts.table_bounds(group, self._layout, range(*span))
-        return parts.stored_segment(
-            place,
-            group.name,
-            (0, group.width),
-            range(*span),
-            StoredArrays((), 0),
-            [writers[spec.name].finish(bounds) for spec in group.fields],
+        self._row_indices = _RowIndices()
+        place = ArrayPlace(self._attempt, self._number, name, self._batch)
+        fields = [self._field(place, group, spec, span) for spec in group.fields]
+        rows, columns = range(*span), (0, group.width)
+        return parts.stored_segment(place, group.name, columns, rows, StoredArrays((), 0), fields)
+
+    def _field(
+        self, place: ArrayPlace, group: GroupEntry, spec: FieldSpec, span: Span
+    ) -> StoredField:
+        """Writes the array of one field of a segment."""
+        codec = codecs.get(spec.codec)
+        assert codecs.is_lossless(codec)
+        (array,) = codec.stored(spec.trailing, codecs.dtype_of(spec.dtype)).values()
+        count = span[1] - span[0]
+        # Equal chunks: a shorter last one would be stored at full length.
+        chunks = max(1, -(-count * spec.row_bytes // self._chunk_bytes))
+        entry = arrays.array_entry(
+            spec.name,
+            (count, *array.trailing),
+            array.dtype,
+            byte_planes=array.byte_planes,
+            chunk_rows=max(1, -(-count // chunks)),
+        )
+        windows = map(codec.stored_view, self._windows(group, spec, span))
+        return parts.stored_field(
+            spec.name,
+            parts.write_array(place, entry, windows),
+            codec=spec.codec,
+            reason=f"{spec.codec}: compacted, not re-encoded",
+            bounds=parts.table_bounds(group, self._layout, range(*span)),
         )
 
-    def _merge(self, targets: Targets, rows: _RowIndices, scratch: Staging) -> None:
+    def _windows(self, group: GroupEntry, spec: FieldSpec, span: Span) -> Iterator[np.ndarray]:
+        """Yields the merged rows of a field in order; each window is valid until the next."""
+        size = max(1, self._window_bytes // max(1, spec.row_bytes))
+        shape = min(size, span[1] - span[0]), *spec.trailing
+        buffer = memory.empty_buffer(shape, codecs.dtype_of(spec.dtype))
+        for first, last in self._ranges(group, span):
+            self._row_indices.move((first, last))
+            for start in range(first, last, size):
+                stop = min(start + size, last)
+                rows = buffer[: stop - start]
+                target = Target(group.name, spec.name, (start, stop), group.columns(spec), rows)
+                self._merge(Targets([target], self._layout))
+                yield rows
+                memory.trim_memory()
+                self._on_bytes(rows.nbytes)
+
+    def _merge(self, targets: Targets) -> None:
         def read(chain: Sequence[StoredSave]) -> int:
-            found = reader.fill(chain, targets, indices=rows, scratch=scratch, threads=1)
-            self._saves = chain
+            found = reader.fill(
+                chain, targets, indices=self._row_indices, scratch=self._scratch, threads=1
+            )
+            self._chain = chain
             return found
 
-        self.bytes_read += chains.read_whole(self._saves, read)
+        self.bytes_read += chains.read_whole(self._chain, read)
 
-    def _note(self, nbytes: int) -> None:
-        self._done += nbytes
-        if self._progress is not None:
-            total = sum(
-                (span[1] - span[0]) * self._groups[name].row_bytes
-                for name, span in self._plan.parts[self._number]
-            )
-            self._progress(self._done, total)
-
-    def _stretches(self, window: _Windows, budget: _Budget) -> Iterator[Span]:
+    def _ranges(self, group: GroupEntry, span: Span) -> Iterator[Span]:
         """Ranges of rows whose row indices in all deltas fit into the memory."""
         counts = [
-            segment.count for _, segment in _segments(self._saves, window.all) if not segment.ranges
+            segment.count
+            for segment in _segments(self._chain, self._every)
+            if segment.group == group.name and not segment.ranges
         ]
-        first, last = window.span
+        first, last = span
         rows = last - first
-        while rows > 1 and sum(min(count, rows) for count in counts) > budget.row_numbers:
+        while rows > 1 and sum(min(count, rows) for count in counts) > self._most_row_indices:
             rows = -(-rows // 2)
         for start in range(first, last, rows):
             yield start, min(start + rows, last)
 
+    def _write_dense(self, item: Path) -> None:
+        """Writes the dense leaves as Orbax's item, decoded: the values that a restore returns.
+
+        If they do not fit into the memory, each piece has a database, as those of a process.
+        """
+        room = (self._memory_bytes - _LEAST_BYTES) // _COPIES
+        pieces = [*_pieces(self._target, room)]
+        keys: set[str] = set()
+        described: dict[str, bytes] = {}
+        for number, wanted in enumerate(pieces):
+            found = stored_dense.of_step(self._chain, wanted.__contains__)
+            keys |= found.values.keys()
+            described |= {
+                key: bytes(data) for key, data in found.values.items() if key.endswith(f"/{ZARRAY}")
+            }
+            values = [
+                ocdbt.Value(key, np.frombuffer(data, np.uint8))
+                for key, data in sorted(found.values.items())
+            ]
+            several = len(pieces) > 1
+            database = ocdbt.process_directory(item, number) if several else item
+            ocdbt.write(database, values, self._batch, nodes_apart=several)
+            for name, data in found.files.items() if number == 0 else ():
+                self._batch.make((item / name).parent)
+                self._batch.write(item / name, bytes(data))
+            del found, values
+            memory.trim_memory()
+        # Before the merge, which checks the same: here, the error names the chain.
+        ocdbt.check_keys(self._target.name, keys, described)
+        if len(pieces) > 1:
+            self._batch.force()
+            ocdbt.merge(item, range(len(pieces)), described)
+            self._batch.adopt(item)
+
     def _head(self) -> Manifest:
         """The manifest, without what was written."""
         deltas = self._plan.deltas
+        # With which the bytes of deltas are compared.
+        dense_bytes = self._plan.dense_bytes if self._target.needs_older_dense else 0
         return Manifest(
             kind="base",
             save_id=self._plan.save_id,
@@ -305,93 +342,34 @@ class _Fold:
             segments=(),
             dense=self._layout.dense,
             tracking_paths=self._layout.tracking_paths,
-            digests=("item", names.DENSE_ITEM) if self._dense else ("item",),
-            dense_bytes=self._dense_bytes(),
+            digests=("item", names.DENSE_ITEM) if self._has_dense else ("item",),
+            dense_bytes=0 if self._number else dense_bytes,
             restores=self._target.head.restores,
         )
 
-    def _dense_bytes(self) -> int:
-        """Bytes of the dense leaves, with which those of deltas are compared."""
-        if self._number:
-            return 0
-        records = [part.record.dense_blocks for part in self._target.parts()]
-        changed = (record for record in records if record and not record.complete)
-        return sum(value.nbytes for record in changed for value in record.values)
-
     def _share(self) -> Share:
-        """The part's share, if there are several parts."""
-        spans = self._plan.parts[self._number]
-        return Share(
-            owned_cells={
-                name: (span[1] - span[0]) * _row_cells(self._groups[name]) for name, span in spans
-            },
-            covers=tuple(
-                manifest.cover(
-                    self._groups[name],
-                    self._layout.tables,
-                    range(*span),
-                    [(0, self._groups[name].width)],
-                )
-                for name, span in spans
-            ),
-        )
+        """The part's share of the rows."""
+        owned_cells, covers = {}, []
+        for group, span in self._spans:
+            cells = sum(width(spec.trailing) for spec in group.fields)
+            owned_cells[group.name] = (span[1] - span[0]) * cells
+            columns = [(0, group.width)]
+            covers.append(manifest.cover(group, self._layout.tables, range(*span), columns))
+        return Share(owned_cells=owned_cells, covers=tuple(covers))
 
 
-class _Windows:
-    """Targets for some rows of a group."""
-
-    def __init__(self, target: manifest.Layout, group: GroupEntry, span: Span):
-        self.span = span
-        self._layout = target
-        self._group = group
-        nothing = np.empty(0, np.uint8)
-        #: All fields, for finding parts and segments.
-        self.all = Targets([self._one(spec, span, nothing) for spec in group.fields], target)
-
-    def targets(self, spec: FieldSpec, span: Span, buffer: np.ndarray) -> Targets:
-        """Targets of one field, with a buffer."""
-        return Targets([self._one(spec, span, buffer)], self._layout)
-
-    def _one(self, spec: FieldSpec, span: Span, buffer: np.ndarray) -> Target:
-        columns = self._group.columns(spec)
-        return Target(self._group.name, spec.name, span, columns, buffer)
-
-
-class _FieldWriter:
-    """Writes the array of one field of a segment."""
-
-    def __init__(self, place: ArrayPlace, spec: FieldSpec, span: Span, budget: _Budget):
-        codec = codecs.get(spec.codec)
-        assert codecs.is_lossless(codec)
-        self._spec = spec
-        self._codec = codec
-        (array,) = codec.stored(spec.trailing, codecs.dtype_of(spec.dtype)).values()
-        count = span[1] - span[0]
-        # Equal chunks: a shorter last one would be stored at full length.
-        chunks = max(1, -(-count * spec.row_bytes // budget.chunk_bytes))
-        self._entry = arrays.array_entry(
-            spec.name,
-            (count, *array.trailing),
-            array.dtype,
-            byte_planes=array.byte_planes,
-            chunk_rows=max(1, -(-count // chunks)),
-        )
-        self._writer = place.writer(self._entry)
-
-    def write(self, rows: np.ndarray) -> None:
-        """Appends rows."""
-        self._writer.write(self._codec.stored_view(rows))
-
-    def finish(self, bounds: np.ndarray) -> StoredField:
-        """Waits until everything is written; for ``bounds``, see ``parts.stored_field``."""
-        spec = self._spec
-        return parts.stored_field(
-            spec.name,
-            StoredArrays((self._entry,), self._writer.finish()),
-            codec=spec.codec,
-            reason=f"{spec.codec}: compacted, not re-encoded",
-            bounds=bounds,
-        )
+def _pieces(save: StoredSave, most_bytes: int) -> Iterator[set[str]]:
+    """Sets of database keys with at most so many bytes; one empty set without keys."""
+    piece, nbytes = set[str](), 0
+    for value in stored_dense.listed(save):
+        if value.file:
+            continue
+        if piece and nbytes + value.nbytes > most_bytes:
+            yield piece
+            piece, nbytes = set[str](), 0
+        piece.add(value.key)
+        nbytes += value.nbytes
+    yield piece
 
 
 def _planned_groups(chain: Sequence[StoredSave]) -> dict[str, GroupEntry]:
@@ -418,7 +396,8 @@ class _RowIndices:
 
     def move(self, span: Span) -> None:
         """Moves to another range of rows."""
-        self._span, self._held = span, {}
+        if span != self._span:
+            self._span, self._held = span, {}
 
     def __call__(self, part: StoredPart, segment: Segment, targets: Targets) -> StoredRows | None:
         if segment.ranges is not None or targets.reach(segment) is None:
@@ -431,33 +410,21 @@ class _RowIndices:
         return self._held[key]
 
 
-def _segments(
-    chain: Sequence[StoredSave], targets: Targets | None = None
-) -> Iterator[tuple[StoredPart, Segment]]:
-    """The segments of a chain that touch the targets; all by default."""
+def _segments(chain: Sequence[StoredSave], targets: Targets | None) -> Iterator[Segment]:
+    """The segments of a chain that touch the targets; all without targets."""
     for save in chain:
         for part in save.parts(None if targets is None else targets.touch):
             for segment in part.record.segments:
                 if targets is None or targets.reach(segment) is not None:
-                    yield part, segment
+                    yield segment
 
 
-def _compressed_bytes(chain: Sequence[StoredSave], targets: Targets | None = None) -> int:
+def _compressed_bytes(chain: Sequence[StoredSave], targets: Targets | None) -> int:
     """Memory for reading the largest compressed chunk of a chain."""
     chunks = (
         entry.nbytes * min(1.0, entry.chunk_rows / max(1, entry.shape[0]))
-        for _, segment in _segments(chain, targets)
+        for segment in _segments(chain, targets)
         for entry in segment.arrays
         if entry.compressed
     )
-    return _COPIES_OF_COMPRESSED * math.ceil(max(chunks, default=0))
-
-
-def _row_cells(group: GroupEntry) -> int:
-    return sum(width(spec.trailing) for spec in group.fields)
-
-
-def _rows_view(buffer: np.ndarray, spec: FieldSpec, span: Span) -> np.ndarray:
-    """The start of a buffer as rows of a field."""
-    dtype, shape = codecs.dtype_of(spec.dtype), (span[1] - span[0], *spec.trailing)
-    return buffer[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+    return _COPIES * math.ceil(max(chunks, default=0))

@@ -63,10 +63,9 @@ class Plan:
         """The temporary directory."""
         return self.directory / names.COMPACTED / self.temporary
 
-    @property
-    def item_dir(self) -> Path:
-        """Directory in which the base is assembled."""
-        return self.workspace / self.item
+    def part_dir(self, number: int) -> Path:
+        """Directory of a part that was written; that of part 0 becomes the base."""
+        return self.workspace / str(number)
 
 
 def plan(

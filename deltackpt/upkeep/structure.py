@@ -55,8 +55,8 @@ def structure_problems(save: StoredSave) -> Iterator[tuple[str, str, str]]:
     for group in save.head.groups:
         yield from _coverage_problems(save.head, group, held)
     if save.head.dense_blocks is not None:
-        for part, source in zip(save.parts(), stored_dense.shards(save), strict=True):
-            yield from _dense_problems(part, source)
+        for part, shard in zip(save.parts(), stored_dense.shards(save), strict=True):
+            yield from _dense_problems(part, shard)
 
 
 def _disagreements(head: Manifest, records: Sequence[Manifest]) -> Iterator[tuple[str, str, str]]:
@@ -91,22 +91,22 @@ def _own_bytes(record: Manifest) -> int:
     return dataclasses.replace(record, parts=()).nbytes
 
 
-def _dense_problems(part: StoredPart, source: DenseShard) -> Iterator[tuple[str, str, str]]:
+def _dense_problems(part: StoredPart, shard: DenseShard) -> Iterator[tuple[str, str, str]]:
     """Inconsistencies in the blocks of dense leaves that a process wrote."""
     held: dict[str, list[blocks.Rows]] = {}
     folder = names.part_dir(Path(), part.record.process)
-    for segment in source.record.segments:
+    for segment in shard.record.segments:
         wrong = list(_segment_problems(part, segment))
         for below, wanted, found in wrong:
             yield f"{folder}/{segment.name}{below}", wanted, found
         if wrong:
             continue
         if segment.group != PLAIN:
-            field = source.field_of(segment)
-            if source.record.complete and field.is_relative:
+            field = shard.field_of(segment)
+            if shard.record.complete and field.is_relative:
                 yield f"{folder}/{segment.name}", "blocks without a reference", field.spec.codec
-            held.setdefault(segment.group, []).append(source.rows(segment))
-        elif segment.count != (total := dense_blocks.plain_bytes(source.record)):
+            held.setdefault(segment.group, []).append(shard.rows(segment))
+        elif segment.count != (total := dense_blocks.plain_bytes(shard.record)):
             yield f"{folder}/{segment.name}", f"{total} bytes of plain values", f"{segment.count}"
     for group, rows in held.items():
         starts, stops, reached = blocks.sorted_spans(rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 from deltackpt.errors import Damaged, RestoreError, StorageError
@@ -137,16 +137,13 @@ class Unneeded:
                 f"the steps {extra} stay only because kept chains need them; "
                 "deltackpt compact shortens a chain"
             )
-        return [*self._steps(steps), *self._removable_bases(unneeded)], self._notes
-
-    def _steps(self, steps: Sequence[int]) -> Iterator[Removable]:
-        for step in steps:
-            yield removable_at(self._at / str(step), "step", "no kept step needs it")
-
-    def _removable_bases(self, bases: Sequence[str]) -> Iterator[Removable]:
-        for name in bases:
+        removable = [
+            removable_at(self._at / str(step), "step", "no kept step needs it") for step in steps
+        ]
+        for name in unneeded:
             at = names.compacted_dir(self._at / name, self._item)
-            yield removable_at(at, "compacted base", "no chain uses it")
+            removable.append(removable_at(at, "compacted base", "no chain uses it"))
+        return removable, self._notes
 
     def _bases(self) -> Mapping[str, SaveInfo]:
         """Compacted bases by step name; unreadable ones stay."""
@@ -167,7 +164,8 @@ class Unneeded:
         steps = {step for step, info in infos.items() if info.save_id in live}
         for item in self._other_items(infos):
             others = Steps(self._at, item).saves()
-            if any(info is None and self._holds(step, item) for step, info in others.items()):
+            unknown = (self._at / str(step) / item for step, info in others.items() if info is None)
+            if any(at.is_dir() for at in unknown):
                 return frozenset(infos)  # It is not known what its chains need.
             known = {step: info for step, info in others.items() if info is not None}
             ids = [known[step].save_id for step in steps if step in known]
@@ -176,15 +174,10 @@ class Unneeded:
         return frozenset(steps) & frozenset(infos)
 
     def _other_items(self, steps: Collection[int]) -> set[str]:
-        folders = (self._at / str(step) / name for step in steps for name in self._folders(step))
+        step_dirs = (self._at / str(step) for step in steps)
+        folders = (at / name for at in step_dirs for name in at.folders())
         found = (at.name for at in folders if (at / names.manifest_name(0)).is_file())
         return {*found} - {self._item}
-
-    def _folders(self, step: int) -> list[str]:
-        return (self._at / str(step)).folders()
-
-    def _holds(self, step: int, item: str) -> bool:
-        return (self._at / str(step) / item).is_dir()
 
     def _keeps_an_intact_chain(
         self, infos: Mapping[int, SaveInfo], keep: Collection[int], bases: Mapping[str, SaveInfo]

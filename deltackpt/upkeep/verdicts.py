@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from deltackpt.errors import Damaged
 from deltackpt.format.manifest import SaveId
 from deltackpt.reading.wal_index import RecoveryPoint
 
@@ -30,6 +31,13 @@ class Problem:
     expected: str
     found: str
     stops: Stops
+
+    @classmethod
+    def of(cls, error: Damaged, stops: Stops) -> Problem:
+        """Returns the problem of a damaged object."""
+        return cls(
+            object_name=error.object_name, expected=error.expected, found=error.found, stops=stops
+        )
 
     def __str__(self) -> str:
         return f"{self.object_name}: expected {self.expected}, found {self.found}"

@@ -38,7 +38,7 @@ from deltackpt.ledger.steps import Steps
 from deltackpt.reading import saves
 from deltackpt.reading.meter import Meter, Progress
 from deltackpt.reading.part_arrays import is_of_dense_segment
-from deltackpt.upkeep.dense_chain import DenseChain
+from deltackpt.reading.stored_dense import DenseItem
 from deltackpt.upkeep.verdicts import (
     Problem,
     RootReport,
@@ -46,7 +46,6 @@ from deltackpt.upkeep.verdicts import (
     StepVerdict,
     WalReport,
 )
-from deltackpt.upkeep.verify_log import verify_log
 from deltackpt.upkeep.verify_save import (
     StandingSave,
     once,
@@ -54,6 +53,7 @@ from deltackpt.upkeep.verify_save import (
     standing_saves,
     verify_save,
 )
+from deltackpt.upkeep.verify_wal import verify_wal
 
 #: Number of listings if a chain lacks something that may have been replaced.
 _MOST_ROUNDS = 8
@@ -107,7 +107,7 @@ def verify_root(
     if steps is None and isinstance(opened, BucketSteps):
         others = tuple(map(_journal_problem, opened.journal.audit()))
     if steps is None:
-        log = verify_log(opened, audit.restorable(verdicts), audit.meter)
+        log = verify_wal(opened, audit.restorable(verdicts), audit.meter)
     if steps is None and isinstance(opened, Root):
         others, notes = _outside(opened.path)
     return RootReport(
@@ -267,14 +267,14 @@ class _Audit:
     def _without_dense(self, step: int, read: Sequence[str]) -> list[str]:
         """Saves of a chain that make its dense leaves incomplete."""
         try:
-            found = DenseChain.of([self._found[name][0].read() for name in read])
-            if found.missing and found.base is not None:
-                name = found.base.step_dir.name
-                if self._has_damaged_item(name) and not found.base.compacted:
-                    return [name]
-            if found.sources and self._has_damaged_dense(oldest := read[-len(found.sources)]):
+            item = DenseItem([self._found[name][0].read() for name in read])
+            if item.missing and item.base is not None:
+                base = item.base.save
+                if self._has_damaged_item(base.step_dir.name) and not base.compacted:
+                    return [base.step_dir.name]
+            if item.shards and self._has_damaged_dense(oldest := read[-len(item.shards)]):
                 return [oldest]
-            found.check()
+            item.check()
         except (Damaged, ForeignDirectory) as error:
             self._add(step, error)
             return [str(step)]
@@ -283,21 +283,26 @@ class _Audit:
         return []
 
     def _has_damaged_item(self, name: str) -> bool:
-        """Whether the dense item of a step is damaged."""
-        of_item = f"{name}/{names.DENSE_ITEM}"
-        problems = self._found[name][1].problems if name in self._found else ()
-        return any(f"{problem.object_name}/".startswith(f"{of_item}/") for problem in problems)
+        """Whether the dense item of a step, or a list of its digests, is damaged."""
+        found = (one.object_name.removeprefix(f"{name}/") for one in self._problems(name))
+        return any(
+            inside.partition("/")[0] in (names.DENSE_ITEM, names.STEP_DIGESTS)
+            or names.step_digests_process(inside) is not None
+            for inside in found
+        )
 
     def _has_damaged_dense(self, name: str) -> bool:
         """Whether dense leaves in the shards of a delta are damaged."""
         item = f"{name}/{self._item}/"
-        problems = self._found[name][1].problems if name in self._found else ()
         return any(
             problem.stops != "nothing"
             and problem.object_name.startswith(item)
             and is_of_dense_segment(problem.object_name.removeprefix(item))
-            for problem in problems
+            for problem in self._problems(name)
         )
+
+    def _problems(self, name: str) -> tuple[Problem, ...]:
+        return self._found[name][1].problems if name in self._found else ()
 
     def _add(self, step: int, error: Damaged | ForeignDirectory) -> None:
         """Adds a problem of the chain to the report on a step."""
@@ -390,12 +395,8 @@ def _outside(path: Path) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
 
 def _journal_problem(error: Damaged) -> Problem:
     """The problem of a journal object: its saves are missing, or were read from its copy."""
-    return Problem(
-        object_name=error.object_name,
-        expected=error.expected,
-        found=f"{error.found}; {error.action}",
-        stops="nothing",
-    )
+    problem = Problem.of(error, "nothing")
+    return dataclasses.replace(problem, found=f"{error.found}; {error.action}")
 
 
 def _lease_problems(path: Path) -> Iterable[Problem]:
@@ -406,9 +407,7 @@ def _lease_problems(path: Path) -> Iterable[Problem]:
     except FileNotFoundError:
         return  # Removed by a newer trainer.
     except Damaged as error:
-        yield Problem(
-            object_name=path.name, expected=error.expected, found=error.found, stops="nothing"
-        )
+        yield dataclasses.replace(Problem.of(error, "nothing"), object_name=path.name)
     except (DeltackptError, OSError) as error:
         yield Problem(object_name=path.name, expected="a lease", found=str(error), stops="nothing")
 

@@ -154,12 +154,7 @@ def problem_of(save: StandingSave, error: Damaged) -> Problem:
         or inside in (names.manifest_name(0), names.digests_name(0))
     ):
         stops = "chain"
-    return Problem(
-        object_name=error.object_name,
-        expected=error.expected,
-        found=error.found,
-        stops=stops,
-    )
+    return Problem.of(error, stops)
 
 
 def _within_layer(save: StandingSave, found: Inventory, error: Damaged) -> list[Damaged]:

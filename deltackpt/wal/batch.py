@@ -32,12 +32,13 @@ from deltackpt.format.wal_records import (
 )
 from deltackpt.policies import CodecChoice
 from deltackpt.save import fields
+from deltackpt.save.dense import DenseLeaves
 from deltackpt.save.part import Plans, fields_of
 from deltackpt.save.taken import CopiedRows
 from deltackpt.state import paths
 from deltackpt.storage import arrays, parts
 from deltackpt.storage.parts import Place
-from deltackpt.wal.dense_records import Dense, DenseRecords
+from deltackpt.wal.dense_records import DenseRecords
 from deltackpt.wal.segments import FilledRecord
 
 
@@ -67,7 +68,7 @@ class Batch:
     layout: Layout
     choices: Mapping[str, Mapping[str, CodecChoice]]
     plans: Plans
-    dense: Dense | None
+    dense: DenseLeaves | None
     items: Sequence[Item]
     nbytes: int
     unix_ns: int
@@ -192,22 +193,22 @@ def write_record(
     segments, leaves = [*_write_rows(batch, place_of, pool)], None
     if batch.dense is not None:
         leaves = dense.write(batch.dense, batch.save_id, place_of, pool)
-        segments += leaves.record.segments
+        segments += leaves.dense.record.segments
     if data := b"".join(item.data for item in batch.items):
         entry = arrays.array_entry(ITEM_BYTES, (len(data),), np.dtype(np.uint8))
-        place_of(ITEMS).write_array(entry, [np.frombuffer(data, np.uint8)])
+        parts.write_array(place_of(ITEMS), entry, [np.frombuffer(data, np.uint8)])
     head = RecordHead(
         part=0,
         part_start=0,
         full=batch.full,
         unix_ns=batch.unix_ns,
-        values=None if leaves is None else packed_values(leaves.record.values),
+        values=None if leaves is None else packed_values(leaves.dense.record.values),
         against=None if leaves is None else leaves.against,
         items=tuple(
             RecordItem(name=one.name, kind=one.kind, nbytes=len(one.data)) for one in batch.items
         ),
     )
-    return FilledRecord(head, segments), 0 if leaves is None else leaves.nbytes
+    return FilledRecord(head, segments), 0 if leaves is None else leaves.dense.nbytes
 
 
 def _write_rows(

@@ -14,31 +14,25 @@ import concurrent.futures
 from collections.abc import Callable
 from typing import NamedTuple
 
-from deltackpt.format.dense_blocks import DenseBlocks
 from deltackpt.format.manifest import SaveId
-from deltackpt.save.dense_blocks import DenseKeeper, TakenDense
-from deltackpt.save.whole_dense import WholeDense
+from deltackpt.save.dense import DenseKeeper, DenseLeaves
+from deltackpt.save.dense_layer import WrittenDense
 from deltackpt.storage.parts import Place
 
 #: Consecutive full records that are relative to the previous one; the next one is whole.
 _AGAINST = 15
-
-#: Captured dense leaves.
-Dense = WholeDense | TakenDense
 
 
 class WrittenLeaves(NamedTuple):
     """Dense leaves that were written.
 
     Attributes:
-      record: their values and segments.
+      dense: their record and stored bytes.
       against: see ``RecordHead.against``.
-      nbytes: their stored bytes.
     """
 
-    record: DenseBlocks
+    dense: WrittenDense
     against: int | None
-    nbytes: int
 
 
 class DenseRecords:
@@ -62,7 +56,7 @@ class DenseRecords:
 
     def write(
         self,
-        dense: Dense,
+        dense: DenseLeaves,
         save_id: SaveId,
         place_of: Callable[[str], Place],
         pool: concurrent.futures.Executor,
@@ -78,17 +72,14 @@ class DenseRecords:
         Raises:
           StorageError: the store reported an error.
         """
-        if isinstance(dense, WholeDense):
-            written = dense.write(place_of)
-            return WrittenLeaves(written.record, None, written.nbytes)
+        if self._keeper is None:
+            return WrittenLeaves(dense.write_layer(place_of, save_id, None, pool), None)
         if self._count > _AGAINST:
             self.restart()
         self._count += 1
         against, self._reference = self._reference, save_id
-        coded = dense.coded(against, save_id, pool)
-        written = coded.told(coded.write(place_of))
-        number = None if against is None else against.attempt
-        return WrittenLeaves(written.record, number, written.nbytes)
+        written = dense.write_layer(place_of, save_id, against, pool)
+        return WrittenLeaves(written, None if against is None else against.attempt)
 
     def written(self, save_id: SaveId) -> None:
         """Releases the copies of earlier records: a record was written."""

@@ -20,7 +20,7 @@ from deltackpt.layers.footer import EpochRef
 from deltackpt.reading.wal_index import RecoveryPoint, WalReader, apart_folder
 from deltackpt.reading.wal_locations import WalFolder
 from deltackpt.resources.write_buffers import WriteBuffers
-from deltackpt.save.dense_blocks import DenseKeeper
+from deltackpt.save.dense import DenseKeeper
 from deltackpt.storage.store import Exists, store_path
 from deltackpt.wal.dense_records import DenseRecords
 from deltackpt.wal.progress import Progress

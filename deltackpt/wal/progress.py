@@ -16,7 +16,7 @@ from pathlib import Path
 
 from deltackpt.errors import WalBehind
 from deltackpt.reading.wal_progress import NAME, Noted, newest_durable
-from deltackpt.storage import files
+from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import store_path
 
 #: The others' are read so often at most.
@@ -56,7 +56,7 @@ class Progress:
         with self._lock, contextlib.suppress(OSError):
             if self._file is None:
                 # A new file at first; then in place, at a tenth of the cost.
-                files.write_atomic(path, record, fsync=False)
+                DurableDir(path.parent, fsync=False).write(path, record)
                 self._file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             else:
                 os.pwrite(self._file, record, 0)

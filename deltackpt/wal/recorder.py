@@ -48,11 +48,11 @@ from deltackpt.resources.staging import Staging
 from deltackpt.save import snapshot
 from deltackpt.save.branch import Known, doubt, settled
 from deltackpt.save.clocks import Clocks, clocks_seen
-from deltackpt.save.dense_blocks import DenseKeeper
+from deltackpt.save.dense import DenseKeeper
 from deltackpt.save.flight import Embeddings
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState, clock_exhausted
-from deltackpt.storage import files
+from deltackpt.storage.posix import DurableDir
 from deltackpt.wal import taking, trimming
 from deltackpt.wal.audit import Audit
 from deltackpt.wal.batch import Item, items_of
@@ -615,7 +615,7 @@ class Recorder:
                 leads = self._logs.leads(known.info.save_id, continues)
             run.held.check_lease()
             if self._to_make is not None:
-                files.make_durable(Path(self._to_make))
+                DurableDir(Path(self._to_make)).create()
                 self._to_make = None
             number = write_head(
                 self._logs,

@@ -28,6 +28,7 @@ from deltackpt.layers.write import LayerFile
 from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.storage import files
 from deltackpt.storage.parts import Place
+from deltackpt.storage.posix import DirectFile, DurableDir, fsync_path
 
 #: Shorter writes use the page cache, which flushes several of them together. Appending 32 MB costs
 #: 40 ms of CPU time through a full page cache and 8 ms with direct I/O.
@@ -149,10 +150,10 @@ class SegmentWriter:
         self.syncs += self._fsync
         with files.typed_errors(self.directory, "fsync", full="free space"):
             if self._fsync and self._fresh:
-                files.fsync_path(self.directory)
+                fsync_path(self.directory)
                 self.syncs += 1
                 self._fresh = False
-            if not os.path.samestat(os.fstat(self._file.descriptor), os.stat(self._path)):
+            if not os.path.samestat(os.fstat(self._file.file.descriptor), os.stat(self._path)):
                 raise FileNotFoundError(errno.ENOENT, "moved or removed", self._path)
 
     def roll(self) -> None:
@@ -163,7 +164,7 @@ class SegmentWriter:
         """
         file, self._file = self._file, None
         if file is not None:
-            file.close()
+            file.file.close()
 
     def begin_part(self, after: Position) -> None:
         """Begins a new part, which invalidates everything written after ``after``."""
@@ -176,16 +177,14 @@ class SegmentWriter:
         at = self._at
         self._path = self.directory / names.segment_name(at.part, at.seq + 1)
         with files.typed_errors(self.directory, "make a directory", full="free space"):
-            files.make_below(self._root, self.directory, fsync=self._fsync)
+            DurableDir(self._root, fsync=self._fsync).make(self.directory)
         self._file = LayerFile(
-            self._path,
+            DirectFile(self._path, cached_bytes=_CACHED_BYTES, full="free space"),
             self._buffers,
             fsync=self._fsync,
             sequence=at.seq + 1,
             predecessor=at.digest,
-            cached_bytes=_CACHED_BYTES,
             checksum=False,
-            full="free space",
         )
         self._fresh = True
         return self._file

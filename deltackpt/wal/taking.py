@@ -18,17 +18,15 @@ from deltackpt.policies import BitWidthPolicy, CodecChoice
 from deltackpt.resources.staging import Staging
 from deltackpt.save import snapshot
 from deltackpt.save.clocks import Clocks
-from deltackpt.save.dense_blocks import DenseKeeper
+from deltackpt.save.dense import DenseKeeper, DenseLeaves
 from deltackpt.save.extract import SegmentSource
 from deltackpt.save.selection import Sources, TouchedRows, including, virtual_rows, within
 from deltackpt.save.taken import CopiedRows
-from deltackpt.save.whole_dense import WholeDense
 from deltackpt.state.marks import match_marks
 from deltackpt.state.remembered import ByLayout
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks
 from deltackpt.wal.batch import Batch, Item
-from deltackpt.wal.dense_records import Dense
 
 #: So many stamps are looked at, and so many bytes copied, before another thread would begin.
 _LOOKED_AT_HERE, _COPIED_HERE_BYTES = 4 << 20, 8 << 20
@@ -208,7 +206,7 @@ def take(
     nbytes = sum(one.nbytes for one in segments)
     with staging.here(nbytes <= _COPIED_HERE_BYTES):
         rows = CopiedRows(segments, lambda one: snapshot.codecs_of(plans[one.group]), staging)
-    leaves: Dense | None = None
+    leaves: DenseLeaves | None = None
     try:
         if full and split.layout.dense:
             leaves = _dense(split, process, staging, references)
@@ -245,12 +243,14 @@ def _choices(
     }
 
 
-def _dense(split: Split, process: int, staging: Staging, references: DenseKeeper | None) -> Dense:
+def _dense(
+    split: Split, process: int, staging: Staging, references: DenseKeeper | None
+) -> DenseLeaves:
     leaves = dense.storable(split.dense)
     try:
         if references is not None:
-            return references.take(leaves, split.layout.dense, process)
-        return WholeDense.capture(leaves, process, staging)
+            return references.capture(leaves, split.layout.dense, process)
+        return DenseLeaves.capture(leaves, process, staging)
     except UnsupportedLeaf as error:
         raise OptionError(
             f"append: expected dense leaves that a WAL record can contain, found that {error}; "

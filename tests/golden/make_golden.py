@@ -48,6 +48,7 @@ from deltackpt.layers.footer import EpochRef, LayerManifest
 from deltackpt.layers.write import LayerFile
 from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.storage.crc import crc32c
+from deltackpt.storage.posix import DirectFile
 from deltackpt.tiers import packing
 from deltackpt.tiers.copy import copy
 from deltackpt.tiers.extents import ExtentFile
@@ -293,7 +294,7 @@ def write_layers(directory: Path) -> None:
     directory.mkdir()
     run, buffers, found = "0123456789abcdef0123456789abcdef", WriteBuffers(), {}
     for name, steps in (("step", (3,)), ("wal", (4, 5, 6, 7))):
-        file = LayerFile(directory / name, buffers, chunk_bytes=2048)
+        file = LayerFile(DirectFile(directory / name), buffers, chunk_bytes=2048)
         for step in steps:
             manifest = LayerManifest(
                 save_id=SaveId(run, step, step),
@@ -308,7 +309,7 @@ def write_layers(directory: Path) -> None:
                     given.name: hashlib.sha256(given.data.tobytes()).hexdigest()
                     for given in group.arrays
                 }
-        file.close()
+        file.file.close()
     del found["7"]
     os.truncate(directory / "wal", written.stop - 4096)
     buffers.close()

@@ -29,7 +29,7 @@ from test_processes import assert_read_alone, saved, server, started
 from test_step_kills import assert_goes_on_alone
 
 from deltackpt.reading import saves
-from deltackpt.storage import files
+from deltackpt.storage import posix
 
 __all__ = ["server"]
 
@@ -107,7 +107,7 @@ def disk(request, tmp_path) -> Iterator[Disk]:
 
 def test_an_fsync_after_the_disk_is_lost_raises(disk):
     (disk.mount / "folder" / "old").mkdir(parents=True)
-    files.fsync_tree(disk.mount)
+    posix.fsync_tree(disk.mount)
     with contextlib.ExitStack() as undo:
         descriptors = [os.open(path, os.O_RDONLY) for path in (disk.mount, disk.mount / "folder")]
         for descriptor in descriptors:
@@ -116,9 +116,9 @@ def test_an_fsync_after_the_disk_is_lost_raises(disk):
         disk.cut()
         for descriptor in descriptors:
             with pytest.raises(OSError):
-                files.fsync(descriptor)
+                posix.fsync(descriptor)
     with pytest.raises(OSError):
-        files.fsync_path(disk.mount)
+        posix.fsync_path(disk.mount)
     disk.restart()
     assert (disk.mount / "folder" / "old").is_dir() and not (disk.mount / "new").exists()
 

@@ -26,7 +26,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,9 @@ from deltackpt.errors import (
 from deltackpt.format import names
 from deltackpt.reading import saves
 from deltackpt.resources.write_buffers import WriteBuffers
-from deltackpt.save.dense_blocks import TakenDense
+from deltackpt.save import dense_layer
+from deltackpt.save.block_codes import LeafDelta
+from deltackpt.save.dense_layer import DenseValue
 from deltackpt.upkeep import compact
 
 TABLES = {"users": (4000, 16), "items": (600, 16), "tiny": (7, 4)}
@@ -218,16 +220,16 @@ def _path(path: Any) -> str:
 
 def watch_encoders() -> None:
     """Makes saves note the decoded values of lossy leaves before writing them."""
-    real = TakenDense.coded
+    real = dense_layer.encode
 
-    def coded(self: TakenDense, *arguments: Any, **options: Any) -> Any:
-        found = real(self, *arguments, **options)
+    def encode(values: Sequence[DenseValue], *arguments: Any, **options: Any) -> list[LeafDelta]:
+        found = real(values, *arguments, **options)
         chunks: dict[str, dict[int, np.ndarray]] = collections.defaultdict(dict)
-        for one in found.values:
-            decoded = dataclasses.replace(one.taken, data=np.asarray(one.decoded))
+        for value, delta in zip(values, found, strict=True):
+            decoded = dataclasses.replace(value, data=np.asarray(delta.decoded))
             # Leaves are sharded by their first axis.
-            number = one.taken.key.rpartition("/")[2].partition(".")[0]
-            chunks[one.taken.leaf][int(number) if number.isdecimal() else 0] = decoded.array
+            number = value.key.rpartition("/")[2].partition(".")[0]
+            chunks[value.leaf][int(number) if number.isdecimal() else 0] = decoded.array
         leaves = {
             leaf: np.concatenate([parts[number] for number in sorted(parts)])
             if len(parts) > 1
@@ -239,7 +241,7 @@ def watch_encoders() -> None:
         note("encoded", history=name(history), leaves=held)
         return found
 
-    TakenDense.coded = coded
+    dense_layer.encode = encode
 
 
 def manager(root: Path, **options: Any) -> deltackpt.CheckpointManager:

@@ -28,6 +28,7 @@ from deltackpt.format import globs
 from deltackpt.state.choice import Tables
 from deltackpt.state.groups import CodecOption
 from deltackpt.storage import files
+from deltackpt.storage.posix import fsync_path
 
 #: The checkpoint directory below T5X's model directory.
 ROOT = "deltackpt"
@@ -181,7 +182,7 @@ class StepLinks:
             return
         with files.typed_errors(path, "make a link"):
             path.symlink_to(f"{ROOT}/{step}")
-            files.fsync_path(self.model_dir)
+            fsync_path(self.model_dir)
 
     def match(self, steps: Collection[int]) -> None:
         """Creates a link for each of these steps, and removes all other links.

@@ -15,32 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from deltackpt import units
-from deltackpt.upkeep.doctor.disk import (
-    LEAST_ROOM_BYTES,
-    bandwidth_finding,
-    file_system_finding,
-    fsync_finding,
-    measure,
-    mount_of,
-    room_findings,
-    semantics_findings,
-)
-from deltackpt.upkeep.doctor.findings import (
-    SCHEME,
-    SCRATCH,
-    Area,
-    Finding,
-    file_text,
-)
-from deltackpt.upkeep.doctor.machine import (
-    huge_page_findings,
-    memory_finding,
-    open_files_finding,
-    processors_finding,
-    shared_memory_finding,
-)
+from deltackpt.upkeep.doctor import disk, machine, versions
+from deltackpt.upkeep.doctor.findings import SCHEME, SCRATCH, Area, Finding, file_text
 from deltackpt.upkeep.doctor.steps import bucket_findings, content_findings
-from deltackpt.upkeep.doctor.versions import checksum_findings, version_findings
 
 
 def examine(
@@ -72,10 +49,15 @@ def examine(
             found += _unless_missing("directory", "bucket", look)
         else:
             found += _examine_directory(where, read_only=read_only)
-    found += [memory_finding(), shared_memory_finding(), open_files_finding(), processors_finding()]
-    found += _unless_missing("machine", "huge pages", huge_page_findings)
-    found += version_findings()
-    found += _unless_missing("software", "checksums", checksum_findings)
+    found += [
+        machine.memory_finding(),
+        machine.shared_memory_finding(),
+        machine.open_files_finding(),
+        machine.processors_finding(),
+    ]
+    found += _unless_missing("machine", "huge pages", machine.huge_page_findings)
+    found += versions.version_findings()
+    found += _unless_missing("software", "checksums", versions.checksum_findings)
     return tuple(found)
 
 
@@ -107,15 +89,14 @@ def _examine_directory(directory: str, *, read_only: bool) -> Iterator[Finding]:
         return
     path = Path(os.path.expanduser(directory)).absolute()
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
-    mount = mount_of(os.path.realpath(existing), file_text("/proc/self/mountinfo"))
-    yield file_system_finding(mount, read_only=read_only)
-    yield from room_findings(existing)
+    mount = disk.mount_of(os.path.realpath(existing), file_text("/proc/self/mountinfo"))
+    yield disk.file_system_finding(mount, read_only=read_only)
+    yield from disk.room_findings(existing)
     if read_only or existing != path or not os.access(path, os.W_OK | os.X_OK):
         return
     room = shutil.disk_usage(path).free
-    if room < LEAST_ROOM_BYTES:
+    if room < disk.LEAST_ROOM_BYTES:
         yield Finding(
-            area="directory",
             subject="measurement",
             severity="warning",
             found=f"skipped: only {units.size(room)} free",
@@ -125,11 +106,10 @@ def _examine_directory(directory: str, *, read_only: bool) -> Iterator[Finding]:
         return
     try:
         with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=path) as scratch:
-            yield from semantics_findings(Path(scratch))
-            times = measure(Path(scratch))
+            yield from disk.semantics_findings(Path(scratch))
+            times = disk.measure(Path(scratch))
     except OSError as error:
         yield Finding(
-            area="directory",
             subject="writing",
             severity="problem",
             found=os.strerror(error.errno or 0),
@@ -137,5 +117,5 @@ def _examine_directory(directory: str, *, read_only: bool) -> Iterator[Finding]:
             action="check the owner, the permissions and the mount of the directory",
         )
         return
-    yield fsync_finding(times, mount)
-    yield bandwidth_finding(times)
+    yield disk.fsync_finding(times, mount)
+    yield disk.bandwidth_finding(times)

@@ -10,8 +10,8 @@ from deltackpt.errors import Damaged, DeltackptError, FormatMismatch
 from deltackpt.format.dense_blocks import PLAIN
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import chains, saves
+from deltackpt.reading.stored_dense import DenseItem
 from deltackpt.storage.store import store_path
-from deltackpt.upkeep.dense_chain import DenseChain
 from deltackpt.upkeep.doctor.findings import Finding
 
 
@@ -32,7 +32,6 @@ def dense_findings(opened: Steps) -> Iterator[Finding]:
             return
     except (Damaged, FormatMismatch) as error:
         yield Finding(
-            area="directory",
             subject="newest step",
             severity="problem",
             found=f"step {newest}: {error}",
@@ -43,15 +42,15 @@ def dense_findings(opened: Steps) -> Iterator[Finding]:
     except (DeltackptError, OSError):
         return  # Another manager's step, or it was removed.
     try:
-        found = DenseChain.of(chains.read_chain(at, opened.item))
-        for source in (source for one in found.sources for source in one):
-            for segment in source.record.segments:
+        item = DenseItem(chains.read_chain(at, opened.item))
+        shards = [shard for of_save in item.shards for shard in of_save]
+        for shard in shards:
+            for segment in shard.record.segments:
                 if segment.group != PLAIN:
-                    source.field_of(segment)
-        found.check()
+                    shard.field_of(segment)
+        item.check()
     except (DeltackptError, OSError) as error:
         yield Finding(
-            area="directory",
             subject="dense leaves",
             severity="problem",
             found=f"step {newest}: {error}",
@@ -59,14 +58,11 @@ def dense_findings(opened: Steps) -> Iterator[Finding]:
             action="deltackpt verify reports restorable steps; the next base starts a new chain",
         )
         return
-    deltas, base = len(found.sources), found.base
-    held = sum(source.record.nbytes for one in found.sources for source in one)
-    where = "" if base is None or not found.missing else f", and the rest from {base.name}"
+    deltas, nbytes = len(item.shards), sum(shard.record.nbytes for shard in shards)
+    where = f", and the rest from {item.base.save.name}" if item.base and item.missing else ""
     yield Finding(
-        area="directory",
         subject="dense leaves",
-        severity="ok",
         found=f"step {newest} stores them in the shards of {units.count(deltas, 'delta')}, "
-        f"{units.size(held)} before compression{where}",
-        figures={"deltas": deltas, "nbytes": held, "from_base": bool(found.missing)},
+        f"{units.size(nbytes)} before compression{where}",
+        figures={"deltas": deltas, "nbytes": nbytes, "from_base": bool(item.missing)},
     )

@@ -13,11 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from deltackpt import units
-from deltackpt.upkeep.doctor.findings import (
-    Finding,
-    Severity,
-    secs_text,
-)
+from deltackpt.upkeep.doctor.findings import Finding, Severity, secs_text
 
 #: Size of the large file: enough that a drive's flush takes a while.
 _LARGE_BYTES = 64 << 20
@@ -125,7 +121,6 @@ def file_system_finding(mount: Mount | None, *, read_only: bool = False) -> Find
         severity, action = "ok", ""
     if mount is None:
         return Finding(
-            area="directory",
             subject="file system",
             severity=severity,
             found=what,
@@ -133,7 +128,6 @@ def file_system_finding(mount: Mount | None, *, read_only: bool = False) -> Find
             action=action,
         )
     return Finding(
-        area="directory",
         subject="file system",
         severity=severity,
         found=f"{mount.kind}, {what}: {mount.source} on {mount.point} ({','.join(mount.options)})",
@@ -189,7 +183,6 @@ def room_findings(path: Path) -> Iterator[Finding]:
     free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
     few = free < max(LEAST_ROOM_BYTES, total // 50)
     yield Finding(
-        area="directory",
         subject="free space",
         severity="warning" if few else "ok",
         found=f"{units.size(free)} of {units.size(total)}",
@@ -201,7 +194,6 @@ def room_findings(path: Path) -> Iterator[Finding]:
     if found.f_files:
         few = found.f_favail < 10_000
         yield Finding(
-            area="directory",
             subject="free inodes",
             severity="warning" if few else "ok",
             found=f"{found.f_favail:,} of {found.f_files:,}",
@@ -219,7 +211,6 @@ def semantics_findings(scratch: Path) -> Iterator[Finding]:
     ):
         fault = check(scratch)
         yield Finding(
-            area="directory",
             subject=subject,
             severity="problem" if fault else "ok",
             found=fault or "works",
@@ -335,7 +326,6 @@ def fsync_finding(times: DiskTimes, mount: Mount | None) -> Finding:
     """Checks that fsync takes a plausible time, and whether it is slow."""
     severity, meaning, action = _judged_fsync(times, mount)
     return Finding(
-        area="directory",
         subject="fsync",
         severity=severity,
         found=(
@@ -375,7 +365,6 @@ def bandwidth_finding(times: DiskTimes) -> Finding:
     read = times.large_bytes / times.large_read_secs
     slow = min(write, read) < 100e6
     return Finding(
-        area="directory",
         subject="bandwidth",
         severity="note" if slow else "ok",
         found=f"{units.size(write)}/s written and fsynced, {units.size(read)}/s read",

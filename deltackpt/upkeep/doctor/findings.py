@@ -36,9 +36,9 @@ class Finding:
       figures: machine-readable values; names end in units.
     """
 
-    area: Area
+    area: Area = "directory"
     subject: str
-    severity: Severity
+    severity: Severity = "ok"
     found: str
     meaning: str = ""
     action: str = ""

@@ -59,7 +59,6 @@ def log_findings(opened: Steps, steps: Mapping[int, SaveId]) -> Iterator[Finding
             yield _problem("WAL to replay", str(error), text)
     if needless := found.needless(steps):
         yield Finding(
-            area="directory",
             subject="obsolete WAL epochs",
             severity="note",
             found=f"{len(needless)}: {', '.join(map(str, sorted(needless)[:5]))}",
@@ -79,9 +78,7 @@ def _summary(found: WalState) -> Finding:
         counted = units.count(len(points), "full recovery point")
         newest = f"{counted}, newest {points[0].step}, {age}"
     return Finding(
-        area="directory",
         subject="WAL",
-        severity="ok",
         found=f"{units.count(len(found.epochs), 'epoch')}, {units.size(nbytes)}; {newest}",
         figures={
             "epochs": len(found.epochs),
@@ -127,7 +124,6 @@ def _processes(view: EpochView) -> Iterator[Finding]:
         for process, secs in behind.items()
     ]
     yield Finding(
-        area="directory",
         subject="WAL processes",
         severity="warning" if late else "note",
         found=f"of {view.head.process_count}, " + ", ".join(texts),
@@ -144,7 +140,6 @@ def _gaps(opened: Steps, index: WalIndex) -> Iterator[Finding]:
         found = in_both(found, losses_of(opened, again, max(opened.steps(), default=-1)))
     if found:
         yield Finding(
-            area="directory",
             subject="WAL gaps",
             severity="warning",
             found=f"{len(found)}, the first: {found[0].error}",
@@ -165,7 +160,6 @@ def _length(plan: ReplayPlan) -> Finding:
     )
     long = plan.nbytes > max(base, _LEAST_BASE_BYTES)
     return Finding(
-        area="directory",
         subject="WAL to replay",
         severity="warning" if long else "ok",
         found=(
@@ -180,7 +174,6 @@ def _length(plan: ReplayPlan) -> Finding:
 
 def _problem(subject: str, found: str, meaning: str, action: str = "") -> Finding:
     return Finding(
-        area="directory",
         subject=subject,
         severity="problem",
         found=found,

@@ -14,10 +14,7 @@ from pathlib import Path
 import psutil
 
 from deltackpt import units
-from deltackpt.upkeep.doctor.findings import (
-    Finding,
-    file_text,
-)
+from deltackpt.upkeep.doctor.findings import Finding, file_text
 
 _BUFFER_BYTES = 32 << 20
 
@@ -32,7 +29,6 @@ def memory_finding() -> Finding:
     return Finding(
         area="machine",
         subject="memory",
-        severity="ok",
         found=text,
         figures={
             "total_bytes": found.total,

@@ -12,12 +12,7 @@ from pathlib import Path
 
 from deltackpt.errors import Damaged, DeltackptError, FormatMismatch
 from deltackpt.format import names
-from deltackpt.upkeep.doctor.findings import (
-    SCHEME,
-    SCRATCH,
-    Finding,
-    ago_text,
-)
+from deltackpt.upkeep.doctor.findings import SCHEME, SCRATCH, Finding, ago_text
 
 
 def bucket_findings(url: str, *, read_only: bool, endpoint: str | None = None) -> Iterator[Finding]:
@@ -41,7 +36,6 @@ def bucket_findings(url: str, *, read_only: bool, endpoint: str | None = None) -
             buckets.probe(root)
     except (DeltackptError, OSError) as error:
         yield Finding(
-            area="directory",
             subject="bucket",
             severity="problem",
             found=str(error),
@@ -50,15 +44,12 @@ def bucket_findings(url: str, *, read_only: bool, endpoint: str | None = None) -
         return
     commits = "not checked (read-only)" if read_only else "work as commits need"
     yield Finding(
-        area="directory",
         subject="bucket",
-        severity="ok",
         found=f"{root}: journal read in {secs * 1e3:.0f} ms; conditional writes {commits}",
         figures={"journal_secs": secs, "entry": state.entry.number},
     )
     for problem in journal.problems:
         yield Finding(
-            area="directory",
             subject="journal",
             severity="problem",
             found=str(problem),
@@ -66,15 +57,12 @@ def bucket_findings(url: str, *, read_only: bool, endpoint: str | None = None) -
         )
     steps = [*state.steps]
     yield Finding(
-        area="directory",
         subject="steps",
-        severity="ok",
         found=f"{len(steps)} committed{f', newest {steps[-1]}' if steps else ''}",
         figures={"steps": len(steps), "newest_step": steps[-1] if steps else None},
     )
     count = sum(map(len, left.values()))
     yield Finding(
-        area="directory",
         subject="leftovers",
         severity="note" if left else "ok",
         found=f"{count} objects of {len(left)} interrupted uploads" if left else "none",
@@ -83,9 +71,7 @@ def bucket_findings(url: str, *, read_only: bool, endpoint: str | None = None) -
     )
     claim = state.claim
     yield Finding(
-        area="directory",
         subject="claim",
-        severity="ok",
         found="no trainer has used this bucket"
         if claim is None
         else f"epoch {claim.lease.epoch}, by process {claim.lease.pid} on {claim.lease.host}, "
@@ -102,7 +88,6 @@ def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
     path = Path(os.path.expanduser(directory)).absolute()
     if not SCHEME.match(directory) and not path.exists():
         yield Finding(
-            area="directory",
             subject="directory",
             severity="warning",
             found=f"{path}: does not exist",
@@ -118,7 +103,6 @@ def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
         entries = sorted(os.listdir(path))
     except (DeltackptError, OSError) as error:
         yield Finding(
-            area="directory",
             subject="directory",
             severity="problem",
             found=str(error),
@@ -127,7 +111,6 @@ def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
         return
     writable = read_only or os.access(path, os.W_OK | os.X_OK)
     yield Finding(
-        area="directory",
         subject="directory",
         severity="ok" if writable else "problem",
         found=str(path) if writable else f"{path}: not writable for this user",
@@ -136,9 +119,7 @@ def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
     )
     newest = f", newest {steps[-1]}" if steps else ""
     yield Finding(
-        area="directory",
         subject="steps",
-        severity="ok",
         found=f"{len(steps)} committed{newest}",
         figures={"steps": len(steps), "newest_step": steps[-1] if steps else None},
     )
@@ -155,7 +136,6 @@ def _leftovers(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
     cut = {name: _age_secs(path / name, now) for name in entries if is_leftover(name)}
     if cut:
         yield Finding(
-            area="directory",
             subject="unfinished steps",
             severity="note",
             found=", ".join(f"{name} ({ago_text(age)})" for name, age in cut.items()),
@@ -192,7 +172,6 @@ def _leftovers(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
         if found:
             shown = ", ".join(entry.name for entry in found[:5])
             yield Finding(
-                area="directory",
                 subject=subject,
                 severity="note",
                 found=f"{len(found)}: {shown}{', ...' if len(found) > 5 else ''}",
@@ -219,7 +198,6 @@ def _lease(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
         lease = read_lease(path / names.lease_name(newest))
     except FormatMismatch as error:
         yield Finding(
-            area="directory",
             subject="lease",
             severity="problem",
             found=str(error),
@@ -228,7 +206,6 @@ def _lease(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
         return
     except Damaged:
         yield Finding(
-            area="directory",
             subject="lease",
             severity="note",
             found=f"epoch {newest}, not signed",
@@ -241,7 +218,6 @@ def _lease(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(lease.since_secs))
     state = {True: ", which is running", False: ", which has ended", None: ""}[runs]
     yield Finding(
-        area="directory",
         subject="lease",
         severity="ok" if runs is False else "note",
         found=f"epoch {newest}: process {lease.pid} on {lease.host}{state}, since {since}",

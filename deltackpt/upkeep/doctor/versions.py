@@ -11,9 +11,7 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from deltackpt.upkeep.doctor.findings import (
-    Finding,
-)
+from deltackpt.upkeep.doctor.findings import Finding
 
 #: Always shown; others only if there is a problem.
 _SHOWN = ("jax", "orbax-checkpoint", "tensorstore", "numpy", "flax", "ray")

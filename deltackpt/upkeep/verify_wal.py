@@ -10,7 +10,6 @@ altered.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -21,27 +20,25 @@ from deltackpt.format.wal_epochs import EpochHeader
 from deltackpt.layers.targets import Targets
 from deltackpt.ledger.steps import Steps
 from deltackpt.ledger.wal_losses import in_both, losses_of
-from deltackpt.reading import replay
-from deltackpt.reading.logged_dense import DenseKept, ProcessDense
+from deltackpt.reading import dense_state, reader, wal_rows
+from deltackpt.reading.dense_state import KnownStates
 from deltackpt.reading.meter import Meter
 from deltackpt.reading.wal_index import (
     Covering,
     EpochView,
     Loss,
     RecoveryPoint,
-    ReplayPlan,
-    ReplaySegment,
     WalIndex,
     WalReader,
     coverings,
 )
 from deltackpt.reading.wal_records import ProcessWal, WalRecord
-from deltackpt.reading.wal_state import EpochState, WalState, read_wal_state
+from deltackpt.reading.wal_state import WalState, read_wal_state
 from deltackpt.storage import ocdbt
 from deltackpt.upkeep.verdicts import PointVerdict, Problem, Stops, WalReport
 
 
-def verify_log(opened: Steps, steps: Mapping[int, SaveId], meter: Meter) -> WalReport:
+def verify_wal(opened: Steps, steps: Mapping[int, SaveId], meter: Meter) -> WalReport:
     """Re-reads and checks the valid epochs of a WAL.
 
     Args:
@@ -52,10 +49,8 @@ def verify_log(opened: Steps, steps: Mapping[int, SaveId], meter: Meter) -> WalR
     Raises:
       StorageError: the directory of the WAL cannot be read.
     """
-    found = read_wal_state(opened.log_at)
-    audit = _LogAudit(opened, found, meter)
-    for state in found.epochs:
-        audit.look_at(state)
+    audit = _WalAudit(opened, read_wal_state(opened.log_at), meter)
+    audit.look_at_epochs()
     points = audit.verdicts(steps)
     return WalReport(
         points=points,
@@ -65,115 +60,95 @@ def verify_log(opened: Steps, steps: Mapping[int, SaveId], meter: Meter) -> WalR
     )
 
 
-@dataclasses.dataclass(eq=False)
-class _Broken:
-    """The first damage of each WAL record.
-
-    Attributes:
-      rows: records whose rows are needed by every later recovery point.
-      point: records whose damage affects only their own recovery point: its dense leaves, or items.
-    """
-
-    rows: dict[SaveId, str] = dataclasses.field(default_factory=dict)
-    point: dict[SaveId, str] = dataclasses.field(default_factory=dict)
-
-
-class _LogAudit:
+class _WalAudit:
     """The verification of a WAL."""
 
     def __init__(self, opened: Steps, found: WalState, meter: Meter):
         self.problems: list[Problem] = []
         self.notes: list[str] = []
         self.file_count = 0
-        self._opened = opened
-        self._found = found
-        self._meter = meter
-        self._broken = _Broken()
+        self._opened, self._found, self._meter = opened, found, meter
+        #: Records to the damage of their rows, which every later recovery point needs.
+        self._rows: dict[SaveId, str] = {}
+        #: Records to damage that affects only their own recovery point: its dense leaves, or items.
+        self._own: dict[SaveId, str] = {}
         #: Records that were trimmed while they were read: no restore needs them.
         self._trimmed: set[SaveId] = set()
+
+    def look_at_epochs(self) -> None:
+        """Verifies the valid WAL epochs."""
+        found, forked_from = self._found, None
         if found.problem is not None:
-            number = found.epochs[0].number
-            self._tell(f"{names.LOG}/{names.epoch_name(number)}", found.problem)
-
-    def look_at(self, state: EpochState) -> None:
-        """Verifies a WAL epoch if it is valid."""
-        if state.live is None:
-            return  # The newest header is damaged, which is reported.
-        if state.view is None and self._is_gone_on_from(state.number):
-            return  # Reported as lost; see ``verdicts``.
-        if state.view is None or not state.live:
-            self.notes.append(f"{names.LOG}/{state.number}: no longer valid, not verified")
-        else:
-            self._verify(state.view)
-
-    def _is_gone_on_from(self, number: int) -> bool:
-        """Whether the valid epochs forked from one whose header cannot be read."""
-        index = self._found.index
-        last = index.views[-1].head.continues if index is not None and index.views else None
-        return last is not None and last.epoch == number
+            name = names.epoch_name(found.epochs[0].number)
+            self._tell(found.problem, f"{names.LOG}/{name}")
+        if found.index is not None and found.index.views:
+            continues = found.index.views[-1].head.continues
+            forked_from = None if continues is None else continues.epoch
+        for state in found.epochs if found.problem is None else ():
+            if state.view is not None and state.live:
+                self._verify(state.view)
+            elif state.view is not None or state.number != forked_from:
+                self.notes.append(f"{names.LOG}/{state.number}: no longer valid, not verified")
 
     def _verify(self, view: EpochView) -> None:
+        at = f"{names.LOG}/{view.head.epoch}"
         self.file_count += 1
-        self._check_copy(view.head)
+        with contextlib.suppress(Damaged, StorageError):
+            name, data = self._found.at.copy(view.head.epoch)
+            if data != wal_epochs.to_bytes(view.head):
+                self._add(name, "the bytes of the header", "different bytes")
         dense: dict[SaveId, list[_Value]] = {}
         for process, log in view.processes.items():
             self.file_count += len(log.log.segments)
             if view.last is None and any(one.counts and one.is_torn for one in log.log.breaks):
-                name = f"{names.LOG}/{view.head.epoch}/{process}"
                 self.notes.append(
-                    f"{name}: ends in a torn record; its writer was killed, or is still writing"
+                    f"{at}/{process}: ends in a torn record; its writer was killed, or is still "
+                    "writing"
                 )
             records = sorted(log.by_id.values(), key=lambda record: record.save_id.attempt)
             self._meter.expect(sum(record.nbytes for record in records))
-            dense_check = _DenseCheck(view.head.epoch, process, log.log)
+            dense_check = _DenseCheck(log.log)
             for record in records:
-                self._check_rows(view, process, record)
+                self._check(record, view.head)
                 dense.setdefault(record.save_id, []).extend(dense_check.check(record, self._void))
                 self._meter.add(record.nbytes)
         for point in view.points():
-            known = point.save_id in self._broken.point or point.save_id in self._trimmed
-            if point.full and not known:
+            if point.full and point.save_id not in self._own.keys() | self._trimmed:
                 self._check_keys(view.head, point, dense.get(point.save_id, ()))
-        self._look_at_ends(view)
+        newest = {
+            process: max((one.attempt for one in log.by_id), default=0)
+            for process, log in view.processes.items()
+        }
+        if behind := [process for process in newest if newest[process] < max(newest.values())]:
+            self.notes.append(
+                f"{at}: the processes {behind} are behind the others; records that they lack are "
+                "not recovery points"
+            )
 
-    def _check_copy(self, head: EpochHeader) -> None:
-        """Checks the copy of an epoch header, if there is one."""
-        with contextlib.suppress(Damaged, StorageError):
-            name, data = self._found.at.copy(head.epoch)
-            if data != wal_epochs.to_bytes(head):
-                self._add(name, "the bytes of the header", "different bytes", stops="nothing")
-
-    def _check_rows(self, view: EpochView, process: int, record: WalRecord) -> None:
-        """Checks rows and items of a record; every later recovery point needs the rows."""
-        point = RecoveryPoint(view.head.epoch, record.save_id, record.full, record.unix_secs)
-        segment = ReplaySegment(view.head, {process: (record,)})
-        plan = ReplayPlan(point=point, step=record.parent, segments=(segment,), view=view)
-        layout = view.head.layout
+    def _check(self, record: WalRecord, head: EpochHeader) -> None:
+        """Checks rows and items of a record."""
         try:
-            replay.replay(plan, Targets((), layout), layout)
+            rows = wal_rows.rows_of(record, head.layout)
+            reader.fill((), Targets((), head.layout), records=[[rows]], over_parent=True)
         except (Damaged, FormatMismatch, StorageError) as error:
-            if not self._went(record):
-                self._tell(_object_of(error), error)
-                self._broken.rows.setdefault(record.save_id, self.problems[-1].object_name)
+            self._break(self._rows, record, error)
         try:
-            replay.items_of_record(record)
+            record.items()
         except (Damaged, StorageError) as error:
             self._void(record, error)
 
-    def _went(self, record: WalRecord) -> bool:
-        """Whether a record was trimmed while it was read."""
-        if record.segment.is_file():
-            return False
-        self._trimmed.add(record.save_id)
-        return True
-
     def _void(self, record: WalRecord, error: Damaged | StorageError | str) -> None:
         """Notes that a recovery point cannot be restored, with new damage or a known object."""
+        self._break(self._own, record, error)
+
+    def _break(self, broken: dict[SaveId, str], record: WalRecord, error: Exception | str) -> None:
+        """Notes damage of a record, unless it was trimmed while it was read."""
         if isinstance(error, str):
-            self._broken.point.setdefault(record.save_id, error)
-        elif not self._went(record):
-            self._tell(_object_of(error), error)
-            self._broken.point.setdefault(record.save_id, self.problems[-1].object_name)
+            broken.setdefault(record.save_id, error)
+        elif record.segment.is_file():
+            broken.setdefault(record.save_id, self._tell(error))
+        else:
+            self._trimmed.add(record.save_id)
 
     def _check_keys(
         self, head: EpochHeader, point: RecoveryPoint, values: Collection[_Value]
@@ -189,23 +164,10 @@ class _LogAudit:
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             missing = {f"metadata of arrays: {error}"}
         if missing or (head.dense and not values):
-            name = f"{names.LOG}/{head.epoch}, {point}"
             shown = ", ".join(sorted(missing)[:3]) or "no dense leaf"
-            self._add(name, "the dense leaves that its arrays imply", f"a difference in {shown}")
-            self._broken.point[point.save_id] = name
-
-    def _look_at_ends(self, view: EpochView) -> None:
-        """Notes processes that have fewer records than others."""
-        newest = {
-            process: max((one.attempt for one in log.by_id), default=0)
-            for process, log in view.processes.items()
-        }
-        behind = [process for process in newest if newest[process] < max(newest.values())]
-        if behind:
-            self.notes.append(
-                f"{names.LOG}/{view.head.epoch}: the processes {behind} are behind the others; "
-                "records that they lack are not recovery points"
-            )
+            expected, found = "the dense leaves that its arrays imply", f"a difference in {shown}"
+            name = f"{names.LOG}/{head.epoch}, {point}"
+            self._own[point.save_id] = self._tell(Damaged(name, expected, found))
 
     def verdicts(self, steps: Mapping[int, SaveId]) -> tuple[PointVerdict, ...]:
         """Returns a verdict for each full recovery point."""
@@ -227,15 +189,16 @@ class _LogAudit:
             lost = [one for one in lost if one in found_again[0]]
             losses = in_both(losses, found_again[1])
         for one in losses:
-            self._tell(one.error.object_name, one.error)
+            self._tell(one.error)
         for error in index.replaced:
-            self._add(error.object_name, error.expected, error.found, stops="nothing")
+            self._add(error.object_name, error.expected, error.found)
         if self.problems:
             # Without damage, records below a step were only trimmed.
             lost = [one for one in unreached if one.full]
         if lost:
             expected = f"records from a restorable step to {lost[-1]}, and to later ones"
-            self._add(f"{names.LOG}/{lost[-1].epoch}", expected, "that some are missing")
+            name = f"{names.LOG}/{lost[-1].epoch}"
+            self._tell(Damaged(name, expected, "that some are missing"))
         found += [
             PointVerdict(point=point, step=None, broken_by="no intact records lead to it")
             for point in lost
@@ -252,30 +215,30 @@ class _LogAudit:
 
     def _along(self, found: Covering) -> Iterator[PointVerdict]:
         """Verdicts on the recovery points along a sequence of records."""
-        order = [
-            (segment.head.epoch, record.save_id.attempt, record.save_id)
-            for segment in found.plan.segments
-            for records in segment.records.values()
-            for record in records
-        ]
-        bad = [one for one in sorted(order) if one[2] in self._broken.rows]
+        bad = sorted(
+            (head.epoch, record.save_id.attempt, self._rows[record.save_id])
+            for head, record in found.plan.records
+            if record.save_id in self._rows
+        )
         for point in found.points:
             if not point.full or point.save_id in self._trimmed:
                 continue
-            own = self._broken.point.get(point.save_id)
             place = point.epoch, point.save_id.attempt
-            before = next((record for *at, record in bad if tuple(at) <= place), None)
-            broken_by = own or ("" if before is None else self._broken.rows[before])
+            before = next((damage for *at, damage in bad if tuple(at) <= place), "")
+            broken_by = self._own.get(point.save_id) or before
             step = None if broken_by else found.plan.step.step
             yield PointVerdict(point=point, step=step, broken_by=broken_by)
 
-    def _tell(self, name: str, error: Exception) -> None:
+    def _tell(self, error: Exception, name: str = "") -> str:
+        """Adds the problem of an error; returns the name of the object."""
+        name = name or _object_of(error)
+        expected, found = "data that this deltackpt can read", str(error)
         if isinstance(error, Damaged):
-            self._add(name, error.expected, error.found)
-        else:
-            self._add(name, "data that this deltackpt can read", str(error))
+            expected, found = error.expected, error.found
+        self._add(name, expected, found, "points")
+        return name
 
-    def _add(self, name: str, expected: str, found: str, stops: Stops = "points") -> None:
+    def _add(self, name: str, expected: str, found: str, stops: Stops = "nothing") -> None:
         self.problems.append(Problem(object_name=name, expected=expected, found=found, stops=stops))
 
 
@@ -303,22 +266,21 @@ class _Value(NamedTuple):
 class _DenseCheck:
     """Checks the dense leaves of one process's records, oldest first."""
 
-    def __init__(self, epoch: int, process: int, log: ProcessWal):
-        self._reader = ProcessDense(epoch, process, log)
-        self._before = DenseKept()
+    def __init__(self, log: ProcessWal):
+        self._records = dense_state.by_attempt(log)
+        self._known: KnownStates = {}
         #: Damaged objects that were reported.
         self._damaged: set[str] = set()
 
     def check(self, record: WalRecord, void: _Void) -> list[_Value]:
         """Returns the values of a record."""
-        now = DenseKept()
         try:
-            values = self._reader.values_of(record, self._before, now)
+            found = dense_state.at_record(record, self._records, self._known)
         except (Damaged, StorageError) as error:
             name = _object_of(error)
             void(record, name if name in self._damaged else error)
             self._damaged.add(name)
             return []
         if record.full:
-            self._before = now
-        return [_Value.of(file, key, data) for (file, key), data in values.items()]
+            self._known = {dense_state.key_of(record): found}
+        return [_Value.of(file, key, data) for (file, key), data in found.items()]

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoded dense leaves, brought up to date by the layers that follow; no jax.
+
+A delta is relative to its parent, and a WAL record to an earlier record of its process, alike. The
+state below is never written: values that do not change are shared with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from deltackpt.errors import Damaged
+from deltackpt.format.manifest import SaveId
+from deltackpt.reading import stored_dense
+from deltackpt.reading.saves import StoredSave
+from deltackpt.reading.stored_dense import (
+    DenseItem,
+    DenseShard,
+    DenseValues,
+    OnBytes,
+    Room,
+    new_memory,
+    uncounted,
+)
+from deltackpt.reading.wal_index import ReplayPlan
+from deltackpt.reading.wal_records import ProcessWal, WalRecord, damage_of
+from deltackpt.storage.store import StorePath
+
+#: Segment and id of a WAL record to the dense leaves of its process at it.
+KnownStates = dict[tuple[StorePath, SaveId], DenseValues]
+#: Whether to read the value of a key of the database; files are always read.
+Wanted = Callable[[str], bool]
+
+
+def everything(key: str) -> bool:
+    """Wants every value."""
+    return True
+
+
+def after(
+    before: DenseValues,
+    further: Sequence[StoredSave],
+    wanted: Wanted = everything,
+    *,
+    room: Room = new_memory,
+    on_bytes: OnBytes = uncounted,
+) -> DenseValues | None:
+    """Returns the dense leaves after further saves; None if one has them in Orbax's item.
+
+    Args:
+      before: the leaves before the first of the saves.
+      further: the saves, oldest first.
+      wanted: which values to read: those of ``before``, and new ones.
+      room: allocates the values that change.
+      on_bytes: called with the lengths of what is read.
+
+    Raises:
+      Damaged: an object is missing or altered.
+    """
+    item = DenseItem(further, on_bytes=on_bytes)
+    if item.base is not None:
+        return None
+    return stored_dense.values_of(item.shards, before, further[-1].name, wanted, room)
+
+
+def key_of(record: WalRecord) -> tuple[StorePath, SaveId]:
+    """Returns the key of a record among known states."""
+    return record.segment, record.save_id
+
+
+def at_record(
+    record: WalRecord,
+    records: Mapping[int, WalRecord],
+    known: KnownStates,
+    wanted: Wanted = everything,
+    *,
+    room: Room = new_memory,
+    on_bytes: OnBytes = uncounted,
+) -> DenseValues:
+    """Returns the dense leaves of one process at a WAL record.
+
+    Args:
+      record: the record.
+      records: the process's records, by attempt.
+      known: the leaves at earlier records, to continue from.
+      wanted: as for ``after``.
+      room: as for ``after``.
+      on_bytes: as for ``after``.
+
+    Raises:
+      Damaged: a record, or one that it is relative to, is missing or altered.
+    """
+    layers, before, at = [], None, record
+    while at is not None and before is None and at.dense is not None:
+        layers.append([DenseShard(at.arrays, at.dense, at.name, on_bytes)])
+        at = _reference(at, records)
+        before = None if at is None else known.get(key_of(at))
+    if not layers:
+        return DenseValues({}, {})
+    return stored_dense.values_of(layers, before, record.name, wanted, room)
+
+
+def at_point(
+    plan: ReplayPlan,
+    known: KnownStates | None = None,
+    wanted: Wanted = everything,
+    *,
+    room: Room = new_memory,
+    on_bytes: OnBytes = uncounted,
+) -> DenseValues:
+    """Returns the dense leaves of a recovery point, of all processes.
+
+    Args:
+      plan: the replay plan to the recovery point.
+      known: the leaves at the records of an earlier call with the same ``wanted``; replaced.
+      wanted: as for ``after``.
+      room: as for ``after``.
+      on_bytes: as for ``after``.
+
+    Raises:
+      DamagedWal: the leaves are missing or altered.
+    """
+    found: KnownStates = {}
+    for process, record in plan.last_records.items():
+        with damage_of(record):
+            found[key_of(record)] = at_record(
+                record,
+                by_attempt(plan.view.processes[process].log),
+                {} if known is None else known,
+                wanted,
+                room=room,
+                on_bytes=on_bytes,
+            )
+    if known is not None:
+        known.clear()
+        known.update(found)
+    parts = found.values()
+    return DenseValues(
+        {key: data for part in parts for key, data in part.values.items()},
+        {name: data for part in parts for name, data in part.files.items()},
+    )
+
+
+def by_attempt(log: ProcessWal) -> dict[int, WalRecord]:
+    """Returns the records of a process by attempt."""
+    return {record.save_id.attempt: record for record in log.records}
+
+
+def _reference(record: WalRecord, records: Mapping[int, WalRecord]) -> WalRecord | None:
+    """Returns the record that the leaves of one are relative to; None if they are whole."""
+    number = record.head.against
+    if number is None:
+        return None
+    found = records.get(number)
+    if found is None or number >= record.save_id.attempt or found.head.values is None:
+        raise Damaged(record.name, f"an earlier record {number} that it is relative to", "none")
+    return found

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of WAL records as layers to merge above a step. Numpy only."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from deltackpt.errors import Damaged, DamagedWal
+from deltackpt.format.blocks import Rows, StoredRows
+from deltackpt.format.manifest import Layout
+from deltackpt.format.segments import Segment
+from deltackpt.layers import merge
+from deltackpt.layers.merge import RowIndices
+from deltackpt.layers.read import Layer, StoredBytes
+from deltackpt.layers.targets import Targets
+from deltackpt.reading import bounds
+from deltackpt.reading.part_arrays import LayerArrays, Shard
+from deltackpt.reading.wal_index import ReplayPlan
+from deltackpt.reading.wal_records import WalRecord, damage_of
+from deltackpt.storage.store import FileStore
+
+#: Records up to this length are read with one request, dense leaves included. From a file, reading
+#: the arrays takes less time than the memory for whole records.
+_SMALL_BYTES = 256 << 10
+#: Memory for such records; more of them are read array by array.
+_SMALL_TOTAL_BYTES = 64 << 20
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RecordRows(Shard):
+    """The rows that one process wrote in a WAL record.
+
+    Attributes:
+      record: the record.
+    """
+
+    arrays: LayerArrays
+    record: WalRecord
+
+
+#: The rows of each record by process, oldest record first.
+WalRows = Sequence[Sequence[RecordRows]]
+
+
+class SeenRows:
+    """The rows that some WAL records contain, as a bitmap for each group."""
+
+    def __init__(self, layout: Layout):
+        """Creates an empty set.
+
+        Args:
+          layout: the tables.
+        """
+        self._layout = layout
+        self._flags = {group.name: np.zeros(group.rows, bool) for group in layout.groups}
+
+    def add(self, group: str, rows: Rows) -> None:
+        """Adds some virtual rows of a group."""
+        merge.mark(self._flags[group], rows)
+
+    def update(self, other: SeenRows) -> None:
+        """Adds the rows of another set for the same tables."""
+        for name, flags in self._flags.items():
+            flags |= other._flags[name]
+
+    def covers(self, other: SeenRows, targets: Targets) -> bool:
+        """Returns whether the set has all wanted rows of another one."""
+        return not any(
+            np.any(other._flags[group][start:stop] & ~self._flags[group][start:stop])
+            for group, (start, stop) in {(one.group, one.rows) for one in targets.all}
+        )
+
+    def by_table(self) -> dict[str, np.ndarray]:
+        """Returns table name to its rows in the set, int64, ascending."""
+        return {
+            table.name: np.flatnonzero(
+                self._flags[table.group][table.offset : table.offset + table.rows]
+            )
+            for table in self._layout.tables
+        }
+
+
+def rows_of(
+    record: WalRecord, layout: Layout, group: str | None = None, *, most_bytes: int = _SMALL_BYTES
+) -> RecordRows:
+    """Returns the rows of a record; reads nothing.
+
+    Args:
+      record: the record.
+      layout: the tables of its epoch.
+      group: returns only rows of this group; by default all.
+      most_bytes: length up to which the record is read with one request.
+
+    Raises:
+      Damaged: a row group is invalid.
+    """
+    groups, source = layout.group_by_name, StoredBytes(record.segment)
+    is_file = isinstance(record.segment.store, FileStore)
+    segments = tuple(one for one in record.segments if group in (None, one.group))
+    for segment in segments:
+        bounds.check_segment(segment, groups, None, record.name)
+
+    def opened() -> Layer:
+        # A copy, which records what this replay has verified.
+        found = record.layer.at(source)
+        return found if is_file or record.nbytes > most_bytes else found.loaded()
+
+    arrays = LayerArrays(opened, name=record.name, file="")
+    return RecordRows(arrays, segments, groups, record)
+
+
+def layers_of(plan: ReplayPlan, layout: Layout, group: str | None = None) -> list[list[RecordRows]]:
+    """Returns the rows of each record of a replay plan, oldest record first; reads nothing.
+
+    Args:
+      plan: the replay plan.
+      layout: layout of its step.
+      group: returns only rows of this group; by default all.
+
+    Raises:
+      DamagedWal: a record is invalid, or its epoch has other tables.
+    """
+    found: dict[tuple[int, int], list[RecordRows]] = {}
+    left = _SMALL_TOTAL_BYTES
+    for head, record in plan.records:
+        if not head.layout.has_rows_of(layout):
+            raise DamagedWal(
+                f"WAL epoch {head.epoch}",
+                f"the tables of step {plan.step.step}",
+                "others",
+                "restore the step itself: restore_latest(wal=False)",
+                plan.point.save_id,
+            )
+        most_bytes = min(_SMALL_BYTES, left)
+        left -= record.nbytes if record.nbytes <= most_bytes else 0
+        with damage_of(record):
+            rows = rows_of(record, layout, group, most_bytes=most_bytes)
+        found.setdefault((head.epoch, record.save_id.attempt), []).append(rows)
+    return [found[key] for key in sorted(found)]
+
+
+def all_rows(seen: SeenRows | None, others: RowIndices = merge.stored_rows) -> RowIndices:
+    """Returns a function that returns all row indices of WAL records, wanted or not.
+
+    Args:
+      seen: receives them, if given.
+      others: returns the row indices of saves.
+    """
+
+    def indices(layer: Shard, segment: Segment, targets: Targets) -> StoredRows | None:
+        if not isinstance(layer, RecordRows):
+            return others(layer, segment, targets)
+        rows = merge.segment_rows(layer, segment)
+        if seen is not None:
+            seen.add(segment.group, rows)
+        return StoredRows(rows)
+
+    return indices
+
+
+@contextlib.contextmanager
+def verified(records: WalRows) -> Iterator[None]:
+    """Verifies what was not read of the rows of some records at the end of a merge.
+
+    Raises:
+      DamagedWal: the rows of a record are missing or altered; the error names the record.
+    """
+    every = [rows for of_record in records for rows in of_record]
+    try:
+        yield
+        for rows in every:
+            rows.arrays.layer.verify_rest({segment.name for segment in rows.segments})
+    except Damaged as error:
+        for rows in every:
+            if f"{error.object_name}: ".startswith(f"{rows.record.name}: "):
+                raise DamagedWal.of(error, rows.record.save_id) from error
+        raise

@@ -1,0 +1,510 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes to a local or network file system: files past the page cache, and durable directories.
+
+Next to a training loop on two cores, writing 60 MB with direct I/O cost 2.6 ms of training time,
+and through the page cache 15 to 54.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from deltackpt.errors import Damaged, StorageError
+from deltackpt.resources.memory import ALIGNMENT, is_aligned
+from deltackpt.resources.pace import Pace
+from deltackpt.storage import files
+
+#: Errors of file systems without direct I/O, or with a larger alignment.
+_REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS})
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+#: Retries if others remove a directory while something is created in it.
+_TRIES = 100
+_T = TypeVar("_T")
+
+
+class DirectFile:
+    """A file that is read and written past the page cache if the file system allows it.
+
+    Transfers of whole blocks of ``ALIGNMENT`` bytes in memory of ``resources.memory`` are direct.
+    All others, and those that the file system refuses, use the page cache. Several threads may
+    write one file if each writes whole blocks.
+
+    Attributes:
+      path: the file, as named in errors.
+      descriptor: its descriptor.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        new: bool = True,
+        private: bool = False,
+        folder: int | None = None,
+        name: str | None = None,
+        buffer: np.ndarray | None = None,
+        cached_bytes: int = 0,
+        pace: Pace | None = None,
+        full: str = files.FULL,
+    ):
+        """Creates a file in an existing directory, whose entry the caller fsyncs, or opens one.
+
+        Args:
+          path: the file, as named in errors.
+          new: whether to create it; otherwise it is opened to be changed in place.
+          private: whether only this user can access a new file, for any umask.
+          folder: descriptor of its directory; by default, ``path`` is opened.
+          name: its name in that directory.
+          buffer: whole blocks in which ``append`` gathers bytes.
+          cached_bytes: shorter transfers use the page cache.
+          pace: limits the rate of writing.
+          full: advice for a full file system.
+
+        Raises:
+          StorageError: a new name exists, or the file system reported an error.
+        """
+        self.path = path
+        self._buffer = np.empty(0, np.uint8) if buffer is None else buffer
+        self._cached_bytes, self._pace, self._full = cached_bytes, pace or Pace(), full
+        #: Whether direct transfers are possible, and whether the descriptor makes them.
+        self._may_direct, self._direct = True, False
+        #: End of the appended bytes that were written, and number of those in the buffer.
+        self._stop = self._filled = 0
+        with self._errors("create" if new else "open"):
+            flags, mode = _NEW if new else os.O_RDWR | os.O_CLOEXEC, 0o600 if private else 0o666
+            self.descriptor = os.open(name or path, flags, mode, dir_fd=folder)
+        self._release = weakref.finalize(self, os.close, self.descriptor)
+
+    @property
+    def direct(self) -> bool:
+        """Returns whether the file system has accepted all direct transfers so far."""
+        return self._may_direct
+
+    def write(self, start: int, data: np.ndarray) -> None:
+        """Writes bytes at an offset; they are durable after ``sync``.
+
+        Args:
+          start: the offset.
+          data: uint8, (n,).
+
+        Raises:
+          StorageError: writing failed.
+        """
+        self._pace.take(len(data))
+        done = 0
+        with self._errors("write"):
+            while done < len(data):
+                taken = self._transfer(os.pwrite, start + done, data[done:])
+                if self._direct and done + taken < len(data):
+                    # The rest of the last block is written again.
+                    taken -= taken % ALIGNMENT
+                if taken == 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                done += taken
+
+    def read_into(self, start: int, out: np.ndarray) -> None:
+        """Reads bytes at an offset.
+
+        Args:
+          start: the offset.
+          out: uint8, (n,), is filled.
+
+        Raises:
+          Damaged: the file is too short.
+          StorageError: reading failed.
+        """
+        done = 0
+        with self._errors("read"):
+            while done < len(out):
+                taken = self._transfer(_read_once, start + done, out[done:])
+                if taken == 0:
+                    shown = files.object_name(self.path)
+                    raise Damaged(shown, f"{len(out) - done} more bytes", "the end of the file")
+                done += taken
+
+    def room(self) -> np.ndarray:
+        """Returns the free part of the buffer; the caller fills its beginning for ``advance``."""
+        return self._buffer[self._filled :]
+
+    def advance(self, nbytes: int) -> None:
+        """Appends the bytes that were put into ``room``.
+
+        Raises:
+          StorageError: writing failed.
+        """
+        self._filled += nbytes
+        if self._filled == len(self._buffer):
+            self.write(self._stop, self._buffer)
+            self._stop, self._filled = self._stop + self._filled, 0
+
+    def append(self, data: np.ndarray) -> None:
+        """Appends bytes; those after the last whole buffer are written by ``finish``.
+
+        Without a buffer, all of them are written at once.
+
+        Args:
+          data: uint8, (n,); whole buffers in aligned memory are not copied.
+
+        Raises:
+          StorageError: writing failed.
+        """
+        while len(data):
+            free = len(self._buffer) - self._filled
+            piece = data[: free or None]
+            if not free or (len(piece) == len(self._buffer) and is_aligned(piece)):
+                self.write(self._stop, piece)
+                self._stop += len(piece)
+            else:
+                self.room()[: len(piece)] = piece
+                self.advance(len(piece))
+            data = data[len(piece) :]
+
+    def finish(self) -> None:
+        """Writes the bytes that ``append`` holds back.
+
+        Raises:
+          StorageError: writing failed.
+        """
+        filled, padded = self._filled, self._filled
+        if self._may_direct and filled >= self._cached_bytes:
+            padded += -filled % ALIGNMENT
+            self._buffer[filled:padded] = 0
+        self.write(self._stop, self._buffer[:padded])
+        self._stop, self._filled = self._stop + filled, 0
+        if padded != filled:
+            with self._errors("write"):
+                os.ftruncate(self.descriptor, self._stop)
+
+    def sync(self, *, metadata: bool = True) -> None:
+        """Makes all bytes durable.
+
+        Args:
+          metadata: whether to flush times too, which takes longer if no bytes were allocated.
+
+        Raises:
+          StorageError: flushing failed; bytes written since the last call may be lost.
+        """
+        with self._errors("force to disk"):
+            (os.fsync if metadata else os.fdatasync)(self.descriptor)
+            # XFS after a shutdown may report the error only here.
+            os.fstat(self.descriptor)
+
+    def close(self) -> None:
+        """Closes the file, without flushing it.
+
+        Raises:
+          StorageError: an earlier write was lost; some file systems report that only now.
+        """
+        with self._errors("close"):
+            self._release()
+
+    def _errors(self, action: str) -> contextlib.AbstractContextManager[None]:
+        return files.typed_errors(self.path, action, full=self._full)
+
+    def _transfer(
+        self, call: Callable[[int, memoryview, int], int], start: int, data: np.ndarray
+    ) -> int:
+        """Reads or writes what the system takes at once; returns the number of bytes."""
+        is_whole = start % ALIGNMENT == len(data) % ALIGNMENT == 0
+        self._set_direct(is_whole and len(data) >= self._cached_bytes and is_aligned(data))
+        direct = self._direct
+        try:
+            return call(self.descriptor, data.data, start)
+        except OSError as error:
+            # A refusal comes before any byte is transferred.
+            if not direct or error.errno not in _REFUSED:
+                raise
+        self._may_direct = False
+        self._set_direct(False)
+        return call(self.descriptor, data.data, start)
+
+    def _set_direct(self, on: bool) -> None:
+        """If another thread changes the mode meanwhile, only the speed of a transfer changes."""
+        if self._direct == (on and self._may_direct):
+            return
+        try:
+            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, os.O_DIRECT if on else 0)
+            self._direct = on
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
+            self._may_direct = False
+
+
+def _read_once(descriptor: int, out: memoryview, start: int) -> int:
+    return os.preadv(descriptor, [out], start)
+
+
+class DurableDir(NamedTuple):
+    """A directory and the names below it; no symbolic link below it is followed.
+
+    Otherwise, a user who can write into it could get files outside it removed or replaced. Paths
+    are below ``path``; missing folders are made, but ``path`` itself only by ``create``: one that
+    was moved or removed would be mistaken for the missing one.
+
+    Attributes:
+      path: the directory; links in this path are followed.
+      fsync: whether changes survive a power cut.
+      private: whether only this user can access new files and folders, for any umask.
+    """
+
+    path: Path
+    fsync: bool = True
+    private: bool = False
+
+    def create(self) -> None:
+        """Creates the directory and its missing parents; existing ones keep their mode.
+
+        Raises:
+          StorageError: the file system reported an error.
+        """
+        folders = (*reversed(self.path.parents), self.path)
+        with files.typed_errors(self.path, "make a directory"):
+            missing = [folder for folder in folders if not folder.is_dir()]
+            for left in reversed(range(_TRIES)):
+                try:
+                    for folder in folders:
+                        if not folder.is_dir():
+                            folder.mkdir(self._folder_mode)
+                    break
+                except (FileExistsError, FileNotFoundError):  # Others make it, or remove it.
+                    if not left:
+                        raise
+            for folder in missing if self.fsync else ():
+                fsync_path(folder.parent)
+
+    def make(self, folder: Path) -> None:
+        """Makes a folder and its missing parents.
+
+        Raises:
+          StorageError: the file system reported an error, or a link is on the path.
+        """
+        with files.typed_errors(folder, "make a directory"):
+            self.within(folder, lambda _: None)
+
+    def write(
+        self, path: Path, data: bytes | memoryview, *, absent: bool = False, fsync_name: bool = True
+    ) -> None:
+        """Writes a small file that is either absent, old or complete.
+
+        Args:
+          path: the file.
+          data: its contents.
+          absent: fail if the file exists; of several concurrent writers one succeeds.
+          fsync_name: whether to fsync its directory entry too; otherwise the caller does.
+
+        Raises:
+          StorageError: writing failed; the cause is FileExistsError if the file exists.
+        """
+        temporary = temporary_beside(path).name
+
+        def written(folder: int) -> None:
+            ends = {"src_dir_fd": folder, "dst_dir_fd": folder}
+            try:
+                file = DirectFile(path, private=self.private, folder=folder, name=temporary)
+                with contextlib.closing(file):
+                    file.append(np.frombuffer(data, np.uint8))
+                    if self.fsync:
+                        file.sync()
+                if absent:
+                    os.link(temporary, path.name, **ends, follow_symlinks=False)
+                    os.unlink(temporary, dir_fd=folder)
+                else:
+                    os.replace(temporary, path.name, **ends)
+            except BaseException:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temporary, dir_fd=folder)
+                raise
+            if self.fsync and fsync_name:
+                fsync(folder)
+
+        with files.typed_errors(path, "write"):
+            self.within(path.parent, written)
+
+    def publish(self, source: Path, target: Path) -> None:
+        """Renames a file or folder, and fsyncs the entries of both parents.
+
+        Raises:
+          StorageError: it does not exist, or the file system reported an error.
+        """
+
+        def renamed(after: int) -> None:
+            os.rename(source.name, target.name, src_dir_fd=before, dst_dir_fd=after)
+            if self.fsync:
+                fsync(after)
+                if source.parent != target.parent:
+                    fsync(before)
+
+        with files.typed_errors(source, f"be renamed to {target}"):
+            with self.opened(source.parent) as before:
+                if source.parent == target.parent:
+                    renamed(before)
+                else:
+                    self.within(target.parent, renamed)
+
+    def remove(self, path: Path) -> None:
+        """Removes a directory, file or link as far as possible; targets of links are kept."""
+        # rmtree does not ignore this error when it closes a directory.
+        with contextlib.suppress(OSError), self.opened(path.parent) as folder:
+            try:
+                os.unlink(path.name, dir_fd=folder)
+            except (IsADirectoryError, PermissionError):
+                shutil.rmtree(path.name, ignore_errors=True, dir_fd=folder)
+
+    def remove_file(self, path: Path) -> None:
+        """Removes a file, and the folders that become empty.
+
+        Raises:
+          OSError: it does not exist, or removing it failed.
+        """
+        try:
+            with self.opened(path.parent) as folder:
+                os.unlink(path.name, dir_fd=folder)
+        finally:
+            for parent in path.relative_to(self.path).parents[:-1]:
+                self.remove_empty(self.path / parent)
+
+    def remove_empty(self, folder: Path) -> None:
+        """Removes a folder if it is empty."""
+        with contextlib.suppress(OSError), self.opened(folder.parent) as parent:
+            os.rmdir(folder.name, dir_fd=parent)
+
+    def entries(self, folder: Path) -> list[Path]:
+        """Returns the contents of a folder; empty if it is missing or behind a link."""
+        try:
+            with self.opened(folder) as descriptor:
+                return [folder / name for name in sorted(os.listdir(descriptor))]
+        except OSError:
+            return []
+
+    def within(self, folder: Path, action: Callable[[int], _T]) -> _T:
+        """Calls an action with a descriptor of a folder, which is made if it is missing.
+
+        Repeats that if others remove the folder, which they may while it is empty.
+
+        Raises:
+          StorageError: the directory does not exist, or a link is on the path.
+          OSError: the action failed.
+        """
+        for left in reversed(range(_TRIES)):
+            try:
+                with self.opened(folder, make=True) as descriptor:
+                    return action(descriptor)
+            except OSError as error:
+                if FileNotFoundError not in (type(error), type(error.__cause__)):
+                    raise
+                if not self.path.exists():
+                    raise StorageError(
+                        f"{self.path}: expected an existing directory, found none; if it was moved "
+                        "or removed, move it back, then try again"
+                    ) from error
+                if not left:
+                    raise
+        raise AssertionError
+
+    @contextlib.contextmanager
+    def opened(self, folder: Path, *, make: bool = False) -> Iterator[int]:
+        """Opens a descriptor of a folder.
+
+        Args:
+          folder: the folder.
+          make: whether to make missing folders.
+
+        Raises:
+          StorageError: a link is on the path.
+          FileNotFoundError, NotADirectoryError: the folder does not exist.
+        """
+        descriptor = os.open(self.path, _FOLDER)
+        try:
+            for name in folder.relative_to(self.path).parts:
+                inner = self._inner(folder, descriptor, name, make)
+                os.close(descriptor)
+                descriptor = inner
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _inner(self, folder: Path, descriptor: int, name: str, make: bool) -> int:
+        """Opens the folder of that name in another one, on the path to ``folder``."""
+        try:
+            return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=descriptor)
+        except FileNotFoundError:
+            if not make:
+                raise
+        except OSError as error:
+            try:
+                where = os.readlink(name, dir_fd=descriptor)
+            except OSError:
+                raise error from None
+            raise StorageError(
+                f"{folder}: expected a folder, found that {name} is a symbolic link to {where}, "
+                "which is not followed; remove the link"
+            ) from error
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, self._folder_mode, dir_fd=descriptor)
+        if self.fsync:
+            fsync(descriptor)
+        return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=descriptor)
+
+    @property
+    def _folder_mode(self) -> int:
+        return 0o700 if self.private else 0o777
+
+
+def temporary_beside(path: Path) -> Path:
+    """Returns a random temporary name for ``path`` that no other writer uses or can guess."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+
+
+def fsync(descriptor: int) -> None:
+    """Fsyncs an open descriptor.
+
+    Raises:
+      OSError: fsyncing failed.
+    """
+    os.fsync(descriptor)
+    # XFS after a shutdown fsyncs directories without an error, and fails only here.
+    os.fstat(descriptor)
+
+
+def fsync_path(path: str | Path) -> None:
+    """Fsyncs a file's data, or a directory's entries.
+
+    Raises:
+      OSError: fsyncing failed.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(directory: Path, *, while_others_write: bool = False) -> None:
+    """Fsyncs every file and directory below ``directory``, and itself.
+
+    Args:
+      directory: the directory.
+      while_others_write: whether listed entries may disappear concurrently.
+
+    Raises:
+      StorageError: the file system reported an error.
+    """
+    gone = (FileNotFoundError,) if while_others_write else ()
+    with files.typed_errors(directory, "force to disk"):
+        for folder, _, inside in os.walk(directory, topdown=False):
+            for name in (*inside, ""):
+                with contextlib.suppress(*gone):
+                    fsync_path(os.path.join(folder, name))
