@@ -383,6 +383,12 @@ class Worker:
             event_handlers=event_handlers,
         )
 
+    def gather(self, sizes: list[int]) -> dict[str, Any]:
+        """Gathers strings through the manager's coordinator; returns their lengths."""
+        among = self._manager._run.among
+        gathered = (among.gather("x", "x" * (size + among.index)) for size in sizes)
+        return {"sizes": [[len(one) for one in found] for found in gathered]}
+
     def limit(self, processes_secs: float) -> None:
         """Changes the timeout for other processes from the next save on."""
         timeouts = dataclasses.replace(

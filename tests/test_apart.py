@@ -29,7 +29,7 @@ from deltackpt.storage.batch import FileBatch
 HEAD = f"{names.EMBEDDINGS_ITEM}/{names.manifest_name(0)}"
 
 
-class MemoryBoard:
+class MemoryMessages:
     """An in-memory key-value store."""
 
     def __init__(self) -> None:
@@ -38,11 +38,8 @@ class MemoryBoard:
     def put(self, key: str, data: bytes) -> None:
         if key in self.held:
             raise StorageError(f"{key}: expected none, found one")
-        assert len(data) <= 4 << 20
+        assert len(data) <= 64 << 10
         self.held[key] = data
-
-    def get(self, key: str) -> bytes:
-        return self.held[key]
 
     def folder(self, key: str) -> dict[str, bytes]:
         return {k.removeprefix(key): v for k, v in self.held.items() if k.startswith(key)}
@@ -56,7 +53,7 @@ class Nodes(Job):
 
     def __init__(self, tmp_path: Path, count: int):
         super().__init__(tmp_path / "node0", count)
-        self.board, self.folder = MemoryBoard(), tmp_path
+        self.messages, self.folder = MemoryMessages(), tmp_path
         for process in range(count):
             (tmp_path / f"node{process}").mkdir(exist_ok=True)
 
@@ -66,7 +63,7 @@ class Nodes(Job):
             process=process,
             count=self.count,
             timeout_secs=0.0,
-            board=self.board,
+            messages=self.messages,
             fsync=False,
         )
 
@@ -150,13 +147,13 @@ def test_a_failure_that_cannot_be_reported_raises_no_second_error(job):
     def refuse(key, data):
         raise StorageError("no answer")
 
-    job.board.put = refuse
+    job.messages.put = refuse
     job.at(1).fail(OutOfSpace("no room"))
 
 
 def test_entries_of_finished_saves_are_removed(tmp_path):
-    board = MemoryBoard()
-    meetings = [Meetings(board, process, 2, 1.0) for process in range(2)]
+    messages = MemoryMessages()
+    meetings = [Meetings(messages, process, 2, 1.0) for process in range(2)]
     for process in range(2):
         (tmp_path / f"{process}").mkdir()
     for step in range(6):
@@ -167,7 +164,7 @@ def test_entries_of_finished_saves_are_removed(tmp_path):
         made[1].tell({"x": b"abc"})
         made[0].tell({HEAD: b"head"})
         made[1].await_commit(lambda: True)
-        steps = {key.split("/")[1].split(".")[0] for key in board.held}
+        steps = {key.split("/")[1].split(".")[0] for key in messages.held}
         assert steps == {str(number) for number in range(max(0, step - 2), step + 1)}
 
 

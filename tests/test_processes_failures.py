@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -245,3 +246,34 @@ def test_an_orbax_item_that_one_process_cannot_read_stops_the_other_in_time(
         job.all("wait")
         job.all("limit", processes_secs=4.0)
         assert_told_by_the_other(job, process, f"reading {what}", step=0)
+
+
+def test_a_stopped_process_is_named_and_the_next_manager_starts_clean(server, tmp_path):
+    """It is stopped for longer than the timeouts, in a restore and while managers open."""
+    root = str(tmp_path / "root")
+    with Job(server, tmp_path / "jobs", processes=2, apart=True) as job:
+        job.all("open", root=root, processes_secs=5.0)
+        job.all("start", place=PLACE)
+        job.all("save")
+        job.all("wait")
+        calls: list[dict[str, Any]] = [
+            {"do": "restore_latest", "place": PLACE, "like": 0},
+            {"do": "open", "root": root, "processes_secs": 2.0},
+        ]
+        for call in calls:
+            stopped = job.processes[1]
+            stopped.kill(signal.SIGSTOP)
+            job.ask(**call)
+            error = job.processes[0].answer()["error"]
+            stopped.kill(signal.SIGCONT)
+            assert error["type"] == "ProcessMissing" and "expected process 1 to" in error["text"]
+            assert stopped.answer()["error"]["type"] == "ProcessMissing"
+            job.all("open", root=root, processes_secs=PEERS_SECS)
+            found = job.all("restore_latest", place=PLACE, like=0)
+            assert {(answer["step"], answer["wrong"]) for answer in found} == {(0, None)}
+        assert_goes_on(job, 1)
+
+
+def test_values_of_any_size_reach_every_process(job):
+    found = job.one("gather", sizes=[0, 1, 64 << 10, 300_000])
+    assert found["sizes"] == [[size, size + 1] for size in (0, 1, 64 << 10, 300_000)]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from deltackpt.handlers import dense
-from deltackpt.handlers.agreement import Processes
+from deltackpt.handlers.coordinator import Coordinator
 from deltackpt.restore.placing import same_bits
 from deltackpt.state.tables import Split
 
@@ -50,7 +50,7 @@ class RestoredState:
             equals,
         )
 
-    def is_same(self, split: Split, among: Processes, *, marked: bool, hashed: bool) -> bool:
+    def is_same(self, split: Split, among: Coordinator, *, marked: bool, hashed: bool) -> bool:
         """Returns whether a state is the restored one, alike on every process.
 
         Args:

@@ -15,10 +15,9 @@ from typing import Any, NoReturn, Protocol
 import jax.numpy as jnp
 
 from deltackpt import events, processes
-from deltackpt.errors import OptionError, ProcessMissing
+from deltackpt.errors import OptionError, ProcessMissing, StorageError
 from deltackpt.format.manifest import SaveId
-from deltackpt.handlers.agreement import Processes
-from deltackpt.handlers.board import JobBoard
+from deltackpt.handlers.coordinator import Coordinator
 from deltackpt.handlers.restored import RestoredState
 from deltackpt.handlers.tracking import RowTracking
 from deltackpt.ledger.held import Held
@@ -132,8 +131,8 @@ def _require_shared_log(options: WalOptions | None) -> None:
         )
 
 
-def _among(directory: str | os.PathLike[str], options: ManagerOptions) -> Processes:
-    return Processes(os.fspath(directory), options.timeouts.processes_secs, alone=options.alone)
+def _among(directory: str | os.PathLike[str], options: ManagerOptions) -> Coordinator:
+    return Coordinator(os.fspath(directory), options.timeouts.processes_secs, alone=options.alone)
 
 
 def _opening(directory: str | os.PathLike[str]) -> str:
@@ -144,7 +143,7 @@ def refuse(
     directory: str | os.PathLike[str], options: ManagerOptions, error: OptionError
 ) -> NoReturn:
     """Raises an error of a manager's arguments; the other processes report it without waiting."""
-    with contextlib.suppress(ProcessMissing):
+    with contextlib.suppress(ProcessMissing, StorageError):
         with _among(directory, options).together(_opening(directory), fatal=True, patience=1):
             raise error
     raise error
@@ -179,7 +178,7 @@ class Run:
     root: Steps
     item: str
     choice: Tables
-    among: Processes
+    among: Coordinator
     lineage: Lineage
     staging: Staging
     workers: Workers
@@ -220,7 +219,6 @@ class Run:
           OptionError: the options are not valid for this job or directory.
         """
         among, what = _among(directory, options), _opening(directory)
-        board: JobBoard | None = None
         with among.together(what, fatal=True, patience=1):
             staging = Staging(options.writes.staging_bytes)
             workers = Workers(
@@ -235,7 +233,6 @@ class Run:
                 may_stop=options.wal is None and not isinstance(options.deltas.policy, Rolling),
             )
             if among.count > 1 and not (options.read_only or (options.tiers or Tiers()).shared):
-                board = JobBoard()
                 _require_shared_log(options.wal)
             take_over()
         opened: list[Steps] = []
@@ -251,11 +248,10 @@ class Run:
                     opened.append(open_root(False))
             root, meetings = opened[0], None
             if isinstance(root, Held) and root.apart:
-                assert board is not None
                 root.join(functools.partial(among.gather, what))
                 newest = among.of_first(what, root.newest_step, fatal=True)
                 meetings = Meetings(
-                    board, among.index, among.count, options.timeouts.processes_secs
+                    among, among.index, among.count, options.timeouts.processes_secs
                 )
             lineage = Lineage(
                 options.deltas.policy,

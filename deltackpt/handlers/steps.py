@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from deltackpt.format import names
-from deltackpt.handlers.agreement import Processes
+from deltackpt.handlers.coordinator import Coordinator
 from deltackpt.save import snapshot
 from deltackpt.save.flight import Embeddings, PendingSave
 from deltackpt.save.lineage import Lineage, new_run
@@ -24,7 +24,7 @@ def started(embeddings: Embeddings, item_dir: Path) -> PendingSave:
       item_dir: the item's directory, as Orbax names it; it need not exist yet.
     """
     if embeddings.lineage is None:
-        run = Processes(str(item_dir.parent.parent), embeddings.options.processes_secs).agree(
+        run = Coordinator(str(item_dir.parent.parent), embeddings.options.processes_secs).agree(
             "starting a save", new_run()
         )
         embeddings = dataclasses.replace(embeddings, lineage=Lineage.unprotected(run))

@@ -17,7 +17,7 @@ import jax
 from deltackpt.errors import OptionError, SaveFailed
 from deltackpt.events import EventHandler
 from deltackpt.format import names
-from deltackpt.handlers.agreement import Processes
+from deltackpt.handlers.coordinator import Coordinator
 from deltackpt.handlers.iterators import (
     DataIterator,
     IteratorHandler,
@@ -118,7 +118,7 @@ class LoopCheckpoints:
         self.manager = CheckpointManager(
             directory, handlers=handlers, options=options, event_handlers=event_handlers
         )
-        self._processes = Processes(
+        self._processes = Coordinator(
             f"loop:{os.fspath(directory)}", options.timeouts.processes_secs, alone=options.alone
         )
 

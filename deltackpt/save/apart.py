@@ -3,9 +3,10 @@
 
 Each process writes to a directory on its own node. To verify and describe a save, process 0 needs
 little from the others: their manifests and digests and, for dense leaves, the nodes of their
-databases. The processes exchange these through the job's board. Once the step is committed in
-process 0's directory, its manifest goes to the others in the same way, and they publish their shard
-under the step's name. Rows and values stay where they were written, until they are uploaded.
+databases. The processes exchange these through JAX's coordination service. Once the step is
+committed in process 0's directory, its manifest goes to the others in the same way, and they
+publish their shard under the step's name. Rows and values stay where they were written, until they
+are uploaded.
 """
 
 from __future__ import annotations
@@ -24,26 +25,18 @@ from deltackpt.format.manifest import Manifest, Part
 from deltackpt.save.rendezvous import Note, Rendezvous
 from deltackpt.storage.posix import DurableDir
 
-#: A value of JAX's coordination service is one message of at most 4 MiB.
-_PIECE_BYTES = 1 << 20
+#: Size limit of a message.
+_PIECE_BYTES = 64 << 10
 
 
-class Board(Protocol):
-    """A key-value store for small values, shared by all processes of a job; thread-safe."""
+class Messages(Protocol):
+    """A key-value store for messages, shared by all processes of a job; see ``Coordinator``."""
 
     def put(self, key: str, data: bytes) -> None:
-        """Stores a value under an unused key.
+        """Stores a value of at most 64 KiB under an unused key.
 
         Raises:
-          StorageError: the board does not answer, or the key is used.
-        """
-        ...
-
-    def get(self, key: str) -> bytes:
-        """Returns the value of a key.
-
-        Raises:
-          StorageError: the board does not answer, or has no value.
+          StorageError: the service does not answer, or the key is used.
         """
         ...
 
@@ -51,7 +44,7 @@ class Board(Protocol):
         """Returns all values below a key, by the rest of their keys.
 
         Raises:
-          StorageError: the board does not answer.
+          StorageError: the service does not answer.
         """
         ...
 
@@ -65,18 +58,18 @@ class Apart(Rendezvous):
     """One process's view of a save in flight if the others do not see its directory.
 
     Attributes:
-      board: the job's board.
+      messages: connects the processes.
       fsync: whether data from others must survive a power cut.
     """
 
-    board: Board
+    messages: Messages
     fsync: bool
     apart: ClassVar[bool] = True
     _taken: set[int] = dataclasses.field(default_factory=set)
 
     @property
     def key(self) -> str:
-        """Returns the board's key of this save, which no other save of the job has."""
+        """Returns the prefix of this save's keys, which no other save of the job has."""
         return f"deltackpt/{self.temporary.name}"
 
     def fail(self, error: BaseException) -> None:
@@ -87,11 +80,11 @@ class Apart(Rendezvous):
     def tell(self, records: Mapping[str, bytes]) -> None:
         """See ``Rendezvous``."""
         packed: Any = msgpack.packb(dict(records))
-        count = -(-len(packed) // _PIECE_BYTES)
-        for number in range(count):
-            piece = packed[number * _PIECE_BYTES : (number + 1) * _PIECE_BYTES]
-            self.board.put(f"{self.key}/data/{self.process}/{number}", piece)
-        self._say({"pieces": count})
+        for start in range(0, len(packed), _PIECE_BYTES):
+            # Pieces are listed in the order of their keys.
+            key = f"{self.key}/data/{self.process}/{start:012}"
+            self.messages.put(key, packed[start : start + _PIECE_BYTES])
+        self._say({"bytes": len(packed)})
 
     def collect(self, item_dir: Path, own: Manifest) -> tuple[Part, ...]:
         """See ``Rendezvous``."""
@@ -108,8 +101,8 @@ class Apart(Rendezvous):
         for _ in self._polls(2 * self.timeout_secs):
             self._raise_failure()
             said = self._said()
-            if "pieces" in said.get(0, {}):
-                self._take(0, said[0])
+            if "bytes" in said.get(0, {}):
+                self._take(0)
                 return
         raise self._missing({0}, "commit the step")
 
@@ -119,27 +112,25 @@ class Apart(Rendezvous):
         for _ in self._polls(self.timeout_secs):
             self._raise_failure()
             for process, said in self._said().items():
-                if process in wanted - self._taken and "pieces" in said:
-                    self._take(process, said)
+                if process in wanted - self._taken and "bytes" in said:
+                    self._take(process)
             if wanted <= self._taken:
                 return
         raise self._missing(wanted - self._taken, what)
 
-    def _take(self, process: int, said: dict[str, Any]) -> None:
-        pieces = (
-            self.board.get(f"{self.key}/data/{process}/{number}")
-            for number in range(said["pieces"])
-        )
-        for name, data in msgpack.unpackb(b"".join(pieces)).items():
+    def _take(self, process: int) -> None:
+        pieces = sorted(self.messages.folder(f"{self.key}/data/{process}/").items())
+        packed = b"".join(piece for _, piece in pieces)
+        for name, data in msgpack.unpackb(packed).items():
             path = self.temporary / name
             DurableDir(self.temporary.parent, fsync=self.fsync).write(path, data)
         self._taken.add(process)
 
     def _say(self, what: dict[str, Any]) -> None:
-        self.board.put(f"{self.key}/said/{self.process}", json.dumps(what).encode())
+        self.messages.put(f"{self.key}/said/{self.process}", json.dumps(what).encode())
 
     def _said(self) -> dict[int, dict[str, Any]]:
-        found = self.board.folder(f"{self.key}/said/")
+        found = self.messages.folder(f"{self.key}/said/")
         return {int(process): json.loads(said) for process, said in found.items()}
 
     def _noted(self) -> dict[int, Note]:
@@ -154,16 +145,16 @@ class Apart(Rendezvous):
 class Meetings:
     """Coordinates the processes of a job for one save at a time; used by one thread."""
 
-    def __init__(self, board: Board, process: int, count: int, timeout_secs: float):
+    def __init__(self, messages: Messages, process: int, count: int, timeout_secs: float):
         """Creates no rendezvous yet.
 
         Args:
-          board: the job's board.
+          messages: connects the processes.
           process: index of this process.
           count: number of processes.
           timeout_secs: as for ``Rendezvous``.
         """
-        self._board = board
+        self._messages = messages
         self._process = process
         self._count = count
         self._timeout_secs = timeout_secs
@@ -176,12 +167,12 @@ class Meetings:
             process=self._process,
             count=self._count,
             timeout_secs=self._timeout_secs,
-            board=self._board,
+            messages=self._messages,
             fsync=fsync,
         )
         if self._process == 0:
             # A process with a part of the last save has finished the earlier ones.
             self._former.append(found.key)
             while len(self._former) > 3:
-                self._board.delete(self._former.pop(0))
+                self._messages.delete(self._former.pop(0))
         return found
