@@ -219,7 +219,7 @@ class Coordinator:
         return self.gather(what, value if self.index == 0 else None)[0]
 
     @contextlib.contextmanager
-    def together(self, what: str, *, fatal: bool = False, patience: int = 3) -> Iterator[None]:
+    def together(self, what: str, *, fatal: bool = False, patience: int = 3) -> Iterator[list[Any]]:
         """Runs a block; afterwards either every process raises, or none does.
 
         Args:
@@ -233,13 +233,18 @@ class Coordinator:
           StepGone: another process failed because the step was removed.
           ProcessFailed: another process failed fatally; the message names it.
           ProcessMissing, StorageError: as for ``gather``.
+
+        Yields:
+          An empty list; afterwards it contains what the block added to it on process 0.
         """
         error: Exception | None = None
+        values: list[Any] = []
         try:
-            yield
+            yield values
         except Exception as caught:
             error = caught
-        self._outcome(what, error, None, fatal, patience)
+        # A context manager drops this frame from the traceback, where it would be a cycle.
+        values[:] = self._outcome(what, error, values, fatal, patience)
 
     def of_first(
         self, what: str, find: Callable[[], Any], *, fatal: bool = False, patience: int = 3
@@ -256,24 +261,21 @@ class Coordinator:
           RestoreError, ProcessFailed: process 0 failed; process 0 itself raises its own error.
           ProcessMissing, StorageError: as for ``gather``.
         """
-        error, value = None, None
-        if self.index == 0:
-            try:
-                value = find()
-            except Exception as caught:
-                error = caught
-        return self._outcome(what, error, value, fatal, patience)
+        with self.together(what, fatal=fatal, patience=patience) as found:
+            if self.index == 0:
+                found.append(find())
+        return found[0]
 
     def _outcome(
-        self, what: str, error: Exception | None, value: Any, fatal: bool, patience: int
-    ) -> Any:
-        """Returns process 0's value unless a process failed: then every process raises."""
+        self, what: str, error: Exception | None, values: list[Any], fatal: bool, patience: int
+    ) -> list[Any]:
+        """Returns process 0's values unless a process failed: then every process raises."""
         own = None
         if error is not None:
             fatal = fatal or not (isinstance(error, RestoreError) and error.another_step_may_do)
             gone = isinstance(error, (StepGone, StepNotFound))
             own = Failure(self.index, f"{type(error).__name__}: {error}", fatal, gone)
-        found = self.gather(what, [own, value], patience=patience)
+        found = self.gather(what, [own, values], patience=patience)
         failures = [Failure(*failure) for failure, _ in found if failure is not None]
         worst = [failure for failure in failures if failure.fatal] or failures
         if error is not None and (fatal or not worst[0].fatal):
