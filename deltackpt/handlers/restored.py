@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from deltackpt.coordination import Coordinator
 from deltackpt.handlers import dense
-from deltackpt.handlers.coordinator import Coordinator
 from deltackpt.restore.placing import same_bits
 from deltackpt.state.tables import Split
 

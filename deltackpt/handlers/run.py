@@ -15,9 +15,9 @@ from typing import Any, NoReturn, Protocol
 import jax.numpy as jnp
 
 from deltackpt import events, processes
+from deltackpt.coordination import Coordinator
 from deltackpt.errors import OptionError, ProcessMissing, StorageError
 from deltackpt.format.manifest import SaveId
-from deltackpt.handlers.coordinator import Coordinator
 from deltackpt.handlers.restored import RestoredState
 from deltackpt.handlers.tracking import RowTracking
 from deltackpt.ledger.held import Held
@@ -28,12 +28,11 @@ from deltackpt.resources.pace import Pace
 from deltackpt.resources.staging import Staging
 from deltackpt.resources.workers import Workers
 from deltackpt.save import snapshot
-from deltackpt.save.apart import Meetings
 from deltackpt.save.dense import DenseKeeper
 from deltackpt.save.dense_coding import codings
 from deltackpt.save.flight import Embeddings
 from deltackpt.save.lineage import Lineage, new_run
-from deltackpt.save.rendezvous import Rendezvous, of_this_process
+from deltackpt.save.writers import StepWriters
 from deltackpt.state.choice import Tables
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState
@@ -144,7 +143,7 @@ def refuse(
 ) -> NoReturn:
     """Raises an error of a manager's arguments; the other processes report it without waiting."""
     with contextlib.suppress(ProcessMissing, StorageError):
-        with _among(directory, options).together(_opening(directory), fatal=True, patience=1):
+        with _among(directory, options).together(_opening(directory), fatal=True):
             raise error
     raise error
 
@@ -164,7 +163,7 @@ class Run:
       staging: memory for snapshots.
       workers: threads of saves.
       tracking: how touched rows are found.
-      meetings: coordinates processes that do not share directories.
+      shared_fs: whether all processes see ``root``.
       newest: the newest step: first as process 0 found it, then every committed one.
       restored: the step that the next save continues from, if it is not the newest one.
       dense: keeps dense leaves that deltas store as changed blocks; None if they store them whole.
@@ -184,7 +183,7 @@ class Run:
     workers: Workers
     tracking: RowTracking
     newest: int | None
-    meetings: Meetings | None = None
+    shared_fs: bool = True
     restored: int | None = None
     dense: DenseKeeper | None = None
     log: Log = dataclasses.field(default_factory=NoLog)
@@ -219,7 +218,7 @@ class Run:
           OptionError: the options are not valid for this job or directory.
         """
         among, what = _among(directory, options), _opening(directory)
-        with among.together(what, fatal=True, patience=1):
+        with among.together(what, fatal=True):
             staging = Staging(options.writes.staging_bytes)
             workers = Workers(
                 cpus=options.background.cpus,
@@ -242,17 +241,15 @@ class Run:
             return opened[0].newest_step()
 
         try:
-            newest = among.of_first(what, first, fatal=True, patience=1)
+            newest = among.of_first(what, first, fatal=True)
             with among.together(what, fatal=True):
                 if not opened:
                     opened.append(open_root(False))
-            root, meetings = opened[0], None
+            root, shared_fs = opened[0], True
             if isinstance(root, Held) and root.apart:
+                shared_fs = False
                 root.join(functools.partial(among.gather, what))
                 newest = among.of_first(what, root.newest_step, fatal=True)
-                meetings = Meetings(
-                    among, among.index, among.count, options.timeouts.processes_secs
-                )
             lineage = Lineage(
                 options.deltas.policy,
                 ledger=root if isinstance(root, Held) else None,
@@ -276,7 +273,7 @@ class Run:
             workers=workers,
             tracking=tracking,
             newest=newest,
-            meetings=meetings,
+            shared_fs=shared_fs,
             dense=dense if options.dense.deltas == "blocks" else None,
         )
 
@@ -286,11 +283,21 @@ class Run:
         assert isinstance(self.root, Held)
         return self.root
 
-    def meeting(self, temporary: Path) -> Rendezvous:
-        """Returns how the processes that write a step coordinate."""
-        if self.meetings is None:
-            return of_this_process(temporary, self.options.timeouts.processes_secs)
-        return self.meetings.of(temporary, fsync=self.fsync)
+    def writers(self, temporary: Path, attempt: int) -> StepWriters:
+        """Returns the processes that write a step.
+
+        Args:
+          temporary: the step's temporary directory.
+          attempt: number of the attempt at a save in this run.
+        """
+        return StepWriters(
+            coordinator=self.among,
+            key=f"{self.lineage.run}-{attempt}",
+            temporary=temporary,
+            readers=self.workers.forcers,
+            shared_fs=self.shared_fs,
+            fsync=self.fsync,
+        )
 
     @property
     def fsync(self) -> bool:

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 import jax
 
+from deltackpt.coordination import Coordinator
 from deltackpt.errors import OptionError, SaveFailed
 from deltackpt.events import EventHandler
 from deltackpt.format import names
-from deltackpt.handlers.coordinator import Coordinator
 from deltackpt.handlers.iterators import (
     DataIterator,
     IteratorHandler,

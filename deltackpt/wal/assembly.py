@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from deltackpt.coordination import Coordinator
 from deltackpt.errors import StorageError, WalBehind
-from deltackpt.handlers.coordinator import Coordinator
 from deltackpt.wal.agreement import Leader, Member, Proposal, Settle, Status, Wish, too_long
 from deltackpt.wal.progress import Progress, Watch
 

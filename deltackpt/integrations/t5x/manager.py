@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from deltackpt import events, inspect, processes
+from deltackpt.coordination import Coordinator
 from deltackpt.errors import (
     FencedError,
     NoIntactStep,
@@ -25,7 +26,6 @@ from deltackpt.errors import (
     TemplateMismatch,
 )
 from deltackpt.format import names
-from deltackpt.handlers.coordinator import Coordinator
 from deltackpt.integrations.t5x.layout import StepLinks, model_dir_of, tables_of
 from deltackpt.integrations.t5x.model import ModelLeaves, cast, flat, leaves_of, taken
 from deltackpt.integrations.t5x.modules import checkpoints
