@@ -76,6 +76,8 @@ class Coordinator:
     Attributes:
       index: index of this process.
       count: number of processes.
+      others: indices of the other processes.
+      timeout_secs: how long another process may be silent.
     """
 
     def __init__(self, directory: str, timeout_secs: float, *, alone: bool = False):
@@ -207,8 +209,11 @@ class Coordinator:
         heard = dict.fromkeys(missing, started)
         beats: dict[str, bytes] = {}
         while missing:
-            self.wait_for(f"{topic}/{min(missing)}", min(_LOOK_SECS, limit / _LOOKS))
-            found = {int(process): data for process, data in self.folder(f"{topic}/").items()}
+            first = min(missing)
+            data = self.wait_for(f"{topic}/{first}", min(_LOOK_SECS, limit / _LOOKS))
+            found = {} if data is None else {first: data}
+            if len(missing) > 1:
+                found = {int(process): data for process, data in self.folder(f"{topic}/").items()}
             for process in sorted(missing & found.keys()):
                 missing.remove(process)
                 yield process, self._content(topic, process, found[process], what)

@@ -163,7 +163,6 @@ class Run:
       staging: memory for snapshots.
       workers: threads of saves.
       tracking: how touched rows are found.
-      shared_fs: whether all processes see ``root``.
       newest: the newest step: first as process 0 found it, then every committed one.
       restored: the step that the next save continues from, if it is not the newest one.
       dense: keeps dense leaves that deltas store as changed blocks; None if they store them whole.
@@ -183,7 +182,6 @@ class Run:
     workers: Workers
     tracking: RowTracking
     newest: int | None
-    shared_fs: bool = True
     restored: int | None = None
     dense: DenseKeeper | None = None
     log: Log = dataclasses.field(default_factory=NoLog)
@@ -245,9 +243,8 @@ class Run:
             with among.together(what, fatal=True):
                 if not opened:
                     opened.append(open_root(False))
-            root, shared_fs = opened[0], True
+            root = opened[0]
             if isinstance(root, Held) and root.apart:
-                shared_fs = False
                 root.join(functools.partial(among.gather, what))
                 newest = among.of_first(what, root.newest_step, fatal=True)
             lineage = Lineage(
@@ -273,7 +270,6 @@ class Run:
             workers=workers,
             tracking=tracking,
             newest=newest,
-            shared_fs=shared_fs,
             dense=dense if options.dense.deltas == "blocks" else None,
         )
 
@@ -295,7 +291,7 @@ class Run:
             key=f"{self.lineage.run}-{attempt}",
             temporary=temporary,
             readers=self.workers.forcers,
-            shared_fs=self.shared_fs,
+            shared_fs=not self.held.apart,
             fsync=self.fsync,
         )
 

@@ -8,12 +8,14 @@ interrupted before the rename is a directory that is never read.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from deltackpt.errors import StorageError
 from deltackpt.format import names
 from deltackpt.resources.workers import Workers
 from deltackpt.save.writers import StepWriters
@@ -153,7 +155,9 @@ def _commit(step: Step, batch: FileBatch) -> None:
     step.check()
     head = step.others.records([temporary / step.tables / names.manifest_name(0)])
     _publish(step)
-    step.others.report("done", head)
+    # The step is committed: others that cannot be told find that this process is missing.
+    with contextlib.suppress(StorageError):
+        step.others.report("done", head)
 
 
 def _publish(step: Step) -> None:
