@@ -100,6 +100,9 @@ class Coordinator:
         self._id: str | None = None
         self._calls = itertools.count()
         self._expired: collections.deque[str] = collections.deque()
+        self._lock = threading.Lock()
+        #: How many blocks of ``alive`` run, and whether a thread shows it.
+        self._working, self._is_beating = 0, False
         if self.count == 1:
             return
         if not multihost.is_jax_distributed_client_initialized():
@@ -237,16 +240,16 @@ class Coordinator:
         if self.count == 1:
             yield
             return
-        done = threading.Event()
-        thread = threading.Thread(
-            target=self._beat_until, args=(done,), name="deltackpt-alive", daemon=True
-        )
-        thread.start()
+        with self._lock:
+            self._working += 1
+            if not self._is_beating:
+                self._is_beating = True
+                threading.Thread(target=self._show, name="deltackpt-alive", daemon=True).start()
         try:
             yield
         finally:
-            done.set()
-            thread.join()
+            with self._lock:
+                self._working -= 1
 
     # Calls that all processes make.
 
@@ -429,8 +432,14 @@ class Coordinator:
         with contextlib.suppress(StorageError):
             self.replace(f"{_ALIVE}{self.index}", str(time.monotonic_ns()).encode())
 
-    def _beat_until(self, done: threading.Event) -> None:
-        while not done.wait(self.timeout_secs / _BEATS):
+    def _show(self) -> None:
+        """Beats as long as this process works; ends in a pause, until the next work."""
+        while True:
+            time.sleep(self.timeout_secs / _BEATS)
+            with self._lock:
+                if not self._working:
+                    self._is_beating = False
+                    return
             self._beat()
 
     def _missing(self, what: str, late: set[int], deed: str, secs: float) -> ProcessMissing:

@@ -905,7 +905,8 @@ class CheckpointManager:
             self._check_usable(writing=writing)
             self._check_outside_handlers()
             try:
-                yield
+                with self._run.among.alive():
+                    yield
             except (SaveFailed, AppendFailed, StorageError) as error:
                 with contextlib.suppress(StorageError):
                     try:

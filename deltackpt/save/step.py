@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from deltackpt.errors import StorageError
+from deltackpt.errors import ProcessMissing, StorageError
 from deltackpt.format import names
 from deltackpt.resources.workers import Workers
 from deltackpt.save.writers import StepWriters
@@ -128,15 +129,24 @@ def _write(step: Step, batch: FileBatch) -> Committed:
         _write_digests(step, batch, temporary / names.step_digests_name(others.process))
         batch.force()
         others.report("written", others.records(_descriptions(step)))
-        others.wait("done")
-        if not others.shared_fs:
+        try:
+            others.wait("done")
+        except ProcessMissing:
+            # Process 0 may have died between the commit and its report.
+            if temporary.exists() or not step.final.is_dir():
+                raise
+        if others.shared_fs:
+            # Opening the directory refreshes the cache of a network file system.
+            with contextlib.suppress(OSError):
+                os.close(os.open(step.final.parent, os.O_RDONLY))
+        else:
             step.check()
             _publish(step)
         return Committed(written_at, time.perf_counter())
     if others.count > 1:
         batch.force()  # While the others write.
         others.wait("written")
-        for process in others.others:
+        for process in others.reporters:
             batch.adopt_file(temporary / names.step_digests_name(process))
     for name, item in step.items.items():
         item.complete(temporary / name, batch, others)
@@ -154,10 +164,13 @@ def _commit(step: Step, batch: FileBatch) -> None:
     batch.force()
     step.check()
     head = step.others.records([temporary / step.tables / names.manifest_name(0)])
-    _publish(step)
-    # The step is committed: others that cannot be told find that this process is missing.
-    with contextlib.suppress(StorageError):
-        step.others.report("done", head)
+    try:
+        _publish(step)
+    finally:
+        # Even if only the last fsync failed. Others that cannot be told miss this process.
+        if not temporary.exists():
+            with contextlib.suppress(StorageError):
+                step.others.report("done", head)
 
 
 def _publish(step: Step) -> None:

@@ -67,6 +67,7 @@ class StepWriters:
     readers: concurrent.futures.Executor
     shared_fs: bool = True
     fsync: bool = True
+    _reported: set[Phase] = dataclasses.field(default_factory=set)
 
     @property
     def process(self) -> int:
@@ -79,7 +80,7 @@ class StepWriters:
         return self.coordinator.count
 
     @property
-    def others(self) -> range:
+    def reporters(self) -> range:
         """Returns the processes that report to process 0."""
         return range(1, self.count)
 
@@ -110,14 +111,19 @@ class StepWriters:
           StorageError: JAX's coordination service does not answer.
         """
         if self.count > 1:
+            self._reported.add(phase)
             packed: Any = msgpack.packb(records)
             self.coordinator.send(f"{self.prefix}/{phase}", packed)
 
     def fail(self, error: BaseException) -> None:
-        """Reports that this process failed, in place of its earlier reports; never raises."""
+        """Reports that this process failed, unless it has committed the step; never raises.
+
+        It replaces reports on which process 0 might still commit.
+        """
         phases: tuple[Phase, ...] = ("shard", "written") if self.process else ("done",)
-        for phase in phases if self.count > 1 else ():
-            self.coordinator.send_failure(f"{self.prefix}/{phase}", error)
+        if self.count > 1 and "done" not in self._reported:
+            for phase in phases:
+                self.coordinator.send_failure(f"{self.prefix}/{phase}", error)
 
     def expire(self) -> None:
         """Deletes the messages of earlier saves; called when this process's part has ended."""
@@ -133,7 +139,7 @@ class StepWriters:
           StorageError: JAX's coordination service does not answer, or a file cannot be stored.
         """
         step = f"step {re.split('[^0-9]', self.temporary.name)[0]}"
-        topic, senders = f"{self.prefix}/{phase}", [0] if self.process else self.others
+        topic, senders = f"{self.prefix}/{phase}", [0] if self.process else self.reporters
         for _, packed in self.coordinator.receive(topic, senders, step, _DEEDS[phase]):
             for name, data in msgpack.unpackb(packed).items():
                 root = DurableDir(self.temporary.parent, fsync=self.fsync)
@@ -157,7 +163,7 @@ class StepWriters:
         self.wait("shard")
         parts, owned = [part_of(own, 0)], [own.owned_cells]
         told = {key: (0, value) for key, value in own.shared_stamps.items()}
-        paths = [item_dir / names.manifest_name(process) for process in self.others]
+        paths = [item_dir / names.manifest_name(process) for process in self.reporters]
         for path, data in zip(paths, self.readers.map(files.read_bytes, paths), strict=True):
             found = manifest.from_bytes(data, name=path.name)
             _check_agreed(own, found)
