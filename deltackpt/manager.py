@@ -196,18 +196,21 @@ class CheckpointManager:
             self._recorder: Recorder | None = None
             self._watch: exits.Watch | None = None
             # Either all processes get a manager, or none does.
-            with self._run.among.together(f"{self._root.given}: opening it", fatal=True):
+            among, what = self._run.among, f"{self._root.given}: opening it"
+            with among.together(what, fatal=True):
                 if not options.read_only:
                     self._recorder = self._run.log = Recorder(self._run)
                 self._saver = Saver(self._run, extra, self)
                 self._restorer = Restorer(self._run, extra)
                 self._catalog = Catalog(self._run)
                 self._termination = Termination()
+            with among.together(what, fatal=True):
+                if not options.read_only:
+                    held = self._run.held
+                    held.confirm()
+                    warn(exits.close_others(path(), held.epoch))
             if not options.read_only:
-                held = self._run.held
-                held.confirm()
-                warn(exits.close_others(path(), held.epoch))
-                self._watch = exits.Watch(self._end, held.path, held.epoch)
+                self._watch = exits.Watch(self._end, self._run.held.path, self._run.held.epoch)
         except BaseException:
             abandon(self._run.root)
             raise
@@ -902,7 +905,8 @@ class CheckpointManager:
             self._check_usable(writing=writing)
             self._check_outside_handlers()
             try:
-                yield
+                with self._run.among.alive():
+                    yield
             except (SaveFailed, AppendFailed, StorageError) as error:
                 with contextlib.suppress(StorageError):
                     try:

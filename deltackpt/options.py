@@ -40,9 +40,9 @@ class Timeouts:
       save_secs: how long the next ``save()`` waits for a save in flight.
       close_secs: how long ``wait_until_finished()`` and ``close()`` wait for saves in flight, also
         if a program ends without ``close()`` or the same process opens the directory again.
-      processes_secs: how long to wait for other processes when a manager opens or restores. During
-        a save, process 0 waits this long for the other shards once its own is written; the other
-        processes wait twice as long for process 0.
+      processes_secs: how long another process may be silent while this one waits for it. A process
+        that works or waits shows several times within this limit that it is alive; if it does not
+        do its part, it is waited for at most ten times as long.
       service_secs: how long a restore waits for a hot standby to have the step, and for each of its
         responses, before it reads from storage.
       store_secs: how long to wait for each response of an object store before an upload retries or
@@ -51,7 +51,7 @@ class Timeouts:
 
     save_secs: float = 1800.0
     close_secs: float = 3600.0
-    processes_secs: float = 300.0
+    processes_secs: float = 60.0
     service_secs: float = 10.0
     store_secs: float = 60.0
 

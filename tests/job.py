@@ -10,10 +10,17 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import threading
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import jax
+from orbax.checkpoint import multihost
+
 from deltackpt import processes
+from deltackpt.coordination import Coordinator
 from deltackpt.save import division
+from deltackpt.save.writers import StepWriters
 from deltackpt.state import ownership
 
 #: Assigned to the processes of a job, in order.
@@ -28,11 +35,52 @@ def forget() -> None:
     division.forget()
 
 
+class MemoryService:
+    """The key-value store of JAX's coordination service, in memory."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.refuses = False
+        self._changed = threading.Condition()
+
+    def key_value_set_bytes(self, key: str, value: bytes, allow_overwrite: bool = False) -> None:
+        assert len(value) <= 64 << 10
+        with self._locked():
+            if key in self.values and not allow_overwrite:
+                raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: key {key} already exists.")
+            self.values[key] = value
+            self._changed.notify_all()
+
+    def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
+        with self._locked():
+            if self._changed.wait_for(lambda: key in self.values, timeout_in_ms / 1000):
+                return self.values[key]
+        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
+
+    def key_value_dir_get_bytes(self, key: str) -> list[tuple[str, bytes]]:
+        below = f"{key.rstrip('/')}/"
+        with self._locked():
+            return [(name, self.values[name]) for name in self.values if name.startswith(below)]
+
+    def key_value_delete(self, key: str) -> None:
+        with self._locked():
+            for name in [one for one in self.values if one == key or one.startswith(f"{key}/")]:
+                del self.values[name]
+
+    @contextlib.contextmanager
+    def _locked(self):
+        if self.refuses:
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect")
+        with self._changed:
+            yield
+
+
 class Job:
     """Several processes on eight devices."""
 
     def __init__(self, count: int):
         self.count = count
+        self.service = MemoryService()
         self.lock = threading.Lock()
         self._here = threading.local()
 
@@ -43,6 +91,8 @@ class Job:
             mock.patch.object(processes, "count", lambda: self.count),
             mock.patch.object(processes, "index", lambda: getattr(self._here, "index", 0)),
             mock.patch.object(processes, "of", lambda d: d.id * self.count // DEVICES),
+            mock.patch.object(multihost, "is_jax_distributed_client_initialized", lambda: True),
+            mock.patch.object(multihost, "get_jax_distributed_client", lambda: self.service),
         ):
             yield self
         forget()
@@ -65,3 +115,23 @@ class Job:
 
         with concurrent.futures.ThreadPoolExecutor(self.count) as pool:
             return list(pool.map(run, range(self.count)))
+
+
+def coordinators(service: MemoryService, count: int, timeout_secs: float) -> list[Coordinator]:
+    """The coordinators of the processes of a job that uses a service."""
+    job, found = Job(count), []
+    job.service = service
+    with job.running():
+        for index in range(count):
+            with job.process(index):
+                found.append(Coordinator("directory", timeout_secs))
+    return found
+
+
+def step_writers(
+    coordinator: Coordinator, temporary: Path, key: str = "run-1", **changes: Any
+) -> StepWriters:
+    """The processes that write a step, as one of them sees them."""
+    readers = concurrent.futures.ThreadPoolExecutor(2)
+    given = {"coordinator": coordinator, "key": key, "temporary": temporary, "readers": readers}
+    return StepWriters(**given | changes)

@@ -47,7 +47,7 @@ from deltackpt.reading.saves import StoredPart
 from deltackpt.resources import priority
 from deltackpt.restore import placing
 from deltackpt.restore import steps as restoring
-from deltackpt.save import exits, flight, rendezvous, snapshot
+from deltackpt.save import exits, flight, snapshot, writers
 from deltackpt.save import step as steps
 from deltackpt.storage import batch, ocdbt, parts, writer
 from deltackpt.storage.posix import DirectFile, DurableDir
@@ -383,6 +383,12 @@ class Worker:
             event_handlers=event_handlers,
         )
 
+    def gather(self, sizes: list[int]) -> dict[str, Any]:
+        """Gathers strings through the manager's coordinator; returns their lengths."""
+        among = self._manager._run.among
+        gathered = (among.gather("x", "x" * (size + among.index)) for size in sizes)
+        return {"sizes": [[len(one) for one in found] for found in gathered]}
+
     def limit(self, processes_secs: float) -> None:
         """Changes the timeout for other processes from the next save on."""
         timeouts = dataclasses.replace(
@@ -390,6 +396,7 @@ class Worker:
         )
         run = self._manager._run
         run.options = dataclasses.replace(run.options, timeouts=timeouts)
+        run.among.timeout_secs = processes_secs
 
     def start(self, place: dict[str, Any], step: int = 0) -> None:
         """Sets the state of a step, with no row touched yet."""
@@ -745,15 +752,16 @@ def _await(path: Path) -> None:
         time.sleep(_POLL_SECS)
 
 
-def _before(owner: Any, name: str) -> Callable[[Callable[[], None]], None]:
-    """Calls a hook before each call of a function."""
+def _before(owner: Any, name: str, argument: Any = None) -> Callable[[Callable[[], None]], None]:
+    """Calls a hook before each call of a function, or each with an argument."""
 
     def arm(reached: Callable[[], None]) -> None:
         real = getattr(owner, name)
 
         @functools.wraps(real)
         def call(*arguments: Any, **options: Any) -> Any:
-            reached()
+            if argument is None or argument in arguments:
+                reached()
             return real(*arguments, **options)
 
         mock.patch.object(owner, name, call).start()
@@ -761,8 +769,8 @@ def _before(owner: Any, name: str) -> Callable[[Callable[[], None]], None]:
     return arm
 
 
-def _after(owner: Any, name: str) -> Callable[[Callable[[], None]], None]:
-    """Calls a hook after each call of a function."""
+def _after(owner: Any, name: str, argument: Any = None) -> Callable[[Callable[[], None]], None]:
+    """Calls a hook after each call of a function, or each with an argument."""
 
     def arm(reached: Callable[[], None]) -> None:
         real = getattr(owner, name)
@@ -770,7 +778,8 @@ def _after(owner: Any, name: str) -> Callable[[Callable[[], None]], None]:
         @functools.wraps(real)
         def call(*arguments: Any, **options: Any) -> Any:
             result = real(*arguments, **options)
-            reached()
+            if argument is None or argument in arguments:
+                reached()
             return result
 
         mock.patch.object(owner, name, call).start()
@@ -830,11 +839,11 @@ POINTS: dict[str, Callable[[Callable[[], None]], None]] = {
     "before its manifest": _before(parts, "complete"),
     "before a force": _before(batch.FileBatch, "force"),
     "after a force": _after(batch.FileBatch, "force"),
-    "before its word": _before(steps, "_tell_written"),
-    "after its word": _after(steps, "_tell_written"),
-    "waiting for the parts": _before(rendezvous.Rendezvous, "collect"),
-    "has the parts": _after(rendezvous.Rendezvous, "collect"),
-    "waiting for the commit": _before(rendezvous.Rendezvous, "await_commit"),
+    "before its word": _before(writers.StepWriters, "report", "written"),
+    "after its word": _after(writers.StepWriters, "report", "written"),
+    "waiting for the parts": _before(writers.StepWriters, "collect"),
+    "has the parts": _after(writers.StepWriters, "collect"),
+    "waiting for the commit": _before(writers.StepWriters, "wait", "done"),
     "before the merge": _before(ocdbt, "merge"),
     "commit: digests": _before(steps, "_commit"),
     "commit: after the digests": _after(steps, "_write_digests"),

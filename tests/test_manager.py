@@ -717,3 +717,13 @@ def test_new_containers_and_new_slots_in_the_middle_of_a_run_make_a_base(tmp_pat
         assert manager.save(1, state, touched=touched).kind == "base"
         manager.wait_until_finished()
         assert float(manager.restore_latest(state).state.opt["a"][0, 0]) == 0.0
+
+
+def test_several_processes_without_a_coordination_service_are_refused(tmp_path):
+    handlers = {"embeddings": deltackpt.Tables(select="*")}
+    with (
+        mock.patch("deltackpt.processes.count", return_value=2),
+        pytest.raises(OptionError, match=r"jax\.distributed\.initialize\(\).* found 2 processes"),
+    ):
+        deltackpt.CheckpointManager(tmp_path, handlers=handlers)
+    assert not [*tmp_path.iterdir()]

@@ -17,10 +17,11 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
-from job import DEVICES, Job
+from job import DEVICES, Job, step_writers
 
 import deltackpt
 from deltackpt import processes
+from deltackpt.coordination import Coordinator
 from deltackpt.errors import Disagreement, ProcessFailed, ProcessMissing, TrackingError
 from deltackpt.reading import chains, reader
 from deltackpt.reading import saves as stored
@@ -28,7 +29,6 @@ from deltackpt.resources.staging import Staging
 from deltackpt.restore import placing
 from deltackpt.save import lineage, part, snapshot
 from deltackpt.save.flight import Embeddings, PipelineOptions
-from deltackpt.save.rendezvous import of_this_process
 from deltackpt.state import tables
 
 P = jax.sharding.PartitionSpec
@@ -142,19 +142,21 @@ class Run:
                 split=split,
                 touched=self.touched,
                 lineage=self.lineages[index],
-                options=PipelineOptions(fsync=False, processes_secs=secs),
+                options=PipelineOptions(fsync=False),
                 staging=STAGING,
             )
             changed = changes.get("change", lambda index, given: given)(index, embeddings)
+            coordinator, own = Coordinator(str(self.root), secs), self.lineages[index]
+            attempt = own.attempts + 1
             with self.job.lock:  # Real processes do not share jax objects.
                 try:
                     pending = snapshot.take(changed, step, self.root / str(step))
                 except Exception as error:
                     # As the manager does; otherwise the others would wait for this process.
-                    of_this_process(item.parent, secs).fail(error)
+                    step_writers(coordinator, item.parent, f"{own.run}-{attempt}").fail(error)
                     raise
             pending.wait_copied()
-            pending.write_alone(item)
+            pending.write_alone(item, coordinator)
             return pending.report
 
         found = self.job.on_each(part)
@@ -393,11 +395,11 @@ def test_process_local_tables_are_refused(tmp_path):
         def part(index: int):
             local = jax.device_put(rows, jax.devices()[4 * index])
             split = tables.split({"t": local}, deltackpt.Tables(select="t/*"))
-            options = PipelineOptions(fsync=False, processes_secs=20)
+            options = PipelineOptions(fsync=False)
             embeddings = Embeddings(split=split, lineage=lineages[index], options=options)
             pending = snapshot.take(embeddings, 0, tmp_path / "0")
             pending.wait_copied()
-            pending.write_alone(item)
+            pending.write_alone(item, Coordinator(str(tmp_path), 20.0))
             return pending.report
 
         found = job.on_each(part)

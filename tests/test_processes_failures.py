@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -245,3 +246,53 @@ def test_an_orbax_item_that_one_process_cannot_read_stops_the_other_in_time(
         job.all("wait")
         job.all("limit", processes_secs=4.0)
         assert_told_by_the_other(job, process, f"reading {what}", step=0)
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_stopped_process_is_named_and_the_next_manager_starts_clean(server, tmp_path, process):
+    """It is stopped for longer than the timeouts, in a restore and while managers open."""
+    root = str(tmp_path / "root")
+    with Job(server, tmp_path / "jobs", processes=2, apart=True) as job:
+        job.all("open", root=root, processes_secs=5.0)
+        job.all("start", place=PLACE)
+        job.all("save")
+        job.all("wait")
+        calls: list[dict[str, Any]] = [
+            {"do": "restore_latest", "place": PLACE, "like": 0},
+            {"do": "open", "root": root, "processes_secs": 2.0},
+        ]
+        for call in calls:
+            stopped = job.processes[process]
+            stopped.kill(signal.SIGSTOP)
+            job.ask(**call)
+            error = job.processes[1 - process].answer()["error"]
+            stopped.kill(signal.SIGCONT)
+            assert error["type"] == "ProcessMissing" and error["processes"] == [process]
+            assert f"expected process {process} to" in error["text"]
+            assert stopped.answer()["error"]["type"] == "ProcessMissing"
+            job.all("open", root=root, processes_secs=PEERS_SECS)
+            found = job.all("restore_latest", place=PLACE, like=0)
+            assert {(answer["step"], answer["wrong"]) for answer in found} == {(0, None)}
+        assert_goes_on(job, 1)
+
+
+@pytest.mark.parametrize("at", ["checking the options", "the end of a start"])
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_killed_in_its_constructor_is_named(server, tmp_path, process, at):
+    with Job(server, tmp_path / "jobs", processes=2, apart=True) as job:
+        of_one(job, process, "arm", at=at, action="kill")
+        job.ask("open", root=str(tmp_path / "root"), processes_secs=3.0)
+        assert job.processes[process].answer() == {"ended": -signal.SIGKILL}
+        answer = job.processes[1 - process].answer()
+        assert answer["error"]["type"] == "ProcessMissing", answer
+        assert answer["error"]["processes"] == [process]
+        assert answer["secs"] < PEERS_SECS
+    with Job(server, tmp_path / "jobs", processes=2) as job:
+        job.all("open", root=str(tmp_path / "root"))
+        job.all("start", place=PLACE)
+        assert_goes_on(job, 1)
+
+
+def test_values_of_any_size_reach_every_process(job):
+    found = job.one("gather", sizes=[0, 1, 64 << 10, 300_000])
+    assert found["sizes"] == [[size, size + 1] for size in (0, 1, 64 << 10, 300_000)]

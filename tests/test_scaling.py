@@ -13,6 +13,7 @@ from job import Job
 from test_meshes import STAGING, P
 
 import deltackpt
+from deltackpt.coordination import Coordinator
 from deltackpt.layers.targets import Targets, empty_buffers
 from deltackpt.reading import saves
 from deltackpt.restore import placing
@@ -71,13 +72,13 @@ def save(root: Path, processes: int, count: int) -> None:
                     split=split,
                     touched=touched,
                     lineage=lineages[index],
-                    options=PipelineOptions(fsync=False, processes_secs=60),
+                    options=PipelineOptions(fsync=False),
                     staging=STAGING,
                 )
                 with job.lock:
                     pending = snapshot.take(embeddings, step, root / str(step))
                 pending.wait_copied()
-                pending.write_alone(item)
+                pending.write_alone(item, Coordinator(str(root), 60.0))
                 return pending.report
 
             for result in job.on_each(part):

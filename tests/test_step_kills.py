@@ -86,7 +86,9 @@ def test_every_committed_step_is_intact_after_a_kill_at_any_point(
         saved(job, 0)
         saved(job, 1)
         job.all("train", to=2)
-        job.all("limit", processes_secs=HANG_SECS if committed else PEERS_SECS)
+        # After the commit, the other finds the step once process 0 is silent.
+        secs = HANG_SECS if committed and victim == 1 else PEERS_SECS
+        job.all("limit", processes_secs=secs)
         armed = job.processes[victim]
         armed.ask("arm", at=moment, action="kill", after=after)
         assert "error" not in armed.answer()

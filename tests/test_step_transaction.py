@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,13 +20,14 @@ from unittest import mock
 import model
 import numpy as np
 import pytest
+from job import MemoryService, coordinators, step_writers
 
 import deltackpt
 from deltackpt.errors import DeltackptError, OutOfSpace, SaveFailed, StorageError
 from deltackpt.resources.workers import Workers
 from deltackpt.save import step as steps
-from deltackpt.save.rendezvous import Rendezvous
 from deltackpt.save.step import Step
+from deltackpt.save.writers import StepWriters
 from deltackpt.storage import posix
 from deltackpt.storage.batch import FileBatch
 from deltackpt.testing import STEP_FILES, Disk, DiskCall
@@ -209,7 +210,7 @@ class Written:
     def __init__(self, started: threading.Event | None = None):
         self._started = started
 
-    def write(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+    def write(self, item_dir: Path, batch: FileBatch, others: StepWriters) -> None:
         if self._started is not None:
             assert self._started.wait(LIMIT_SECS)
         own = item_dir / f"of.{others.process}"
@@ -217,7 +218,7 @@ class Written:
         batch.write(own / "small", b"a few bytes")
         batch.write_chunk(own / "chunk", np.arange(100_000))
 
-    def complete(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+    def complete(self, item_dir: Path, batch: FileBatch, others: StepWriters) -> None:
         batch.write(item_dir / "merged", b"of all")
 
 
@@ -230,8 +231,8 @@ def test_nothing_is_reported_before_it_is_fsynced_even_if_a_process_is_late(tmp_
     forced: dict[str, set[str]] = {}
     at_word: list[set[str]] = []
     at_commit: list[set[str]] = []
-    real_fsync, real_rename, real_replace = os.fsync, os.rename, os.replace
-    real_told = Rendezvous.await_written, Rendezvous.await_commit
+    real_fsync, real_rename = os.fsync, os.rename
+    real_wait, real_report = StepWriters.wait, StepWriters.report
 
     def contents(path: str) -> set[str]:
         return set(os.listdir(path)) if os.path.isdir(path) else set()
@@ -261,29 +262,25 @@ def test_nothing_is_reported_before_it_is_fsynced_even_if_a_process_is_late(tmp_
         at_commit.append(unforced())
         real_rename(source, target, **folders)
 
-    def replace(source: str, target: str, **folders: int) -> None:
-        assert target == "digests.step.1.msgpack"
-        own = f"{temporary}/item/of.1", f"{temporary}/{source}"
-        at_word.append({path for path in unforced() if path.startswith(own)})
-        real_replace(source, target, **folders)
+    def report(self: StepWriters, phase: str, records: dict[str, bytes]) -> None:
+        if phase == "written":
+            own = f"{temporary}/item/of.1", f"{temporary}/digests.step.1.msgpack"
+            at_word.append({path for path in unforced() if path.startswith(own)})
+        real_report(self, phase, records)
 
-    def meeting(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            others_wrote.set()
-            return real(*arguments)
-
-        return call
+    def wait(self: StepWriters, phase: str) -> None:
+        others_wrote.set()
+        real_wait(self, phase)
 
     workers = Workers()
+    connected = coordinators(MemoryService(), 2, LIMIT_SECS)
 
     def run(process: int) -> Any:
         step = Step(
             final=final,
             items={"item": Written(others_wrote if process == late else None)},
             tables="embeddings",
-            others=Rendezvous(
-                temporary=temporary, process=process, count=2, timeout_secs=LIMIT_SECS
-            ),
+            others=step_writers(connected[process], temporary),
             fsync=True,
             metadata=lambda: b"{}",
             check=lambda: None,
@@ -293,9 +290,8 @@ def test_nothing_is_reported_before_it_is_fsynced_even_if_a_process_is_late(tmp_
     with (
         mock.patch.object(os, "fsync", fsync),
         mock.patch.object(os, "rename", rename),
-        mock.patch.object(os, "replace", replace),
-        mock.patch.object(Rendezvous, "await_written", meeting(real_told[0])),
-        mock.patch.object(Rendezvous, "await_commit", meeting(real_told[1])),
+        mock.patch.object(StepWriters, "report", report),
+        mock.patch.object(StepWriters, "wait", wait),
         concurrent.futures.ThreadPoolExecutor(2) as pool,
     ):
         for done in [pool.submit(run, process) for process in range(2)]:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from job import step_writers
 
 from deltackpt import processes
+from deltackpt.coordination import Coordinator
 from deltackpt.format.segments import ArrayEntry
 from deltackpt.resources.staging import Staging
 from deltackpt.save.dense import DenseLeaves
-from deltackpt.save.rendezvous import of_this_process
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.crc import ChunkSums
 from deltackpt.storage.digests import Digest
@@ -52,7 +53,8 @@ def write_dense(
       tree: nested containers of leaves.
       meet: returns when all processes have written.
     """
-    others, batch = of_this_process(item_dir.parent, 60.0), FileBatch(item_dir, fsync=True)
+    batch = FileBatch(item_dir, fsync=True)
+    others = step_writers(Coordinator(str(item_dir.parent), 60.0), item_dir.parent)
     leaves = DenseLeaves.capture(tree, processes.index(), Staging(1 << 30))
     leaves.write(item_dir, batch, others)
     meet()

@@ -79,14 +79,12 @@ GAPS = "rows.gaps"
 #: Folder of a database's nodes, if they are not stored with the values in "d/".
 DENSE_NODES = "n/"
 
-_MANIFEST = re.compile(r"manifest\.(\d+)\.msgpack")
 _STEP_DIGESTS = re.compile(r"digests\.step\.(\d+)\.msgpack")
 #: What Orbax calls the folder of the dense files that a process writes.
 _DENSE_NODE = re.compile(rf"[^/]+/ocdbt\.process_\d+/(manifest\.ocdbt|{DENSE_NODES}.+)")
 _PART = re.compile(r"(part|layer)\.\d+")
 #: The digests of a part are covered by its manifest.
 _OTHERS = re.compile(r"(manifest|digests)\.[1-9]\d*\.msgpack")
-_FAILURE = re.compile(r"failed\.(\d+)\.json")
 _STEP = re.compile(r"0|[1-9][0-9]*")
 _LEASE = re.compile(r"lease\.(\d+)\.msgpack")
 _STRETCH = re.compile(r"(0|[1-9]\d{0,17})\.msgpack")
@@ -111,26 +109,9 @@ def manifest_name(process: int) -> str:
     return f"manifest.{process}.msgpack"
 
 
-def manifest_process(name: str) -> int | None:
-    """Returns the process of a manifest's name; None for other names."""
-    match = _MANIFEST.fullmatch(name)
-    return int(match[1]) if match else None
-
-
 def position_name(process: int, count: int) -> str:
     """Name of the position of a process's data iterator: grain's name."""
     return f"process_{process}-of-{count}.json"
-
-
-def failure_name(process: int) -> str:
-    """Name of the note of a process that could not write its part; never in a committed step."""
-    return f"failed.{process}.json"
-
-
-def failure_process(name: str) -> int | None:
-    """Returns the process of a failure note; None if the name is not one of a failure note."""
-    match = _FAILURE.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 def digests_name(process: int) -> str:

@@ -15,7 +15,7 @@ from deltackpt.errors import OptionError
 from deltackpt.format import names
 from deltackpt.handlers.orbax_private import AsyncCheckpointHandler
 from deltackpt.resources.workers import Workers
-from deltackpt.save.rendezvous import Rendezvous
+from deltackpt.save.writers import StepWriters
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.posix import fsync_tree
 
@@ -44,21 +44,21 @@ class HandlerItem:
             return cls(handler, [])
         return cls(handler, _awaited(handler.async_save(directory, args=args), workers) or [])
 
-    def write(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+    def write(self, item_dir: Path, batch: FileBatch, others: StepWriters) -> None:
         """See ``step.Item``."""
         for future in self._futures:
             future.result()
         if others.count == 1:
             return
-        if others.apart:
-            self._adopt_apart(item_dir, batch, others)
+        if not others.shared_fs:
+            self._adopt_own(item_dir, batch, others)
             return
         for own in _own(item_dir, others.process):
             batch.adopt(own)
         # Whichever process wrote the rest, this process's share is on disk.
         fsync_tree(item_dir, while_others_write=True)
 
-    def _adopt_apart(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+    def _adopt_own(self, item_dir: Path, batch: FileBatch, others: StepWriters) -> None:
         """Adds what this process wrote; arrays of several processes cannot be merged."""
         if _own(item_dir, others.process):
             raise OptionError(
@@ -70,7 +70,7 @@ class HandlerItem:
         if others.process > 0:
             batch.adopt(item_dir)
 
-    def complete(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+    def complete(self, item_dir: Path, batch: FileBatch, others: StepWriters) -> None:
         """See ``step.Item``."""
         self._handler.finalize(epath.Path(item_dir))
         digested = [own for process in range(1, others.count) for own in _own(item_dir, process)]
@@ -84,12 +84,12 @@ class Metrics:
         """Keeps them."""
         self._text = json.dumps(dict(metrics))
 
-    def write(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+    def write(self, item_dir: Path, batch: FileBatch, others: StepWriters) -> None:
         """Writes the metrics, on process 0."""
         if others.process == 0:
             batch.write(item_dir / names.METRICS, self._text.encode())
 
-    def complete(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+    def complete(self, item_dir: Path, batch: FileBatch, others: StepWriters) -> None:
         """Does nothing."""
 
 

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from deltackpt.coordination import Coordinator
 from deltackpt.handlers import dense
-from deltackpt.handlers.agreement import Processes
 from deltackpt.restore.placing import same_bits
 from deltackpt.state.tables import Split
 
@@ -50,7 +50,7 @@ class RestoredState:
             equals,
         )
 
-    def is_same(self, split: Split, among: Processes, *, marked: bool, hashed: bool) -> bool:
+    def is_same(self, split: Split, among: Coordinator, *, marked: bool, hashed: bool) -> bool:
         """Returns whether a state is the restored one, alike on every process.
 
         Args:

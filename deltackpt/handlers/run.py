@@ -15,10 +15,9 @@ from typing import Any, NoReturn, Protocol
 import jax.numpy as jnp
 
 from deltackpt import events, processes
-from deltackpt.errors import OptionError, ProcessMissing
+from deltackpt.coordination import Coordinator
+from deltackpt.errors import OptionError, ProcessMissing, StorageError
 from deltackpt.format.manifest import SaveId
-from deltackpt.handlers.agreement import Processes
-from deltackpt.handlers.board import JobBoard
 from deltackpt.handlers.restored import RestoredState
 from deltackpt.handlers.tracking import RowTracking
 from deltackpt.ledger.held import Held
@@ -29,12 +28,11 @@ from deltackpt.resources.pace import Pace
 from deltackpt.resources.staging import Staging
 from deltackpt.resources.workers import Workers
 from deltackpt.save import snapshot
-from deltackpt.save.apart import Meetings
 from deltackpt.save.dense import DenseKeeper
 from deltackpt.save.dense_coding import codings
 from deltackpt.save.flight import Embeddings
 from deltackpt.save.lineage import Lineage, new_run
-from deltackpt.save.rendezvous import Rendezvous, of_this_process
+from deltackpt.save.writers import StepWriters
 from deltackpt.state.choice import Tables
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState
@@ -132,8 +130,8 @@ def _require_shared_log(options: WalOptions | None) -> None:
         )
 
 
-def _among(directory: str | os.PathLike[str], options: ManagerOptions) -> Processes:
-    return Processes(os.fspath(directory), options.timeouts.processes_secs, alone=options.alone)
+def _among(directory: str | os.PathLike[str], options: ManagerOptions) -> Coordinator:
+    return Coordinator(os.fspath(directory), options.timeouts.processes_secs, alone=options.alone)
 
 
 def _opening(directory: str | os.PathLike[str]) -> str:
@@ -144,8 +142,8 @@ def refuse(
     directory: str | os.PathLike[str], options: ManagerOptions, error: OptionError
 ) -> NoReturn:
     """Raises an error of a manager's arguments; the other processes report it without waiting."""
-    with contextlib.suppress(ProcessMissing):
-        with _among(directory, options).together(_opening(directory), fatal=True, patience=1):
+    with contextlib.suppress(ProcessMissing, StorageError):
+        with _among(directory, options).together(_opening(directory), fatal=True):
             raise error
     raise error
 
@@ -165,7 +163,6 @@ class Run:
       staging: memory for snapshots.
       workers: threads of saves.
       tracking: how touched rows are found.
-      meetings: coordinates processes that do not share directories.
       newest: the newest step: first as process 0 found it, then every committed one.
       restored: the step that the next save continues from, if it is not the newest one.
       dense: keeps dense leaves that deltas store as changed blocks; None if they store them whole.
@@ -179,13 +176,12 @@ class Run:
     root: Steps
     item: str
     choice: Tables
-    among: Processes
+    among: Coordinator
     lineage: Lineage
     staging: Staging
     workers: Workers
     tracking: RowTracking
     newest: int | None
-    meetings: Meetings | None = None
     restored: int | None = None
     dense: DenseKeeper | None = None
     log: Log = dataclasses.field(default_factory=NoLog)
@@ -220,8 +216,7 @@ class Run:
           OptionError: the options are not valid for this job or directory.
         """
         among, what = _among(directory, options), _opening(directory)
-        board: JobBoard | None = None
-        with among.together(what, fatal=True, patience=1):
+        with among.together(what, fatal=True):
             staging = Staging(options.writes.staging_bytes)
             workers = Workers(
                 cpus=options.background.cpus,
@@ -235,7 +230,6 @@ class Run:
                 may_stop=options.wal is None and not isinstance(options.deltas.policy, Rolling),
             )
             if among.count > 1 and not (options.read_only or (options.tiers or Tiers()).shared):
-                board = JobBoard()
                 _require_shared_log(options.wal)
             take_over()
         opened: list[Steps] = []
@@ -245,18 +239,14 @@ class Run:
             return opened[0].newest_step()
 
         try:
-            newest = among.of_first(what, first, fatal=True, patience=1)
+            newest = among.of_first(what, first, fatal=True)
             with among.together(what, fatal=True):
                 if not opened:
                     opened.append(open_root(False))
-            root, meetings = opened[0], None
+            root = opened[0]
             if isinstance(root, Held) and root.apart:
-                assert board is not None
                 root.join(functools.partial(among.gather, what))
                 newest = among.of_first(what, root.newest_step, fatal=True)
-                meetings = Meetings(
-                    board, among.index, among.count, options.timeouts.processes_secs
-                )
             lineage = Lineage(
                 options.deltas.policy,
                 ledger=root if isinstance(root, Held) else None,
@@ -280,7 +270,6 @@ class Run:
             workers=workers,
             tracking=tracking,
             newest=newest,
-            meetings=meetings,
             dense=dense if options.dense.deltas == "blocks" else None,
         )
 
@@ -290,11 +279,21 @@ class Run:
         assert isinstance(self.root, Held)
         return self.root
 
-    def meeting(self, temporary: Path) -> Rendezvous:
-        """Returns how the processes that write a step coordinate."""
-        if self.meetings is None:
-            return of_this_process(temporary, self.options.timeouts.processes_secs)
-        return self.meetings.of(temporary, fsync=self.fsync)
+    def writers(self, temporary: Path, attempt: int) -> StepWriters:
+        """Returns the processes that write a step.
+
+        Args:
+          temporary: the step's temporary directory.
+          attempt: number of the attempt at a save in this run.
+        """
+        return StepWriters(
+            coordinator=self.among,
+            key=f"{self.lineage.run}-{attempt}",
+            temporary=temporary,
+            readers=self.workers.forcers,
+            shared_fs=not self.held.apart,
+            fsync=self.fsync,
+        )
 
     @property
     def fsync(self) -> bool:

@@ -321,7 +321,7 @@ class Saver:
             final=run.held.step_dir(number),
             items=items,
             tables=run.item,
-            others=run.meeting(temporary),
+            others=run.writers(temporary, attempt),
             fsync=run.fsync,
             metadata=lambda: self._metadata(items, arguments, begun_ns),
             check=run.held.check_lease,
@@ -557,7 +557,7 @@ class Saver:
         if isinstance(cause, DeltackptError) and cause.leaves_doubt:
             run.lineage.distrust(f"the touched rows of step {flight.step} were wrong")
             run.log.distrust(f"the touched rows of step {flight.step} were wrong")
-        # Others may not have seen its notes yet; remove it after the next committed save.
+        # Others may still write to it; remove it after the next committed save.
         self._leftovers.append(flight.temporary)
         if not flight.told:
             run.tell_failure("save", flight.step, failure.cause, flight.started)

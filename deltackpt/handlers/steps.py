@@ -7,31 +7,34 @@ import dataclasses
 import re
 from pathlib import Path
 
+from deltackpt.coordination import Coordinator
 from deltackpt.format import names
-from deltackpt.handlers.agreement import Processes
 from deltackpt.save import snapshot
 from deltackpt.save.flight import Embeddings, PendingSave
-from deltackpt.save.lineage import Lineage, new_run
+from deltackpt.save.lineage import Lineage
 from deltackpt.state import contexts
 
 
 @contexts.neutral()
-def started(embeddings: Embeddings, item_dir: Path) -> PendingSave:
+def started(embeddings: Embeddings, item_dir: Path) -> tuple[PendingSave, Coordinator]:
     """Captures the rows: the blocking half of a save without deltackpt's manager.
 
     Args:
       embeddings: the tables and slots to save.
       item_dir: the item's directory, as Orbax names it; it need not exist yet.
+
+    Returns:
+      The save, and the processes that write it.
     """
+    root, secs = str(item_dir.parent.parent), embeddings.options.processes_secs
+    coordinator = Coordinator(root, secs)
     if embeddings.lineage is None:
-        run = Processes(str(item_dir.parent.parent), embeddings.options.processes_secs).agree(
-            "starting a save", new_run()
-        )
+        run = coordinator.join("starting a save")
         embeddings = dataclasses.replace(embeddings, lineage=Lineage.unprotected(run))
     step_dir = final_step_dir(item_dir)
     pending = snapshot.take(embeddings, step_number(step_dir), step_dir)
     pending.wait_copied()
-    return pending
+    return pending, coordinator
 
 
 def final_step_dir(item_dir: Path) -> Path:

@@ -38,10 +38,10 @@ class DeltaHandler(AsyncCheckpointHandler):
     async def async_save(self, directory: epath.Path, args: DeltaSave) -> list[Any]:
         """Captures the rows; the returned future writes them."""
         item_dir = Path(directory)
-        pending = steps.started(args.item, item_dir)
+        pending, coordinator = steps.started(args.item, item_dir)
 
         async def write() -> None:
-            await asyncio.to_thread(pending.write_alone, item_dir)
+            await asyncio.to_thread(pending.write_alone, item_dir, coordinator)
 
         return [CommitFutureAwaitingContractedSignals(write(), name="deltackpt-save")]
 

@@ -30,7 +30,7 @@ class DeltaCheckpointableHandler:
         self, directory: ocp.path.PathAwaitingCreation, checkpointable: Embeddings
     ) -> Awaitable[None]:
         """Captures the rows; the returned awaitable writes them."""
-        pending = steps.started(checkpointable, Path(directory.path))
+        pending, coordinator = steps.started(checkpointable, Path(directory.path))
 
         async def write() -> None:
             try:
@@ -38,7 +38,7 @@ class DeltaCheckpointableHandler:
             except BaseException:
                 pending.abandon()
                 raise
-            await asyncio.to_thread(pending.write_alone, created)
+            await asyncio.to_thread(pending.write_alone, created, coordinator)
 
         return write()
 

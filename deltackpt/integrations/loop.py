@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 import jax
 
+from deltackpt.coordination import Coordinator
 from deltackpt.errors import OptionError, SaveFailed
 from deltackpt.events import EventHandler
 from deltackpt.format import names
-from deltackpt.handlers.agreement import Processes
 from deltackpt.handlers.iterators import (
     DataIterator,
     IteratorHandler,
@@ -118,7 +118,7 @@ class LoopCheckpoints:
         self.manager = CheckpointManager(
             directory, handlers=handlers, options=options, event_handlers=event_handlers
         )
-        self._processes = Processes(
+        self._processes = Coordinator(
             f"loop:{os.fspath(directory)}", options.timeouts.processes_secs, alone=options.alone
         )
 

@@ -25,7 +25,7 @@ from deltackpt.save.dense_coding import Coding
 from deltackpt.save.dense_layer import DenseValue, WrittenDense
 from deltackpt.save.dense_layout import Plan
 from deltackpt.save.dense_references import Array, Left, References
-from deltackpt.save.rendezvous import Rendezvous
+from deltackpt.save.writers import StepWriters
 from deltackpt.state import placement
 from deltackpt.storage import ocdbt
 from deltackpt.storage.batch import FileBatch
@@ -74,7 +74,7 @@ class DenseLeaves:
         """
         return _captured(dense_layout.plan(tree, process), staging)
 
-    def write(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+    def write(self, item_dir: Path, batch: FileBatch, others: StepWriters) -> None:
         """See ``step.Item``: writes a base's item in Orbax's layout, and releases the memory."""
         own = item_dir
         if others.count > 1:
@@ -82,7 +82,7 @@ class DenseLeaves:
         values = [Value(key, data) for key, data in self._plan.described.items()]
         values += [Value(value.key, value.array) for value in self.chunks]
         try:
-            ocdbt.write(own, values, batch, nodes_apart=others.apart)
+            ocdbt.write(own, values, batch, nodes_apart=not others.shared_fs)
         finally:
             del values
             self.release()
@@ -99,7 +99,7 @@ class DenseLeaves:
             yield DenseValue.of_bytes(key, data)
         yield from self.chunks
 
-    def complete(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+    def complete(self, item_dir: Path, batch: FileBatch, others: StepWriters) -> None:
         """See ``step.Item``."""
         if others.count > 1:
             ocdbt.merge(item_dir, range(others.count), self._plan.described)

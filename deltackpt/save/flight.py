@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deltackpt import events
+from deltackpt.coordination import Coordinator
 from deltackpt.errors import TrackingError
 from deltackpt.format.figures import LeafFigures, table_figures
 from deltackpt.format.manifest import LayerRef, TrackingName
@@ -30,8 +31,8 @@ from deltackpt.save.dense_layer import WrittenDense
 from deltackpt.save.lineage import Intent, Lineage
 from deltackpt.save.part import PartPlan
 from deltackpt.save.pieces import BusyClock
-from deltackpt.save.rendezvous import Rendezvous, of_this_process
 from deltackpt.save.taken import TakenRows
+from deltackpt.save.writers import StepWriters
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState, plain
 from deltackpt.storage.batch import FileBatch
@@ -47,14 +48,14 @@ class PipelineOptions:
       staging_bytes: host memory in bytes for copied rows, across all saves in flight.
       digests: digest files that the commit writes; see ``Manifest.digests``.
       sampled_proof: whether saves check a sample of the rows; see ``save.proof``.
-      processes_secs: how long a process waits for the others after it has written its shard.
+      processes_secs: how long another process may be silent.
     """
 
     fsync: bool = True
     staging_bytes: int = 1 << 30
     digests: tuple[str, ...] = ("item",)
     sampled_proof: bool = True
-    processes_secs: float = 300.0
+    processes_secs: float = 60.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -127,7 +128,6 @@ class PendingSave:
         faults: str | None,
         nbytes: int,
         extract_secs: float,
-        processes_secs: float,
         fsync: bool,
         workers: Workers,
     ):
@@ -139,8 +139,7 @@ class PendingSave:
           faults: what the tracking audit found; None if it found none.
           nbytes: bytes of the rows, before they are encoded.
           extract_secs: duration of the capture.
-          processes_secs: how long to wait for the other processes if others commit.
-          fsync: whether the shard is fsynced there.
+          fsync: whether the shard is fsynced if others commit it.
           workers: threads that write and encode.
         """
         self.intent = plan.intent
@@ -157,7 +156,6 @@ class PendingSave:
         self._plan = plan
         self._faults = faults
         self._extract_secs = extract_secs
-        self._processes_secs = processes_secs
         self._fsync = fsync
         self._workers = workers
 
@@ -172,17 +170,17 @@ class PendingSave:
         self.rows.wait()
         self._extract_secs += time.perf_counter() - started
 
-    def write(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+    def write(self, item_dir: Path, batch: FileBatch, others: StepWriters) -> None:
         """Writes this process's shard into the item's directory, its manifest last.
 
         Args:
           item_dir: existing directory of the item, in the step's temporary directory.
           batch: writes the files, and fsyncs them afterwards.
-          others: coordinates the processes.
+          others: the processes that write the step.
 
         Raises:
           StorageError: the store reported an error; nothing was committed.
-          ProcessMissing, ProcessFailed, Disagreement: as for ``Rendezvous``.
+          ProcessMissing, ProcessFailed, Disagreement: as for ``StepWriters``.
         """
         plan, encoding = self._plan, BusyClock()
         started = time.perf_counter()
@@ -227,7 +225,7 @@ class PendingSave:
         )
 
     def _write_arrays(
-        self, item_dir: Path, batch: FileBatch, others: Rendezvous, encoding: BusyClock
+        self, item_dir: Path, batch: FileBatch, others: StepWriters, encoding: BusyClock
     ) -> tuple[list[Segment], WrittenDense | None, LayerRef | None]:
         """Writes the arrays of a base as Zarr arrays, and those of a delta into a layer file."""
         plan, workers, intent = self._plan, self._workers, self.intent
@@ -266,17 +264,34 @@ class PendingSave:
             place_of, intent.save_id, parent, pool, rolling=intent.rolling
         )
 
-    def complete(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+    def complete(self, item_dir: Path, batch: FileBatch, others: StepWriters) -> None:
         """Does nothing: process 0's manifest describes all shards."""
 
-    def write_alone(self, item_dir: Path) -> None:
-        """Writes and fsyncs this process's shard if others commit the step; see ``write``."""
-        others = of_this_process(item_dir.parent, self._processes_secs)
-        workers = self._workers
+    def write_alone(self, item_dir: Path, coordinator: Coordinator) -> None:
+        """Writes and fsyncs this process's shard if others commit the step; see ``write``.
+
+        Args:
+          item_dir: existing directory of the item.
+          coordinator: the processes that write it.
+        """
+        workers, save_id = self._workers, self.intent.save_id
+        others = StepWriters(
+            coordinator=coordinator,
+            key=f"{save_id.run}-{save_id.attempt}",
+            temporary=item_dir.parent,
+            readers=workers.forcers,
+        )
         batch = FileBatch(item_dir, fsync=self._fsync, pool=workers.forcers, pace=workers.pace)
         try:
-            self.write(item_dir, batch, others)
-            batch.force()
+            with coordinator.alive():
+                self.write(item_dir, batch, others)
+                batch.force()
+            if others.process > 0:
+                others.wait("done")
+            elif others.count > 1:
+                others.report("done", {})
+                # No later save of this coordinator does it.
+                coordinator.delete(f"{others.prefix}/shard")
         except BaseException as error:
             others.fail(error)
             raise
@@ -300,11 +315,11 @@ class RefusedSave:
         """Created by the manager of one of several processes."""
         self.cause = cause
 
-    def write(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+    def write(self, item_dir: Path, batch: FileBatch, others: StepWriters) -> None:
         """Raises the cause."""
         raise self.cause
 
-    def complete(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+    def complete(self, item_dir: Path, batch: FileBatch, others: StepWriters) -> None:
         """Never called."""
 
 

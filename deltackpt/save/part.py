@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deltackpt.codecs import Codec
-from deltackpt.format import blocks, manifest
+from deltackpt.format import blocks, manifest, names
 from deltackpt.format.dense_blocks import DenseBlocks
 from deltackpt.format.manifest import LayerRef, Layout, Manifest, TrackingName
 from deltackpt.format.segments import GroupEntry, Segment
@@ -27,8 +27,8 @@ from deltackpt.save.extract import SegmentSource
 from deltackpt.save.fields import Field
 from deltackpt.save.lineage import Intent, Lineage
 from deltackpt.save.pieces import BusyClock, Piece
-from deltackpt.save.rendezvous import Rendezvous
 from deltackpt.save.taken import TakenRows
+from deltackpt.save.writers import StepWriters
 from deltackpt.storage import parts
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.parts import Place, Share, StoredField, WrittenPart
@@ -173,30 +173,27 @@ def finish(
     item_dir: Path,
     segments: Sequence[Segment],
     batch: FileBatch,
-    others: Rendezvous,
+    others: StepWriters,
     *,
     layer: LayerRef | None = None,
     dense: DenseBlocks | None = None,
     dense_bytes: int = 0,
 ) -> WrittenPart:
-    """Writes digests, then the manifest, together with the other processes; then fsyncs them.
-
-    Process 0 waits for the other shards before it writes its manifest. If another program commits
-    the step, the other processes wait for that manifest.
+    """Writes digests, then the manifest; process 0 waits for the other shards in between.
 
     Args:
       plan: the part to write.
       item_dir: directory of the item, in the step's temporary directory.
       segments: all segments of the shard.
       batch: the batch that wrote them.
-      others: coordinates the processes.
+      others: the processes that write the step.
       layer: the layer file with all arrays; None if they are files of the batch.
       dense: dense leaves that were written with the segments.
       dense_bytes: see ``Manifest.dense_bytes``.
 
     Raises:
       StorageError: the store reported an error.
-      ProcessMissing, ProcessFailed, Disagreement: as for ``Rendezvous``.
+      ProcessMissing, ProcessFailed, Disagreement: as for ``StepWriters``.
     """
     several = others.count > 1
     written = parts.finish(
@@ -208,13 +205,13 @@ def finish(
         share=_share(plan, segments) if several else None,
         index=functools.partial(others.collect, item_dir) if several else None,
     )
-    if others.process > 0 and "step" not in plan.digests:
-        # Under our own commit that is waited for instead.
-        others.await_index(item_dir)
+    if others.process > 0:
+        path = item_dir / names.manifest_name(others.process)
+        others.report("shard", others.records([path]))
     return written
 
 
-def _head(plan: PartPlan, others: Rendezvous) -> Manifest:
+def _head(plan: PartPlan, others: StepWriters) -> Manifest:
     """Returns the manifest without anything about the files."""
     intent, layout = plan.intent, plan.layout
     compacted = None

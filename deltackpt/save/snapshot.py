@@ -121,7 +121,6 @@ def take(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
         faults=faults,
         nbytes=nbytes,
         extract_secs=time.perf_counter() - started,
-        processes_secs=embeddings.options.processes_secs,
         fsync=embeddings.options.fsync,
         workers=embeddings.workers or Workers(),
     )

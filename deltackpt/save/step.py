@@ -2,22 +2,24 @@
 """A step as a transaction: written to a temporary directory, fsynced, made visible by one rename.
 
 Everything is fsynced once, in parallel, after all files exist; each process fsyncs its files before
-it reports that they are written. Several processes coordinate through the step's temporary
-directory alone (``rendezvous``); process 0 completes the items and commits. A step that was
+it reports that they are written. Process 0 completes the items and commits. A step that was
 interrupted before the rename is a directory that is never read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from deltackpt.errors import ProcessMissing, StorageError
 from deltackpt.format import names
 from deltackpt.resources.workers import Workers
-from deltackpt.save.rendezvous import Rendezvous
+from deltackpt.save.writers import StepWriters
 from deltackpt.storage import digests, files
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import Digests
@@ -27,17 +29,17 @@ from deltackpt.storage.posix import DurableDir
 class Item(Protocol):
     """One directory of a step; its methods are called in the background."""
 
-    def write(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+    def write(self, item_dir: Path, batch: FileBatch, others: StepWriters) -> None:
         """Writes this process's share of the item.
 
         Args:
           item_dir: the item's existing directory.
           batch: writes files, or registers them.
-          others: coordinates the processes.
+          others: the processes that write the step.
         """
         ...
 
-    def complete(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
+    def complete(self, item_dir: Path, batch: FileBatch, others: StepWriters) -> None:
         """Completes the item after all processes have written their parts; called by process 0."""
         ...
 
@@ -50,7 +52,7 @@ class Step:
       final: path of the step once it is committed.
       items: the items of the step, by name.
       tables: name of the item whose shards have their own digests.
-      others: coordinates the processes through the step's temporary directory.
+      others: the processes that write the step.
       fsync: whether the committed step survives a power cut.
       metadata: returns the contents of Orbax's step metadata, just before the commit.
       check: called before the commit; an exception prevents the commit.
@@ -59,7 +61,7 @@ class Step:
     final: Path
     items: Mapping[str, Item]
     tables: str
-    others: Rendezvous
+    others: StepWriters
     fsync: bool
     metadata: Callable[[], bytes]
     check: Callable[[], None]
@@ -96,7 +98,7 @@ def write(step: Step, workers: Workers) -> Committed:
 
     Raises:
       StorageError: the store reported an error; nothing was committed, as with every other error.
-      ProcessMissing, ProcessFailed, Disagreement: as for ``Rendezvous``.
+      ProcessMissing, ProcessFailed, Disagreement: as for ``StepWriters``.
     """
     others, temporary = step.others, step.others.temporary
     try:
@@ -104,7 +106,8 @@ def write(step: Step, workers: Workers) -> Committed:
             temporary.mkdir(exist_ok=True)
         batch = FileBatch(temporary, fsync=step.fsync, pool=workers.forcers, pace=workers.pace)
         try:
-            return _write(step, batch)
+            with others.coordinator.alive():
+                return _write(step, batch)
         finally:
             batch.close()
     except BaseException as error:
@@ -112,6 +115,8 @@ def write(step: Step, workers: Workers) -> Committed:
         if others.count == 1:
             DurableDir(step.final.parent).remove(temporary)
         raise
+    finally:
+        others.expire()
 
 
 def _write(step: Step, batch: FileBatch) -> Committed:
@@ -121,17 +126,27 @@ def _write(step: Step, batch: FileBatch) -> Committed:
         item.write(temporary / name, batch, others)
     written_at = time.perf_counter()
     if others.process > 0:
-        _tell_written(step, batch)
-        if others.apart:
-            others.tell(_records(step))
-        others.await_commit(step.final.is_dir)
-        if others.apart:
+        _write_digests(step, batch, temporary / names.step_digests_name(others.process))
+        batch.force()
+        others.report("written", others.records(_descriptions(step)))
+        try:
+            others.wait("done")
+        except ProcessMissing:
+            # Process 0 may have died between the commit and its report.
+            if temporary.exists() or not step.final.is_dir():
+                raise
+        if others.shared_fs:
+            # Opening the directory refreshes the cache of a network file system.
+            with contextlib.suppress(OSError):
+                os.close(os.open(step.final.parent, os.O_RDONLY))
+        else:
             step.check()
             _publish(step)
         return Committed(written_at, time.perf_counter())
     if others.count > 1:
         batch.force()  # While the others write.
-        for process in others.await_written():
+        others.wait("written")
+        for process in others.reporters:
             batch.adopt_file(temporary / names.step_digests_name(process))
     for name, item in step.items.items():
         item.complete(temporary / name, batch, others)
@@ -148,10 +163,14 @@ def _commit(step: Step, batch: FileBatch) -> None:
     _write_digests(step, batch, temporary / names.STEP_DIGESTS)
     batch.force()
     step.check()
-    _publish(step)
-    if step.others.apart:
-        head = f"{step.tables}/{names.manifest_name(0)}"
-        step.others.tell({head: files.read_bytes(step.final / head)})
+    head = step.others.records([temporary / step.tables / names.manifest_name(0)])
+    try:
+        _publish(step)
+    finally:
+        # Even if only the last fsync failed. Others that cannot be told miss this process.
+        if not temporary.exists():
+            with contextlib.suppress(StorageError):
+                step.others.report("done", head)
 
 
 def _publish(step: Step) -> None:
@@ -159,33 +178,19 @@ def _publish(step: Step) -> None:
     root.publish(step.others.temporary, step.final)
 
 
-def _records(step: Step) -> dict[str, bytes]:
-    """What process 0 needs to know of the part of another one, by posix path below the step."""
+def _descriptions(step: Step) -> Iterator[Path]:
+    """Yields the files that process 0 needs to know of another process's part."""
     temporary, process = step.others.temporary, step.others.process
-    found = [temporary / names.step_digests_name(process)]
+    yield temporary / names.step_digests_name(process)
     for name in step.items:
-        records = (names.manifest_name(process), names.digests_name(process))
-        found += [temporary / name / record for record in records]
-        found += sorted((temporary / name / names.dense_part(process)).rglob("*"))
-    paths = {path.relative_to(temporary).as_posix(): path for path in found if path.is_file()}
-    return {
-        name: files.read_bytes(path)
-        for name, path in paths.items()
-        if names.is_dense_node(name) or names.dense_part(process) not in name.split("/")
-    }
+        if (path := temporary / name / names.digests_name(process)).exists():
+            yield path
+        for path in sorted((temporary / name / names.dense_part(process)).rglob("*")):
+            if path.is_file() and names.is_dense_node(path.relative_to(temporary).as_posix()):
+                yield path
 
 
-def _tell_written(step: Step, batch: FileBatch) -> None:
-    """Fsyncs what this process wrote, then writes its digests, which report that it is done.
-
-    These are fsynced before they are renamed; process 0 fsyncs the renames with all others.
-    """
-    batch.force()
-    path = step.others.temporary / names.step_digests_name(step.others.process)
-    _write_digests(step, batch, path, whole=True)
-
-
-def _write_digests(step: Step, batch: FileBatch, path: Path, *, whole: bool = False) -> None:
+def _write_digests(step: Step, batch: FileBatch, path: Path) -> None:
     """Digests of all that the parts' own digests, and process 0's index of these, do not cover."""
     prefix = f"{step.tables}/"
     found = {
@@ -193,4 +198,4 @@ def _write_digests(step: Step, batch: FileBatch, path: Path, *, whole: bool = Fa
         for name, digest in batch.digests.items()
         if not (name.startswith(prefix) and names.is_of_part(name.removeprefix(prefix)))
     }
-    batch.write(path, digests.digests_bytes(Digests.of(found)), whole=whole)
+    batch.write(path, digests.digests_bytes(Digests.of(found)))

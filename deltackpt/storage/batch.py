@@ -89,25 +89,18 @@ class FileBatch:
                 folder.mkdir(exist_ok=True)
                 self._directories[folder] = None
 
-    def write(self, path: Path, data: bytes, *, whole: bool = False) -> None:
+    def write(self, path: Path, data: bytes) -> None:
         """Writes a file in an existing directory.
 
         Args:
           path: the file.
           data: its contents.
-          whole: whether other processes must not see it before it is complete and fsynced; its name
-            is fsynced later.
 
         Raises:
           StorageError: writing failed, or the name exists.
         """
-        if whole:
-            DurableDir(path.parent, fsync=self._fsync).write(path, data, fsync_name=False)
-            with self._lock:
-                self._directories[path.parent] = None
-        else:
-            with self.new(path, direct=len(data) >= _DIRECT_BYTES) as file:
-                file.append(np.frombuffer(data, np.uint8))
+        with self.new(path, direct=len(data) >= _DIRECT_BYTES) as file:
+            file.append(np.frombuffer(data, np.uint8))
         self._note(path, digests.digest_bytes(data, blocks=len(data) >= _BLOCKS_BYTES))
 
     def below(self, directory: Path, *, relative_to: Path) -> dict[str, Digest]:

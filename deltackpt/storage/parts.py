@@ -281,8 +281,7 @@ def finish(
         batch.force()  # While the others write.
         record = dataclasses.replace(record, parts=index(record), shared_stamps={})
     manifest_bytes = manifest.to_bytes(record)
-    # The others look for it.
-    batch.write(item_dir / names.manifest_name(process), manifest_bytes, whole=share is not None)
+    batch.write(item_dir / names.manifest_name(process), manifest_bytes)
     nbytes += len(manifest_bytes)
     return WrittenPart(record, nbytes, google_crc32c.value(manifest_bytes))
 

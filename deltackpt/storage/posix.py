@@ -294,16 +294,13 @@ class DurableDir(NamedTuple):
         with files.typed_errors(folder, "make a directory"):
             self.within(folder, lambda _: None)
 
-    def write(
-        self, path: Path, data: bytes | memoryview, *, absent: bool = False, fsync_name: bool = True
-    ) -> None:
+    def write(self, path: Path, data: bytes | memoryview, *, absent: bool = False) -> None:
         """Writes a small file that is either absent, old or complete.
 
         Args:
           path: the file.
           data: its contents.
           absent: fail if the file exists; of several concurrent writers one succeeds.
-          fsync_name: whether to fsync its directory entry too; otherwise the caller does.
 
         Raises:
           StorageError: writing failed; the cause is FileExistsError if the file exists.
@@ -327,7 +324,7 @@ class DurableDir(NamedTuple):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(temporary, dir_fd=folder)
                 raise
-            if self.fsync and fsync_name:
+            if self.fsync:
                 fsync(folder)
 
         with files.typed_errors(path, "write"):

@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from deltackpt.coordination import Coordinator
 from deltackpt.errors import StorageError, WalBehind
-from deltackpt.handlers.board import JobBoard
 from deltackpt.wal.agreement import Leader, Member, Proposal, Settle, Status, Wish, too_long
 from deltackpt.wal.progress import Progress, Watch
 
@@ -35,7 +35,7 @@ class Assembly:
 
     def __init__(
         self,
-        board: JobBoard,
+        coordinator: Coordinator,
         key: str,
         progress: Progress,
         *,
@@ -48,7 +48,7 @@ class Assembly:
         """Sends nothing before ``start``.
 
         Args:
-          board: board of the job.
+          coordinator: carries the messages.
           key: prefix of all keys of this epoch.
           progress: progress of the processes.
           calls: how often ``append()`` was called.
@@ -57,7 +57,7 @@ class Assembly:
           deadline_secs: how far a process may lag; how long a proposal stays open.
           clock: in seconds.
         """
-        self._board, self._key = board, key
+        self._coordinator, self._key = coordinator, key
         self._progress = progress
         self._index, self._count = progress.process, progress.count
         self._max_wal_ratio, self._base_bytes = max_wal_ratio, base_bytes
@@ -102,10 +102,10 @@ class Assembly:
             self._tell()
             return None
         place = self._outcome(proposal)
-        outcome = self._board.wait_for(place, self._patience_secs)
+        outcome = self._coordinator.wait_for(place, self._patience_secs)
         if outcome is None:
             # Process 0, or another one, lags: the first write decides.
-            outcome = self._board.put_first(place, _NO)
+            outcome = self._coordinator.put_first(place, _NO)
         return proposal.wish if outcome == _YES else None
 
     def take_failure(self) -> Exception | None:
@@ -152,7 +152,7 @@ class Assembly:
                 return
             # Without the status, processes cannot agree; the next call sends it again.
             with contextlib.suppress(StorageError):
-                self._board.replace(f"{self._key}/status/{self._index}", _packed(status))
+                self._coordinator.replace(f"{self._key}/status/{self._index}", _packed(status))
                 self._told = status
 
     # In the thread.
@@ -171,14 +171,14 @@ class Assembly:
         """Runs one round: process 0 decides, then all receive.
 
         Raises:
-          StorageError: the board does not answer.
+          StorageError: the service does not answer.
         """
         if self._index == 0:
             self._lead()
             self._look_behind()
         place = f"{self._key}/proposal/{self._member.next_id}"
         wait_secs = _IDLE_SECS if self._leader.proposal is None else _OPEN_SECS
-        data = self._board.wait_for(place, wait_secs)
+        data = self._coordinator.wait_for(place, wait_secs)
         if data is None:
             return
         with self._lock:
@@ -187,7 +187,7 @@ class Assembly:
 
     def _lead(self) -> None:
         now, leader = self._clock(), self._leader
-        told = self._board.folder(f"{self._key}/status/")
+        told = self._coordinator.folder(f"{self._key}/status/")
         statuses = {int(process): _status(data) for process, data in told.items()}
         with self._lock:
             statuses[0] = self._member.status(self._wish, self._grown, self._dense)
@@ -195,10 +195,10 @@ class Assembly:
         wish = Wish("the WAL has grown to WalOptions.max_wal_ratio", anew=False) if long else None
         found = leader.look(now, statuses, wish)
         if isinstance(found, Proposal):
-            self._board.replace(f"{self._key}/proposal/{found.id}", _packed(found))
+            self._coordinator.replace(f"{self._key}/proposal/{found.id}", _packed(found))
         elif isinstance(found, Settle):
             outcome = _YES if found.yes else _NO
-            stands = self._board.put_first(self._outcome(found.proposal), outcome)
+            stands = self._coordinator.put_first(self._outcome(found.proposal), outcome)
             answers = [one for one in statuses.values() if one.heard == found.proposal.id]
             refused = not all(one.accepted for one in answers)
             leader.settled(now, yes=stands == _YES, refused=refused)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from deltackpt.errors import WalBehind
 from deltackpt.format.manifest import Layout
-from deltackpt.handlers.board import JobBoard
 from deltackpt.handlers.run import Run
 from deltackpt.save.flight import base_bytes
 from deltackpt.wal.agreement import Wish
@@ -63,7 +62,7 @@ class Needs:
         if self._run.among.count == 1:
             return
         self._assembly = Assembly(
-            JobBoard(),
+            self._run.among,
             f"deltackpt/wal/{epoch.head.run}/{epoch.head.epoch}",
             epoch.progress,
             calls=calls,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGKILL in the saves of multi-process jobs that restart on other topologies."""
+"""SIGKILL and SIGSTOP in the saves of multi-process jobs that restart on other topologies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import collections
 import signal
 
 import pytest
-from many import Job
+from many import Job, Process, wait_until
 from many_worker import POINTS, Model
 from test_processes import assert_misses, saved, server, started, step_numbers
 
@@ -22,6 +22,8 @@ BOTH = ["before its part", "during its part", "before its manifest"]
 BOTH += ["before a force", "after a force"]
 PRIMARY = [*BOTH, "waiting for the parts", "before the merge"]
 PRIMARY += [point for point in POINTS if point.startswith("commit")]
+#: Points at which process 0 has not collected all reports: it commits nothing after a stop.
+BEFORE = ["before its part", "during its part", "before its manifest", "waiting for the parts"]
 OTHERS = [*BOTH, "before its word", "after its word", "waiting for the commit"]
 #: A step changes few blocks of its kernel.
 MODEL = Model(kernel=[64, 256])
@@ -71,12 +73,20 @@ def test_one_of_four_processes_is_killed(server, tmp_path, victim, phase):
     assert step_numbers(root) == ([0, 1] if committed else [0])
 
 
+def assert_fails_to_open(job: Job, ill: Process, root: str) -> None:
+    """One process fails in its constructor, which fails on all; the next managers can be opened."""
+    ill.ask("fault", at="the end of a start")
+    ill.answer()
+    errors = [answer["error"]["type"] for answer in job.each("open", root=root)]
+    assert errors.pop(ill.number) == "OSError" and {*errors} <= {"ProcessFailed"}
+
+
 def test_the_newest_committed_step_restores_on_any_topology_after_any_kill(
     server, tmp_path, campaign, record
 ):
     draw = campaign.random("kills of jobs")
     root = tmp_path / "root"
-    hits: collections.Counter[tuple[str, str]] = collections.Counter()
+    hits: collections.Counter[tuple[str, str, str]] = collections.Counter()
     step = 0
     while hits.total() < campaign.count(KILLS):
         processes, devices, place = draw.choice(TOPOLOGIES)
@@ -84,6 +94,8 @@ def test_the_newest_committed_step_restores_on_any_topology_after_any_kill(
         with Job(server, tmp_path / "jobs", apart=True, model=MODEL, **topology) as job:
             how = {"dense": draw.choice(("whole", "blocks", "blocks"))}
             how["policy"] = draw.choice(("consecutive", "one_shot"))
+            if draw.random() < 0.3:
+                assert_fails_to_open(job, draw.choice(job.processes), str(root))
             job.all("open", root=str(root), processes_secs=PEERS_SECS, **how)
             if root.exists() and step_numbers(root):
                 newest = max(step_numbers(root))
@@ -97,20 +109,35 @@ def test_the_newest_committed_step_restores_on_any_topology_after_any_kill(
             point = draw.choice(PRIMARY if victim == 0 else OTHERS)
             # Only bases merge per-process databases of dense leaves.
             force_base = point == "before the merge"
-            job.processes[victim].ask("arm", at=point, action="kill", after=draw.randrange(2))
-            job.processes[victim].answer()
-            for _ in range(4):
+            action, ill = draw.choice(("kill", "stop")), job.processes[victim]
+            ill.ask("arm", at=point, action=action, after=draw.randrange(2))
+            ill.answer()
+            survivors = [process for process in job.processes if process is not ill]
+            while point not in ill.reached:
                 step += 1
-                survivors = [process for process in job.processes if process.status is None]
-                for process in survivors:
+                for process in job.processes:
                     process.ask("train", to=step)
                     process.ask("save", force_base=force_base)
                     process.ask("wait")
                 answers = [[process.answer() for _ in range(3)] for process in survivors]
-                if any("ended" in answer for of_one in answers for answer in of_one):
-                    break
-            assert job.processes[victim].status == -signal.SIGKILL, point
-            hits["primary" if victim == 0 else "another", point] += 1
-    record(f"{hits.total()} kills, up to step {max(step_numbers(root))}; killed at")
-    for (which, point), count in sorted(hits.items()):
-        record(f"  {which:8s} {point:30s} {'#' * count}")
+                wait_until(lambda ill=ill: ill.reached or ill.has_answered(3), "the save ends")
+                if not ill.reached:
+                    assert not any("error" in ill.answer() for _ in range(3))
+            newest = max(step_numbers(root))
+            assert newest in (step - 1, step)
+            if newest < step:
+                for _, _, waited in answers:
+                    assert_misses(waited, victim)
+            if action == "stop":
+                # The others have given up by now.
+                ill.kill(signal.SIGCONT)
+                failed = ["error" in ill.answer() for _ in range(3)]
+                committed = max(step_numbers(root)) == step
+                assert failed == [False, False, not committed]
+                assert not committed or newest == step or point not in BEFORE
+            else:
+                assert ill.end() == -signal.SIGKILL, point
+            hits[action, "primary" if victim == 0 else "another", point] += 1
+    record(f"{hits.total()} kills and stops, up to step {max(step_numbers(root))}; at")
+    for (action, which, point), count in sorted(hits.items()):
+        record(f"  {action:5s} {which:8s} {point:30s} {'#' * count}")

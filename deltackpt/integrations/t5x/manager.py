@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from deltackpt import events, inspect, processes
+from deltackpt.coordination import Coordinator
 from deltackpt.errors import (
     FencedError,
     NoIntactStep,
@@ -25,7 +26,6 @@ from deltackpt.errors import (
     TemplateMismatch,
 )
 from deltackpt.format import names
-from deltackpt.handlers.agreement import Processes
 from deltackpt.integrations.t5x.layout import StepLinks, model_dir_of, tables_of
 from deltackpt.integrations.t5x.model import ModelLeaves, cast, flat, leaves_of, taken
 from deltackpt.integrations.t5x.modules import checkpoints
@@ -168,7 +168,7 @@ class DeltaCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         self._directory = os.fspath(directory)
         self._model = ModelLeaves(train_state, partitioner)
         self._links = StepLinks(model_dir_of(directory))
-        self._processes = Processes(
+        self._processes = Coordinator(
             f"t5x:{self._links.model_dir}", settings.options.timeouts.processes_secs
         )
         self._newest_link = self._processes.of_first(

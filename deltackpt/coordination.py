@@ -1,0 +1,470 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agreement of the processes of a job, over the key-value store of JAX's coordination service.
+
+Processes send each other messages: each process to process 0, and process 0 to all. A process that
+failed sends its error instead, and whoever waits for it raises that. While a process waits, or
+works on something that others wait for, it shows every few seconds that it is alive. If it is
+silent for the timeout, it is missing. No device collectives are used: they have no timeout, and
+could interfere with those of the training step.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hashlib
+import itertools
+import json
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from orbax.checkpoint import multihost
+
+from deltackpt import processes
+from deltackpt.errors import (
+    DeltackptError,
+    OptionError,
+    ProcessFailed,
+    ProcessMissing,
+    RestoreError,
+    StepGone,
+    StepNotFound,
+    StorageError,
+)
+
+#: Size limit of a value; longer messages are sent in pieces.
+_PIECE_BYTES = 64 << 10
+#: Timeout for a value that already exists.
+_GET_SECS = 10.0
+#: Longest time between two looks for failures.
+_LOOK_SECS = 0.25
+#: How often a process shows within a timeout that it is alive, and how often others look.
+_BEATS, _LOOKS = 4, 8
+#: A process that is alive, but does not do its part, is missing after so many timeouts.
+_MOST_TIMEOUTS = 10
+#: How many expired keys are kept.
+_EXPIRED = 3
+#: How many processes an error names.
+_SHOWN = 8
+#: Beginning of the error message of a timeout.
+_LATE = "DEADLINE_EXCEEDED"
+_ALIVE = "deltackpt/alive/"
+#: The first byte of a message.
+_DONE, _FAILED = b"+", b"!"
+
+
+class _Failure(NamedTuple):
+    """The failure of a process; ``fatal`` if any other step would fail too."""
+
+    process: int
+    text: str
+    fatal: bool
+    gone: bool
+
+
+class Coordinator:
+    """The processes that save and restore together; a single process neither waits nor sends.
+
+    The main threads alone call ``gather`` and what is built on it, all at the same point of their
+    programs: when a manager opens, when a step is restored, when ``save`` checks for a free writer
+    or moves later steps aside. The other methods are thread-safe.
+
+    Attributes:
+      index: index of this process.
+      count: number of processes.
+      others: indices of the other processes.
+      timeout_secs: how long another process may be silent.
+    """
+
+    def __init__(self, directory: str, timeout_secs: float, *, alone: bool = False):
+        """Connects to the coordination service of ``jax.distributed`` if there are several.
+
+        Args:
+          directory: the directory that they share; keeps their calls apart from those of others.
+          timeout_secs: how long another process may be silent.
+          alone: whether this process ignores the others.
+
+        Raises:
+          OptionError: there are several processes, and ``jax.distributed`` is not initialized.
+        """
+        self.index = 0 if alone else processes.index()
+        self.count = 1 if alone else processes.count()
+        self.others = {*range(self.count)} - {self.index}
+        self.timeout_secs = timeout_secs
+        self._directory = directory
+        #: The first part of the keys of all calls of ``gather``; agreed on at the first one.
+        self._id: str | None = None
+        self._calls = itertools.count()
+        self._expired: collections.deque[str] = collections.deque()
+        self._lock = threading.Lock()
+        #: How many blocks of ``alive`` run, and whether a thread shows it.
+        self._working, self._is_beating = 0, False
+        if self.count == 1:
+            return
+        if not multihost.is_jax_distributed_client_initialized():
+            raise OptionError(
+                f"{directory}: expected a job with jax.distributed.initialize(), whose "
+                f"coordination service connects the processes, found {self.count} processes and no "
+                "such call; make it before anything else"
+            )
+        self._client: Any = multihost.get_jax_distributed_client()
+
+    # The key-value store.
+
+    def replace(self, key: str, data: bytes) -> None:
+        """Stores a value of at most 64 KiB, replacing an existing one.
+
+        Raises:
+          StorageError: the service does not answer.
+        """
+        with _refusals(key):
+            self._client.key_value_set_bytes(key, data, allow_overwrite=True)
+
+    def put_first(self, key: str, data: bytes) -> bytes:
+        """Stores a value unless one exists; returns the stored value.
+
+        Raises:
+          StorageError: the service does not answer.
+        """
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._client.key_value_set_bytes(key, data)
+        with _refusals(key):
+            return self._client.blocking_key_value_get_bytes(key, _milliseconds(_GET_SECS))
+
+    def wait_for(self, key: str, timeout_secs: float) -> bytes | None:
+        """Returns a value as soon as it exists; None if it does not appear in time.
+
+        Raises:
+          StorageError: the service does not answer.
+        """
+        with _refusals(key):
+            try:
+                return self._client.blocking_key_value_get_bytes(key, _milliseconds(timeout_secs))
+            except jax.errors.JaxRuntimeError as error:
+                if not str(error).startswith(_LATE):
+                    raise
+        return None
+
+    def folder(self, key: str) -> dict[str, bytes]:
+        """Returns all values below a key, by the rest of their keys.
+
+        Raises:
+          StorageError: the service does not answer.
+        """
+        with _refusals(key):
+            found = self._client.key_value_dir_get_bytes(key)
+        return {name.removeprefix(key): value for name, value in found}
+
+    def delete(self, key: str) -> None:
+        """Deletes all values below a key; never raises."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._client.key_value_delete(key)
+
+    def expire(self, key: str) -> None:
+        """Deletes all values below a key three such calls later: others may still read them."""
+        self._expired.append(key)
+        if len(self._expired) > _EXPIRED:
+            self.delete(self._expired.popleft())
+
+    # Messages.
+
+    def send(self, topic: str, data: bytes) -> None:
+        """Sends a message of any size, replacing this process's earlier one of the topic.
+
+        Raises:
+          StorageError: the service does not answer.
+        """
+        self._send(topic, _DONE + data)
+
+    def send_failure(self, topic: str, error: BaseException) -> None:
+        """Sends an error in place of this process's message; never raises."""
+        note = {
+            "error": f"{type(error).__name__}: {error}",
+            "missing": error.processes if isinstance(error, ProcessMissing) else None,
+            "doubt": isinstance(error, DeltackptError) and error.leaves_doubt,
+        }
+        # If it cannot be sent, the others miss this process.
+        with contextlib.suppress(StorageError):
+            self._send(topic, _FAILED + json.dumps(note).encode())
+
+    def receive(
+        self, topic: str, senders: Iterable[int], what: str, deed: str
+    ) -> Iterator[tuple[int, bytes]]:
+        """Yields the sender and the content of each message, as they arrive.
+
+        Args:
+          topic: the topic of the messages.
+          senders: the processes whose messages are awaited.
+          what: the operation, for errors.
+          deed: what each sender does before it sends, for errors.
+
+        Raises:
+          ProcessFailed: a sender failed.
+          ProcessMissing: a sender, or a process that it waited for, was silent for the timeout.
+          StorageError: the service does not answer.
+        """
+        missing, limit = {*senders}, self.timeout_secs
+        started = looked = beaten = time.monotonic()
+        heard = dict.fromkeys(missing, started)
+        beats: dict[str, bytes] = {}
+        while missing:
+            first = min(missing)
+            data = self.wait_for(f"{topic}/{first}", min(_LOOK_SECS, limit / _LOOKS))
+            found = {} if data is None else {first: data}
+            if len(missing) > 1:
+                found = {int(process): data for process, data in self.folder(f"{topic}/").items()}
+            for process in sorted(missing & found.keys()):
+                missing.remove(process)
+                yield process, self._content(topic, process, found[process], what)
+            now = time.monotonic()
+            if now - beaten >= limit / _BEATS:
+                beaten = now
+                self._beat()
+            if now - looked >= limit / _LOOKS:
+                last, beats = beats, self.folder(_ALIVE)
+                changed = {name for name, beat in beats.items() if last.get(name, beat) != beat}
+                heard |= {int(name): looked for name in changed}
+                looked = now
+            if late := {process for process in missing if now - heard[process] >= limit}:
+                raise self._missing(what, late, f"to {deed}, or to show that it is alive,", limit)
+            if missing and now - started >= _MOST_TIMEOUTS * limit:
+                raise self._missing(what, missing, f"to {deed}", _MOST_TIMEOUTS * limit)
+
+    @contextlib.contextmanager
+    def alive(self) -> Iterator[None]:
+        """Shows during a block that this process is alive."""
+        if self.count == 1:
+            yield
+            return
+        with self._lock:
+            self._working += 1
+            if not self._is_beating:
+                self._is_beating = True
+                threading.Thread(target=self._show, name="deltackpt-alive", daemon=True).start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._working -= 1
+
+    # Calls that all processes make.
+
+    def join(self, what: str) -> str:
+        """Returns a new id on every process.
+
+        A counter of calls would stay out of step once a process fails before a call. So each
+        process sends a random name, and process 0 assigns the id to these names.
+
+        Args:
+          what: the operation, for errors.
+
+        Raises:
+          ProcessMissing, StorageError: as for ``gather``.
+        """
+        own = uuid.uuid4().hex
+        if self.count == 1:
+            return own
+        topic = f"deltackpt/join/{hashlib.sha256(self._directory.encode()).hexdigest()}"
+        if self.index > 0:
+            self.send(topic, own.encode())
+            try:
+                [(_, found)] = self.receive(f"deltackpt/{own}", [0], what, "arrive")
+            finally:
+                self.delete(f"{topic}/{self.index}")
+                self.delete(f"deltackpt/{own}")
+            return found.decode()
+        names: list[str] = []
+        try:
+            for process, name in self.receive(topic, self.others, what, "arrive"):
+                self.delete(f"{topic}/{process}")
+                names.append(name.decode())
+        except ProcessMissing as error:
+            for name in names:
+                self.send_failure(f"deltackpt/{name}", error)
+            raise
+        for name in names:
+            self.send(f"deltackpt/{name}", own.encode())
+        return own
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """Returns the value of each process, by process; the same result on every process.
+
+        Args:
+          what: what is gathered, for errors.
+          value: a JSON value.
+
+        Raises:
+          ProcessMissing: a process was silent for the timeout.
+          ProcessFailed: process 0 could not gather the values.
+          StorageError: the service does not answer.
+        """
+        if self.count == 1:
+            return [value]
+        if self._id is None:
+            self._id = self.join(what)
+        number, data = next(self._calls), json.dumps(value).encode()
+        key = f"deltackpt/{self._id}"
+        each, result = f"{key}/{number}/each", f"{key}/{number}/all"
+        if self.index > 0:
+            self.send(each, data)
+            try:
+                [(_, found)] = self.receive(result, [0], what, "arrive")
+            except ProcessMissing as error:
+                self.send_failure(each, error)
+                raise
+            return json.loads(found)
+        values = {0: data}
+        try:
+            values |= self.receive(each, self.others, what, "arrive")
+        except DeltackptError as error:
+            self.send_failure(result, error)
+            raise
+        found = b"[" + b",".join(values[process] for process in range(self.count)) + b"]"
+        self.send(result, found)
+        # All processes have received the result before.
+        self.delete(f"{key}/{number - 1}")
+        return json.loads(found)
+
+    def agree(self, what: str, value: Any) -> Any:
+        """Returns process 0's value on every process.
+
+        Args:
+          what: the subject of the agreement, for errors.
+          value: a JSON value; only that of process 0 counts.
+
+        Raises:
+          ProcessMissing, ProcessFailed, StorageError: as for ``gather``.
+        """
+        return self.gather(what, value if self.index == 0 else None)[0]
+
+    @contextlib.contextmanager
+    def together(self, what: str, *, fatal: bool = False) -> Iterator[list[Any]]:
+        """Runs a block; afterwards either every process raises, or none does.
+
+        Args:
+          what: the operation.
+          fatal: whether no other step would succeed if it fails.
+
+        Raises:
+          RestoreError: another process failed, and another step may succeed; the message names it.
+          StepGone: another process failed because the step was removed.
+          ProcessFailed: another process failed fatally; the message names it.
+          ProcessMissing, StorageError: as for ``gather``.
+
+        Yields:
+          An empty list; afterwards it contains what the block added to it on process 0.
+        """
+        error: Exception | None = None
+        values: list[Any] = []
+        try:
+            with self.alive():
+                yield values
+        except Exception as caught:
+            error = caught
+        # A context manager drops this frame from the traceback, where it would be a cycle.
+        values[:] = self._outcome(what, error, values, fatal)
+
+    def of_first(self, what: str, find: Callable[[], Any], *, fatal: bool = False) -> Any:
+        """Returns the value that process 0 finds, on every process.
+
+        Args:
+          what: the value's name, for errors.
+          find: called only on process 0; returns a JSON value.
+          fatal: whether no other step would succeed if it fails.
+
+        Raises:
+          RestoreError, ProcessFailed: process 0 failed; process 0 itself raises its own error.
+          ProcessMissing, StorageError: as for ``gather``.
+        """
+        with self.together(what, fatal=fatal) as found:
+            if self.index == 0:
+                found.append(find())
+        return found[0]
+
+    def _outcome(
+        self, what: str, error: Exception | None, values: list[Any], fatal: bool
+    ) -> list[Any]:
+        """Returns process 0's values unless a process failed: then every process raises."""
+        own = None
+        if error is not None:
+            fatal = fatal or not (isinstance(error, RestoreError) and error.another_step_may_do)
+            gone = isinstance(error, (StepGone, StepNotFound))
+            own = _Failure(self.index, f"{type(error).__name__}: {error}", fatal, gone)
+        found = self.gather(what, [own, values])
+        failures = [_Failure(*failure) for failure, _ in found if failure is not None]
+        worst = [failure for failure in failures if failure.fatal] or failures
+        if error is not None and (fatal or not worst[0].fatal):
+            raise error
+        if worst:
+            process, text, is_fatal, is_gone = worst[0]
+            kind = ProcessFailed if is_fatal else StepGone if is_gone else RestoreError
+            raise kind(f"{what}: expected it on every process, found on process {process} {text}")
+        return found[0][1]
+
+    def _send(self, topic: str, message: bytes) -> None:
+        for start in range(_PIECE_BYTES, len(message), _PIECE_BYTES):
+            # Pieces are listed in the order of their keys.
+            key = f"{topic}.rest/{self.index}/{start:012}"
+            self.replace(key, message[start : start + _PIECE_BYTES])
+        self.replace(f"{topic}/{self.index}", message[:_PIECE_BYTES])
+
+    def _content(self, topic: str, process: int, message: bytes, what: str) -> bytes:
+        """Returns the content of a message; raises the failure that it reports."""
+        if len(message) == _PIECE_BYTES:
+            rest = sorted(self.folder(f"{topic}.rest/{process}/").items())
+            message = b"".join([message, *(piece for _, piece in rest)])
+        if message.startswith(_DONE):
+            return message[len(_DONE) :]
+        note = json.loads(message[len(_FAILED) :])
+        text = (
+            f"{what}: expected it on every process, found that process {process} failed: "
+            f"{note['error']}"
+        )
+        if note["missing"] is None:
+            raise ProcessFailed(text, leaves_doubt=note["doubt"])
+        raise ProcessMissing(text, tuple(sorted({*note["missing"]} - {self.index})))
+
+    def _beat(self) -> None:
+        with contextlib.suppress(StorageError):
+            self.replace(f"{_ALIVE}{self.index}", str(time.monotonic_ns()).encode())
+
+    def _show(self) -> None:
+        """Beats as long as this process works; ends in a pause, until the next work."""
+        while True:
+            time.sleep(self.timeout_secs / _BEATS)
+            with self._lock:
+                if not self._working:
+                    self._is_beating = False
+                    return
+            self._beat()
+
+    def _missing(self, what: str, late: set[int], deed: str, secs: float) -> ProcessMissing:
+        named = sorted(late)
+        shown = ", ".join(map(str, named[:_SHOWN]))
+        if len(named) > _SHOWN:
+            shown += f" and {len(named) - _SHOWN} more"
+        return ProcessMissing(
+            f"{what}: expected process {shown} {deed} within {secs:g} s "
+            f"(timeouts.processes_secs is {self.timeout_secs:g}), found nothing; check its log, "
+            "then restart the job",
+            tuple(named),
+        )
+
+
+def _milliseconds(secs: float) -> int:
+    return max(1, int(secs * 1000))
+
+
+@contextlib.contextmanager
+def _refusals(key: str) -> Iterator[None]:
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        raise StorageError(
+            f"{key}: expected an answer of JAX's coordination service, found "
+            f"{str(error).splitlines()[0]}; check the log of process 0, then restart the job"
+        ) from error

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes that write one step together; in the background of a save.
+
+Each process writes its shard and reports to process 0, which reads the manifests, checks that all
+describe the same save, and then writes its own, with an index of all shards. After a process has
+written all its files of the step, it writes their digests and reports again. Process 0 commits, and
+reports that to all. A process that fails reports its error instead, which prevents the commit.
+
+If the processes do not share a file system, each writes to a directory on its own node. To verify
+and describe a save, process 0 needs little from the others: their manifests and digests and, for
+dense leaves, the nodes of their databases. These are sent with the reports. So is the manifest of
+process 0, once the step is committed in its directory, and the others publish their shards under
+the step's name. Rows and values stay where they were written, until they are uploaded.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import google_crc32c
+import msgpack
+
+from deltackpt.coordination import Coordinator
+from deltackpt.errors import Disagreement, TrackingError
+from deltackpt.format import manifest, names
+from deltackpt.format.manifest import Manifest, Part
+from deltackpt.format.segments import width
+from deltackpt.storage import files
+from deltackpt.storage.parts import part_of
+from deltackpt.storage.posix import DurableDir
+
+#: What a process reports: its shard is written, all its files of the step are, and, on process 0,
+#: the save is complete.
+Phase = Literal["shard", "written", "done"]
+
+_DEEDS: dict[Phase, str] = {
+    "shard": "write its shard",
+    "written": "write its dense leaves",
+    "done": "commit the step",
+}
+_SHOWN = 8
+#: Fields that must be equal in the manifests of one save.
+_AGREED = ("save_id", "kind", "parent", "process_count", "restores", "plan_crc32c", "rolling")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepWriters:
+    """The processes that write one step together, as one of them sees them.
+
+    Attributes:
+      coordinator: connects the processes.
+      key: identifies the save in the job; the same on every process.
+      temporary: the step's temporary directory.
+      readers: threads that read manifests.
+      shared_fs: whether all processes see ``temporary``.
+      fsync: whether files from other processes must survive a power cut.
+    """
+
+    coordinator: Coordinator
+    key: str
+    temporary: Path
+    readers: concurrent.futures.Executor
+    shared_fs: bool = True
+    fsync: bool = True
+    _reported: set[Phase] = dataclasses.field(default_factory=set)
+
+    @property
+    def process(self) -> int:
+        """Returns the index of this process."""
+        return self.coordinator.index
+
+    @property
+    def count(self) -> int:
+        """Returns the number of processes."""
+        return self.coordinator.count
+
+    @property
+    def reporters(self) -> range:
+        """Returns the processes that report to process 0."""
+        return range(1, self.count)
+
+    @property
+    def prefix(self) -> str:
+        """Returns the first part of the keys of all messages."""
+        return f"deltackpt/save/{self.key}"
+
+    def records(self, paths: Iterable[Path]) -> dict[str, bytes]:
+        """Returns the files to send with a report, by posix path below the step.
+
+        Args:
+          paths: files that the receivers need; none is sent if they see them.
+        """
+        if self.count == 1 or self.shared_fs:
+            return {}
+        found = {path.relative_to(self.temporary).as_posix(): path for path in paths}
+        return {name: files.read_bytes(path) for name, path in found.items()}
+
+    def report(self, phase: Phase, records: Mapping[str, bytes]) -> None:
+        """Reports that this process is done with a phase; does nothing if there is only one.
+
+        Args:
+          phase: the phase.
+          records: see ``records``; the receivers store them.
+
+        Raises:
+          StorageError: JAX's coordination service does not answer.
+        """
+        if self.count > 1:
+            self._reported.add(phase)
+            packed: Any = msgpack.packb(records)
+            self.coordinator.send(f"{self.prefix}/{phase}", packed)
+
+    def fail(self, error: BaseException) -> None:
+        """Reports that this process failed, unless it has committed the step; never raises.
+
+        It replaces reports on which process 0 might still commit.
+        """
+        phases: tuple[Phase, ...] = ("shard", "written") if self.process else ("done",)
+        if self.count > 1 and "done" not in self._reported:
+            for phase in phases:
+                self.coordinator.send_failure(f"{self.prefix}/{phase}", error)
+
+    def expire(self) -> None:
+        """Deletes the messages of earlier saves; called when this process's part has ended."""
+        if self.process == 0 and self.count > 1:
+            self.coordinator.expire(self.prefix)
+
+    def wait(self, phase: Phase) -> None:
+        """Waits for a report of process 0, or on it for reports of all others; stores their files.
+
+        Raises:
+          ProcessMissing: one of them was silent for the timeout.
+          ProcessFailed: one of them failed.
+          StorageError: JAX's coordination service does not answer, or a file cannot be stored.
+        """
+        step = f"step {re.split('[^0-9]', self.temporary.name)[0]}"
+        topic, senders = f"{self.prefix}/{phase}", [0] if self.process else self.reporters
+        for _, packed in self.coordinator.receive(topic, senders, step, _DEEDS[phase]):
+            for name, data in msgpack.unpackb(packed).items():
+                root = DurableDir(self.temporary.parent, fsync=self.fsync)
+                root.write(self.temporary / name, data)
+
+    def collect(self, item_dir: Path, own: Manifest) -> tuple[Part, ...]:
+        """Waits for the shards of all other processes; called by process 0.
+
+        Args:
+          item_dir: the item's directory, in the step's temporary directory.
+          own: process 0's manifest, without its index.
+
+        Returns:
+          The index of all shards, process 0's first.
+
+        Raises:
+          ProcessMissing, ProcessFailed, StorageError: as for ``wait``.
+          Disagreement: a shard belongs to another save, or the shards do not cover the tables.
+          TrackingError: processes with the same rows have marked different ones.
+        """
+        self.wait("shard")
+        parts, owned = [part_of(own, 0)], [own.owned_cells]
+        told = {key: (0, value) for key, value in own.shared_stamps.items()}
+        paths = [item_dir / names.manifest_name(process) for process in self.reporters]
+        for path, data in zip(paths, self.readers.map(files.read_bytes, paths), strict=True):
+            found = manifest.from_bytes(data, name=path.name)
+            _check_agreed(own, found)
+            _check_told(told, found)
+            parts.append(part_of(found, google_crc32c.value(data)))
+            owned.append(found.owned_cells)
+        _check_owned(own, owned)
+        return tuple(parts)
+
+
+def _check_agreed(own: Manifest, other: Manifest) -> None:
+    for field in _AGREED:
+        want, have = getattr(own, field), getattr(other, field)
+        if want != have:
+            raise Disagreement(
+                f"step {own.save_id.step}: expected process {other.process} to agree with process "
+                f"0 on {field} {want} ({own.kind}: {own.reason}), found {have} ({other.kind}: "
+                f"{other.reason}); pass every process the same state structure, options and "
+                "arguments of save()"
+            )
+
+
+def _check_told(told: dict[str, tuple[int, int]], other: Manifest) -> None:
+    """Checks that processes with the same stamps have touched the same rows; records them."""
+    for key, value in other.shared_stamps.items():
+        process, before = told.setdefault(key, (other.process, value))
+        if before != value:
+            table, _, place = key.partition("@")
+            where = f"the TouchState at {place}" if place else "the TouchState given to save()"
+            raise TrackingError(
+                f"step {other.save_id.step}, table {table}: expected processes {process} and "
+                f"{other.process}, which both have these rows, to have marked the same ones in "
+                f"{where}, found that they did not; mark the ids of all processes on each "
+                "(jax.lax.all_gather, or ids as one global array). The next save is a base"
+            )
+
+
+def _check_owned(own: Manifest, owned: list[dict[str, int]]) -> None:
+    """Checks that exactly one process writes each cell of a base."""
+    for group in own.groups:
+        wanted = sum(group.rows * width(spec.trailing) for spec in group.fields)
+        found = sum(cells.get(group.name, 0) for cells in owned)
+        if found != wanted:
+            tables = [table.name for table in own.tables if table.group == group.name]
+            raise Disagreement(
+                f"step {own.save_id.step}, tables {tables[:_SHOWN]}: expected {wanted} cells over "
+                f"all processes, found {found}; make every table and slot one global array "
+                "(jax.make_array_from_process_local_data), not one array in each process"
+            )

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between processes: who is missing, what failed, and what is left behind."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+from typing import Any
+
+import pytest
+from job import MemoryService, coordinators
+from many import wait_until
+
+from deltackpt.coordination import Coordinator
+from deltackpt.errors import ProcessFailed, ProcessMissing, RestoreError, StorageError
+
+#: Far longer than any test.
+LONG_SECS = 60.0
+SHORT_SECS = 0.4
+
+
+class Job:
+    """Processes as threads, with a service in memory."""
+
+    def __init__(self, count: int, timeout_secs: float):
+        self.service, self._timeout_secs = MemoryService(), timeout_secs
+        self.all = self.renewed(count)
+
+    def renewed(self, count: int) -> list[Coordinator]:
+        """Returns the coordinators of the next manager."""
+        return coordinators(self.service, count, self._timeout_secs)
+
+    def left(self) -> set[str]:
+        """Returns the keys of all messages."""
+        return {key for key in self.service.values if not key.startswith("deltackpt/alive/")}
+
+
+def each(calls: list[Any]) -> list[Any]:
+    """Makes all calls at once; returns each result or exception."""
+
+    def run(call):
+        try:
+            return call()
+        except Exception as error:
+            return error
+
+    with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(run, calls))
+
+
+def gathering(all: list[Coordinator]) -> list[Any]:
+    return [lambda one=one: one.gather("asking", one.index) for one in all]
+
+
+@pytest.mark.parametrize("size", [0, 1, (64 << 10) - 3, 64 << 10, 300_000])
+def test_messages_of_any_size_reach_every_process(size):
+    job = Job(3, LONG_SECS)
+    values = [chr(ord("a") + one.index) * size for one in job.all]
+    calls = [lambda one=one: one.gather("asking", values[one.index]) for one in job.all]
+    assert each(calls) == [values] * 3
+
+
+def test_calls_leave_nothing_behind_but_the_last_ones():
+    job = Job(2, LONG_SECS)
+    for _ in range(20):
+        assert each(gathering(job.all)) == [[0, 1]] * 2
+    assert len(job.left()) == 2
+    again = job.renewed(2)
+    first, second = each([lambda one=one: one.join("starting") for one in again])
+    assert first == second and len(job.left()) == 2
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_silent_process_is_named_on_all_others_within_the_timeout(missing):
+    job = Job(3, SHORT_SECS)
+    assert each(gathering(job.all)) == [[0, 1, 2]] * 3
+    others = [one for one in job.all if one.index != missing]
+    started = time.monotonic()
+    errors = each(gathering(others))
+    assert time.monotonic() - started < 2 * SHORT_SECS
+    assert [type(error) for error in errors] == [ProcessMissing] * 2
+    assert {error.processes for error in errors} == {(missing,)}
+    assert all(f"expected process {missing} to arrive" in str(error) for error in errors)
+    # It gets an error too when it arrives.
+    job.all[missing].timeout_secs = 0.1
+    with pytest.raises(ProcessMissing):
+        job.all[missing].gather("asking", missing)
+    # The next manager of the job starts clean.
+    assert each(gathering(job.renewed(3))) == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_process_that_does_not_join_is_named_and_joins_later(missing):
+    job = Job(3, SHORT_SECS)
+    errors = each(gathering([one for one in job.all if one.index != missing]))
+    assert {(type(error), error.processes) for error in errors} == {(ProcessMissing, (missing,))}
+    assert each(gathering(job.renewed(3))) == [[0, 1, 2]] * 3
+
+
+def test_a_process_that_works_is_waited_for():
+    job = Job(3, SHORT_SECS)
+
+    def work(one: Coordinator) -> str:
+        with one.together("working"):
+            time.sleep(3 * SHORT_SECS if one.index == 1 else 0)
+        return "done"
+
+    assert each([lambda one=one: work(one) for one in job.all]) == ["done"] * 3
+
+
+def test_a_process_that_works_but_never_arrives_is_missing_in_the_end():
+    job = Job(2, 0.1)
+    first, second = job.all
+    started = time.monotonic()
+    with second.alive(), pytest.raises(ProcessMissing, match=r"to arrive within 1 s"):
+        first.gather("asking", 0)
+    assert time.monotonic() - started > 0.9
+    # Once nothing is done, no thread stays.
+    wait_until(lambda: "deltackpt-alive" not in [t.name for t in threading.enumerate()], "it ends")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(OSError("broken"), ProcessFailed), (RestoreError("damaged"), RestoreError)],
+)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_error_of_one_process_is_raised_on_all(failing, error, expected):
+    job = Job(2, LONG_SECS)
+
+    def work(one: Coordinator) -> None:
+        with one.together("working"):
+            if one.index == failing:
+                raise error
+
+    found = each([lambda one=one: work(one) for one in job.all])
+    assert found[failing] is error
+    assert type(found[1 - failing]) is expected and str(error) in str(found[1 - failing])
+    assert f"found on process {failing}" in str(found[1 - failing])
+
+
+def test_a_service_that_does_not_answer_is_named():
+    job = Job(2, LONG_SECS)
+    job.service.refuses = True
+    with pytest.raises(StorageError, match="an answer of JAX's coordination service, found UNAV"):
+        job.all[0].gather("asking", 0)
+
+
+def test_one_process_needs_no_service():
+    one = Coordinator("directory", LONG_SECS, alone=True)
+    assert one.gather("asking", 5) == [5] and one.of_first("looking", lambda: 6) == 6
+    assert one.join("starting") != one.join("starting")
