@@ -23,7 +23,7 @@ import pytest
 
 import deltackpt
 from deltackpt.errors import DeltackptError, OutOfSpace, SaveFailed, StorageError
-from deltackpt.resources.workers import Workers
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import step as steps
 from deltackpt.save.rendezvous import Rendezvous
 from deltackpt.save.step import Step
@@ -274,7 +274,7 @@ def test_nothing_is_reported_before_it_is_fsynced_even_if_a_process_is_late(tmp_
 
         return call
 
-    workers = Workers()
+    runtime = Runtime()
 
     def run(process: int) -> Any:
         step = Step(
@@ -288,7 +288,7 @@ def test_nothing_is_reported_before_it_is_fsynced_even_if_a_process_is_late(tmp_
             metadata=lambda: b"{}",
             check=lambda: None,
         )
-        return steps.write(step, workers)
+        return steps.write(step, runtime)
 
     with (
         mock.patch.object(os, "fsync", fsync),
@@ -300,7 +300,7 @@ def test_nothing_is_reported_before_it_is_fsynced_even_if_a_process_is_late(tmp_
     ):
         for done in [pool.submit(run, process) for process in range(2)]:
             done.result(LIMIT_SECS)
-    workers.close()
+    runtime.close()
     assert at_word == [set()] and at_commit == [set()]
     assert forced[str(tmp_path)] >= {"5"}
     assert not temporary.exists() and (final / "item" / "of.1" / "chunk").exists()

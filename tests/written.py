@@ -11,7 +11,7 @@ import numpy as np
 
 from deltackpt import processes
 from deltackpt.format.segments import ArrayEntry
-from deltackpt.resources.staging import Staging
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save.dense import DenseLeaves
 from deltackpt.save.rendezvous import of_this_process
 from deltackpt.storage.batch import FileBatch
@@ -53,7 +53,7 @@ def write_dense(
       meet: returns when all processes have written.
     """
     others, batch = of_this_process(item_dir.parent, 60.0), FileBatch(item_dir, fsync=True)
-    leaves = DenseLeaves.capture(tree, processes.index(), Staging(1 << 30))
+    leaves = DenseLeaves.capture(tree, processes.index(), Runtime())
     leaves.write(item_dir, batch, others)
     meet()
     if others.process == 0:

@@ -21,8 +21,7 @@ from deltackpt.format.figures import LeafFigures, table_figures
 from deltackpt.format.manifest import LayerRef, TrackingName
 from deltackpt.format.segments import GroupEntry, Segment
 from deltackpt.layers.shard import LayerShard
-from deltackpt.resources.staging import Staging
-from deltackpt.resources.workers import Workers
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import part
 from deltackpt.save.branch import Written
 from deltackpt.save.dense import DenseLeaves
@@ -67,10 +66,10 @@ class Embeddings:
         it. Without any TouchState, the save is a base.
       lineage: the trainer's earlier saves; None makes the save a base of a new run.
       options: how to stage and write the rows.
-      staging: the pool shared by the saves of one manager.
-      workers: threads that write and encode.
+      runtime: shared by the saves of one manager.
       force_base: save a base regardless of the policy.
       dense_bytes: bytes of the dense leaves that a base contains and a delta may omit.
+      copied_bytes: bytes of the dense leaves that will be copied to the same memory as the rows.
       tracking: how the touched rows were found, for the manifest.
     """
 
@@ -78,10 +77,10 @@ class Embeddings:
     touched: TouchState | None = None
     lineage: Lineage | None = None
     options: PipelineOptions = PipelineOptions()
-    staging: Staging | None = None
-    workers: Workers | None = None
+    runtime: Runtime | None = None
     force_base: bool = False
     dense_bytes: int = 0
+    copied_bytes: int = 0
     tracking: TrackingName = ""
 
     @property
@@ -129,7 +128,7 @@ class PendingSave:
         extract_secs: float,
         processes_secs: float,
         fsync: bool,
-        workers: Workers,
+        runtime: Runtime,
     ):
         """Created by ``snapshot.take``.
 
@@ -141,7 +140,7 @@ class PendingSave:
           extract_secs: duration of the capture.
           processes_secs: how long to wait for the other processes if others commit.
           fsync: whether the shard is fsynced there.
-          workers: threads that write and encode.
+          runtime: writes and encodes.
         """
         self.intent = plan.intent
         #: Why the touched rows were not trusted, and all rows are saved; None where they were.
@@ -159,7 +158,7 @@ class PendingSave:
         self._extract_secs = extract_secs
         self._processes_secs = processes_secs
         self._fsync = fsync
-        self._workers = workers
+        self._runtime = runtime
 
     @property
     def released(self) -> threading.Event:
@@ -230,41 +229,38 @@ class PendingSave:
         self, item_dir: Path, batch: FileBatch, others: Rendezvous, encoding: BusyClock
     ) -> tuple[list[Segment], WrittenDense | None, LayerRef | None]:
         """Writes the arrays of a base as Zarr arrays, and those of a delta into a layer file."""
-        plan, workers, intent = self._plan, self._workers, self.intent
+        plan, runtime, intent = self._plan, self._runtime, self.intent
         if intent.kind == "base":
 
             def place(segment: str) -> Place:
                 return ArrayPlace(item_dir, others.process, segment, batch)
 
-            segments = part.write_segments(plan, place, self.rows, workers, encoding)
+            segments = part.write_segments(plan, place, self.rows, runtime, encoding)
             return segments, self._write_dense(place), None
-        with workers.write_buffers() as buffers:
-            shard = LayerShard(
-                item_dir,
-                intent.save_id,
-                None if intent.parent is None else intent.parent.save_id,
-                batch,
-                buffers,
-                process=others.process,
-                process_count=others.count,
-            )
-            try:
-                segments = part.write_segments(plan, shard.place, self.rows, workers, encoding)
-                dense = self._write_dense(shard.place)
-                blocks = () if dense is None else dense.record.segments
-                return segments, dense, shard.finish([*segments, *blocks])
-            except BaseException:
-                shard.abandon()
-                raise
+        shard = LayerShard(
+            item_dir,
+            intent.save_id,
+            None if intent.parent is None else intent.parent.save_id,
+            batch,
+            runtime,
+            process=others.process,
+            process_count=others.count,
+        )
+        try:
+            segments = part.write_segments(plan, shard.place, self.rows, runtime, encoding)
+            dense = self._write_dense(shard.place)
+            blocks = () if dense is None else dense.record.segments
+            return segments, dense, shard.finish([*segments, *blocks])
+        except BaseException:
+            shard.abandon()
+            raise
 
     def _write_dense(self, place_of: Callable[[str], Place]) -> WrittenDense | None:
         if self.dense is None:
             return None
-        intent, pool = self.intent, self._workers.encoders
+        intent = self.intent
         parent = None if intent.parent is None else intent.parent.save_id
-        return self.dense.write_layer(
-            place_of, intent.save_id, parent, pool, rolling=intent.rolling
-        )
+        return self.dense.write_layer(place_of, intent.save_id, parent, rolling=intent.rolling)
 
     def complete(self, item_dir: Path, batch: FileBatch, others: Rendezvous) -> None:
         """Does nothing: process 0's manifest describes all shards."""
@@ -272,8 +268,7 @@ class PendingSave:
     def write_alone(self, item_dir: Path) -> None:
         """Writes and fsyncs this process's shard if others commit the step; see ``write``."""
         others = of_this_process(item_dir.parent, self._processes_secs)
-        workers = self._workers
-        batch = FileBatch(item_dir, fsync=self._fsync, pool=workers.forcers, pace=workers.pace)
+        batch = FileBatch(item_dir, fsync=self._fsync, runtime=self._runtime)
         try:
             self.write(item_dir, batch, others)
             batch.force()

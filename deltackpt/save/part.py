@@ -7,7 +7,6 @@ the other processes.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from deltackpt.format.dense_blocks import DenseBlocks
 from deltackpt.format.manifest import LayerRef, Layout, Manifest, TrackingName
 from deltackpt.format.segments import GroupEntry, Segment
 from deltackpt.policies import Choice, CodecChoice
-from deltackpt.resources.workers import Workers
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import fields
 from deltackpt.save.division import Owned
 from deltackpt.save.extract import SegmentSource
@@ -31,7 +30,7 @@ from deltackpt.save.rendezvous import Rendezvous
 from deltackpt.save.taken import TakenRows
 from deltackpt.storage import parts
 from deltackpt.storage.batch import FileBatch
-from deltackpt.storage.parts import Place, Share, StoredField, WrittenPart
+from deltackpt.storage.parts import Place, Share, WrittenPart
 
 #: Group name to field name to the codec that a save tries first.
 Plans = Mapping[str, Mapping[str, Choice]]
@@ -70,7 +69,7 @@ def write_segments(
     plan: PartPlan,
     place_of: Callable[[str], Place],
     rows: TakenRows,
-    workers: Workers,
+    runtime: Runtime,
     encoding: BusyClock,
 ) -> list[Segment]:
     """Writes the arrays of all captured rows, which must be in host memory or encoded.
@@ -79,7 +78,7 @@ def write_segments(
       plan: the part to write.
       place_of: returns the destination of a segment.
       rows: captured rows.
-      workers: threads that write and encode.
+      runtime: threads that write and encode.
       encoding: measures the encoding time, separately from writing.
 
     Raises:
@@ -88,34 +87,25 @@ def write_segments(
       StorageError: the store reported an error.
     """
     groups = plan.layout.group_by_name
-    started = []
-    pending: list[concurrent.futures.Future[Any]] = []
-    try:
-        for number, source in enumerate(rows.segments):
-            place = place_of(f"{source.group}.{number}")
-            row_numbers = workers.write(parts.write_rows, place, source.rows)
-            pending.append(row_numbers)
-            stored: list[concurrent.futures.Future[StoredField]] = []
-            for field in _fields(plan, groups[source.group], source, held=rows.held):
-                pieces = functools.partial(_pieces, rows, encoding, number, field.name)
-                stored.append(
-                    workers.write(fields.write_field, place, field, pieces, workers.encoders)
-                )
-                pending.append(stored[-1])
-            started.append((place, source, row_numbers, stored))
-    finally:
-        # They read memory that is given back after an error.
-        concurrent.futures.wait(pending)
+    places, writes = [], []
+    for number, source in enumerate(rows.segments):
+        place = place_of(f"{source.group}.{number}")
+        places.append(place)
+        writes.append(functools.partial(parts.write_rows, place, source.rows))
+        for field in _fields(plan, groups[source.group], source, held=rows.held):
+            pieces = functools.partial(_pieces, rows, encoding, number, field.name)
+            writes.append(functools.partial(fields.write_field, place, field, pieces, runtime))
+    stored: Iterator[Any] = iter(runtime.map(lambda write: write(), writes))
     return [
         parts.stored_segment(
             place,
             source.group,
             source.columns,
             source.rows,
-            row_numbers.result(),
-            [future.result() for future in stored],
+            next(stored),
+            [next(stored) for _ in source.fields],
         )
-        for place, source, row_numbers, stored in started
+        for place, source in zip(places, rows.segments, strict=True)
     ]
 
 

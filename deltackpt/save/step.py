@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from deltackpt.format import names
-from deltackpt.resources.workers import Workers
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save.rendezvous import Rendezvous
 from deltackpt.storage import digests, files
 from deltackpt.storage.batch import FileBatch
@@ -87,12 +87,12 @@ def temporary_dir(final: Path, attempt: str) -> Path:
     return final.with_name(f"{final.name}{names.TEMPORARY}-{attempt}")
 
 
-def write(step: Step, workers: Workers) -> Committed:
+def write(step: Step, runtime: Runtime) -> Committed:
     """Writes a step and commits it; all processes of a job call it.
 
     Args:
       step: the step to write.
-      workers: threads that fsync files.
+      runtime: threads that fsync files, and the write rate.
 
     Raises:
       StorageError: the store reported an error; nothing was committed, as with every other error.
@@ -102,7 +102,7 @@ def write(step: Step, workers: Workers) -> Committed:
     try:
         with files.typed_errors(temporary, "make a directory"):
             temporary.mkdir(exist_ok=True)
-        batch = FileBatch(temporary, fsync=step.fsync, pool=workers.forcers, pace=workers.pace)
+        batch = FileBatch(temporary, fsync=step.fsync, runtime=runtime)
         try:
             return _write(step, batch)
         finally:

@@ -9,7 +9,6 @@ background, then ``pieces`` for each field, and finally ``release``, even after 
 
 from __future__ import annotations
 
-import concurrent.futures
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from deltackpt.codecs import Codec
-from deltackpt.resources.staging import Staging
+from deltackpt.resources.runtime import Runtime, Task
 from deltackpt.save import extract
 from deltackpt.save.extract import SegmentSource
 from deltackpt.save.pieces import DevicePiece, HostPiece, Piece, piece_rows
@@ -29,7 +28,7 @@ from deltackpt.storage import arrays
 #: Rows of held state are encoded in pieces of about this size.
 _HELD_PIECE_BYTES = arrays.CHUNK_BYTES
 #: Fewer bytes are copied faster than another thread begins.
-_INLINE_BYTES = 1 << 20
+_INLINE_BYTES = 4 << 20
 _INLINE_PIECE_BYTES = 16 << 10
 #: Fewer rows are not worth a thread.
 _LEAST_SHARE = 4096
@@ -74,22 +73,22 @@ class CopiedRows:
         self,
         segments: Sequence[SegmentSource],
         codecs_of: Callable[[SegmentSource], Mapping[str, Codec]],
-        staging: Staging,
+        runtime: Runtime,
     ):
         """Starts the copies.
 
         Args:
           segments: what to copy.
           codecs_of: returns a segment's codecs by field name; lossy ones encode on accelerators.
-          staging: whose memory holds them, and whose threads copy.
+          runtime: whose memory holds them, and whose threads copy.
         """
         self.released = threading.Event()
-        self._staging = staging
+        self._runtime = runtime
         self._copies: list[RowCopy] = []
         try:
             for segment in segments:
                 codec_of = None if segment.on_host else codecs_of(segment)
-                self._copies.append(RowCopy(segment, codec_of, staging))
+                self._copies.append(RowCopy(segment, codec_of, runtime))
         except BaseException:
             self.release()
             raise
@@ -105,7 +104,7 @@ class CopiedRows:
         """Waits for the copies."""
         self.wait()
         for rows in self._copies:
-            rows.land(self._staging)
+            rows.land()
 
     def pieces(self, number: int, field: str, codec: Codec) -> Iterator[Piece]:
         """See ``TakenRows``: lossless fields in one piece."""
@@ -119,7 +118,7 @@ class CopiedRows:
         """Releases the staging memory, once nothing writes to it."""
         self.wait()
         while self._copies:
-            self._staging.done_with(self._copies.pop().fields.values())
+            self._runtime.memory.give_back(self._copies.pop().fields.values())
 
 
 class HeldRows:
@@ -164,9 +163,9 @@ class RowCopy:
     """
 
     def __init__(
-        self, segment: SegmentSource, codec_of: Mapping[str, Codec] | None, staging: Staging
+        self, segment: SegmentSource, codec_of: Mapping[str, Codec] | None, runtime: Runtime
     ):
-        """Starts to copy rows, on the pool's threads or on their devices.
+        """Starts to copy rows, on threads or on their devices.
 
         numpy copies without the interpreter's lock, so that the training thread can start Orbax's
         part of the save at the same time.
@@ -176,11 +175,12 @@ class RowCopy:
           codec_of: field name to codec; None if the rows are in host memory. Lossy codecs encode on
             the devices, and their fields stay there until they are written, since a wider codec may
             be needed.
-          staging: provides memory and threads.
+          runtime: provides memory and threads.
         """
         self.fields: dict[str, np.ndarray] = {}
+        self._memory = runtime.memory
         self._count = len(segment.rows)
-        self._futures: list[concurrent.futures.Future[None]] = []
+        self._tasks: list[Task[None]] = []
         self._on_device: dict[str, list[DevicePiece]] = {}
         self._lossless: list[str] = []
         for name, source in segment.fields.items():
@@ -189,31 +189,31 @@ class RowCopy:
                 if codec_of[name].lossless:
                     self._lossless.append(name)
                 continue
-            out = staging.take((self._count, *source.trailing), source.dtype)
+            out = self._memory.take((self._count, *source.trailing), source.dtype)
             self.fields[name] = out
             # Threads that copy many small pieces would wait for each other's turn to run Python.
             if out.nbytes <= max(_INLINE_BYTES, _INLINE_PIECE_BYTES * len(source.shards)):
                 source.gather(segment.rows, out)
                 continue
-            share = max(_LEAST_SHARE, -(-self._count // staging.THREADS))
+            share = max(_LEAST_SHARE, -(-self._count // runtime.threads))
             for start in range(0, self._count, share):
                 part = slice(start, start + share)
-                future = staging.submit(source.gather, segment.rows[part], out[part])
-                self._futures.append(future)
+                self._tasks.append(runtime.submit(source.gather, segment.rows[part], out[part]))
 
     def wait(self) -> None:
         """Waits until the training state is no longer read; devices read it before later steps."""
-        concurrent.futures.wait(self._futures)
+        for task in self._tasks:
+            task.wait()
 
-    def land(self, staging: Staging) -> None:
+    def land(self) -> None:
         """Waits for the copies, and puts lossless fields of devices into staging memory."""
-        for future in self._futures:
-            future.result()
+        for task in self._tasks:
+            task.result()
         while self._lossless:
             name = self._lossless.pop()
             pieces = self._on_device.pop(name)
             first, start = pieces[0].rows, 0
-            out = staging.take((self._count, *first.shape[1:]), np.dtype(first.dtype))
+            out = self._memory.take((self._count, *first.shape[1:]), np.dtype(first.dtype))
             self.fields[name] = out
             for piece in pieces:
                 out[start : start + piece.count] = piece.host()

@@ -7,8 +7,6 @@ Descriptors stay open until their files are fsynced, so no write error is lost.
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
 import contextlib
 import os
 import resource
@@ -22,7 +20,7 @@ import numpy as np
 from deltackpt.errors import StorageError
 from deltackpt.resources.memory import aligned_buffer
 from deltackpt.resources.pace import Pace
-from deltackpt.resources.workers import FORCERS, drain
+from deltackpt.resources.runtime import FSYNCS, Runtime
 from deltackpt.storage import digests, files
 from deltackpt.storage.crc import BLOCK_BYTES, CRC_BYTES, BlockSums, crc32c
 from deltackpt.storage.digests import Digest
@@ -45,26 +43,25 @@ class FileBatch:
         top: Path,
         *,
         fsync: bool,
-        pool: concurrent.futures.Executor | None = None,
+        runtime: Runtime | None = None,
         descriptors: int | None = None,
-        pace: Pace | None = None,
     ):
         """Creates an empty batch.
 
         Args:
           top: existing directory; digests name files below it.
           fsync: whether ``force`` fsyncs files.
-          pool: threads that fsync files; by default the calling one.
+          runtime: threads that fsync files, and the write rate; by default the calling thread, and
+            no limit.
           descriptors: maximum number of open files (default: a quarter of the process's limit).
-          pace: limits the write rate; unlimited by default.
         """
         self.top = top
         #: Limits the write rate, including that of writers whose files will be adopted.
-        self.pace = pace or Pace()
+        self.pace = Pace() if runtime is None else runtime.pace
         #: Path below ``top`` to the digest of each file written so far.
         self.digests: dict[str, Digest] = {}
         self._fsync = fsync
-        self._pool = pool
+        self._runtime = runtime
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._budget = descriptors or max(1, limit // 4)
         self._lock = threading.Lock()
@@ -280,18 +277,11 @@ class FileBatch:
         oldest.close()
 
     def _sync(self, items: Collection[DirectFile | Path]) -> None:
-        if self._pool is None:
-            for item in items:
-                _sync(item)
+        if self._runtime is not None:
+            self._runtime.map(_sync, items, threads=FSYNCS)
             return
-        left = collections.deque(items)
-        # Submitting to the pool costs more than fsyncing many files. All are waited for before the
-        # first error is raised, so that descriptors can be closed.
-        count = min(len(items), FORCERS)
-        pending = [self._pool.submit(drain, left, _sync) for _ in range(count)]
-        concurrent.futures.wait(pending)
-        for future in pending:
-            future.result()
+        for item in items:
+            _sync(item)
 
 
 def _bounce() -> np.ndarray:

@@ -9,7 +9,6 @@ encoded from its live value, so errors do not add up over records.
 from __future__ import annotations
 
 import base64
-import concurrent.futures
 import dataclasses
 import functools
 import json
@@ -31,6 +30,7 @@ from deltackpt.format.wal_records import (
     packed_values,
 )
 from deltackpt.policies import CodecChoice
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import fields
 from deltackpt.save.dense import DenseLeaves
 from deltackpt.save.part import Plans, fields_of
@@ -172,7 +172,7 @@ def write_record(
     batch: Batch,
     dense: DenseRecords,
     place_of: Callable[[str], Place],
-    pool: concurrent.futures.Executor,
+    runtime: Runtime,
 ) -> tuple[FilledRecord, int]:
     """Writes the arrays of a batch, whose rows must be in host memory.
 
@@ -180,7 +180,7 @@ def write_record(
       batch: the captured data.
       dense: writes its dense leaves.
       place_of: returns the destination of a segment.
-      pool: runs the encoding.
+      runtime: runs the encoding.
 
     Returns:
       The record, and the stored bytes of its dense leaves.
@@ -190,9 +190,9 @@ def write_record(
         allowed.
       StorageError: the store reported an error.
     """
-    segments, leaves = [*_write_rows(batch, place_of, pool)], None
+    segments, leaves = [*_write_rows(batch, place_of, runtime)], None
     if batch.dense is not None:
-        leaves = dense.write(batch.dense, batch.save_id, place_of, pool)
+        leaves = dense.write(batch.dense, batch.save_id, place_of)
         segments += leaves.dense.record.segments
     if data := b"".join(item.data for item in batch.items):
         entry = arrays.array_entry(ITEM_BYTES, (len(data),), np.dtype(np.uint8))
@@ -212,7 +212,7 @@ def write_record(
 
 
 def _write_rows(
-    batch: Batch, place_of: Callable[[str], Place], pool: concurrent.futures.Executor
+    batch: Batch, place_of: Callable[[str], Place], runtime: Runtime
 ) -> Iterator[Segment]:
     groups = batch.layout.group_by_name
     for number, source in enumerate(batch.rows.segments):
@@ -223,7 +223,7 @@ def _write_rows(
         )
         stored = [
             fields.write_field(
-                place, field, functools.partial(batch.rows.pieces, number, field.name), pool
+                place, field, functools.partial(batch.rows.pieces, number, field.name), runtime
             )
             for field in described
         ]

@@ -24,7 +24,7 @@ import numpy as np
 from deltackpt import events
 from deltackpt.errors import AppendFailed, FencedError, WaitTimeout
 from deltackpt.format.manifest import SaveId
-from deltackpt.resources.workers import Workers
+from deltackpt.resources.runtime import Runtime
 from deltackpt.storage.parts import Place
 from deltackpt.wal.batch import Batch, Figures, write_record
 from deltackpt.wal.dense_records import DenseRecords
@@ -96,7 +96,7 @@ class WalWriter:
         segment_bytes: int,
         buffer_bytes: int,
         deadline_secs: float,
-        workers: Workers,
+        runtime: Runtime,
         notify: Callable[[Sequence[Durable]], None],
     ):
         """Starts no thread before the first batch.
@@ -109,7 +109,7 @@ class WalWriter:
           segment_bytes: size at which a file ends.
           buffer_bytes: limit of batches that are not durable.
           deadline_secs: maximum wait for space.
-          workers: encode rows, and set the pace.
+          runtime: encodes rows.
           notify: called with the records that one fsync made durable, in this thread.
         """
         self._segments = segments
@@ -119,7 +119,7 @@ class WalWriter:
         self._segment_bytes = segment_bytes
         self._buffer_bytes = buffer_bytes
         self._deadline_secs = deadline_secs
-        self._workers = workers
+        self._runtime = runtime
         self._notify = notify
         self._changed = threading.Condition()
         self._queue: collections.deque[Wanted] = collections.deque()
@@ -308,7 +308,7 @@ class WalWriter:
 
         def fill(place_of: Callable[[str], Place]) -> FilledRecord:
             nonlocal dense_bytes, encoded
-            record, dense_bytes = write_record(batch, self._dense, place_of, self._workers.encoders)
+            record, dense_bytes = write_record(batch, self._dense, place_of, self._runtime)
             encoded = time.perf_counter()
             return record
 
