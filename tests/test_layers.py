@@ -638,8 +638,8 @@ def test_equal_saves_have_equal_bytes_and_others_have_other_checksums(tmp_path):
 def test_forked_children_may_touch_and_free_write_memory():
     program = (
         "import os, numpy as np\n"
-        "from deltackpt.resources.memory import private_buffer\n"
-        "held = private_buffer(3 << 20)\n"
+        "from deltackpt.resources.memory import aligned_buffer\n"
+        "held = aligned_buffer(9 << 20)\n"
         "held[:] = 7\n"
         "child = os.fork()\n"
         "if not child:\n"
@@ -679,7 +679,7 @@ def test_a_shard_that_cannot_begin_leaves_no_file_open(tmp_path, monkeypatch):
     def refuse(_):
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(runtimes, "private_buffer", refuse)
+    monkeypatch.setattr(runtimes, "aligned_buffer", refuse)
     batch, runtime = FileBatch(tmp_path, fsync=True), Runtime()
     save_id = SaveId(RUN, 1, 1)
     with pytest.raises(MemoryError):

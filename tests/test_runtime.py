@@ -38,7 +38,7 @@ def test_results_are_in_the_order_of_the_requests(runtime):
 def test_the_requested_number_of_threads_run_at_the_same_time(runtime):
     barrier = threading.Barrier(4)
     assert sorted(runtime.map(lambda _: barrier.wait(60.0), range(4))) == [0, 1, 2, 3]
-    with Runtime(2, size=8) as other:
+    with Runtime(2, size=7) as other:
         barrier = threading.Barrier(8)
         other.map(lambda _: barrier.wait(60.0), range(8), threads=8)
 
@@ -87,7 +87,7 @@ def test_an_error_on_another_thread_is_raised_in_the_caller(runtime):
 
 def test_nested_work_ends_with_a_single_thread():
     """Whoever waits for a call that no thread has started runs it."""
-    with Runtime(2, size=1) as runtime:
+    with Runtime(2) as runtime:
 
         def depth(left: int) -> int:
             if not left:
@@ -100,7 +100,7 @@ def test_nested_work_ends_with_a_single_thread():
 
 def test_waiting_does_not_need_an_idle_thread():
     go = threading.Event()
-    with Runtime(2) as runtime:
+    with Runtime(2, size=2) as runtime:
         busy = [runtime.start(go.wait, 60.0) for _ in range(2)]
         try:
             assert runtime.map(abs, range(8)) == [*range(8)]
@@ -135,6 +135,18 @@ def test_a_cancelled_call_never_runs():
     assert not calls
 
 
+def test_an_interrupt_of_a_caller_that_runs_a_call_is_raised_there():
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    for act in (Task.wait, Task.result):
+        task = Task(interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            act(task)
+        with pytest.raises(KeyboardInterrupt):
+            task.future.result()
+
+
 def test_no_thread_is_left_after_closing():
     before = ours()
     with Runtime(4) as runtime:
@@ -147,7 +159,7 @@ def test_no_thread_is_left_after_closing():
 
 
 def test_closing_without_waiting_lets_calls_end():
-    go, runtime = threading.Event(), Runtime(1)
+    go, runtime = threading.Event(), Runtime(size=1)
     first, second = runtime.start(go.wait, 60.0), runtime.start(abs, -1)
     runtime.close(wait=False)
     go.set()
@@ -219,9 +231,10 @@ def test_reservations_are_returned_after_an_error():
         with pytest.raises(KeyError), memory.reserved(10):
             raise KeyError
     with memory.reserved(4), memory.reserved(6):
-        pass
+        assert memory.reserved_bytes == 10 and not memory.reserve(1, 0.01)
     with memory.reserved(100):
-        pass
+        assert not memory.reserve(0, 0.0)
+    assert memory.reserved_bytes == 0
 
 
 def test_parts_share_threads_and_have_their_own_memory(runtime):

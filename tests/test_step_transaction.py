@@ -145,7 +145,7 @@ def test_an_io_error_is_typed_and_the_next_save_has_the_rows(tmp_path, call, num
         for step in (0, 1):
             saver.save(step, known[step][0], touched=known[step][1])
             saver.wait_until_finished()
-        lent = len(saver._run.staging._lent)
+        lent = len(saver._run.runtime.memory._lent)
         with contextlib.ExitStack() as stack:
             if call == "close":
                 stack.enter_context(closes_refused(number, root))
@@ -162,7 +162,7 @@ def test_an_io_error_is_typed_and_the_next_save_has_the_rows(tmp_path, call, num
         assert saver.all_steps() == [0, 1]
         assert_only(root, [0, 1])
         assert not descriptors_of(root / "2")
-        assert len(saver._run.staging._lent) == lent
+        assert len(saver._run.runtime.memory._lent) == lent
         assert saver.save(3, known[3][0], touched=known[3][1]).kind == "delta"
         saver.wait_until_finished()
         assert_only(root, [0, 1, 3])
@@ -372,25 +372,6 @@ def test_a_write_into_a_numpy_leaf_during_a_base_is_detected(tmp_path):
         assert saver.save(1, state, touched=marks).kind == "base"
         saver.wait_until_finished()
         model.assert_same(saver.restore_latest(state).state, state)
-
-
-_CHILD = """
-import os
-from deltackpt.storage import batch
-mine = batch._bounce()
-mine[:2] = 1
-if (child := os.fork()) == 0:
-    batch._bounce()[:2] = 2
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-assert batch._bounce() is mine and set(mine[:2]) == {1}
-"""
-
-
-@pytest.mark.processes
-def test_a_forked_child_has_its_own_write_buffer():
-    """Write buffers are shared with children: a write in flight must not change."""
-    subprocess.run([sys.executable, "-c", _CHILD], check=True, timeout=LIMIT_SECS)
 
 
 _FORKING = """

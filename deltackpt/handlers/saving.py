@@ -223,7 +223,6 @@ class Saver:
             options=PipelineOptions(
                 sampled_proof=run.options.deltas.sampled_proof and run.tracking.tracker is None,
                 fsync=run.fsync,
-                staging_bytes=run.options.writes.staging_bytes,
                 digests=("item", "step"),
                 processes_secs=run.options.timeouts.processes_secs,
             ),

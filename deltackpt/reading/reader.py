@@ -167,21 +167,22 @@ def fill(
     """
     if records:
         indices = wal_rows.all_rows(seen, indices)
-    meter, unchecked = Meter(progress), not over_parent
+    meter, window = Meter(progress), 0 if over_parent else _window(saves)
     try:
         with (
             contextlib.nullcontext(runtime) if runtime else Runtime(_THREADS) as runtime,
             wal_rows.verified(records),
         ):
             layers = [*layers_of(saves, targets, runtime), *records]
-            for part in _parts(layers, targets, least=_window(saves) if unchecked else 1):
+            for number, part in enumerate(_parts(layers, targets, least=window)):
                 cached = _cached(indices)
                 stages = [[*one] for one in merge.plan(part, targets, cached, runtime=runtime)]
-                if unchecked:
+                if window and not number:
                     check_covered(saves, part, targets, cached)
-                    unchecked = False
                 meter.expect(sum(piece.nbytes for stage in stages for piece in stage))
                 merge.run(stages, runtime, meter.add)
+                # The row indices of the next part take their memory.
+                del cached, stages
     except RestoreError as error:
         if not isinstance(error, DamagedWal):
             raise_if_removed(saves, error)
@@ -194,7 +195,7 @@ def _parts(
 ) -> Iterator[Sequence[Sequence[Shard]]]:
     """Cuts layers into parts whose row indices fit into memory; the first has at least ``least``.
 
-    There is at least one part.
+    There is at least one part, which may be empty.
     """
     target_bytes = sum(target.buffer.nbytes for target in targets.all)
     most = max(_ROW_INDICES_BYTES, target_bytes // 4) // _ROW_INDEX_BYTES

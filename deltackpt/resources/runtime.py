@@ -25,14 +25,12 @@ import numpy as np
 
 from deltackpt.errors import OptionError
 from deltackpt.resources import priority
-from deltackpt.resources.memory import aligned_buffer, private_buffer
+from deltackpt.resources.memory import aligned_buffer
 from deltackpt.resources.pace import Pace
 
 #: Concurrent fsyncs; 22 files take 14 ms instead of 108.
 FSYNCS = 8
 _GRAIN_BYTES = 1 << 20
-#: Buffers of this size are in private memory, whose pages may be huge.
-_PRIVATE_BYTES = 4 << 20
 _T = TypeVar("_T")
 _U = TypeVar("_U")
 
@@ -54,6 +52,8 @@ class Task(Generic[_T]):
             self.future.set_result(self._call())
         except BaseException as error:
             self.future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise  # An interrupt is the caller's, too.
         finally:
             del self._call
 
@@ -87,29 +87,43 @@ class Memory:
         if limit_bytes <= 0:
             raise OptionError(f"memory limit: expected a positive size, found {limit_bytes}")
         self.limit_bytes = limit_bytes
+        self.reserved_bytes = 0
         #: Limit of buffers that are kept without being lent.
         self.max_kept_bytes = limit_bytes
         self._changed = threading.Condition()
-        self._reserved = 0
         self._kept: list[np.ndarray] = []
         self._lent: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
-    @contextlib.contextmanager
-    def reserved(self, nbytes: int) -> Iterator[None]:
-        """Waits for room; a request larger than the limit proceeds once no other is reserved."""
+    def reserve(self, nbytes: int, timeout_secs: float | None = None) -> bool:
+        """Waits for room; a request larger than the limit gets it once nothing is reserved.
+
+        Returns:
+          Whether it was reserved within the timeout.
+        """
 
         def fits() -> bool:
-            return not self._reserved or self._reserved + nbytes <= self.limit_bytes
+            return not self.reserved_bytes or self.reserved_bytes + nbytes <= self.limit_bytes
 
         with self._changed:
-            self._changed.wait_for(fits)
-            self._reserved += nbytes
+            if not self._changed.wait_for(fits, timeout_secs):
+                return False
+            self.reserved_bytes += nbytes
+            return True
+
+    def release(self, nbytes: int) -> None:
+        """Ends a reservation."""
+        with self._changed:
+            self.reserved_bytes -= nbytes
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def reserved(self, nbytes: int) -> Iterator[None]:
+        """Reserves memory during the context."""
+        self.reserve(nbytes)
         try:
             yield
         finally:
-            with self._changed:
-                self._reserved -= nbytes
-                self._changed.notify_all()
+            self.release(nbytes)
 
     def fits(self, nbytes: int) -> bool:
         """Returns whether buffers of ``nbytes`` in total are available now."""
@@ -125,8 +139,8 @@ class Memory:
             fitting = [raw for raw in self._kept if nbytes <= raw.nbytes <= most]
             raw = min(fitting, key=lambda raw: raw.nbytes, default=None)
             if raw is None:
-                size = max(1, -(-nbytes * 5 // 4 // _GRAIN_BYTES)) * _GRAIN_BYTES
-                raw = private_buffer(size) if size >= _PRIVATE_BYTES else aligned_buffer(size)
+                grains = max(1, -(-nbytes * 5 // 4 // _GRAIN_BYTES))
+                raw = aligned_buffer(grains * _GRAIN_BYTES)
             else:
                 self._kept = [kept for kept in self._kept if kept is not raw]
             out = raw[:nbytes].view(dtype).reshape(shape)
@@ -183,7 +197,8 @@ class Runtime:
 
         Args:
           threads: how many requests ``map`` runs at the same time, by default.
-          size: number of threads; ``threads`` by default.
+          size: number of threads beside the caller's; by default, ``map`` needs one less than
+            ``threads``.
           memory_bytes: limit of the memory.
           bytes_per_sec: limit of the write rate; unlimited by default.
           cpus: CPUs for the threads; any by default.
@@ -203,7 +218,8 @@ class Runtime:
         self.threads = threads
         self.memory = Memory(memory_bytes)
         self.pace = Pace(bytes_per_sec)
-        self._pool = concurrent.futures.ThreadPoolExecutor(size or threads, name, set_up)
+        self._size = threads - 1 if size is None else size
+        self._pool = concurrent.futures.ThreadPoolExecutor(max(1, self._size), name, set_up)
 
     def part(self, memory_bytes: int) -> Runtime:
         """Returns a runtime with the same threads and rate, and its own memory."""
@@ -222,8 +238,9 @@ class Runtime:
     def submit(self, call: Callable[..., _T], *arguments: Any) -> Task[_T]:
         """Runs a call on a thread, or in the caller of ``Task.result`` if that comes first."""
         task = Task(lambda: call(*arguments))
-        with contextlib.suppress(RuntimeError):  # Closed: the caller of ``result`` runs it.
-            self._pool.submit(task.run)
+        if self._size:
+            with contextlib.suppress(RuntimeError):  # Closed: the caller of ``result`` runs it.
+                self._pool.submit(task.run)
         return task
 
     def map(
@@ -251,7 +268,7 @@ class Runtime:
         requests = [*items]
         results: list[Any] = [None] * len(requests)
         left = collections.deque(enumerate(requests))
-        helpers = min(len(requests), threads or self.threads) - 1
+        helpers = min(len(requests) - 1, (threads or self.threads) - 1, self._size)
 
         def work() -> None:
             try:

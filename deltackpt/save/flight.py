@@ -10,6 +10,7 @@ the training state, for a base or for a delta larger than the staging budget): s
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -43,14 +44,12 @@ class PipelineOptions:
 
     Attributes:
       fsync: whether to fsync every file before its shard is considered written.
-      staging_bytes: host memory in bytes for copied rows, across all saves in flight.
       digests: digest files that the commit writes; see ``Manifest.digests``.
       sampled_proof: whether saves check a sample of the rows; see ``save.proof``.
       processes_secs: how long a process waits for the others after it has written its shard.
     """
 
     fsync: bool = True
-    staging_bytes: int = 1 << 30
     digests: tuple[str, ...] = ("item",)
     sampled_proof: bool = True
     processes_secs: float = 300.0
@@ -66,7 +65,7 @@ class Embeddings:
         it. Without any TouchState, the save is a base.
       lineage: the trainer's earlier saves; None makes the save a base of a new run.
       options: how to stage and write the rows.
-      runtime: shared by the saves of one manager.
+      runtime: shared by the saves of one manager; by default, the save has its own.
       force_base: save a base regardless of the policy.
       dense_bytes: bytes of the dense leaves that a base contains and a delta may omit.
       copied_bytes: bytes of the dense leaves that will be copied to the same memory as the rows.
@@ -229,13 +228,14 @@ class PendingSave:
         self, item_dir: Path, batch: FileBatch, others: Rendezvous, encoding: BusyClock
     ) -> tuple[list[Segment], WrittenDense | None, LayerRef | None]:
         """Writes the arrays of a base as Zarr arrays, and those of a delta into a layer file."""
-        plan, runtime, intent = self._plan, self._runtime, self.intent
+        rows, runtime, intent = self.rows, self._runtime, self.intent
+        fields = functools.partial(part.planned_fields, self._plan, rows)
         if intent.kind == "base":
 
             def place(segment: str) -> Place:
                 return ArrayPlace(item_dir, others.process, segment, batch)
 
-            segments = part.write_segments(plan, place, self.rows, runtime, encoding)
+            segments = part.write_segments(rows, place, fields, runtime, encoding)
             return segments, self._write_dense(place), None
         shard = LayerShard(
             item_dir,
@@ -247,7 +247,7 @@ class PendingSave:
             process_count=others.count,
         )
         try:
-            segments = part.write_segments(plan, shard.place, self.rows, runtime, encoding)
+            segments = part.write_segments(rows, shard.place, fields, runtime, encoding)
             dense = self._write_dense(shard.place)
             blocks = () if dense is None else dense.record.segments
             return segments, dense, shard.finish([*segments, *blocks])

@@ -56,7 +56,7 @@ def take(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
     started = time.perf_counter()
     split, marks = embeddings.split, embeddings.marks
     lineage = embeddings.lineage or Lineage.unprotected()
-    runtime = embeddings.runtime or Runtime(memory_bytes=embeddings.options.staging_bytes)
+    runtime = embeddings.runtime or Runtime(memory_bytes=1 << 30)
     stamps = match_marks(marks, split.layout) if marks else {}
     intent = lineage.begin(
         step,

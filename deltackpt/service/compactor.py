@@ -160,6 +160,6 @@ def _by_tasks(
 
 def _fold_quietly(plan: Plan, number: int, memory_bytes: int) -> Folded:
     """Merges a part in a low-priority thread, since the Ray process runs other tasks later."""
-    with Runtime(1, low_priority=True) as runtime:
+    with Runtime(size=1, low_priority=True) as runtime:
         fold = functools.partial(compact.fold, plan, number, memory_bytes=memory_bytes)
         return runtime.start(fold).result()

@@ -342,7 +342,7 @@ def _by_threads(
     """Merges all parts in threads of a lower priority: measured no slower than processes."""
     meter = Meter(progress, planned.nbytes)
     run = functools.partial(fold, planned, memory_bytes=memory_bytes, on_bytes=meter.add)
-    with Runtime(threads, low_priority=True) as runtime:
+    with Runtime(size=threads, low_priority=True) as runtime:
         futures = [runtime.start(run, number) for number in range(len(planned.parts))]
         for future in concurrent.futures.as_completed(futures):
             future.result()

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -21,7 +20,6 @@ from deltackpt.errors import OptionError
 from deltackpt.format import blocks, manifest
 from deltackpt.format.blocks import VALUES
 from deltackpt.format.manifest import Layout, SaveId
-from deltackpt.format.segments import Segment
 from deltackpt.format.wal_records import (
     ITEM_BYTES,
     ITEMS,
@@ -31,9 +29,11 @@ from deltackpt.format.wal_records import (
 )
 from deltackpt.policies import CodecChoice
 from deltackpt.resources.runtime import Runtime
-from deltackpt.save import fields
 from deltackpt.save.dense import DenseLeaves
-from deltackpt.save.part import Plans, fields_of
+from deltackpt.save.extract import SegmentSource
+from deltackpt.save.fields import Field
+from deltackpt.save.part import Plans, fields_of, write_segments
+from deltackpt.save.pieces import BusyClock
 from deltackpt.save.taken import CopiedRows
 from deltackpt.state import paths
 from deltackpt.storage import arrays, parts
@@ -55,7 +55,7 @@ class Batch:
       plans: the first codecs to try.
       dense: copied dense leaves of a full record.
       items: additional items, by name.
-      nbytes: bytes of rows and dense leaves, before encoding.
+      reserved_bytes: memory that is reserved for it until it is durable.
       unix_ns: when it was captured.
       started: the same time, as a ``time.perf_counter()`` value.
       blocked_secs: how long ``append()`` blocked.
@@ -70,7 +70,7 @@ class Batch:
     plans: Plans
     dense: DenseLeaves | None
     items: Sequence[Item]
-    nbytes: int
+    reserved_bytes: int
     unix_ns: int
     started: float
     blocked_secs: float = 0.0
@@ -190,7 +190,13 @@ def write_record(
         allowed.
       StorageError: the store reported an error.
     """
-    segments, leaves = [*_write_rows(batch, place_of, runtime)], None
+
+    def described(source: SegmentSource) -> list[Field]:
+        return fields_of(source, batch.layout, batch.choices, batch.plans, held=False)
+
+    # Most records are written before another thread would begin.
+    segments = write_segments(batch.rows, place_of, described, runtime, BusyClock(), threads=1)
+    leaves = None
     if batch.dense is not None:
         leaves = dense.write(batch.dense, batch.save_id, place_of)
         segments += leaves.dense.record.segments
@@ -209,24 +215,3 @@ def write_record(
         ),
     )
     return FilledRecord(head, segments), 0 if leaves is None else leaves.dense.nbytes
-
-
-def _write_rows(
-    batch: Batch, place_of: Callable[[str], Place], runtime: Runtime
-) -> Iterator[Segment]:
-    groups = batch.layout.group_by_name
-    for number, source in enumerate(batch.rows.segments):
-        place = place_of(f"{source.group}.{number}")
-        row_numbers = parts.write_rows(place, source.rows)
-        described = fields_of(
-            groups[source.group], source, batch.layout, batch.choices, batch.plans, held=False
-        )
-        stored = [
-            fields.write_field(
-                place, field, functools.partial(batch.rows.pieces, number, field.name), runtime
-            )
-            for field in described
-        ]
-        yield parts.stored_segment(
-            place, source.group, source.columns, source.rows, row_numbers, stored
-        )

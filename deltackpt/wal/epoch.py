@@ -76,7 +76,6 @@ class OpenEpoch:
             process=run.among.index,
             dense=DenseRecords(references),
             segment_bytes=options.backend.segment_bytes,
-            buffer_bytes=options.buffer_bytes,
             deadline_secs=options.deadline_secs,
             runtime=runtime,
             notify=self._is_durable,

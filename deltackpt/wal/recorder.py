@@ -337,6 +337,7 @@ class Recorder:
         since = clocks_seen(clocks, chain.last.settled)
         writer = epoch.writer
         losses, owed = writer.losses, writer.take_owed()
+        memory, reserved = self._runtime.memory, 0
         try:
             sources = taking.sources_of(split, marks, rows, self._runtime)
             given = taking.given_rows(rows, owed, split.layout)
@@ -350,11 +351,18 @@ class Recorder:
             nbytes = sum(one.nbytes for one in segments)
             if full:
                 nbytes += writer.dense_bytes or dense.nbytes(split.dense)
-            if not writer.has_room(nbytes):
-                if options.when_full == "coalesce":
+            coalesces = options.when_full == "coalesce"
+            if not memory.reserve(nbytes, 0 if coalesces else options.deadline_secs):
+                if coalesces:
                     writer.owe(owed)
                     return False
-                writer.wait_room(nbytes)
+                raise WaitTimeout(
+                    f"append: expected room for {nbytes:,} bytes within {options.deadline_secs:g} "
+                    f"s (WalOptions.deadline_secs), found {memory.reserved_bytes:,} bytes that are "
+                    "not durable yet; check the disk. No touched row is lost: the next append() "
+                    "contains them"
+                )
+            reserved = nbytes
             found = self._audit.look(sources, given, clocks=clocks, since=since, settled=moved)
             if found is not None:
                 raise _Unmarked(found)
@@ -369,10 +377,12 @@ class Recorder:
                 process=self._run.among.index,
                 runtime=self._runtime,
                 references=self._references,
+                reserved_bytes=nbytes,
                 started=started,
             )
         except BaseException:
             writer.owe(owed)
+            memory.release(reserved)
             raise
         batch.blocked_secs = time.perf_counter() - started
         writer.submit(batch, chain.root, losses)

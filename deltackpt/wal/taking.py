@@ -175,6 +175,7 @@ def take(
     process: int,
     runtime: Runtime,
     references: DenseKeeper | None,
+    reserved_bytes: int,
     started: float,
 ) -> Batch:
     """Copies rows and dense leaves, consistent with each other.
@@ -190,6 +191,7 @@ def take(
       process: index of this process.
       runtime: provides the memory for the copies.
       references: references of the dense leaves; None if they are stored in full.
+      reserved_bytes: see ``Batch``.
       started: when ``append()`` was called, as a ``time.perf_counter()`` value.
 
     Raises:
@@ -197,7 +199,6 @@ def take(
     """
     choices = _choices(split, codec)
     plans = snapshot.planned(choices, "delta", restores)
-    nbytes = sum(one.nbytes for one in segments)
     rows = CopiedRows(segments, lambda one: snapshot.codecs_of(plans[one.group]), runtime)
     leaves: DenseLeaves | None = None
     try:
@@ -218,7 +219,7 @@ def take(
         plans=plans,
         dense=leaves,
         items=items,
-        nbytes=nbytes + (0 if leaves is None else leaves.nbytes),
+        reserved_bytes=reserved_bytes,
         unix_ns=time.time_ns(),
         started=started,
     )
