@@ -130,6 +130,7 @@ def test_a_cancelled_call_never_runs():
     calls = []
     task = Task(lambda: calls.append(1))
     assert task.cancel() and not task.cancel()
+    task.wait()
     with pytest.raises(CancelledError):
         task.result()
     assert not calls

@@ -64,7 +64,8 @@ class Task(Generic[_T]):
     def wait(self) -> None:
         """Waits until the call has ended, even with an error."""
         self.run()
-        concurrent.futures.wait([self.future])
+        if not self.future.cancelled():
+            self.future.exception()
 
     def result(self) -> _T:
         """Returns the result of the call, or raises its error."""
