@@ -94,6 +94,8 @@ class Memory:
         self._changed = threading.Condition()
         self._kept: list[np.ndarray] = []
         self._lent: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        # Sums over thousands of buffers would take longer than small copies.
+        self._kept_bytes = self._lent_bytes = 0
 
     def reserve(self, nbytes: int, timeout_secs: float | None = None) -> bool:
         """Waits for room; a request larger than the limit gets it once nothing is reserved.
@@ -129,7 +131,7 @@ class Memory:
     def fits(self, nbytes: int) -> bool:
         """Returns whether buffers of ``nbytes`` in total are available now."""
         with self._changed:
-            return sum(raw.nbytes for _, raw in self._lent.values()) + nbytes <= self.limit_bytes
+            return self._lent_bytes + nbytes <= self.limit_bytes
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Returns an uninitialized buffer; pass it to ``give_back`` after use."""
@@ -144,31 +146,32 @@ class Memory:
                 raw = aligned_buffer(grains * _GRAIN_BYTES)
             else:
                 self._kept = [kept for kept in self._kept if kept is not raw]
+                self._kept_bytes -= raw.nbytes
             out = raw[:nbytes].view(dtype).reshape(shape)
             self._lent[id(out)] = (out, raw)
+            self._lent_bytes += raw.nbytes
             self._evict()
         return out
 
     def give_back(self, arrays: Iterable[Any]) -> None:
         """Keeps the buffers among some arrays for later requests; the oldest are freed if full."""
         with self._changed:
-            self._kept += [self._lent.pop(id(one))[1] for one in arrays if id(one) in self._lent]
+            for _, raw in (self._lent.pop(id(one)) for one in arrays if id(one) in self._lent):
+                self._kept.append(raw)
+                self._lent_bytes -= raw.nbytes
+                self._kept_bytes += raw.nbytes
             self._evict()
 
     @property
     def nbytes(self) -> int:
         """Returns the bytes of all buffers, lent or kept."""
-        return sum(raw.nbytes for _, raw in self._lent.values()) + self._kept_bytes
-
-    @property
-    def _kept_bytes(self) -> int:
-        return sum(raw.nbytes for raw in self._kept)
+        return self._lent_bytes + self._kept_bytes
 
     def _evict(self) -> None:
         while self._kept and (
             self.nbytes > self.limit_bytes or self._kept_bytes > self.max_kept_bytes
         ):
-            self._kept.pop(0)
+            self._kept_bytes -= self._kept.pop(0).nbytes
 
 
 class Runtime:
