@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +40,7 @@ from deltackpt.layers import merge
 from deltackpt.layers.targets import Target
 from deltackpt.policies import Choice, CodecChoice
 from deltackpt.resources import memory
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import fields
 from deltackpt.save.fields import Field
 from deltackpt.save.pieces import HostPiece, ahead, piece_rows
@@ -70,7 +70,7 @@ class Stored(NamedTuple):
     seconds: float
 
 
-def write(root: Path, name: str, rows: np.ndarray, pool: ThreadPoolExecutor) -> Stored:
+def write(root: Path, name: str, rows: np.ndarray, pool: Runtime) -> Stored:
     """Writes rows with a codec, as a save's background part does, and reads the arrays."""
     field = Field(
         name=VALUES,
@@ -104,7 +104,7 @@ def write(root: Path, name: str, rows: np.ndarray, pool: ThreadPoolExecutor) -> 
     return Stored(found, encoding, relative, seconds)
 
 
-def encoded(name: str, rows: np.ndarray, pool: ThreadPoolExecutor) -> float:
+def encoded(name: str, rows: np.ndarray, pool: Runtime) -> float:
     """Seconds until all rows are encoded in memory."""
     codec, limit = codecs.get(name), piece_rows(rows.shape[1:])
     pieces = (HostPiece(rows[start : start + limit]) for start in range(0, len(rows), limit))
@@ -114,7 +114,7 @@ def encoded(name: str, rows: np.ndarray, pool: ThreadPoolExecutor) -> float:
     return time.perf_counter() - started
 
 
-def decode(name: str, stored: Stored, table: np.ndarray, pool: ThreadPoolExecutor) -> float:
+def decode(name: str, stored: Stored, table: np.ndarray, pool: Runtime) -> float:
     """Seconds until all rows are decoded into the table."""
     spec = FieldSpec(name=VALUES, trailing=table.shape[1:], dtype="float32", codec=name)
     columns = (0, table.shape[1])
@@ -132,7 +132,7 @@ def decode(name: str, stored: Stored, table: np.ndarray, pool: ThreadPoolExecuto
     return time.perf_counter() - started
 
 
-def copy(rows: np.ndarray, table: np.ndarray, pool: ThreadPoolExecutor) -> float:
+def copy(rows: np.ndarray, table: np.ndarray, pool: Runtime) -> float:
     """Seconds of a plain copy of the rows, the limit of the memory."""
     step = -(-len(rows) // _THREADS)
     parts = [slice(start, start + step) for start in range(0, len(rows), step)]
@@ -165,7 +165,7 @@ def measure_speeds(root: Path, rows: np.ndarray, rounds: int) -> dict[tuple[str,
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     table = memory.empty_buffer(rows.shape, rows.dtype)
     gigabytes = rows.nbytes / 1e9
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with Runtime(_THREADS) as pool:
         for number in range(rounds + 1):
             seconds = {("copy", "copy"): copy(rows, table, pool)}
             for name in ALL:
@@ -204,7 +204,7 @@ def _bar(what: str, name: str) -> float | None:
 
 def add_blocks(report: Report, count: int, rounds: int) -> None:
     """Adds lines of blocks of dense leaves."""
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with Runtime(_THREADS) as pool:
         for case in coded_blocks.cases(count):
             found = coded_blocks.measure(case, rounds, pool)
             copied = Sample(tuple(found.seconds["copy"]))
@@ -226,7 +226,7 @@ def add_blocks(report: Report, count: int, rounds: int) -> None:
 
 def add_errors(report: Report, root: Path, inputs: dict[str, np.ndarray]) -> None:
     """Adds lines of bits and errors."""
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with Runtime(_THREADS) as pool:
         for source, rows in inputs.items():
             for name in ALL:
                 try:

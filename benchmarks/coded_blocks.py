@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import Executor
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +14,7 @@ from deltackpt.codecs import of_blocks
 from deltackpt.format.dense_blocks import BLOCK
 from deltackpt.format.dtypes import dtype_of
 from deltackpt.resources import memory
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import block_codes
 from deltackpt.save.block_codes import EncodedBlocks, LeafDelta
 
@@ -82,7 +82,7 @@ def cases(count: int) -> Iterator[Case]:
         yield Case(f"exact, 1 % of {dtype} changed", "lossless", weights, found)
 
 
-def measure(case: Case, rounds: int, pool: Executor) -> Measured:
+def measure(case: Case, rounds: int, pool: Runtime) -> Measured:
     """Copies, encodes and decodes a leaf in turn, with two threads each."""
     seconds: dict[str, list[float]] = defaultdict(list)
     out = memory.empty_buffer(case.now.shape, case.now.dtype)
@@ -103,7 +103,7 @@ def measure(case: Case, rounds: int, pool: Executor) -> Measured:
     return Measured(dict(seconds), stored, leaf.error)
 
 
-def _copy(leaf: np.ndarray, out: np.ndarray, pool: Executor) -> float:
+def _copy(leaf: np.ndarray, out: np.ndarray, pool: Runtime) -> float:
     step = -(-len(leaf) // _THREADS)
     parts = [slice(start, start + step) for start in range(0, len(leaf), step)]
     started = time.perf_counter()
@@ -111,7 +111,7 @@ def _copy(leaf: np.ndarray, out: np.ndarray, pool: Executor) -> float:
     return time.perf_counter() - started
 
 
-def _decode(leaf: LeafDelta, out: np.ndarray, pool: Executor) -> float:
+def _decode(leaf: LeafDelta, out: np.ndarray, pool: Runtime) -> float:
     """Seconds to decode the leaf in place, over its parent."""
     started = time.perf_counter()
     work = [one for piece in leaf.pieces for one in _stretches(piece, out.dtype)]

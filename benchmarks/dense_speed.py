@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import dense_models
@@ -23,6 +22,7 @@ from report import Report, Sample, megabytes, speed
 
 import deltackpt
 from deltackpt.format import dense_blocks, globs
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import block_codes
 
 _THREADS = 2
@@ -42,7 +42,7 @@ def add_speed(report: Report, lab: Lab, name: str, rounds: int) -> None:
     now, before = trajectory.at(lab.chain[1]), trajectory.at(lab.chain[0])
     gigabytes = dense_models.nbytes(now) / 1e9
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with Runtime(_THREADS) as pool:
         for number in range(rounds + 1):
             for coding in (EXACT, EIGHT_BITS, FOUR_BITS):
                 leaves = list(_in_blocks(now, before, CODINGS[coding]))
@@ -92,7 +92,7 @@ def _blocks(leaf: jax.Array) -> np.ndarray:
     return found
 
 
-def _copy(leaves: list[Blocks], pool: ThreadPoolExecutor) -> None:
+def _copy(leaves: list[Blocks], pool: Runtime) -> None:
     for leaf in leaves:
         out = np.empty_like(leaf.now)
         step = max(1, -(-len(out) // _THREADS))
@@ -100,7 +100,7 @@ def _copy(leaves: list[Blocks], pool: ThreadPoolExecutor) -> None:
         list(pool.map(lambda part: np.copyto(out[part], leaf.now[part]), parts))  # noqa: B023
 
 
-def _encode(leaves: list[Blocks], pool: ThreadPoolExecutor) -> None:
+def _encode(leaves: list[Blocks], pool: Runtime) -> None:
     for leaf in leaves:
         block_codes.encode_leaf(leaf.now, leaf.before, leaf.codec, None, pool)
 
@@ -185,7 +185,7 @@ def add_sparse(report: Report, lab: Lab, scale: float, rounds: int) -> None:
     gigabytes = source.weights.nbytes / 1e9
     touched = first.touched
     encoded, copied, taken = [], [], []
-    with lab.manager(model, {}) as manager, ThreadPoolExecutor(_THREADS) as pool:
+    with lab.manager(model, {}) as manager, Runtime(_THREADS) as pool:
         manager.save(0, first)
         manager.wait_until_finished()
         for number in range(1, CHAIN + 1):

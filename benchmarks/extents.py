@@ -24,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,7 +31,7 @@ import numpy as np
 from report import Report, Sample, arguments, secs
 
 from deltackpt.resources.memory import aligned_buffer
-from deltackpt.resources.workers import FORCERS
+from deltackpt.resources.runtime import FSYNCS, Runtime
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.crc import crc32c
 from deltackpt.tiers.extents import ExtentFile
@@ -205,7 +204,7 @@ def _ways(folder: Path, nbytes: int) -> Iterator[list[Way]]:
 
     def as_save() -> None:
         new.mkdir()
-        batch = FileBatch(new, fsync=True, pool=pool)
+        batch = FileBatch(new, fsync=True, runtime=runtime)
         for number, piece in enumerate(pieces):
             batch.write_chunk(new / str(number), piece)
         batch.force()
@@ -219,7 +218,7 @@ def _ways(folder: Path, nbytes: int) -> Iterator[list[Way]]:
         os.pwrite(descriptor, aligned.data, 0)
         os.fdatasync(descriptor)
 
-    with ThreadPoolExecutor(FORCERS) as pool:
+    with Runtime(FSYNCS) as runtime:
         yield [
             Way("extent", as_extent, lambda: held.drop(held.labels())),
             Way(f"new directory of {_FILES} files", as_directory, lambda: shutil.rmtree(new)),

@@ -41,6 +41,7 @@ from deltackpt.layers import targets
 from deltackpt.reading import reader, wal_rows
 from deltackpt.reading.wal_index import WalReader, newest_plan
 from deltackpt.reading.wal_rows import SeenRows
+from deltackpt.resources.runtime import Runtime
 from deltackpt.storage.store import store_path
 
 #: Bars on the time, relative to training without saves.
@@ -282,7 +283,8 @@ def replay(report: Report, options: argparse.Namespace, place: Path) -> None:
     for _ in range(options.repeats + 1):
         started = time.process_time()
         seen, records = SeenRows(view.head.layout), wal_rows.layers_of(way, view.head.layout)
-        reader.fill((), wanted, records=records, seen=seen, threads=1, over_parent=True)
+        one = Runtime(1)
+        reader.fill((), wanted, records=records, seen=seen, runtime=one, over_parent=True)
         found.append(time.process_time() - started)
         distinct = sum(map(len, seen.by_table().values()))
     cpu = found[1:]  # The first reads the log into the page cache.

@@ -23,12 +23,12 @@ from report import Report, Sample, arguments, percent, secs, timed
 
 import deltackpt
 from deltackpt.format import manifest
-from deltackpt.resources.staging import Staging
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import flight, lineage, proof, selection, snapshot
 from deltackpt.state.marks import match_marks
 from deltackpt.tracking import fingerprints
 
-_STAGING = Staging(1 << 30)
+_RUNTIME = Runtime()
 #: Number of microsecond-long calls that are timed together.
 _TOGETHER = 50
 
@@ -129,7 +129,7 @@ def measure_proof(scale: float, rounds: int) -> Sample:
         parts = deltackpt.handlers.split(held._asdict(), chosen)
         ids = state.random_ids(held, 0.05, number)
         if witness is None:
-            witness = proof.of_restored(parts, held.touched, _STAGING)
+            witness = proof.of_restored(parts, held.touched, _RUNTIME)
         del parts
         held = jax.block_until_ready(state.change(held, ids))
         parts = deltackpt.handlers.split(held._asdict(), chosen)
@@ -145,7 +145,7 @@ def measure_proof(scale: float, rounds: int) -> Sample:
             seen={reading.place: reading._replace(clock=before) for reading in readings},
         )
         stamps = match_marks(marks, parts.layout)
-        sources = selection.Sources(parts.layout, parts.fields, stamps, _STAGING)
+        sources = selection.Sources(parts.layout, parts.fields, stamps, _RUNTIME)
         sources.stamps.look(intent.since)
         for group, (_, spans), _ in sources.by_rows():
             sources.stamps.touched(group.name, spans)

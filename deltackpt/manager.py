@@ -599,7 +599,7 @@ class CheckpointManager:
             one; or a source of rows, such as ``deltackpt.service.connect(directory)``; or None for
             storage only. The restore waits for it for at most ``timeouts.service_secs``.
           items: Orbax restore arguments of additional items; a recovery point has its own items.
-          progress: called with the bytes read and the total bytes, from background threads, one
+          progress: called with the bytes read and the total bytes, from several threads, one
             call at a time.
           wal: whether to consider recovery points. If False, the next save or WAL record discards
             the points above the restored step.

@@ -160,8 +160,9 @@ class WriteOptions:
         ``save()`` that finds the writer free. No row is lost: the next save contains all rows
         touched since its parent. With several processes, ``"skip"`` and ``"coalesce"`` make the
         training thread wait for process 0.
-      staging_bytes: host memory for the rows of deltas in flight. A larger delta keeps references
-        to the tables, like a base.
+      staging_bytes: host memory for the rows of deltas in flight, and for dense leaves with
+        ``Dense(deltas="whole")``. A larger delta keeps references to the tables, like a base; dense
+        leaves are always copied.
     """
 
     durability: Durability = "power"
@@ -327,7 +328,8 @@ class Background:
       bytes_per_sec: limit of background writes of each process, before compression. It does not
         apply while ``save()`` itself waits, as with ``base_snapshot="block"``.
         ``Tiers.bytes_per_sec`` limits uploads.
-      threads: number of threads that write, and of threads that encode; two of each by default.
+      threads: number of arrays that are written at the same time, while about as many threads
+        encode; two by default.
     """
 
     cpus: Collection[int] | None = None

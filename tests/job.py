@@ -19,6 +19,7 @@ from orbax.checkpoint import multihost
 
 from deltackpt import processes
 from deltackpt.coordination import Coordinator
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import division
 from deltackpt.save.writers import StepWriters
 from deltackpt.state import ownership
@@ -132,6 +133,5 @@ def step_writers(
     coordinator: Coordinator, temporary: Path, key: str = "run-1", **changes: Any
 ) -> StepWriters:
     """The processes that write a step, as one of them sees them."""
-    readers = concurrent.futures.ThreadPoolExecutor(2)
-    given = {"coordinator": coordinator, "key": key, "temporary": temporary, "readers": readers}
+    given = {"coordinator": coordinator, "key": key, "temporary": temporary, "runtime": Runtime()}
     return StepWriters(**given | changes)

@@ -28,7 +28,7 @@ from deltackpt.layers.footer import (
 from deltackpt.layers.read import ByteSource, Layer
 from deltackpt.layers.write import LayerFile, WrittenLayer, ranges_of
 from deltackpt.resources.pace import Pace
-from deltackpt.resources.write_buffers import WriteBuffers
+from deltackpt.resources.runtime import Runtime
 from deltackpt.storage.posix import DirectFile
 
 NAME = "layer.0"
@@ -172,14 +172,14 @@ def write(
     **options,
 ) -> list[WrittenLayer]:
     """Writes layers into a file, and closes it."""
-    buffers = WriteBuffers(nbytes=buffer_bytes)
-    file = LayerFile(DirectFile(path, pace=pace), buffers, **options)
+    runtime = Runtime()
+    file = LayerFile(DirectFile(path, pace=pace), runtime, buffer_bytes=buffer_bytes, **options)
     try:
         written = [append(file, manifest, groups) for manifest, groups in layers]
         file.sync()
     finally:
         file.file.close()
-        buffers.close()
+        runtime.close()
     return written
 
 

@@ -29,7 +29,7 @@ from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalIndex, Wal
 from deltackpt.reading.wal_locations import WalFolder, WalLocations
 from deltackpt.reading.wal_records import ProcessWal
 from deltackpt.reading.wal_rows import SeenRows
-from deltackpt.resources.write_buffers import WriteBuffers
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import dense_layer
 from deltackpt.storage import arrays, parts
 from deltackpt.storage.parts import Place
@@ -178,7 +178,7 @@ class MadeUpLog:
         self.writer = SegmentWriter(
             self.at.parent,
             self.folder,
-            WriteBuffers(nbytes=1 << 16),
+            Runtime(),
             epoch=EpochRef.of(self.head),
             process=self.process,
             process_count=self.count,

@@ -26,7 +26,7 @@ from deltackpt.ledger.entries import Unit
 from deltackpt.ledger.journal import Journal
 from deltackpt.options import Background, ManagerOptions
 from deltackpt.resources.pace import Pace
-from deltackpt.resources.workers import Workers
+from deltackpt.resources.runtime import Runtime
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.crc import joined
 from deltackpt.storage.store import store_path
@@ -107,9 +107,9 @@ def test_a_waiting_thread_continues_when_the_pace_is_lifted():
 
 
 def test_every_byte_of_a_batch_counts_towards_its_pace(tmp_path):
-    clock = Clock()
-    pace = Pace(1e12, clock=clock)
-    batch = FileBatch(tmp_path, fsync=False, pace=pace)
+    runtime = Runtime()
+    pace = runtime.pace = Pace(1e12, clock=Clock())
+    batch = FileBatch(tmp_path, fsync=False, runtime=runtime)
     batch.write(tmp_path / "small", b"x" * 1000)
     batch.write(tmp_path / "large", b"x" * (1 << 20))
     batch.write_chunk(tmp_path / "chunk", np.ones(5 << 20, np.uint8))
@@ -139,21 +139,10 @@ def test_save_threads_run_on_the_given_cpus(tmp_path, one_cpu):
     ) as manager:
         manager.save(0, state, touched=deltackpt.touched.init(state["tables"]))
         manager.wait_until_finished()
-        found = {
-            name: [cpus_of(Path(f"/proc/self/task/{one}")) for one in threads_of(name, others)]
-            for name in ("deltackpt-save", "deltackpt-write", "deltackpt-force")
-        }
-    assert all(cpus and set(cpus) == {str(one_cpu)} for cpus in found.values()), found
+        threads = threads_of("deltackpt-save", others)
+        found = [cpus_of(Path(f"/proc/self/task/{one}")) for one in threads]
+    assert found and set(found) == {str(one_cpu)}
     assert cpus_of(Path(f"/proc/self/task/{threading.get_native_id()}")) != str(one_cpu)
-
-
-def test_the_requested_number_of_threads_write():
-    barrier, workers = threading.Barrier(5), Workers(threads=5)
-    try:
-        pending = [workers.write(barrier.wait, 60.0) for _ in range(5)]
-        assert sorted(one.result(60.0) for one in pending) == [0, 1, 2, 3, 4]
-    finally:
-        workers.close()
 
 
 def test_an_uploader_runs_on_the_given_cpus(tmp_path, monkeypatch, one_cpu):
@@ -220,7 +209,7 @@ def test_options_of_background_work_are_checked_when_they_are_made(wrong):
 
 def test_cpus_that_the_process_may_not_use_are_rejected():
     with pytest.raises(OptionError, match="Background.cpus: .*may use"):
-        Workers(cpus=[1 << 20])
+        Runtime(cpus=[1 << 20])
 
 
 def test_background_must_be_an_options_group():

@@ -43,7 +43,6 @@ from deltackpt.errors import (
 from deltackpt.format import manifest, names
 from deltackpt.ledger import locks
 from deltackpt.ledger.journal import Journal
-from deltackpt.ledger.upload import InFlight
 from deltackpt.options import Tiers
 from deltackpt.reading import chains, inventory, saves
 from deltackpt.storage import buckets, digests, files
@@ -657,15 +656,6 @@ def test_a_kvstore_spec_and_a_file_url_are_accepted(run, tmp_path):
     copy(root, spec)
     copy(spec, f"FILE://localhost{tmp_path}/a%20target#1")
     restored(tmp_path / "a target#1", 2, states)
-
-
-def test_memory_is_bounded_and_a_larger_file_is_copied_alone():
-    memory = InFlight(10)
-    with memory.taken(4), memory.taken(6):
-        assert memory._taken == 10
-    with memory.taken(100):
-        assert memory._taken == 100
-    assert memory._taken == 0
 
 
 def test_a_compacted_step_restores_from_its_compacted_base(run, tmp_path):

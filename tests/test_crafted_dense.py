@@ -33,7 +33,7 @@ from deltackpt.reading import dense_state
 from deltackpt.reading.part_arrays import LayerArrays
 from deltackpt.reading.saves import read_info
 from deltackpt.reading.wal_index import newest_plan
-from deltackpt.resources.write_buffers import WriteBuffers
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import dense_layer
 from deltackpt.storage import ocdbt, parts
 from deltackpt.storage.parts import Place
@@ -116,16 +116,16 @@ def copy_segment(layer: Layer, segment: Segment, place: Place) -> None:
 def rewrite(record: StoredRecord, fill: Fill) -> None:
     """Replaces the last record of a segment."""
     manifest = dataclasses.replace(record.layer.manifest, row_groups=(), arrays=())
-    path, buffers = record.path.with_suffix(".new"), WriteBuffers()
+    path, runtime = record.path.with_suffix(".new"), Runtime()
     file = LayerFile(
-        DirectFile(path), buffers, sequence=record.seq, predecessor=manifest.predecessor
+        DirectFile(path), runtime, sequence=record.seq, predecessor=manifest.predecessor
     )
     layer = file.begin(manifest)
     filled = fill(functools.partial(LayerPlace, layer))
     schema, groups = wal_records.to_bytes(filled.head), tuple(row_groups_of(filled))
     layer.finish(dataclasses.replace(manifest, schema=schema, row_groups=groups))
     file.file.close()
-    buffers.close()
+    runtime.close()
     record.path.write_bytes(record.path.read_bytes()[: record.layer.start] + path.read_bytes())
     path.unlink()
 

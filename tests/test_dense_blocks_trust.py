@@ -111,15 +111,15 @@ def test_a_refused_save_returns_what_it_borrowed(tmp_path, monkeypatch):
     with opened(tmp_path) as saver:
         loop.steps(saver, 1, 2)
         references = saver._run.dense.references
-        lent = len(references.staging._lent)
+        lent = len(references.runtime.memory._lent)
         for options in ({}, {"force_base": True}):
             with monkeypatch.context() as patched:
                 patched.setattr("deltackpt.save.flight.PendingSave.wait_copied", _refuse)
                 with pytest.raises(OSError, match="injected"):
                     loop.save(saver, 3, **options)
-            assert len(references.staging._lent) == lent
+            assert len(references.runtime.memory._lent) == lent
         loop.steps(saver, 4)
-        assert len(references.staging._lent) == lent
+        assert len(references.runtime.memory._lent) == lent
 
 
 def _refuse(*arguments: Any, **options: Any) -> Any:

@@ -128,7 +128,7 @@ def test_nothing_is_kept_in_memory_after_the_save(tmp_path):
     with opened(tmp_path, WHOLE) as saver:
         loop.steps(saver, 1, 2, 3)
         run = saver._run
-        assert run.dense is None and not run.staging._lent
+        assert run.dense is None and not run.runtime.memory._lent
 
 
 def test_leaves_may_change_and_be_donated_once_save_has_returned(tmp_path):

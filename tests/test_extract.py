@@ -16,7 +16,7 @@ from hypothesis import given, settings
 import deltackpt
 from deltackpt import codecs
 from deltackpt.format import blocks
-from deltackpt.resources.staging import Staging
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import extract, taken, touched_rows
 
 P = jax.sharding.PartitionSpec
@@ -73,7 +73,6 @@ def test_a_gather_of_no_rows_is_empty():
         (0, 4), (4,), np.dtype(np.float32), [extract.FieldShard(0, 8, jnp.ones((8, 4)))]
     )
     segment = extract.SegmentSource("g0", (0, 4), np.empty(0, np.int64), {"values": source})
-    staging = Staging(1 << 20)
-    found = taken.RowCopy(segment, {"values": codecs.get("raw")}, staging)
-    found.land(staging)
-    assert found.fields["values"].shape == (0, 4)
+    found = taken.CopiedRows([segment], lambda _: {"values": codecs.get("raw")}, Runtime())
+    found.land()
+    assert not [*found.pieces(0, "values", codecs.get("raw"))]

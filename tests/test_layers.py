@@ -52,9 +52,9 @@ from deltackpt.layers.write import (
     REMOVED,
     LayerFile,
 )
-from deltackpt.resources import write_buffers
+from deltackpt.resources import runtime as runtimes
 from deltackpt.resources.pace import Pace
-from deltackpt.resources.write_buffers import WriteBuffers
+from deltackpt.resources.runtime import Runtime
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.kv_store import KvStore
 from deltackpt.storage.posix import DirectFile
@@ -172,9 +172,11 @@ def test_a_range_of_an_array_equals_that_part_of_the_whole_array(tmp_path_factor
 def test_several_threads_write_arrays_of_a_layer_in_pieces(tmp_path_factory, data):
     (whole,) = [one for one in data.draw(row_groups("a")) if one.columns is None] or groups_of()[:1]
     chunk_bytes = data.draw(st.sampled_from([1, 512, 128 << 10]))
-    buffers = WriteBuffers(nbytes=data.draw(st.sampled_from([8192, 40_000, 1 << 20])))
+    runtime, buffer_bytes = Runtime(), data.draw(st.sampled_from([8192, 40_000, 1 << 20]))
     path = tmp_path_factory.mktemp("layers") / "layer"
-    file = LayerFile(DirectFile(path), buffers, fsync=False, chunk_bytes=chunk_bytes)
+    file = LayerFile(
+        DirectFile(path), runtime, fsync=False, chunk_bytes=chunk_bytes, buffer_bytes=buffer_bytes
+    )
     layer = file.begin(manifest_of())
     cuts = {
         one.name: sorted(data.draw(st.sets(st.integers(0, len(one.data))))) for one in whole.arrays
@@ -201,7 +203,7 @@ def test_several_threads_write_arrays_of_a_layer_in_pieces(tmp_path_factory, dat
         rows.result()
     written = layer.finish(dataclasses.replace(manifest_of(), row_groups=(whole.described,)))
     file.file.close()
-    buffers.close()
+    runtime.close()
     contents = path.read_bytes()
     assert google_crc32c.value(contents[:-4]) == written.crc32c
     found = opened(contents)
@@ -213,8 +215,10 @@ def test_several_threads_write_arrays_of_a_layer_in_pieces(tmp_path_factory, dat
 
 @pytest.mark.parametrize("sizes", [[20_000], [100, 19_900]])
 def test_rows_that_change_during_a_write_raise(tmp_path, monkeypatch, sizes):
-    buffers = WriteBuffers(nbytes=16 << 10)
-    file = LayerFile(DirectFile(tmp_path / "layer"), buffers, chunk_bytes=4096)
+    runtime = Runtime()
+    file = LayerFile(
+        DirectFile(tmp_path / "layer"), runtime, chunk_bytes=4096, buffer_bytes=16 << 10
+    )
     layer = file.begin(manifest_of())
     rows = np.zeros((20_000, 2), np.float32)
     real = file.file.write
@@ -230,7 +234,7 @@ def test_rows_that_change_during_a_write_raise(tmp_path, monkeypatch, sizes):
             writer.write(piece)
     layer.abandon()
     file.file.close()
-    buffers.close()
+    runtime.close()
 
 
 def test_the_footer_of_another_layer_is_rejected_before_it_is_read(tmp_path):
@@ -527,8 +531,10 @@ def test_layers_are_gathered_while_others_are_written(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", slow)
     rows = np.arange(16_000).reshape(4000, 4)
     group = Rows("t", "t", range(4000), [Array("v", rows)])
-    buffers = WriteBuffers(nbytes=100_000)
-    file = LayerFile(DirectFile(tmp_path / "layer"), buffers, chunk_bytes=4096)
+    runtime = Runtime()
+    file = LayerFile(
+        DirectFile(tmp_path / "layer"), runtime, chunk_bytes=4096, buffer_bytes=100_000
+    )
     layer = file.begin(manifest_of())
     writer = layer.array("t", "v", rows.shape, rows.dtype)
     writer.write(rows[:3900])
@@ -538,7 +544,7 @@ def test_layers_are_gathered_while_others_are_written(tmp_path, monkeypatch):
     writer.finish()
     layer.finish(dataclasses.replace(manifest_of(), row_groups=(group.described,)))
     file.file.close()
-    buffers.close()
+    runtime.close()
     found = opened((tmp_path / "layer").read_bytes())
     assert read_all(found) == contents_of([group])
 
@@ -555,7 +561,7 @@ def test_a_file_system_may_refuse_direct_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", refuse)
     layers = [(manifest_of(number), groups_of(number)) for number in (1, 2)]
     write(tmp_path / "layers", layers, buffer_bytes=8192)
-    assert refused == [1]
+    assert 0 < len(refused) <= 3  # Several threads may find it out at once.
     source = StoredBytes(store_path(tmp_path / "layers"))
     found = layers_in(source, (tmp_path / "layers").read_bytes())
     assert [read_all(one) for one in found] == [contents_of(groups) for _, groups in layers]
@@ -565,8 +571,8 @@ def test_a_file_system_may_refuse_direct_writes(tmp_path, monkeypatch):
 def test_a_full_disk_is_a_typed_error_and_nothing_more_is_written(
     tmp_path, monkeypatch, buffer_bytes
 ):
-    buffers = WriteBuffers(nbytes=buffer_bytes)
-    file = LayerFile(DirectFile(tmp_path / "layers"), buffers)
+    runtime = Runtime()
+    file = LayerFile(DirectFile(tmp_path / "layers"), runtime, buffer_bytes=buffer_bytes)
     append(file, manifest_of(1), groups_of(1))
     file.sync()
 
@@ -581,11 +587,11 @@ def test_a_full_disk_is_a_typed_error_and_nothing_more_is_written(
         with pytest.raises(StorageError, match="begin another"):
             call()
     file.file.close()
-    # The buffers are still usable.
-    other = LayerFile(DirectFile(tmp_path / "others"), buffers)
+    # The runtime is still usable.
+    other = LayerFile(DirectFile(tmp_path / "others"), runtime, buffer_bytes=buffer_bytes)
     append(other, manifest_of(1), groups_of(1))
     other.file.close()
-    buffers.close()
+    runtime.close()
     data = (tmp_path / "layers").read_bytes()
     (found,) = layers_in(Memory(data), data)
     assert read_all(found) == contents_of(groups_of(1))
@@ -596,8 +602,8 @@ def test_a_failed_flush_is_not_repeated(tmp_path, monkeypatch):
         raise OSError(errno.EIO, "lost")
 
     monkeypatch.setattr(os, "fdatasync", fail)
-    buffers = WriteBuffers()
-    file = LayerFile(DirectFile(tmp_path / "layer"), buffers)
+    runtime = Runtime()
+    file = LayerFile(DirectFile(tmp_path / "layer"), runtime)
     append(file, manifest_of(), [])
     with pytest.raises(StorageError, match="force to disk"):
         file.sync()
@@ -605,7 +611,7 @@ def test_a_failed_flush_is_not_repeated(tmp_path, monkeypatch):
     with pytest.raises(StorageError, match="begin another"):
         file.sync()
     file.file.close()
-    buffers.close()
+    runtime.close()
 
 
 def test_writes_respect_the_pace(tmp_path):
@@ -632,8 +638,8 @@ def test_equal_saves_have_equal_bytes_and_others_have_other_checksums(tmp_path):
 def test_forked_children_may_touch_and_free_write_memory():
     program = (
         "import os, numpy as np\n"
-        "from deltackpt.resources.memory import private_buffer\n"
-        "held = private_buffer(3 << 20)\n"
+        "from deltackpt.resources.memory import aligned_buffer\n"
+        "held = aligned_buffer(9 << 20)\n"
         "held[:] = 7\n"
         "child = os.fork()\n"
         "if not child:\n"
@@ -673,14 +679,14 @@ def test_a_shard_that_cannot_begin_leaves_no_file_open(tmp_path, monkeypatch):
     def refuse(_):
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(write_buffers, "private_buffer", refuse)
-    batch, buffers = FileBatch(tmp_path, fsync=True), WriteBuffers()
+    monkeypatch.setattr(runtimes, "aligned_buffer", refuse)
+    batch, runtime = FileBatch(tmp_path, fsync=True), Runtime()
     save_id = SaveId(RUN, 1, 1)
     with pytest.raises(MemoryError):
-        LayerShard(tmp_path, save_id, None, batch, buffers, process=0, process_count=1)
+        LayerShard(tmp_path, save_id, None, batch, runtime, process=0, process_count=1)
     held = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # The descriptor of the listing itself.
             held.append(os.readlink(f"/proc/self/fd/{name}"))
     assert not [path for path in held if path.startswith(str(tmp_path))]
-    buffers.close()
+    runtime.close()

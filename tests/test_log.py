@@ -16,7 +16,9 @@ import pytest
 import deltackpt
 from deltackpt import RecoveryPoint, touched
 from deltackpt.errors import FencedError, OptionError, SaveFailed, TrackingError, WaitTimeout
+from deltackpt.layers import merge
 from deltackpt.ledger import lease
+from deltackpt.reading import reader
 from deltackpt.testing import STEP_FILES, Disk, TrainingRun
 from deltackpt.wal.recorder import Due, Recorder
 
@@ -65,6 +67,40 @@ def test_replayed_rows_are_in_every_delta_against_the_step_below(run, policy):
             run.check(found)
             # The restored state is not used.
             run.append()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_restore_holds_a_bounded_number_of_row_indices(run, policy, monkeypatch):
+    """A chain and the records above it are then merged in several parts, oldest first."""
+    chosen = options(POLICIES[policy])
+    with run.open(chosen) as manager:
+        run.save_initial()
+        for _ in range(6):
+            run.save()
+        for _ in range(12):
+            run.append()
+        manager.wait_appended()
+    counts, real = [], merge.plan
+
+    def counted(layers, targets, *args, **options):
+        segments = [one for layer in layers for shard in layer for one in shard.segments]
+        counts.append((len(layers), sum(one.count for one in segments if one.ranges is None)))
+        return real(layers, targets, *args, **options)
+
+    monkeypatch.setattr(merge, "plan", counted)
+    with run.open(chosen):
+        assert run.resume().point is not None
+    [(layers, count)] = counts
+    counts.clear()
+    monkeypatch.setattr(reader, "_ROW_INDICES_BYTES", 0)
+    monkeypatch.setattr(reader, "_ROW_INDEX_BYTES", 1 << 40)
+    with run.open(chosen):
+        assert run.resume().point is not None
+    # The saves that contain all rows are merged together, with the first layer above them.
+    first, *others = (number for number, _ in counts)
+    assert first <= (6 if policy == "rolling" else 2)
+    assert {*others} == {1} and first + len(others) == layers
+    assert sum(found for _, found in counts) == count
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -39,7 +39,7 @@ from deltackpt.format.wal_epochs import EpochHeader
 from deltackpt.format.wal_records import RecordHead
 from deltackpt.layers.footer import EpochRef
 from deltackpt.ledger.directory import Root
-from deltackpt.resources.write_buffers import WriteBuffers
+from deltackpt.resources.runtime import Runtime
 from deltackpt.testing import Disk, DiskCall
 from deltackpt.upkeep import doctor
 from deltackpt.upkeep.collect import collect, collectable
@@ -668,7 +668,7 @@ def put_records(root: Path, process: int, numbers: range) -> None:
     writer = SegmentWriter(
         at,
         at / "0" / str(process),
-        WriteBuffers(),
+        Runtime(),
         epoch=EpochRef.of(head),
         process=process,
         process_count=2,

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from deltackpt.format.segments import ArrayEntry, FieldSpec, GroupEntry, Segment
 from deltackpt.format.soundness import MOST
 from deltackpt.layers import merge
 from deltackpt.layers.targets import Target, Targets
-from deltackpt.resources.staging import Staging
+from deltackpt.resources.runtime import Runtime
 
 ROWS, WIDTH = 40, 6
 rows_of_a_block = st.one_of(
@@ -212,8 +211,8 @@ def test_pieces_of_a_stage_are_merged_in_any_order(saves, reach, cuts, splits, r
             rows = np.asarray(piece.rows)
             for row in rows if piece.needed is None else rows[piece.needed]:
                 written[piece.field.segment.columns, piece.field.spec.name, int(row)] += 1
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        merge.run(stages, Staging(1 << 20), None, threads and pool, threads or 1)
+    with Runtime(threads or 1) as runtime:
+        merge.run(stages, runtime)
     for target in targets:
         wanted = expected[target.field][slice(*target.rows)]
         wanted = wanted[:, 0] if target.columns is None else wanted[:, slice(*target.columns)]
@@ -250,10 +249,17 @@ def run_three(call: Callable[[str], None]) -> None:
     layout = Layout(groups=(GROUP,), tables=(), dense=(), tracking_paths=())
     targets = Targets([Target("g", "slot.m", (0, ROWS), (0, WIDTH), buffer)], layout)
     stages = [[*stage] for stage in merge.plan([shards, [delta]], targets)]
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        merge.run(stages, Staging(1 << 20), None, pool, 3)
+    with Runtime(3) as runtime:
+        merge.run(stages, runtime)
 
 
+@pytest.fixture
+def threads(monkeypatch):
+    """Small pieces are merged by several threads, too."""
+    monkeypatch.setattr(merge, "_SMALL_BYTES", -1)
+
+
+@pytest.mark.usefixtures("threads")
 def test_pieces_of_a_stage_are_read_at_the_same_time():
     together = threading.Barrier(3)
 
@@ -264,6 +270,7 @@ def test_pieces_of_a_stage_are_read_at_the_same_time():
     run_three(call)
 
 
+@pytest.mark.usefixtures("threads")
 def test_an_error_is_raised_after_all_running_reads_end():
     events, running = [], threading.Event()
 

@@ -25,7 +25,7 @@ from deltackpt.coordination import Coordinator
 from deltackpt.errors import Disagreement, ProcessFailed, ProcessMissing, TrackingError
 from deltackpt.reading import chains, reader
 from deltackpt.reading import saves as stored
-from deltackpt.resources.staging import Staging
+from deltackpt.resources.runtime import Runtime
 from deltackpt.restore import placing
 from deltackpt.save import lineage, part, snapshot
 from deltackpt.save.flight import Embeddings, PipelineOptions
@@ -85,7 +85,7 @@ def initial() -> dict:
     }
 
 
-STAGING = Staging(1 << 28)
+RUNTIME = Runtime(memory_bytes=1 << 28)
 TABLES = deltackpt.Tables(
     select="tables/*",
     slots={"tables/*": {"moment": "wide/{name}", "accumulator": "narrow/{name}"}},
@@ -143,7 +143,7 @@ class Run:
                 touched=self.touched,
                 lineage=self.lineages[index],
                 options=PipelineOptions(fsync=False),
-                staging=STAGING,
+                runtime=RUNTIME,
             )
             changed = changes.get("change", lambda index, given: given)(index, embeddings)
             coordinator, own = Coordinator(str(self.root), secs), self.lineages[index]

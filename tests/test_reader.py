@@ -30,7 +30,7 @@ from deltackpt.layers.read import Layer, StoredBytes
 from deltackpt.layers.shard import segment_of
 from deltackpt.layers.write import LayerFile
 from deltackpt.reading import chains, inventory, reader, saves
-from deltackpt.resources.write_buffers import WriteBuffers
+from deltackpt.resources.runtime import Runtime
 from deltackpt.storage import arrays, digests
 from deltackpt.storage.digests import Digests
 from deltackpt.storage.posix import DirectFile
@@ -139,11 +139,11 @@ def put_layer(
     """Puts the layer of a delta; returns the fields of its manifest that depend on it."""
     held = Rows("g0.0", "g0", rows, [Array("values", values)], codecs={"values": "raw"})
     held = held._replace(columns=(0, WIDTH))
-    path, buffers = scratch / f"layer.{described.save_id.step}", WriteBuffers()
-    file = LayerFile(DirectFile(path), buffers, fsync=False, chunk_bytes=chunk * WIDTH * 4)
+    path, runtime = scratch / f"layer.{described.save_id.step}", Runtime()
+    file = LayerFile(DirectFile(path), runtime, fsync=False, chunk_bytes=chunk * WIDTH * 4)
     written = append(file, described, [held])
     file.file.close()
-    buffers.close()
+    runtime.close()
     at = item / names.layer_name(0)
     at.store.put(at.key, path.read_bytes())
     ref = LayerRef(nbytes=written.stop, crc32c=written.crc32c, digest=written.digest)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from job import Job
-from test_meshes import STAGING, P
+from test_meshes import RUNTIME, P
 
 import deltackpt
 from deltackpt.coordination import Coordinator
@@ -73,7 +73,7 @@ def save(root: Path, processes: int, count: int) -> None:
                     touched=touched,
                     lineage=lineages[index],
                     options=PipelineOptions(fsync=False),
-                    staging=STAGING,
+                    runtime=RUNTIME,
                 )
                 with job.lock:
                     pending = snapshot.take(embeddings, step, root / str(step))

@@ -24,7 +24,7 @@ from job import MemoryService, coordinators, step_writers
 
 import deltackpt
 from deltackpt.errors import DeltackptError, OutOfSpace, SaveFailed, StorageError
-from deltackpt.resources.workers import Workers
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import step as steps
 from deltackpt.save.step import Step
 from deltackpt.save.writers import StepWriters
@@ -146,7 +146,7 @@ def test_an_io_error_is_typed_and_the_next_save_has_the_rows(tmp_path, call, num
         for step in (0, 1):
             saver.save(step, known[step][0], touched=known[step][1])
             saver.wait_until_finished()
-        lent = len(saver._run.staging._lent)
+        lent = len(saver._run.runtime.memory._lent)
         with contextlib.ExitStack() as stack:
             if call == "close":
                 stack.enter_context(closes_refused(number, root))
@@ -163,7 +163,7 @@ def test_an_io_error_is_typed_and_the_next_save_has_the_rows(tmp_path, call, num
         assert saver.all_steps() == [0, 1]
         assert_only(root, [0, 1])
         assert not descriptors_of(root / "2")
-        assert len(saver._run.staging._lent) == lent
+        assert len(saver._run.runtime.memory._lent) == lent
         assert saver.save(3, known[3][0], touched=known[3][1]).kind == "delta"
         saver.wait_until_finished()
         assert_only(root, [0, 1, 3])
@@ -272,7 +272,7 @@ def test_nothing_is_reported_before_it_is_fsynced_even_if_a_process_is_late(tmp_
         others_wrote.set()
         real_wait(self, phase)
 
-    workers = Workers()
+    runtime = Runtime()
     connected = coordinators(MemoryService(), 2, LIMIT_SECS)
 
     def run(process: int) -> Any:
@@ -285,7 +285,7 @@ def test_nothing_is_reported_before_it_is_fsynced_even_if_a_process_is_late(tmp_
             metadata=lambda: b"{}",
             check=lambda: None,
         )
-        return steps.write(step, workers)
+        return steps.write(step, runtime)
 
     with (
         mock.patch.object(os, "fsync", fsync),
@@ -296,7 +296,7 @@ def test_nothing_is_reported_before_it_is_fsynced_even_if_a_process_is_late(tmp_
     ):
         for done in [pool.submit(run, process) for process in range(2)]:
             done.result(LIMIT_SECS)
-    workers.close()
+    runtime.close()
     assert at_word == [set()] and at_commit == [set()]
     assert forced[str(tmp_path)] >= {"5"}
     assert not temporary.exists() and (final / "item" / "of.1" / "chunk").exists()
@@ -368,25 +368,6 @@ def test_a_write_into_a_numpy_leaf_during_a_base_is_detected(tmp_path):
         assert saver.save(1, state, touched=marks).kind == "base"
         saver.wait_until_finished()
         model.assert_same(saver.restore_latest(state).state, state)
-
-
-_CHILD = """
-import os
-from deltackpt.storage import batch
-mine = batch._bounce()
-mine[:2] = 1
-if (child := os.fork()) == 0:
-    batch._bounce()[:2] = 2
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-assert batch._bounce() is mine and set(mine[:2]) == {1}
-"""
-
-
-@pytest.mark.processes
-def test_a_forked_child_has_its_own_write_buffer():
-    """Write buffers are shared with children: a write in flight must not change."""
-    subprocess.run([sys.executable, "-c", _CHILD], check=True, timeout=LIMIT_SECS)
 
 
 _FORKING = """

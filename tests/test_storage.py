@@ -16,8 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from written import write_array, write_digested
 
-from deltackpt.errors import Damaged, OptionError, OutOfSpace, StorageError
-from deltackpt.resources.staging import Staging
+from deltackpt.errors import Damaged, OutOfSpace, StorageError
 from deltackpt.storage import arrays, batch, digests
 from deltackpt.storage.crc import ChunkSums
 from deltackpt.storage.posix import DurableDir
@@ -184,88 +183,3 @@ def test_writers_of_one_file_never_mix_their_bytes(tmp_path, absent):
     assert written[-1] == b"own"
     assert path.read_bytes() == (b"the other's" if absent else b"own")
     assert os.listdir(tmp_path) == ["file"]
-
-
-def test_staging_reuses_buffers_and_stays_within_its_budget():
-    staging = Staging(4 << 20)
-    first = staging.take((1 << 18,), np.dtype(np.float32))
-    address = first.ctypes.data
-    assert not staging.fits(4 << 20)
-    staging.give_back(first)
-    again = staging.take((1 << 17,), np.dtype(np.uint64))
-    assert again.ctypes.data == address
-    staging.give_back(again)
-    many = [staging.take((1 << 20,), np.dtype(np.uint8)) for _ in range(6)]
-    for buffer in many:
-        staging.give_back(buffer)
-    assert staging.nbytes <= staging.budget_bytes
-
-
-def test_small_requests_reuse_one_buffer():
-    """A pool that kept one buffer per request would grow to its budget over the saves."""
-    staging = Staging(64 << 20)
-    for number in range(20):
-        staging.give_back(staging.take((number % 5,), np.dtype(np.int32)))
-    assert staging.nbytes == 1 << 20
-
-
-def test_staging_serves_threads_at_once():
-    staging = Staging(64 << 20)
-    mixed = []
-
-    def work(number: int) -> None:
-        for _ in range(200):
-            buffer = staging.take((1000,), np.dtype(np.int64))
-            buffer[:] = number
-            if not (buffer == number).all():
-                mixed.append(number)
-            staging.give_back(buffer)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not mixed
-
-
-@pytest.mark.parametrize("wide", [1, 700_000, 1_200_000])
-def test_staging_copies_its_input(wide):
-    """A few bytes, more, and enough that threads split the copy."""
-    random = np.random.default_rng(0)
-    sources = [
-        random.integers(0, 255, shape, np.uint8)
-        for shape in ((7, wide), (3 * wide + 1,), (1, wide), (wide, 2), (0, 5), ())
-    ]
-    sources += [sources[0].T, sources[3][::-1], np.broadcast_to(sources[2], (4, wide))]
-    staging = Staging(1 << 20)
-    pairs = [(np.empty(source.shape, source.dtype), source) for source in sources]
-    staging.copy(pairs)
-    for out, source in pairs:
-        np.testing.assert_array_equal(out, source)
-
-
-def test_a_copy_does_not_wait_for_busy_threads():
-    staging, go = Staging(1 << 20), threading.Event()
-    busy = [staging.submit(go.wait) for _ in range(staging.THREADS)]
-    source = np.ones((12, 1 << 20), np.uint8)
-    out = np.zeros_like(source)
-    try:
-        staging.copy([(out, source)])
-        assert out.all() and not any(future.done() for future in busy)
-    finally:
-        go.set()
-
-
-def test_a_copy_that_fails_raises():
-    staging = Staging(1 << 20)
-    fits = np.ones((12, 1 << 20), np.uint8)
-    with pytest.raises(ValueError, match="broadcast"):
-        staging.copy(
-            [(np.empty_like(fits), fits), (np.empty((5, 5), np.uint8), np.ones(3, np.uint8))]
-        )
-
-
-def test_a_pool_without_memory_is_rejected():
-    with pytest.raises(OptionError, match="staging_bytes"):
-        Staging(0)

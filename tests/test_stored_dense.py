@@ -27,7 +27,7 @@ from deltackpt.layers.write import LayerFile
 from deltackpt.reading import stored_dense
 from deltackpt.reading.part_arrays import LayerArrays
 from deltackpt.reading.stored_dense import DensePlan, DenseShard, DenseValues
-from deltackpt.resources.write_buffers import WriteBuffers
+from deltackpt.resources.runtime import Runtime
 from deltackpt.storage.posix import DirectFile
 from deltackpt.storage.store import store_path
 
@@ -86,7 +86,7 @@ class Run:
 
     def __init__(self, folder: Path, seed: int):
         self.rng = np.random.default_rng(seed)
-        self.folder, self.buffers = folder, WriteBuffers()
+        self.folder, self.runtime = folder, Runtime()
         self.state: State = {}
         #: Newest first, and the state below all of them.
         self.saves: list[list[DenseShard]] = []
@@ -174,13 +174,13 @@ class Run:
 
     def _written(self, groups: list[Rows]) -> Layer:
         path = self.folder / f"layer.{len(list(self.folder.iterdir()))}"
-        file = LayerFile(DirectFile(path), self.buffers, fsync=False, chunk_bytes=1024)
+        file = LayerFile(DirectFile(path), self.runtime, fsync=False, chunk_bytes=1024)
         written = append(file, manifest_of(), groups)
         file.file.close()
         return Layer(StoredBytes(store_path(path)), written.stop)
 
     def close(self) -> None:
-        self.buffers.close()
+        self.runtime.close()
 
 
 class Below:

@@ -23,7 +23,7 @@ from flat_options import manager_options
 import deltackpt
 from deltackpt import touched
 from deltackpt.errors import OptionError, TrackingError
-from deltackpt.resources.staging import Staging
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import lineage, proof
 from deltackpt.state.tables import split
 
@@ -269,7 +269,7 @@ def test_a_sampled_audit_checks_a_bounded_number_of_rows_tables_and_bytes():
     widths = {f"t{i:03d}": 8 for i in range(100)} | {"wide": 100_000}
     state = {"tables": {name: jnp.zeros((500, width)) for name, width in widths.items()}}
     parts = split(state, deltackpt.Tables(select="tables/*"))
-    witness = proof.of_restored(parts, touched.init(state["tables"]), Staging(1 << 20))
+    witness = proof.of_restored(parts, touched.init(state["tables"]), Runtime())
     assert {type(sample) for sample in witness.values()} == {proof.Sample}
     sampled = [len(sample.rows) for sample in witness.values()]
     assert 16 <= sum(sampled) <= proof.ROWS

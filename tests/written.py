@@ -13,7 +13,7 @@ from job import step_writers
 from deltackpt import processes
 from deltackpt.coordination import Coordinator
 from deltackpt.format.segments import ArrayEntry
-from deltackpt.resources.staging import Staging
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save.dense import DenseLeaves
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.crc import ChunkSums
@@ -55,7 +55,7 @@ def write_dense(
     """
     batch = FileBatch(item_dir, fsync=True)
     others = step_writers(Coordinator(str(item_dir.parent), 60.0), item_dir.parent)
-    leaves = DenseLeaves.capture(tree, processes.index(), Staging(1 << 30))
+    leaves = DenseLeaves.capture(tree, processes.index(), Runtime())
     leaves.write(item_dir, batch, others)
     meet()
     if others.process == 0:

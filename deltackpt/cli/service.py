@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import threading
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,9 +16,8 @@ import rich.table
 
 from deltackpt import service, units
 from deltackpt.cli import arguments, terminal
-from deltackpt.errors import ServiceUnavailable, WaitTimeout
+from deltackpt.errors import ServiceUnavailable
 from deltackpt.format import names
-from deltackpt.handlers import waiting
 
 if TYPE_CHECKING:
     from deltackpt.service.client import ReplicaStatus, ServiceStatus
@@ -124,15 +124,18 @@ def connect(address: str) -> None:
     service.require_ray()
     import ray
 
-    def join() -> None:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    from deltackpt.resources.runtime import Task
 
+    joining = Task(
+        lambda: ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    )
+    # Ray would retry for minutes if the head node was stopped.
+    threading.Thread(target=joining.run, daemon=True).start()
     try:
-        # Ray would retry for minutes if the head node was stopped.
-        waiting.bounded(join, _CONNECT_SECS, "ray.init()")
+        joining.future.result(_CONNECT_SECS)
     except Exception as error:
-        late = isinstance(error, WaitTimeout)
-        found = f"no answer within {_CONNECT_SECS:.0f} s" if late else str(error)
+        is_late = not joining.future.done()
+        found = f"no answer within {_CONNECT_SECS:.0f} s" if is_late else str(error)
         raise ServiceUnavailable(
             f"Ray at {address!r}: expected a running cluster, found {found}; start one with ray "
             "start, or pass --address"

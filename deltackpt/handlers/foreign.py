@@ -14,7 +14,7 @@ from etils import epath
 from deltackpt.errors import OptionError
 from deltackpt.format import names
 from deltackpt.handlers.orbax_private import AsyncCheckpointHandler
-from deltackpt.resources.workers import Workers
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save.writers import StepWriters
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.posix import fsync_tree
@@ -29,20 +29,20 @@ class HandlerItem:
         self._futures = futures
 
     @classmethod
-    def begin(cls, handler: Any, item_dir: Path, args: Any, workers: Workers) -> HandlerItem:
+    def begin(cls, handler: Any, item_dir: Path, args: Any, runtime: Runtime) -> HandlerItem:
         """Makes the handler capture its data; training may continue afterwards.
 
         Args:
           handler: an Orbax handler.
           item_dir: existing directory of the item, in the step's temporary directory.
           args: its save arguments.
-          workers: threads for work that cannot be done in a running event loop.
+          runtime: a thread for work that cannot be done in a running event loop.
         """
         directory = epath.Path(item_dir)
         if not isinstance(handler, AsyncCheckpointHandler):
             handler.save(directory, args=args)
             return cls(handler, [])
-        return cls(handler, _awaited(handler.async_save(directory, args=args), workers) or [])
+        return cls(handler, _awaited(handler.async_save(directory, args=args), runtime) or [])
 
     def write(self, item_dir: Path, batch: FileBatch, others: StepWriters) -> None:
         """See ``step.Item``."""
@@ -99,10 +99,10 @@ def _own(item_dir: Path, process: int) -> list[Path]:
     return [folder] if folder.is_dir() else []
 
 
-def _awaited(call: Any, workers: Workers) -> Any:
+def _awaited(call: Any, runtime: Runtime) -> Any:
     """Returns the result of a coroutine, also in a notebook, whose thread runs an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(call)
-    return workers.save(asyncio.run, call).result()
+    return runtime.start(asyncio.run, call).result()

@@ -461,7 +461,7 @@ class Restorer:
         if fresh is not None:
             clocks = dataclasses.replace(clocks, windows=snapshot.clocks_of(split, ()).windows)
             if run.options.deltas.sampled_proof:
-                witness = proof.of_restored(split, fresh, run.staging)
+                witness = proof.of_restored(split, fresh, run.runtime)
         run.lineage.adopt(
             merged.chain[-1],
             run.held.step_dir(found.step),

@@ -24,9 +24,7 @@ from deltackpt.ledger.held import Held
 from deltackpt.ledger.steps import Steps
 from deltackpt.options import Dense, ManagerOptions, Tiers, WalOptions
 from deltackpt.policies import Rolling
-from deltackpt.resources.pace import Pace
-from deltackpt.resources.staging import Staging
-from deltackpt.resources.workers import Workers
+from deltackpt.resources.runtime import FSYNCS, Runtime
 from deltackpt.save import snapshot
 from deltackpt.save.dense import DenseKeeper
 from deltackpt.save.dense_coding import codings
@@ -37,6 +35,8 @@ from deltackpt.state.choice import Tables
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState
 
+#: Number of fields that are written at the same time; as many threads encode.
+_THREADS = 2
 #: Opens the root, to be written or only read.
 OpenRoot = Callable[[bool], Steps]
 
@@ -105,10 +105,11 @@ class NoLog:
         """See ``Log``."""
 
 
-def keeper(options: Dense) -> DenseKeeper:
+def keeper(options: Dense, runtime: Runtime) -> DenseKeeper:
     """Creates the object that copies dense leaves for blocks and keeps their decoded values."""
     return DenseKeeper(
         codings(options.codec, options.max_error),
+        runtime,
         max_reference_bytes=options.max_reference_bytes,
         skip_unchanged=options.skip_unchanged,
     )
@@ -160,8 +161,7 @@ class Run:
       choice: selects the tables.
       among: the processes that save and restore together.
       lineage: the saves of this run.
-      staging: memory for snapshots.
-      workers: threads of saves.
+      runtime: threads and memory of saves.
       tracking: how touched rows are found.
       newest: the newest step: first as process 0 found it, then every committed one.
       restored: the step that the next save continues from, if it is not the newest one.
@@ -178,8 +178,7 @@ class Run:
     choice: Tables
     among: Coordinator
     lineage: Lineage
-    staging: Staging
-    workers: Workers
+    runtime: Runtime
     tracking: RowTracking
     newest: int | None
     restored: int | None = None
@@ -217,13 +216,16 @@ class Run:
         """
         among, what = _among(directory, options), _opening(directory)
         with among.together(what, fatal=True):
-            staging = Staging(options.writes.staging_bytes)
-            workers = Workers(
+            threads = options.background.threads or _THREADS
+            runtime = Runtime(
+                threads,
+                size=max(2 * threads, FSYNCS) + 1,
+                memory_bytes=options.writes.staging_bytes,
+                bytes_per_sec=options.background.bytes_per_sec,
                 cpus=options.background.cpus,
-                threads=options.background.threads,
-                pace=Pace(options.background.bytes_per_sec),
+                name="deltackpt-save",
             )
-            dense = keeper(options.dense)
+            dense = keeper(options.dense, runtime)
             tracking = RowTracking(
                 options.deltas.tracking,
                 dense_blocks=options.dense.deltas == "blocks",
@@ -266,8 +268,7 @@ class Run:
             choice=choice,
             among=among,
             lineage=lineage,
-            staging=staging,
-            workers=workers,
+            runtime=runtime,
             tracking=tracking,
             newest=newest,
             dense=dense if options.dense.deltas == "blocks" else None,
@@ -290,7 +291,7 @@ class Run:
             coordinator=self.among,
             key=f"{self.lineage.run}-{attempt}",
             temporary=temporary,
-            readers=self.workers.forcers,
+            runtime=self.runtime,
             shared_fs=not self.held.apart,
             fsync=self.fsync,
         )

@@ -195,7 +195,7 @@ class Saver:
         run.log.saved()
         run.tracking.saved()
         if run.options.deltas.base_snapshot == "block" or _has_host_arrays(split):
-            with run.workers.pace.lifted():
+            with run.runtime.pace.lifted():
                 self._wait_released(pending, step)
         blocked_secs = flight.blocked_secs = time.perf_counter() - started
         intent = pending.intent
@@ -223,14 +223,13 @@ class Saver:
             options=PipelineOptions(
                 sampled_proof=run.options.deltas.sampled_proof and run.tracking.tracker is None,
                 fsync=run.fsync,
-                staging_bytes=run.options.writes.staging_bytes,
                 digests=("item", "step"),
                 processes_secs=run.options.timeouts.processes_secs,
             ),
-            staging=run.staging,
-            workers=run.workers,
+            runtime=run.runtime,
             force_base=arguments.force_base,
             dense_bytes=0 if run.dense is None else dense.nbytes(split.dense),
+            copied_bytes=0 if run.dense is not None else dense.nbytes(split.dense),
             tracking=run.tracking.name(split, arguments.touched),
         )
         return snapshot.take(embeddings, step, run.held.step_dir(step))
@@ -275,7 +274,7 @@ class Saver:
         leaves = dense.storable(split.dense)
         try:
             if run.dense is None:
-                found = DenseLeaves.capture(leaves, run.among.index, run.staging)
+                found = DenseLeaves.capture(leaves, run.among.index, run.runtime)
             else:
                 found = run.dense.capture(leaves, split.layout.dense, run.among.index)
         except UnsupportedLeaf as error:
@@ -299,7 +298,7 @@ class Saver:
         run = self._run
         item_dir = self._temporary(step, attempt) / name
         DurableDir(run.held.path, fsync=False).make(item_dir)
-        return HandlerItem.begin(handler, item_dir, args, run.workers)
+        return HandlerItem.begin(handler, item_dir, args, run.runtime)
 
     def _temporary(self, number: int, attempt: int) -> Path:
         run = self._run
@@ -331,7 +330,7 @@ class Saver:
         if isinstance(pending, PendingSave) and pending.dense is not None:
             nbytes += pending.dense.nbytes
         # Keep a strong reference to the manager: __del__ would otherwise report a lost save.
-        future = run.workers.save(self._write, planned, nbytes, self._owner)
+        future = run.runtime.start(self._write, planned, nbytes, self._owner)
         self.in_flight = InFlight(number, temporary, pending, future, started)
         return self.in_flight
 
@@ -345,7 +344,7 @@ class Saver:
             if (warning := run.held.make_room(nbytes)) is not None:
                 warnings.append(f"step {planned.final.name}: {warning}")
             room_secs = time.perf_counter() - begun
-            committed = steps.write(planned, run.workers)
+            committed = steps.write(planned, run.runtime)
         except BaseException:
             _release(planned.items)  # Some items were never started.
             self._drop_references(planned)
@@ -565,7 +564,7 @@ class Saver:
 
     def close(self) -> None:
         """Stops the threads once they are done, and closes the handlers."""
-        self._run.workers.close()
+        self._run.runtime.close(wait=False)
         for handler in self._extra.values():
             if hasattr(handler, "close"):
                 handler.close()

@@ -12,7 +12,6 @@ Blocks of dense leaves may be relative to older ones; see ``reading.stored_dense
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import dataclasses
 import functools
 import itertools
@@ -33,12 +32,10 @@ from deltackpt.format.dense_blocks import BLOCK, BLOCKS
 from deltackpt.format.segments import ArrayEntry, FieldSpec, GroupEntry, Segment
 from deltackpt.format.soundness import MOST
 from deltackpt.layers.targets import Target, Targets
-from deltackpt.resources import memory, pages
-from deltackpt.resources.staging import Staging
-from deltackpt.resources.workers import drain
+from deltackpt.resources import pages
+from deltackpt.resources.memory import empty_buffer
+from deltackpt.resources.runtime import Memory, Runtime
 
-#: Kept for the next piece: fresh memory would cost more than the merge itself.
-SCRATCH_BYTES = 128 * 2**20
 #: Rows decoded at a time; so many stay in the CPU cache until they are written.
 _DECODED_ROWS = 1 << 14
 #: Smaller pieces are mostly Python code, so the GIL would serialize threads.
@@ -159,7 +156,7 @@ def plan(
     targets: Targets,
     indices: RowIndices = stored_rows,
     *,
-    pool: concurrent.futures.Executor | None = None,
+    runtime: Runtime | None = None,
 ) -> Iterator[Iterator[Piece]]:
     """Yields stages of pieces. Merge all pieces of a stage before you merge one of the next.
 
@@ -169,12 +166,12 @@ def plan(
       layers: the layers of each save or WAL record, oldest first.
       targets: the buffers to fill.
       indices: returns the row indices of a segment; by default they are read.
-      pool: reads row indices; by default the caller's thread does.
+      runtime: reads row indices; by default the caller's thread does.
 
     Raises:
       Damaged: row indices are missing or altered.
     """
-    return _Planner(layers, targets, indices, pool).stages()
+    return _Planner(layers, targets, indices, runtime).stages()
 
 
 def mark(flags: np.ndarray, rows: Rows) -> None:
@@ -194,8 +191,8 @@ class Work(Protocol):
         """Stored bytes to read."""
         ...
 
-    def run(self, scratch: Staging) -> None:
-        """Reads, decodes and merges; ``scratch`` is temporary memory.
+    def run(self, memory: Memory) -> None:
+        """Reads, decodes and merges; ``memory`` is for temporary buffers.
 
         Raises:
           Damaged: an array is missing or altered.
@@ -205,38 +202,31 @@ class Work(Protocol):
 
 def run(
     stages: Iterable[Iterable[Work]],
-    scratch: Staging,
+    runtime: Runtime,
     on_bytes: Callable[[int], None] | None = None,
-    pool: concurrent.futures.Executor | None = None,
-    threads: int = 1,
 ) -> None:
     """Reads, decodes and merges pieces.
 
     Args:
       stages: the pieces, in stages.
-      scratch: temporary memory.
+      runtime: threads, and temporary memory.
       on_bytes: called with the stored bytes of each merged piece.
-      pool: runs the threads; by default the caller's thread does all.
-      threads: number of pieces at the same time.
 
     Raises:
       Damaged: an array is missing or altered. No thread is still running.
     """
 
     def merge(piece: Work) -> None:
-        piece.run(scratch)
+        piece.run(runtime.memory)
         if on_bytes is not None:
             on_bytes(piece.nbytes)
 
     for stage in stages:
-        if pool is None:
-            for piece in stage:
-                merge(piece)
-        else:
-            _run_at_once(stage, merge, pool, threads)
+        pieces = [*stage]
+        runtime.map(merge, pieces, threads=1 if _are_small(pieces) else None)
 
 
-def are_small(pieces: Iterable[Work]) -> bool:
+def _are_small(pieces: Iterable[Work]) -> bool:
     """Returns whether one thread merges some pieces in less time than several."""
     sizes = [piece.nbytes for piece in pieces]
     return max(sizes, default=0) <= _SMALL_BYTES and sum(sizes) <= _SMALL_TOTAL_BYTES
@@ -287,8 +277,8 @@ class Piece:
             for entry in (*self.field.stored.values(), *self.field.beside)
         )
 
-    def run(self, scratch: Staging) -> None:
-        """Reads, decodes and merges the piece; ``scratch`` is temporary memory.
+    def run(self, memory: Memory) -> None:
+        """Reads, decodes and merges the piece; ``memory`` is for temporary buffers.
 
         Raises:
           Damaged: an array is missing or altered.
@@ -302,7 +292,7 @@ class Piece:
         lent: list[np.ndarray] = []
 
         def room(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-            lent.append(scratch.take(shape, dtype))
+            lent.append(memory.take(shape, dtype))
             return lent[-1]
 
         try:
@@ -315,8 +305,7 @@ class Piece:
                 for encoded in self._encoded(stored, step):
                     apply(codecs.decode_block(encoded, [self.field.spec]), self.targets)
         finally:
-            for buffer in lent:
-                scratch.give_back(buffer)
+            memory.give_back(lent)
         for beside in self._beside():
             apply(beside, self.targets)
 
@@ -547,7 +536,7 @@ class StoredField:
           Damaged: the array is missing or altered.
         """
         entry = self.beside[1]
-        out = memory.empty_buffer(entry.shape, np.dtype(entry.dtype))
+        out = empty_buffer(entry.shape, np.dtype(entry.dtype))
         self.layer.read_into(self.segment, entry, 0, entry.shape[0], out)
         found = out.astype(np.int64)
         if len(found) and not (
@@ -616,7 +605,7 @@ class _Planner:
         layers: Sequence[Sequence[Layer]],
         targets: Targets,
         indices: RowIndices,
-        pool: concurrent.futures.Executor | None,
+        runtime: Runtime | None,
     ):
         self._targets, self._indices = targets, indices
         self._found = [
@@ -633,9 +622,11 @@ class _Planner:
             if number or one.segment.ranges is None
         )
         self._coming = {
-            id(one.segment): pool.submit(self._read, one)
+            id(one.segment): runtime.submit(self._read, one)
             for one in reversed(every)
-            if pool is not None and one.segment.ranges is None and one.segment.count >= _MANY_ROWS
+            if runtime is not None
+            and one.segment.ranges is None
+            and one.segment.count >= _MANY_ROWS
         }
 
     def stages(self) -> Iterator[Iterator[Piece]]:
@@ -802,28 +793,6 @@ def _share_cells(one: _Found, other: _Found) -> bool:
     split = [one.group.columns(spec) for spec in one.group.fields if spec.name in shared]
     apart = blocks.common(one.segment.columns, other.segment.columns)
     return bool(split) and (apart[0] < apart[1] or None in split)
-
-
-def _run_at_once(
-    pieces: Iterable[Work],
-    call: Callable[[Work], None],
-    pool: concurrent.futures.Executor,
-    threads: int,
-) -> None:
-    """Calls a function with every piece, on several threads; raises the first error."""
-    left = collections.deque(pieces)
-
-    def work() -> None:
-        try:
-            drain(left, call)
-        except BaseException:
-            left.clear()
-            raise
-
-    futures = [pool.submit(work) for _ in range(threads)]
-    concurrent.futures.wait(futures)
-    for future in futures:
-        future.result()
 
 
 def _scatter(block: RowBlock, chosen: slice, target: Target) -> None:

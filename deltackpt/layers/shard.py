@@ -19,7 +19,7 @@ from deltackpt.format.segments import ArrayEntry, Encoding, Segment
 from deltackpt.format.soundness import check_segment
 from deltackpt.layers.footer import Kind, LayerArray, LayerManifest, RowGroup, compression_of
 from deltackpt.layers.write import ArrayWriter, LayerFile, OpenLayer
-from deltackpt.resources.write_buffers import WriteBuffers
+from deltackpt.resources.runtime import Runtime
 from deltackpt.storage import arrays
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import Digest
@@ -57,7 +57,7 @@ class LayerShard:
         save_id: SaveId,
         parent: SaveId | None,
         batch: FileBatch,
-        buffers: WriteBuffers,
+        runtime: Runtime,
         *,
         process: int,
         process_count: int,
@@ -69,7 +69,7 @@ class LayerShard:
           save_id: id of the save.
           parent: id of its parent.
           batch: fsyncs the file, and keeps its digest.
-          buffers: memory and thread.
+          runtime: provides the buffers, and writes them.
           process: index of this process.
           process_count: number of processes.
 
@@ -84,7 +84,7 @@ class LayerShard:
         #: None once the batch has it.
         self._file: DirectFile | None = file
         try:
-            self._layer = LayerFile(file, buffers).begin(self._manifest)
+            self._layer = LayerFile(file, runtime).begin(self._manifest)
         except BaseException:
             file.close()
             raise

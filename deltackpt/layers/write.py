@@ -8,6 +8,8 @@ The header of a longer one is written last.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import math
 import threading
@@ -29,7 +31,7 @@ from deltackpt.layers.footer import (
     LayerManifest,
     RowGroup,
 )
-from deltackpt.resources.write_buffers import WriteBuffers
+from deltackpt.resources.runtime import Runtime, Task
 from deltackpt.storage.crc import crc32c, joined
 from deltackpt.storage.posix import DirectFile
 
@@ -40,6 +42,8 @@ _COMPRESSED_FACTOR = 8
 _ZSTD_LEVEL, _PLANES_ZSTD_LEVEL = 3, 1
 #: Short arrays begin at multiples of it; longer ones at pages, so that they can be read directly.
 _ALIGNMENT = 64
+#: Buffers of a layer: one is filled while the others are written.
+_BUFFERS = 3
 #: Row group of arrays that were abandoned while they were written.
 REMOVED = "removed"
 
@@ -66,28 +70,31 @@ class LayerFile:
     def __init__(
         self,
         file: DirectFile,
-        buffers: WriteBuffers,
+        runtime: Runtime,
         *,
         fsync: bool = True,
         sequence: int = 0,
         predecessor: int = 0,
         chunk_bytes: int = _CHUNK_BYTES,
+        buffer_bytes: int = 6 << 20,
         checksum: bool = True,
     ):
         """Writes nothing yet.
 
         Args:
           file: a new file, which the caller closes.
-          buffers: memory and thread.
+          runtime: provides the buffers, and writes them.
           fsync: whether layers must survive a power cut.
           sequence: sequence number of the first layer.
           predecessor: digest of the layer that it continues; 0 without one.
           chunk_bytes: length of an uncompressed chunk, if rows are not longer.
+          buffer_bytes: length of a buffer. Layers up to this length are a single write.
           checksum: whether to calculate ``WrittenLayer.crc32c``.
         """
-        self.file, self._buffers, self._fsync = file, buffers, fsync
+        self.file, self._runtime, self._fsync = file, runtime, fsync
         self._sequence, self._predecessor = sequence, predecessor
         self._chunk_bytes, self._checksum = chunk_bytes, checksum
+        self._buffer_bytes = buffer_bytes
         self._stop, self._is_durable, self._has_failed = 0, True, False
 
     def begin(self, manifest: LayerManifest) -> OpenLayer:
@@ -146,12 +153,14 @@ class OpenLayer:
     def __init__(self, file: LayerFile, seed: int):
         """Created by ``LayerFile.begin``; ``seed`` is that of checksums."""
         self._file, self._seed = file, seed
-        self._buffers, self._start = file._buffers, file.nbytes
+        self._runtime, self._start = file._runtime, file.nbytes
         self._lock = threading.Lock()
         self._arrays: list[_Array] = []
         #: Row group to the bounds of each chunk of its row indices.
         self._bounds: dict[str, tuple[tuple[int, int], ...]] = {}
-        self._buffer = self._buffers.take(PAGE_BYTES)
+        #: Writes of earlier buffers.
+        self._writes: collections.deque[tuple[Task[None], np.ndarray]] = collections.deque()
+        self._buffer = self._next_buffer(PAGE_BYTES)
         #: Offset of the buffer in the layer, and the number of its bytes that are in use.
         self._first, self._used = 0, PAGE_BYTES
         self._buffer[:PAGE_BYTES] = 0
@@ -208,14 +217,17 @@ class OpenLayer:
         try:
             written = self._finish(manifest)
         except BaseException:
-            self._buffers.abandon()
+            self.abandon()
             raise
         self._file._ended(written)
         return written
 
     def abandon(self) -> None:
-        """Waits for pending writes of a layer that is not finished."""
-        self._buffers.abandon()
+        """Waits for pending writes of a layer that is not finished. Idempotent."""
+        while self._writes:
+            with contextlib.suppress(Exception):
+                self._await_write()
+        self._runtime.memory.give_back([self._buffer])
 
     def _finish(self, manifest: LayerManifest) -> WrittenLayer:
         groups = [
@@ -245,10 +257,11 @@ class OpenLayer:
             self._file.file.write(self._start, self._buffer[:nbytes])
         else:
             self._flush(PAGE_BYTES)
-            self._buffers.wait()
+            while self._writes:
+                self._await_write()
             self._buffer[:PAGE_BYTES] = header
             self._file.file.write(self._start, self._buffer[:PAGE_BYTES])
-        self._buffers.give_back(self._buffer)
+        self._runtime.memory.give_back([self._buffer])
         digest = int.from_bytes(data[-footer.CRC_BYTES :], "little")
         return WrittenLayer(self._start, self._start + nbytes, digest, crc)
 
@@ -266,15 +279,30 @@ class OpenLayer:
         """Writes all whole pages, and continues in a buffer with room for ``nbytes``."""
         whole = self._used // PAGE_BYTES * PAGE_BYTES
         rest = self._buffer[whole : self._used]
-        following = self._buffers.take(nbytes + len(rest))
+        following = self._next_buffer(nbytes + len(rest))
         following[: len(rest)] = rest
         if self._file._checksum:
             done = self._buffer[PAGE_BYTES if self._first == 0 else 0 : whole]
             self._crc = joined(self._crc, crc32c(done), len(done))
         start = self._start + self._first
-        self._buffers.write(lambda data: self._file.file.write(start, data), self._buffer, whole)
+        write = self._runtime.submit(self._file.file.write, start, self._buffer[:whole])
+        self._writes.append((write, self._buffer))
         self._buffer = following
         self._first, self._used = self._first + whole, len(rest)
+
+    def _next_buffer(self, nbytes: int) -> np.ndarray:
+        """Returns a buffer of at least ``nbytes``, after waiting for one to be written."""
+        while len(self._writes) >= _BUFFERS - 1:
+            self._await_write()
+        shape = (max(nbytes, self._file._buffer_bytes),)
+        return self._runtime.memory.take(shape, np.dtype(np.uint8))
+
+    def _await_write(self) -> None:
+        write, buffer = self._writes.popleft()
+        try:
+            write.result()
+        finally:
+            self._runtime.memory.give_back([buffer])
 
     def _begun(
         self,

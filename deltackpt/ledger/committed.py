@@ -9,7 +9,6 @@ is verified.
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import threading
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -22,6 +21,7 @@ from deltackpt.errors import Damaged, StorageError
 from deltackpt.format import names
 from deltackpt.ledger.entries import COMMIT, Unit
 from deltackpt.ledger.view import JournalView
+from deltackpt.resources.runtime import Runtime
 from deltackpt.storage import digests, files
 from deltackpt.storage.digests import Digest, Streamed
 from deltackpt.storage.store import Missing, Stamp, StorePath
@@ -304,9 +304,8 @@ class Committed:
                 with open(path, "wb") as file:
                     self._copy(key, file)
 
-        with concurrent.futures.ThreadPoolExecutor(_FETCHERS, "deltackpt-fetch") as pool:
-            for _ in pool.map(fetch, keys):
-                pass
+        with Runtime(_FETCHERS) as runtime:
+            runtime.map(fetch, keys)
 
     def _copy(self, key: str, file: IO[bytes]) -> None:
         """Copies a file piece by piece, and verifies it at the end."""

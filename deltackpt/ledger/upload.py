@@ -7,11 +7,9 @@ object with all digests follows; then the unit may be committed.
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import google_crc32c
 
@@ -19,6 +17,7 @@ from deltackpt.errors import Damaged
 from deltackpt.ledger.committed import SEGMENT_BYTES, segment_name
 from deltackpt.ledger.entries import COMMIT
 from deltackpt.resources.pace import Pace
+from deltackpt.resources.runtime import Runtime
 from deltackpt.storage import digests
 from deltackpt.storage.digests import Digest, Digests, Streamed
 from deltackpt.storage.store import StorePath
@@ -26,7 +25,7 @@ from deltackpt.storage.store import StorePath
 #: Concurrent uploads: enough to hide the latency of a service.
 WORKERS = 8
 #: Maximum bytes in flight, over all objects. TensorStore holds a second copy.
-IN_FLIGHT_BYTES = 32 << 20
+_IN_FLIGHT_BYTES = 32 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,29 +41,6 @@ class Uploaded:
     nbytes: int
     crc32c: int
     objects: int
-
-
-class InFlight:
-    """Limits the bytes in flight; requests that exceed the limit wait."""
-
-    def __init__(self, most: int = IN_FLIGHT_BYTES):
-        """Starts empty."""
-        self._most = most
-        self._taken = 0
-        self._changed = threading.Condition()
-
-    @contextlib.contextmanager
-    def taken(self, nbytes: int) -> Iterator[None]:
-        """Waits until there is room; a request larger than the limit proceeds alone."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._taken or self._taken + nbytes <= self._most)
-            self._taken += nbytes
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._taken -= nbytes
-                self._changed.notify_all()
 
 
 def upload(
@@ -131,17 +107,25 @@ def send(
       Damaged: the named source file is missing or altered.
       StorageError: either store reported an error or did not answer.
     """
-    pace, in_flight, stopped = pace or Pace(), InFlight(), threading.Event()
+    pace, stopped = pace or Pace(), threading.Event()
+    runtime = Runtime(workers, memory_bytes=_IN_FLIGHT_BYTES)
     done = set() if done is None else done
 
     def put(name: str) -> None:
+        try:
+            put_segments(name)
+        except BaseException:
+            stopped.set()
+            raise
+
+    def put_segments(name: str) -> None:
         at, expected = source / name, files[name]
         count = _segments(expected)
         sent = Streamed()
         for number in range(count):
             start = number * SEGMENT_BYTES
             nbytes = min(SEGMENT_BYTES, expected.length - start)
-            with in_flight.taken(nbytes):
+            with runtime.memory.reserved(nbytes):
                 pace.take(nbytes, stopped)
                 if stopped.is_set():
                     return
@@ -154,18 +138,9 @@ def send(
             on_bytes(nbytes)
         done.add(name)
 
-    with concurrent.futures.ThreadPoolExecutor(workers, "deltackpt-upload") as pool:
+    with runtime:
         # Largest first, so that the last upload to finish is small.
-        order = sorted(files.keys() - done, key=lambda name: -files[name].length)
-        pending = [pool.submit(put, name) for name in order]
-        try:
-            for future in concurrent.futures.as_completed(pending):
-                future.result()
-        except BaseException:
-            stopped.set()
-            for future in pending:
-                future.cancel()
-            raise
+        runtime.map(put, sorted(files.keys() - done, key=lambda name: -files[name].length))
     return sum(map(_segments, files.values()))
 
 

@@ -8,8 +8,8 @@ it replaced still exists.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeVar
@@ -37,6 +37,7 @@ from deltackpt.reading.saves import (
     read_compacted,
     read_save,
 )
+from deltackpt.resources.runtime import Runtime, Task
 from deltackpt.storage.store import StorePath, store_path
 
 #: How often to look up a chain again that trainers and compactors keep replacing.
@@ -138,20 +139,14 @@ def _walked(
     step_dir: StorePath, item: str, usable: Callable[[StorePath], bool]
 ) -> tuple[StoredSave, ...]:
     """Returns the current chain of a step; ``usable`` filters compacted bases."""
-    pool = concurrent.futures.ThreadPoolExecutor(_PREFETCHES, "deltackpt-prefetch")
-    try:
-        return _walked_with(pool, step_dir, item, usable)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with Runtime(_PREFETCHES) as runtime:
+        return _walked_with(runtime, step_dir, item, usable)
 
 
 def _walked_with(
-    pool: concurrent.futures.Executor,
-    step_dir: StorePath,
-    item: str,
-    usable: Callable[[StorePath], bool],
+    runtime: Runtime, step_dir: StorePath, item: str, usable: Callable[[StorePath], bool]
 ) -> tuple[StoredSave, ...]:
-    coming: dict[StorePath, concurrent.futures.Future[bytes]] = {}
+    coming: dict[StorePath, Task[bytes]] = {}
     slow_reads = 0
     damaged: list[RestoreError] = []
 
@@ -180,7 +175,9 @@ def _walked_with(
         for parent in found.head.parents if slow_reads >= _SLOW_READS else ():
             at = step_dir.parent / parent / item / names.manifest_name(0)
             if at not in coming:
-                coming[at] = pool.submit(at.read, most_bytes=_PREFETCHED_BYTES)
+                coming[at] = runtime.submit(
+                    functools.partial(at.read, most_bytes=_PREFETCHED_BYTES)
+                )
         return found
 
     saves: dict[str, StoredSave] = {}

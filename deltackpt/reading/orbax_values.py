@@ -10,7 +10,6 @@ only the blocks around the wanted bytes are read and compared.
 from __future__ import annotations
 
 import bisect
-import concurrent.futures
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from deltackpt.format import names
 from deltackpt.format.dense_blocks import Key
 from deltackpt.reading.saves import StoredSave, check_dense
 from deltackpt.resources import memory, pages
+from deltackpt.resources.runtime import Runtime
 from deltackpt.storage import digests, ocdbt_index
 from deltackpt.storage.crc import BLOCK_BYTES, crc32c, joined
 from deltackpt.storage.digests import TAIL_BYTES, Digest
@@ -150,10 +150,11 @@ class OrbaxValues:
         files = placed.keys() | (self._index.nodes.keys() - self._sound if checked else set())
         readers = {file: self._reader(file, placed.get(file, [])) for file in sorted(files)}
         work = [(reader, piece) for reader in readers.values() for piece in reader.pieces]
-        with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-dense") as pool:
-            sums = iter(pool.map(lambda one: one[0].read(one[1], on_filled), work))
-            for reader in readers.values():
-                reader.check([next(sums) for _ in reader.pieces])
+        with Runtime(_READERS) as runtime:
+            found = runtime.map(lambda one: one[0].read(one[1], on_filled), work)
+        sums: Iterator[Any] = iter(found)
+        for reader in readers.values():
+            reader.check([next(sums) for _ in reader.pieces])
         self.bytes_read += sum(piece.stop - piece.start for _, piece in work)
         self._sound |= {file for file, reader in readers.items() if reader.whole}
 

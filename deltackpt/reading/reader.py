@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import collections
-import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,12 +28,16 @@ from deltackpt.reading.meter import Meter, Progress
 from deltackpt.reading.part_arrays import Shard
 from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.reading.wal_index import ReplayPlan
-from deltackpt.reading.wal_rows import SeenRows, WalRows
-from deltackpt.resources.staging import Staging
+from deltackpt.reading.wal_rows import RecordRows, SeenRows, WalRows
+from deltackpt.resources.runtime import Runtime
 
 #: More than two cores keep busy, as some wait for the disk (cold 1.68 s, by two threads 1.80).
 _THREADS = 3
 _SMALL_SAVE_BYTES = 1 << 20
+#: A row index in memory, and a flag.
+_ROW_INDEX_BYTES = 9
+#: Row indices may take as much memory, or a quarter of what is restored.
+_ROW_INDICES_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -135,12 +139,12 @@ def fill(
     records: WalRows = (),
     seen: SeenRows | None = None,
     indices: RowIndices = merge.stored_rows,
-    scratch: Staging | None = None,
-    threads: int = _THREADS,
+    runtime: Runtime | None = None,
     over_parent: bool = False,
 ) -> int:
     """Reads and merges saves and WAL records into buffers.
 
+    If their row indices need much memory, only some layers are merged at a time, the oldest first.
     After an error, the contents of the buffers are undefined.
 
     Args:
@@ -150,8 +154,7 @@ def fill(
       records: the records above the saves; all their rows are verified, wanted or not.
       seen: receives the rows of the records, wanted or not.
       indices: returns the row indices of segments; by default they are read.
-      scratch: temporary memory, kept for the next call.
-      threads: number of pieces that are read and decoded at the same time.
+      runtime: threads and temporary memory; by default those of this call.
       over_parent: whether the buffers contain the parent of the first save or record.
 
     Returns:
@@ -162,25 +165,59 @@ def fill(
       DamagedWal: a record is missing or altered; the message names it.
       StepGone: a step of the chain was removed at the same time.
     """
-    scratch = scratch or Staging(merge.SCRATCH_BYTES)
-    indices = _cached(wal_rows.all_rows(seen, indices) if records else indices)
-    with concurrent.futures.ThreadPoolExecutor(threads, "deltackpt-read") as pool:
-        try:
-            with wal_rows.verified(records):
-                layers = [*layers_of(saves, targets, pool), *records]
-                stages = [[*stage] for stage in merge.plan(layers, targets, indices, pool=pool)]
-                if not over_parent:
-                    check_covered(saves, layers, targets, indices)
-                pieces = [piece for stage in stages for piece in stage]
-                meter = Meter(progress, sum(piece.nbytes for piece in pieces))
-                several = None if merge.are_small(pieces) else pool
-                merge.run(stages, scratch, meter.add, several, threads)
-        except RestoreError as error:
-            pool.shutdown(cancel_futures=True)
-            if not isinstance(error, DamagedWal):
-                raise_if_removed(saves, error)
-            raise
+    if records:
+        indices = wal_rows.all_rows(seen, indices)
+    meter, window = Meter(progress), 0 if over_parent else _window(saves)
+    try:
+        with (
+            contextlib.nullcontext(runtime) if runtime else Runtime(_THREADS) as runtime,
+            wal_rows.verified(records),
+        ):
+            layers = [*layers_of(saves, targets, runtime), *records]
+            for number, part in enumerate(_parts(layers, targets, least=window)):
+                cached = _cached(indices)
+                stages = [[*one] for one in merge.plan(part, targets, cached, runtime=runtime)]
+                if window and not number:
+                    check_covered(saves, part, targets, cached)
+                meter.expect(sum(piece.nbytes for stage in stages for piece in stage))
+                merge.run(stages, runtime, meter.add)
+                # The row indices of the next part take their memory.
+                del cached, stages
+    except RestoreError as error:
+        if not isinstance(error, DamagedWal):
+            raise_if_removed(saves, error)
+        raise
     return meter.done
+
+
+def _parts(
+    layers: Sequence[Sequence[Shard]], targets: Targets, *, least: int
+) -> Iterator[Sequence[Sequence[Shard]]]:
+    """Cuts layers into parts whose row indices fit into memory; the first has at least ``least``.
+
+    There is at least one part, which may be empty.
+    """
+    target_bytes = sum(target.buffer.nbytes for target in targets.all)
+    most = max(_ROW_INDICES_BYTES, target_bytes // 4) // _ROW_INDEX_BYTES
+    start = rows = 0
+    for number, layer in enumerate(layers):
+        own = sum(_row_indices(shard, targets) for shard in layer)
+        if rows and rows + own > most and number >= least:
+            yield layers[start:number]
+            start, rows = number, 0
+        rows += own
+    yield layers[start:]
+
+
+def _row_indices(shard: Shard, targets: Targets) -> int:
+    """Returns how many row indices of a shard are read at most."""
+    count = 0
+    for segment in shard.segments:
+        if segment.ranges is None:
+            first, stop = targets.reach(segment) or (0, 0)
+            is_record = isinstance(shard, RecordRows)
+            count += segment.count if is_record else min(segment.count, stop - first)
+    return count
 
 
 def _cached(indices: RowIndices) -> RowIndices:
@@ -199,22 +236,22 @@ def _cached(indices: RowIndices) -> RowIndices:
 def layers_of(
     saves: Sequence[StoredSave],
     targets: Targets,
-    pool: concurrent.futures.Executor | None = None,
+    runtime: Runtime | None = None,
 ) -> list[list[StoredPart]]:
     """Returns the shards of each save that may have wanted rows.
 
     Args:
       saves: saves, oldest first.
       targets: the wanted rows.
-      pool: reads the manifests of large saves; by default the caller's thread does.
+      runtime: reads the manifests of large saves; by default the caller's thread does.
 
     Raises:
       Damaged: a manifest is missing or altered.
     """
     coming = [
         None
-        if pool is None or save.info.nbytes <= _SMALL_SAVE_BYTES
-        else pool.submit(save.parts, targets.touch)
+        if runtime is None or save.info.nbytes <= _SMALL_SAVE_BYTES
+        else runtime.submit(save.parts, targets.touch)
         for save in saves
     ]
     return [
@@ -240,9 +277,7 @@ def check_covered(
     Raises:
       Damaged: a row is missing or contained twice.
     """
-    base = saves[0]
-    # A chain without a base begins with the window of a rolling one.
-    window = 1 if base.head.rolling is None else base.head.rolling.window
+    base, window = saves[0], _window(saves)
     found: dict[int, int] = collections.Counter()
     for save, parts in zip(saves[:window], layers[:window], strict=True):
         for part, segment in ((one, segment) for one in parts for segment in one.segments):
@@ -266,6 +301,12 @@ def check_covered(
                 f"a base with {wanted} cells of {target.group}.{target.field}, rows {target.rows}",
                 f"{found[id(target)]}",
             )
+
+
+def _window(saves: Sequence[StoredSave]) -> int:
+    """Returns how many saves contain all rows; a chain without a base begins with a rolling one."""
+    rolling = saves[0].head.rolling
+    return 1 if rolling is None else rolling.window
 
 
 def _shares(save: StoredSave, part: Shard, segment: Segment, held: Rows) -> tuple[Span, ...]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import bisect
 import collections
-import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,7 +36,7 @@ from deltackpt.reading.orbax_values import OnFilled, OrbaxValues, nobody
 from deltackpt.reading.part_arrays import LayerArrays
 from deltackpt.reading.saves import StoredSave
 from deltackpt.resources import memory
-from deltackpt.resources.staging import Staging
+from deltackpt.resources.runtime import Memory, Runtime
 from deltackpt.storage import ocdbt
 from deltackpt.storage.ocdbt import ZARRAY
 
@@ -576,7 +575,7 @@ class DensePlan:
             (key, number): self._chain(key, found, data[key])
             for (key, number), found in self._chains.items()
         }
-        scratch = Staging(merge.SCRATCH_BYTES)
+        runtime = Runtime(_READERS)
 
         def on_filled(key: Key, start: int, stop: int) -> None:
             """Applies the changes to a part of a value while it is in the cache."""
@@ -587,7 +586,7 @@ class DensePlan:
             end = -(-stop // nbytes) if stop == value.nbytes else stop // nbytes
             for number in range(-(-start // nbytes), end):
                 if (chain := work.pop((key, number), None)) is not None:
-                    chain.run(scratch)
+                    chain.run(runtime.memory)
 
         if base is not None and self.missing:
             below = {key: value for key, value in self.missing.items() if key in data}
@@ -595,9 +594,8 @@ class DensePlan:
                 data[key].reshape(-1)[value.count :] = np.zeros((), data[key].dtype)
             into = {key: _bytes_of(value, data[key]) for key, value in below.items()}
             base.fill(into, on_filled)
-        with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-dense") as pool:
-            several = None if merge.are_small(work.values()) else pool
-            merge.run([work.values()], scratch, None, several, _READERS)
+        with runtime:
+            merge.run([work.values()], runtime)
 
     def _add(self, save: Sequence[DenseShard]) -> None:
         """Adds the shards of the next older save."""
@@ -670,9 +668,9 @@ class _Chain(NamedTuple):
     def nbytes(self) -> int:
         return sum(piece.nbytes for piece in self.pieces)
 
-    def run(self, scratch: Staging) -> None:
+    def run(self, memory: Memory) -> None:
         for piece in reversed(self.pieces):
-            piece.run(scratch)
+            piece.run(memory)
 
 
 def blocks_by_value(

@@ -21,6 +21,8 @@ _C_LIBRARY = ctypes.CDLL(None)
 _M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3
 #: From Linux 4.14 on; mmap has no name for it.
 _MADV_WIPEONFORK = 18
+#: Smaller buffers would waste most of a huge page.
+_LARGE_BYTES = 8 << 20
 
 
 def empty_buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -53,42 +55,31 @@ def empty_buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def aligned_buffer(nbytes: int) -> np.ndarray:
     """Returns at least ``nbytes`` of uint8 for direct writes, aligned to ``ALIGNMENT``.
 
-    The memory is shared with forked children. With private memory, a direct write in flight during
-    a fork could read the child's copy and lose data (see open(2)).
+    Large buffers are in huge pages if possible, which are filled faster. Forked children find
+    zeros. As with ``MADV_DONTFORK``, which open(2) requires of private memory, a fork does not make
+    the parent's pages copy-on-write; but a child may touch the memory and free it.
 
     Raises:
       MemoryError: there is not enough memory.
     """
     padded = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
+    is_large = padded >= _LARGE_BYTES
+    room = -(-padded // pages.UNIT_BYTES) * pages.UNIT_BYTES + pages.UNIT_BYTES
     try:
-        mapping = mmap.mmap(-1, padded, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
+        mapping = mmap.mmap(-1, room if is_large else padded, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise MemoryError(
             f"expected {padded:,} bytes of memory to stage a save in, found an allocation error "
             f"({error}); lower WriteOptions.staging_bytes"
         ) from error
-    return np.frombuffer(mapping, np.uint8)
-
-
-def private_buffer(nbytes: int) -> np.ndarray:
-    """Like ``aligned_buffer``, in private huge pages if possible, which are filled faster.
-
-    Forked children find zeros there. As with ``MADV_DONTFORK``, which open(2) requires of private
-    memory, a fork does not make the parent's pages copy-on-write; but a child may touch the memory
-    and free it.
-
-    Raises:
-      MemoryError: there is not enough memory.
-    """
-    padded = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
-    room = -(-padded // pages.UNIT_BYTES) * pages.UNIT_BYTES + pages.UNIT_BYTES
     try:
-        mapping = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapping.madvise(_MADV_WIPEONFORK)
-    except (OSError, OverflowError):
-        return aligned_buffer(nbytes)
-    advise_huge_pages(mapping)
+    except OSError:  # The kernel is too old: children share the memory.
+        mapping = mmap.mmap(-1, len(mapping), mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
     buffer = np.frombuffer(mapping, np.uint8)
+    if not is_large:
+        return buffer
+    advise_huge_pages(mapping)
     return buffer[-buffer.ctypes.data % pages.UNIT_BYTES :][:padded]
 
 

@@ -8,7 +8,6 @@ coordinates processes between these calls.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import logging
@@ -48,6 +47,7 @@ from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint, ReplayPlan, WalReader
 from deltackpt.reading.wal_records import damage_of
 from deltackpt.reading.wal_rows import SeenRows
+from deltackpt.resources.runtime import Runtime
 from deltackpt.restore import placing, sources
 from deltackpt.restore.sources import RowSource
 from deltackpt.restore.step_files import DenseFiles, ItemFiles, StepFiles
@@ -325,8 +325,8 @@ class StepReader:
                 files = DenseFiles(point.dense)
                 held.callback(files.close)
             # Orbax mostly waits for its own threads, and the merge for memory.
-            with concurrent.futures.ThreadPoolExecutor(1, "deltackpt-dense") as pool:
-                leaves = pool.submit(contexts.carried(self._dense), found, files)
+            with Runtime() as runtime:
+                leaves = runtime.submit(contexts.carried(self._dense), found, files)
                 seen = SeenRows(found.target.layout)
                 if merged is None:
                     chain = found.saves or chains.read_chain(found.target.step_dir, self._item)

@@ -9,7 +9,6 @@ losslessly: the save never fails for it.
 
 from __future__ import annotations
 
-import concurrent.futures
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ import numpy as np
 from deltackpt.codecs import of_blocks
 from deltackpt.codecs.of_blocks import PIECE_BLOCKS
 from deltackpt.format.dense_blocks import BLOCK
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import encode_blocks
 from deltackpt.save.dense_references import Array
 
@@ -83,7 +83,7 @@ def encode_leaf(
     reference: np.ndarray | None,
     codec: str,
     max_error: float | None,
-    pool: concurrent.futures.Executor,
+    runtime: Runtime,
     *,
     skip_unchanged: bool = True,
     alone: range = range(0),
@@ -96,7 +96,7 @@ def encode_leaf(
       reference: (blocks, 256), the decoded values of the parent, or None.
       codec: ``lossless``, or a lossy one.
       max_error: maximum relative l2 error of the leaf; None for no limit.
-      pool: encodes spans.
+      runtime: encodes spans.
       skip_unchanged: whether to omit unchanged blocks.
       alone: blocks that are encoded without the reference.
       only: ranges of blocks outside of which none has changed; None if that is unknown.
@@ -124,7 +124,7 @@ def encode_leaf(
                 return found._replace(squared_norm=encode_blocks.squares(leaf[part]))
             return _lossy(codec, leaf[part], before, start, decoded[part], skip_unchanged)
 
-        found = [*(pool.map if len(spans) > 1 else map)(of_span, spans)]
+        found = [*runtime.map(of_span, spans)]
         pieces = _joined(piece for span in found for piece in span.pieces)
         if not pieces and reference is not None:
             decoded = reference

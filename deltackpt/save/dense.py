@@ -7,7 +7,6 @@ if a ``DenseKeeper`` keeps the decoded values of the parent, only the blocks tha
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import itertools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import numpy as np
 from deltackpt.errors import UnsupportedLeaf
 from deltackpt.format.dense_blocks import BLOCK, PLAIN, blocks_of, group_of
 from deltackpt.format.manifest import DenseLeaf, RollingShare, SaveId, path_name
-from deltackpt.resources.staging import Staging
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import dense_layer, dense_layout, device_blocks
 from deltackpt.save.dense_coding import Coding
 from deltackpt.save.dense_layer import DenseValue, WrittenDense
@@ -34,6 +33,8 @@ from deltackpt.storage.parts import Place
 
 #: Smaller values of one dtype share a buffer, because staging lends whole MiB.
 _SHARED_BYTES = 1 << 20
+#: Threads share copies of so many bytes at least, in pieces of about so many.
+_LARGE_BYTES, _PIECE_BYTES = 8 << 20, 2 << 20
 #: Smaller buffers of whole leaves are not taken from staging.
 _STAGED_BYTES = 128 << 10
 
@@ -46,7 +47,7 @@ class DenseLeaves:
         plan: Plan,
         chunks: Sequence[DenseValue],
         pieces: Mapping[str, Sequence[np.ndarray]],
-        staging: Staging,
+        runtime: Runtime,
         keeper: DenseKeeper | None,
     ):
         """Created by ``capture``."""
@@ -57,22 +58,22 @@ class DenseLeaves:
         self.chunks = chunks
         self._plan = plan
         self._pieces = pieces
-        self._staging = staging
+        self._runtime = runtime
         self._keeper = keeper
 
     @classmethod
-    def capture(cls, tree: Any, process: int, staging: Staging) -> DenseLeaves:
+    def capture(cls, tree: Any, process: int, runtime: Runtime) -> DenseLeaves:
         """Copies the values that this process writes, to store them whole; waits for accelerators.
 
         Args:
           tree: nested containers of leaves.
           process: index of this process.
-          staging: provides the memory for the copies.
+          runtime: provides the memory for the copies, and encodes them.
 
         Raises:
           UnsupportedLeaf: Orbax's handler must write the leaves.
         """
-        return _captured(dense_layout.plan(tree, process), staging)
+        return _captured(dense_layout.plan(tree, process), runtime)
 
     def write(self, item_dir: Path, batch: FileBatch, others: StepWriters) -> None:
         """See ``step.Item``: writes a base's item in Orbax's layout, and releases the memory."""
@@ -111,7 +112,6 @@ class DenseLeaves:
         place_of: Callable[[str], Place],
         save_id: SaveId,
         parent: SaveId | None,
-        pool: concurrent.futures.Executor,
         *,
         rolling: RollingShare | None = None,
     ) -> WrittenDense:
@@ -123,7 +123,6 @@ class DenseLeaves:
           place_of: returns the destination of a segment.
           save_id: id of the save or record.
           parent: the save or record that it may refer to; None to write whole leaves.
-          pool: runs the encoding.
           rolling: the delta's share of a rolling base.
         """
         keeper, values = self._keeper, [*self.values()]
@@ -133,7 +132,7 @@ class DenseLeaves:
             deltas = dense_layer.encode(
                 values,
                 keeper.references.of(parent),
-                pool,
+                self._runtime,
                 skip_unchanged=keeper.skip_unchanged,
                 rolling=rolling,
             )
@@ -151,9 +150,9 @@ class DenseLeaves:
     def release(self) -> None:
         """Releases the memory that no save needs. Idempotent."""
         if self._keeper is not None:
-            self._keeper.references.done_with(value.data for value in self.chunks)
+            self._keeper.references.release(value.data for value in self.chunks)
         else:
-            self._staging.done_with(itertools.chain(*self._pieces.values()))
+            self._runtime.memory.give_back(itertools.chain(*self._pieces.values()))
         self.chunks, self._pieces = (), {}
 
 
@@ -163,6 +162,7 @@ class DenseKeeper:
     def __init__(
         self,
         coding_of: Callable[[DenseLeaf, Any], Coding],
+        runtime: Runtime,
         *,
         max_reference_bytes: int,
         skip_unchanged: bool,
@@ -171,11 +171,12 @@ class DenseKeeper:
 
         Args:
           coding_of: how the leaf at a path is encoded in deltas.
+          runtime: threads that copy and encode.
           max_reference_bytes: host memory for references, over all saves that are kept.
           skip_unchanged: whether to omit unchanged blocks from deltas.
         """
         self.skip_unchanged = skip_unchanged
-        self.references = References(max_reference_bytes, hashed=skip_unchanged)
+        self.references = References(max_reference_bytes, runtime, hashed=skip_unchanged)
         self._coding_of = coding_of
 
     def capture(
@@ -203,7 +204,7 @@ class DenseKeeper:
         for leaf in leaves:
             if (name := ".".join(leaf.key)) in dtypes_of:
                 codings[name] = path_name(leaf.path), self._coding_of(leaf, dtypes_of[name])
-        found = _captured(plan, self.references.staging, self, codings, given or {})
+        found = _captured(plan, self.references.runtime, self, codings, given or {})
         self.references.copied(found.nbytes)
         return found
 
@@ -251,7 +252,7 @@ class DenseKeeper:
 
 def _captured(
     plan: Plan,
-    staging: Staging,
+    runtime: Runtime,
     keeper: DenseKeeper | None = None,
     codings: Mapping[str, tuple[str, Coding]] | None = None,
     given: Mapping[str, np.ndarray] | None = None,
@@ -263,7 +264,7 @@ def _captured(
 
     Args:
       plan: the chunks.
-      staging: provides memory.
+      runtime: provides memory, and threads that copy.
       keeper: keeps the values; None to store them whole.
       codings: name in Orbax's database to the path of the leaf and its coding.
       given: see ``DenseKeeper.capture``.
@@ -318,19 +319,19 @@ def _captured(
             open_runs[dtype] = [value]
             runs.append(open_runs[dtype])
     least = _STAGED_BYTES if keeper is None else _SHARED_BYTES
-    pieces = _copied(runs, views, staging, least)
-    return DenseLeaves(plan, [values[chunk.key] for chunk in plan.chunks], pieces, staging, keeper)
+    pieces = _copied(runs, views, runtime, least)
+    return DenseLeaves(plan, [values[chunk.key] for chunk in plan.chunks], pieces, runtime, keeper)
 
 
 def _copied(
-    runs: Sequence[Sequence[DenseValue]], views: Container[str], staging: Staging, least: int
+    runs: Sequence[Sequence[DenseValue]], views: Container[str], runtime: Runtime, least: int
 ) -> dict[str, list[np.ndarray]]:
     """Replaces the data of values by their blocks, in memory of their own.
 
     Args:
       runs: values of one dtype each, which share a buffer.
       views: keys of values that are in their own memory already.
-      staging: provides buffers.
+      runtime: provides buffers, and threads that copy.
       least: size of the smallest buffer that is taken from it.
 
     Returns:
@@ -349,7 +350,7 @@ def _copied(
             bounds = [0, *itertools.accumulate(blocks_of(value.data.size) for value in run)]
             shape = bounds[-1], BLOCK
             is_staged = bounds[-1] * BLOCK * dtype.itemsize >= least
-            buffer = staging.take(shape, dtype) if is_staged else np.empty(shape, dtype)
+            buffer = runtime.memory.take(shape, dtype) if is_staged else np.empty(shape, dtype)
             of_group.append(buffer)
             for value, start, stop in zip(run, bounds, bounds[1:], strict=False):
                 found = np.asarray(value.data)
@@ -358,11 +359,28 @@ def _copied(
                 copies.append((flat[:count].reshape(found.shape), found))
                 if count < flat.size:
                     flat[count:] = 0
-        staging.copy(copies)
+        _copy(copies, runtime)
     except BaseException:
-        staging.done_with(itertools.chain(*pieces.values()))
+        runtime.memory.give_back(itertools.chain(*pieces.values()))
         raise
     return pieces
+
+
+def _copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]], runtime: Runtime) -> None:
+    """Copies arrays to others of their shapes; threads help if they are large."""
+    large = sum(source.nbytes for _, source in pairs) >= _LARGE_BYTES
+    pieces = [piece for pair in pairs for piece in _pieces(*pair)] if large else pairs
+    runtime.map(lambda pair: np.copyto(*pair), pieces, threads=None if large else 1)
+
+
+def _pieces(out: np.ndarray, source: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields a copy in pieces along the first axis."""
+    if source.nbytes < 2 * _PIECE_BYTES:
+        yield out, source
+        return
+    count = max(1, len(source) * _PIECE_BYTES // source.nbytes)
+    for start in range(0, len(source), count):
+        yield out[start : start + count], source[start : start + count]
 
 
 @functools.cache

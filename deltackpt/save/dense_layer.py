@@ -8,7 +8,6 @@ segment with some of their blocks. Small values and files are one segment of byt
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import dataclasses
 import math
 import zlib
@@ -33,6 +32,7 @@ from deltackpt.format.dtypes import dtype_of
 from deltackpt.format.figures import LeafFigures
 from deltackpt.format.manifest import RollingShare
 from deltackpt.format.segments import Segment
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import block_codes, device_blocks
 from deltackpt.save.block_codes import EncodedBlocks, LeafDelta
 from deltackpt.save.dense_coding import Coding
@@ -144,7 +144,7 @@ def write_whole(
 def encode(
     values: Sequence[DenseValue],
     parent: Left,
-    pool: concurrent.futures.Executor,
+    runtime: Runtime,
     *,
     skip_unchanged: bool = True,
     rolling: RollingShare | None = None,
@@ -154,17 +154,17 @@ def encode(
     Args:
       values: the values of one process.
       parent: what is known of the parent's values; values not in it are stored whole.
-      pool: runs the encoding.
+      runtime: runs the encoding.
       skip_unchanged: whether to omit unchanged values.
       rolling: the save's share of a rolling base.
     """
-    return [_encoded(value, parent, pool, skip_unchanged, rolling) for value in values]
+    return [_encoded(value, parent, runtime, skip_unchanged, rolling) for value in values]
 
 
 def _encoded(
     value: DenseValue,
     parent: Left,
-    pool: concurrent.futures.Executor,
+    runtime: Runtime,
     skip_unchanged: bool,
     rolling: RollingShare | None,
 ) -> LeafDelta:
@@ -185,14 +185,14 @@ def _encoded(
     if rolling is None and hashes is None and isinstance(data, jax.Array):
         if reference is None or isinstance(reference, jax.Array):
             return device_blocks.encode_leaf_there(
-                data, reference, *value.coding, pool, skip_unchanged=skip_unchanged
+                data, reference, *value.coding, runtime, skip_unchanged=skip_unchanged
             )
     data = np.asarray(data)
     return block_codes.encode_leaf(
         data,
         None if reference is None else np.asarray(reference),
         *value.coding,
-        pool,
+        runtime,
         skip_unchanged=skip_unchanged,
         alone=share,
         only=None if hashes is None or rolling is not None else hashes.changed(data),

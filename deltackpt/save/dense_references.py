@@ -19,7 +19,7 @@ import xxhash
 
 from deltackpt.format.dense_blocks import BLOCK, Key
 from deltackpt.format.manifest import SaveId
-from deltackpt.resources.staging import Staging
+from deltackpt.resources.runtime import Runtime
 
 #: Bytes that share a hash. A hash of 128 bits: two of any 2^50 differ but for odds of 2^-29.
 HASHED_BYTES = 64 << 10
@@ -83,23 +83,20 @@ class Left:
 class References:
     """The references of saves, and their memory; thread-safe."""
 
-    def __init__(self, most_bytes: int, *, hashed: bool):
+    def __init__(self, most_bytes: int, runtime: Runtime, *, hashed: bool):
         """Keeps nothing yet.
 
         Args:
           most_bytes: memory limit, once a save is committed.
+          runtime: threads for the copies of saves.
           hashed: whether to hash leaves that do not fit.
         """
         self._most_bytes = most_bytes
         self._hashed = hashed
-        self._staging = Staging(2 * most_bytes)
+        #: Memory of the references, and of the copies of saves in flight.
+        self.runtime = runtime.part(2 * most_bytes)
         self._lock = threading.Lock()
         self._kept: dict[SaveId, Left] = {}
-
-    @property
-    def staging(self) -> Staging:
-        """Returns the memory."""
-        return self._staging
 
     @property
     def nbytes(self) -> int:
@@ -110,7 +107,7 @@ class References:
     def copied(self, nbytes: int) -> None:
         """Keeps memory for the next save's copies, whose size is similar to a save's."""
         # Buffers are up to a fourth larger than their contents.
-        self._staging.most_free_bytes = nbytes * 5 // 4
+        self.runtime.memory.max_kept_bytes = nbytes * 5 // 4
 
     def of(self, save_id: SaveId | None) -> Left:
         """Returns a save's reference; empty if it has none."""
@@ -136,19 +133,19 @@ class References:
             if chosen in self._kept and self._kept_bytes() > self._most_bytes:
                 dropped.append(self._kept[chosen])
                 self._kept[chosen] = self._fitting(self._kept[chosen])
-        self.done_with(data for left in dropped for data in left.data.values())
+        self.release(data for left in dropped for data in left.data.values())
 
     def failed(self, save_id: SaveId) -> None:
         """Drops the reference that a failed save has staged. Idempotent."""
         with self._lock:
             dropped = self._kept.pop(save_id, Left())
-        self.done_with(dropped.data.values())
+        self.release(dropped.data.values())
 
-    def done_with(self, copies: Iterable[Array]) -> None:
+    def release(self, copies: Iterable[Array]) -> None:
         """Releases copies that no save keeps."""
         with self._lock:
             kept = {id(data) for left in self._kept.values() for data in left.data.values()}
-            self._staging.done_with(data for data in copies if id(data) not in kept)
+            self.runtime.memory.give_back(data for data in copies if id(data) not in kept)
 
     def _fitting(self, left: Left) -> Left:
         """Returns as much as there is room for, in the order of the leaves; hashes of the rest."""

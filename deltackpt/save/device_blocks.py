@@ -22,6 +22,7 @@ from deltackpt.codecs import of_blocks
 from deltackpt.codecs.of_blocks import Difference
 from deltackpt.codecs.uniform import BFLOAT16_FLAG, Uniform
 from deltackpt.format.dense_blocks import BLOCK, blocks_of
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import encode, encode_blocks
 from deltackpt.save.block_codes import EncodedBlocks, LeafDelta, encode_leaf, within_budget
 from deltackpt.save.dense_references import Array
@@ -64,7 +65,7 @@ def encode_leaf_there(
     reference: Array | None,
     codec: str,
     max_error: float | None,
-    pool: Any,
+    runtime: Runtime,
     *,
     skip_unchanged: bool = True,
 ) -> LeafDelta:
@@ -77,7 +78,7 @@ def encode_leaf_there(
       reference: (blocks, 256), the decoded values of the parent.
       codec: a codec for which ``takes`` is True.
       max_error: maximum relative l2 error of the leaf; None for no limit.
-      pool: encodes spans on the host.
+      runtime: encodes spans on the host.
       skip_unchanged: whether to omit unchanged blocks.
     """
 
@@ -92,7 +93,7 @@ def encode_leaf_there(
     def on_host(codec: str, reason: str = "") -> LeafDelta:
         before = None if reference is None else np.asarray(reference)
         coded = encode_leaf(
-            np.asarray(leaf), before, codec, max_error, pool, skip_unchanged=skip_unchanged
+            np.asarray(leaf), before, codec, max_error, runtime, skip_unchanged=skip_unchanged
         )
         if coded.codec != of_blocks.LOSSLESS:
             decoded = jax.device_put(coded.decoded, leaf.sharding)

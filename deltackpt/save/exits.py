@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deltackpt.errors import ClosedError, DeltackptError, SaveFailed, WaitTimeout
-from deltackpt.resources.workers import complete
+from deltackpt.resources.runtime import Task
 
 _logger = logging.getLogger(__name__)
 
@@ -178,18 +178,17 @@ def uninterrupted(call: Callable[[], None]) -> None:
     if threading.current_thread() is not threading.main_thread():
         call()
         return
-    future: concurrent.futures.Future[None] = concurrent.futures.Future()
-    arguments = future, call
+    task = Task(call)
     try:
         try:
-            threading.Thread(target=complete, args=arguments, name="deltackpt-close").start()
+            threading.Thread(target=task.run, name="deltackpt-close").start()
         except RuntimeError:  # The program has ended: no thread starts any more.
-            complete(*arguments)
-        future.result()
+            task.run()
+        task.future.result()
     except BaseException:
         # An interrupted start may have started the thread.
-        if not future.cancel():
-            concurrent.futures.wait([future])
+        if not task.cancel():
+            concurrent.futures.wait([task.future])
         raise
 
 

@@ -8,7 +8,6 @@ stored raw, with their positions.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from deltackpt.codecs import Codec, Lossless
 from deltackpt.errors import ErrorBudgetExceeded, OptionError
 from deltackpt.format.segments import ArrayEntry
 from deltackpt.policies import Choice, CodecChoice
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save.encode import Encoded
 from deltackpt.save.pieces import Piece, ahead
 from deltackpt.storage import arrays, parts
@@ -70,7 +70,7 @@ def write_field(
     place: Place,
     field: Field,
     pieces: Callable[[Codec], Iterator[Piece]],
-    pool: concurrent.futures.Executor,
+    runtime: Runtime,
 ) -> StoredField:
     """Writes a field with the planned codec, or with the first more precise one within the budget.
 
@@ -78,7 +78,7 @@ def write_field(
       place: destination.
       field: what to store.
       pieces: returns the rows in order, for a given codec; called once per attempted codec.
-      pool: encodes several pieces concurrently.
+      runtime: encodes several pieces concurrently.
 
     Raises:
       ErrorBudgetExceeded: the planned codec would exceed the user's bound, and more precise ones
@@ -94,7 +94,7 @@ def write_field(
         if codecs.is_lossless(codec):
             return _write_lossless(place, field, plan, codec, pieces(codec))
         attempt = _Attempt(place, field, codec)
-        for piece, encoded in ahead(codec, pieces(codec), pool):
+        for piece, encoded in ahead(codec, pieces(codec), runtime):
             attempt.write(piece, encoded)
             if attempt.hopeless():
                 break

@@ -10,6 +10,7 @@ the training state, for a base or for a delta larger than the staging budget): s
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -22,8 +23,7 @@ from deltackpt.format.figures import LeafFigures, table_figures
 from deltackpt.format.manifest import LayerRef, TrackingName
 from deltackpt.format.segments import GroupEntry, Segment
 from deltackpt.layers.shard import LayerShard
-from deltackpt.resources.staging import Staging
-from deltackpt.resources.workers import Workers
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import part
 from deltackpt.save.branch import Written
 from deltackpt.save.dense import DenseLeaves
@@ -45,14 +45,12 @@ class PipelineOptions:
 
     Attributes:
       fsync: whether to fsync every file before its shard is considered written.
-      staging_bytes: host memory in bytes for copied rows, across all saves in flight.
       digests: digest files that the commit writes; see ``Manifest.digests``.
       sampled_proof: whether saves check a sample of the rows; see ``save.proof``.
       processes_secs: how long another process may be silent.
     """
 
     fsync: bool = True
-    staging_bytes: int = 1 << 30
     digests: tuple[str, ...] = ("item",)
     sampled_proof: bool = True
     processes_secs: float = 60.0
@@ -68,10 +66,10 @@ class Embeddings:
         it. Without any TouchState, the save is a base.
       lineage: the trainer's earlier saves; None makes the save a base of a new run.
       options: how to stage and write the rows.
-      staging: the pool shared by the saves of one manager.
-      workers: threads that write and encode.
+      runtime: shared by the saves of one manager; by default, the save has its own.
       force_base: save a base regardless of the policy.
       dense_bytes: bytes of the dense leaves that a base contains and a delta may omit.
+      copied_bytes: bytes of the dense leaves that will be copied to the same memory as the rows.
       tracking: how the touched rows were found, for the manifest.
     """
 
@@ -79,10 +77,10 @@ class Embeddings:
     touched: TouchState | None = None
     lineage: Lineage | None = None
     options: PipelineOptions = PipelineOptions()
-    staging: Staging | None = None
-    workers: Workers | None = None
+    runtime: Runtime | None = None
     force_base: bool = False
     dense_bytes: int = 0
+    copied_bytes: int = 0
     tracking: TrackingName = ""
 
     @property
@@ -129,7 +127,7 @@ class PendingSave:
         nbytes: int,
         extract_secs: float,
         fsync: bool,
-        workers: Workers,
+        runtime: Runtime,
     ):
         """Created by ``snapshot.take``.
 
@@ -140,7 +138,7 @@ class PendingSave:
           nbytes: bytes of the rows, before they are encoded.
           extract_secs: duration of the capture.
           fsync: whether the shard is fsynced if others commit it.
-          workers: threads that write and encode.
+          runtime: writes and encodes.
         """
         self.intent = plan.intent
         #: Why the touched rows were not trusted, and all rows are saved; None where they were.
@@ -157,7 +155,7 @@ class PendingSave:
         self._faults = faults
         self._extract_secs = extract_secs
         self._fsync = fsync
-        self._workers = workers
+        self._runtime = runtime
 
     @property
     def released(self) -> threading.Event:
@@ -228,41 +226,39 @@ class PendingSave:
         self, item_dir: Path, batch: FileBatch, others: StepWriters, encoding: BusyClock
     ) -> tuple[list[Segment], WrittenDense | None, LayerRef | None]:
         """Writes the arrays of a base as Zarr arrays, and those of a delta into a layer file."""
-        plan, workers, intent = self._plan, self._workers, self.intent
+        rows, runtime, intent = self.rows, self._runtime, self.intent
+        fields = functools.partial(part.planned_fields, self._plan, rows)
         if intent.kind == "base":
 
             def place(segment: str) -> Place:
                 return ArrayPlace(item_dir, others.process, segment, batch)
 
-            segments = part.write_segments(plan, place, self.rows, workers, encoding)
+            segments = part.write_segments(rows, place, fields, runtime, encoding)
             return segments, self._write_dense(place), None
-        with workers.write_buffers() as buffers:
-            shard = LayerShard(
-                item_dir,
-                intent.save_id,
-                None if intent.parent is None else intent.parent.save_id,
-                batch,
-                buffers,
-                process=others.process,
-                process_count=others.count,
-            )
-            try:
-                segments = part.write_segments(plan, shard.place, self.rows, workers, encoding)
-                dense = self._write_dense(shard.place)
-                blocks = () if dense is None else dense.record.segments
-                return segments, dense, shard.finish([*segments, *blocks])
-            except BaseException:
-                shard.abandon()
-                raise
+        shard = LayerShard(
+            item_dir,
+            intent.save_id,
+            None if intent.parent is None else intent.parent.save_id,
+            batch,
+            runtime,
+            process=others.process,
+            process_count=others.count,
+        )
+        try:
+            segments = part.write_segments(rows, shard.place, fields, runtime, encoding)
+            dense = self._write_dense(shard.place)
+            blocks = () if dense is None else dense.record.segments
+            return segments, dense, shard.finish([*segments, *blocks])
+        except BaseException:
+            shard.abandon()
+            raise
 
     def _write_dense(self, place_of: Callable[[str], Place]) -> WrittenDense | None:
         if self.dense is None:
             return None
-        intent, pool = self.intent, self._workers.encoders
+        intent = self.intent
         parent = None if intent.parent is None else intent.parent.save_id
-        return self.dense.write_layer(
-            place_of, intent.save_id, parent, pool, rolling=intent.rolling
-        )
+        return self.dense.write_layer(place_of, intent.save_id, parent, rolling=intent.rolling)
 
     def complete(self, item_dir: Path, batch: FileBatch, others: StepWriters) -> None:
         """Does nothing: process 0's manifest describes all shards."""
@@ -274,14 +270,14 @@ class PendingSave:
           item_dir: existing directory of the item.
           coordinator: the processes that write it.
         """
-        workers, save_id = self._workers, self.intent.save_id
+        save_id = self.intent.save_id
         others = StepWriters(
             coordinator=coordinator,
             key=f"{save_id.run}-{save_id.attempt}",
             temporary=item_dir.parent,
-            readers=workers.forcers,
+            runtime=self._runtime,
         )
-        batch = FileBatch(item_dir, fsync=self._fsync, pool=workers.forcers, pace=workers.pace)
+        batch = FileBatch(item_dir, fsync=self._fsync, runtime=self._runtime)
         try:
             with coordinator.alive():
                 self.write(item_dir, batch, others)

@@ -7,7 +7,6 @@ the other processes.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from deltackpt.format.dense_blocks import DenseBlocks
 from deltackpt.format.manifest import LayerRef, Layout, Manifest, TrackingName
 from deltackpt.format.segments import GroupEntry, Segment
 from deltackpt.policies import Choice, CodecChoice
-from deltackpt.resources.workers import Workers
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import fields
 from deltackpt.save.division import Owned
 from deltackpt.save.extract import SegmentSource
@@ -31,7 +30,7 @@ from deltackpt.save.taken import TakenRows
 from deltackpt.save.writers import StepWriters
 from deltackpt.storage import parts
 from deltackpt.storage.batch import FileBatch
-from deltackpt.storage.parts import Place, Share, StoredField, WrittenPart
+from deltackpt.storage.parts import Place, Share, WrittenPart
 
 #: Group name to field name to the codec that a save tries first.
 Plans = Mapping[str, Mapping[str, Choice]]
@@ -67,55 +66,49 @@ class PartPlan:
 
 
 def write_segments(
-    plan: PartPlan,
-    place_of: Callable[[str], Place],
     rows: TakenRows,
-    workers: Workers,
+    place_of: Callable[[str], Place],
+    described: Callable[[SegmentSource], Sequence[Field]],
+    runtime: Runtime,
     encoding: BusyClock,
+    *,
+    threads: int | None = None,
 ) -> list[Segment]:
     """Writes the arrays of all captured rows, which must be in host memory or encoded.
 
     Args:
-      plan: the part to write.
-      place_of: returns the destination of a segment.
       rows: captured rows.
-      workers: threads that write and encode.
+      place_of: returns the destination of a segment.
+      described: returns the fields of a segment.
+      runtime: threads that write and encode.
       encoding: measures the encoding time, separately from writing.
+      threads: number of arrays that are written at the same time; by default as many as the runtime
+        allows.
 
     Raises:
       ErrorBudgetExceeded: a codec would exceed the user's bound, and more precise ones are not
         allowed.
       StorageError: the store reported an error.
     """
-    groups = plan.layout.group_by_name
-    started = []
-    pending: list[concurrent.futures.Future[Any]] = []
-    try:
-        for number, source in enumerate(rows.segments):
-            place = place_of(f"{source.group}.{number}")
-            row_numbers = workers.write(parts.write_rows, place, source.rows)
-            pending.append(row_numbers)
-            stored: list[concurrent.futures.Future[StoredField]] = []
-            for field in _fields(plan, groups[source.group], source, held=rows.held):
-                pieces = functools.partial(_pieces, rows, encoding, number, field.name)
-                stored.append(
-                    workers.write(fields.write_field, place, field, pieces, workers.encoders)
-                )
-                pending.append(stored[-1])
-            started.append((place, source, row_numbers, stored))
-    finally:
-        # They read memory that is given back after an error.
-        concurrent.futures.wait(pending)
+    places, writes = [], []
+    for number, source in enumerate(rows.segments):
+        place = place_of(f"{source.group}.{number}")
+        places.append(place)
+        writes.append(functools.partial(parts.write_rows, place, source.rows))
+        for field in described(source):
+            pieces = functools.partial(_pieces, rows, encoding, number, field.name)
+            writes.append(functools.partial(fields.write_field, place, field, pieces, runtime))
+    stored: Iterator[Any] = iter(runtime.map(lambda write: write(), writes, threads=threads))
     return [
         parts.stored_segment(
             place,
             source.group,
             source.columns,
             source.rows,
-            row_numbers.result(),
-            [future.result() for future in stored],
+            next(stored),
+            [next(stored) for _ in source.fields],
         )
-        for place, source, row_numbers, stored in started
+        for place, source in zip(places, rows.segments, strict=True)
     ]
 
 
@@ -126,14 +119,14 @@ def _pieces(
     return encoding.over(rows.pieces(number, field, codec))
 
 
-def _fields(plan: PartPlan, group: GroupEntry, source: SegmentSource, *, held: bool) -> list[Field]:
+def planned_fields(plan: PartPlan, rows: TakenRows, source: SegmentSource) -> list[Field]:
+    """Returns the fields of a segment of a save to store."""
     rolled = plan.intent.kind == "delta" and source.kind == "base"
     plans = plan.share_plans if rolled else plan.plans
-    return fields_of(group, source, plan.layout, plan.choices, plans, held=held)
+    return fields_of(source, plan.layout, plan.choices, plans, held=rows.held)
 
 
 def fields_of(
-    group: GroupEntry,
     source: SegmentSource,
     layout: Layout,
     choices: Mapping[str, Mapping[str, CodecChoice]],
@@ -144,13 +137,13 @@ def fields_of(
     """Returns the fields of a segment to store.
 
     Args:
-      group: group of the segment's rows.
       source: the segment.
       layout: tables and groups.
       choices: group name to field name to the user's codec.
       plans: the first codecs to try.
       held: whether its rows are views of the training state, which might change concurrently.
     """
+    group = layout.group_by_name[source.group]
     bounds = parts.table_bounds(group, layout, source.rows)
     tables = [table.name for table in manifest.members(group, layout.tables)]
     return [

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import dataclasses
 import math
 import threading
@@ -16,6 +15,7 @@ import jax
 import numpy as np
 
 from deltackpt.codecs.codec import Codec
+from deltackpt.resources.runtime import Runtime, Task
 from deltackpt.save import encode
 from deltackpt.save.encode import Encoded
 from deltackpt.state import contexts, placement
@@ -148,16 +148,15 @@ class _ClockedPiece:
 
 
 def ahead(
-    codec: Codec, pieces: Iterable[Piece], pool: concurrent.futures.Executor
+    codec: Codec, pieces: Iterable[Piece], runtime: Runtime
 ) -> Iterator[tuple[Piece, Encoded]]:
     """Yields pieces in order with their encoded rows.
 
     A piece must stay valid until ``AHEAD`` more pieces were requested.
     """
-    waiting: collections.deque[tuple[Piece, concurrent.futures.Future[Encoded]]]
-    waiting = collections.deque()
+    waiting: collections.deque[tuple[Piece, Task[Encoded]]] = collections.deque()
     for piece in pieces:
-        waiting.append((piece, pool.submit(piece.encoded, codec)))
+        waiting.append((piece, runtime.submit(piece.encoded, codec)))
         if len(waiting) > AHEAD:
             first, encoded = waiting.popleft()
             yield first, encoded.result()

@@ -25,7 +25,7 @@ from deltackpt.format import blocks, manifest
 from deltackpt.format.blocks import Rows, Span
 from deltackpt.format.manifest import Layout
 from deltackpt.format.segments import GroupEntry
-from deltackpt.resources.staging import Staging
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save.clocks import Clocks, Reading
 from deltackpt.save.division import Where
 from deltackpt.save.extract import FieldSource
@@ -117,17 +117,17 @@ def take(sources: Sources, intent: Intent) -> Proof:
     return Proof(tuple(listed(table, rows) for table, rows in sorted(faults.items())), witness)
 
 
-def of_restored(split: Split, fresh: TouchState, staging: Staging) -> Witness:
+def of_restored(split: Split, fresh: TouchState, runtime: Runtime) -> Witness:
     """Samples a state that was just restored, in which no row was touched.
 
     Args:
       split: the state.
       fresh: its new TouchState.
-      staging: staging memory of the manager.
+      runtime: the manager's.
     """
     keys = matched(fresh, split.layout)
     stamps = {table: {"": fresh.stamps[key]} for table, key in keys.items()}
-    sources = Sources(split.layout, split.fields, stamps, staging)
+    sources = Sources(split.layout, split.fields, stamps, runtime)
     return {plan.key: _sampled(sources, plan, None, None) for plan in _plans(sources)}
 
 

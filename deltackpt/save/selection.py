@@ -16,7 +16,7 @@ from deltackpt.format import blocks
 from deltackpt.format.blocks import Ranges, Span
 from deltackpt.format.manifest import Layout, RollingShare
 from deltackpt.format.segments import GroupEntry
-from deltackpt.resources.staging import Staging
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import division
 from deltackpt.save.division import Owned, StampsByTable, Where
 from deltackpt.save.extract import FieldSource, SegmentSource
@@ -37,7 +37,7 @@ class Sources:
         layout: Layout,
         leaves: Mapping[str, Mapping[str, Any]],
         stamps: StampsByTable,
-        staging: Staging,
+        runtime: Runtime,
     ):
         """Determines which rows of which fields this process reads; reads none.
 
@@ -45,7 +45,7 @@ class Sources:
           layout: tables and groups.
           leaves: table name to field name to array.
           stamps: stamps of every table, for a delta; may be empty for a base.
-          staging: whose threads find the touched rows.
+          runtime: whose threads find the touched rows.
 
         Raises:
           TableSelectionError: a slot is split by columns, and not as wide as its table.
@@ -60,7 +60,7 @@ class Sources:
             }
             for group, by_rows in self._division.fields.items()
         }
-        self.stamps = Stamps(self._division, stamps, staging)
+        self.stamps = Stamps(self._division, stamps, runtime)
 
     @property
     def owned(self) -> Owned:

@@ -22,8 +22,7 @@ from deltackpt.errors import OutOfSpace
 from deltackpt.format.manifest import Kind
 from deltackpt.format.segments import width
 from deltackpt.policies import Choice, CodecChoice, too_large
-from deltackpt.resources.staging import Staging
-from deltackpt.resources.workers import Workers
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import proof
 from deltackpt.save.clocks import Clocks, Reading
 from deltackpt.save.extract import SegmentSource
@@ -57,7 +56,7 @@ def take(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
     started = time.perf_counter()
     split, marks = embeddings.split, embeddings.marks
     lineage = embeddings.lineage or Lineage.unprotected()
-    staging = embeddings.staging or Staging(embeddings.options.staging_bytes)
+    runtime = embeddings.runtime or Runtime(memory_bytes=1 << 30)
     stamps = match_marks(marks, split.layout) if marks else {}
     intent = lineage.begin(
         step,
@@ -68,7 +67,7 @@ def take(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
     )
     faults, shared_stamps = None, {}
     try:
-        sources = Sources(split.layout, split.fields, stamps, staging)
+        sources = Sources(split.layout, split.fields, stamps, runtime)
         if since := intent.since or intent.recent:
             sources.stamps.look(since)
         if embeddings.options.sampled_proof and marks and embeddings.lineage is not None:
@@ -96,8 +95,8 @@ def take(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
         plans = {kind: planned(split.codecs, kind, intent.restores) for kind in kinds}
         nbytes = sum(segment.nbytes for segment in segments)
         require_room(step_dir.parent, nbytes, step)
-        if intent.kind == "delta" and staging.fits(nbytes):
-            rows = CopiedRows(segments, lambda one: codecs_of(plans[one.kind][one.group]), staging)
+        if intent.kind == "delta" and runtime.memory.fits(nbytes + embeddings.copied_bytes):
+            rows = CopiedRows(segments, lambda one: codecs_of(plans[one.kind][one.group]), runtime)
         else:
             rows = HeldRows(segments)
     except BaseException:
@@ -122,7 +121,7 @@ def take(embeddings: Embeddings, step: int, step_dir: Path) -> PendingSave:
         nbytes=nbytes,
         extract_secs=time.perf_counter() - started,
         fsync=embeddings.options.fsync,
-        workers=embeddings.workers or Workers(),
+        runtime=runtime,
     )
 
 

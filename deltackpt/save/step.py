@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 from deltackpt.errors import ProcessMissing, StorageError
 from deltackpt.format import names
-from deltackpt.resources.workers import Workers
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save.writers import StepWriters
 from deltackpt.storage import digests, files
 from deltackpt.storage.batch import FileBatch
@@ -89,12 +89,12 @@ def temporary_dir(final: Path, attempt: str) -> Path:
     return final.with_name(f"{final.name}{names.TEMPORARY}-{attempt}")
 
 
-def write(step: Step, workers: Workers) -> Committed:
+def write(step: Step, runtime: Runtime) -> Committed:
     """Writes a step and commits it; all processes of a job call it.
 
     Args:
       step: the step to write.
-      workers: threads that fsync files.
+      runtime: threads that fsync files, and the write rate.
 
     Raises:
       StorageError: the store reported an error; nothing was committed, as with every other error.
@@ -104,7 +104,7 @@ def write(step: Step, workers: Workers) -> Committed:
     try:
         with files.typed_errors(temporary, "make a directory"):
             temporary.mkdir(exist_ok=True)
-        batch = FileBatch(temporary, fsync=step.fsync, pool=workers.forcers, pace=workers.pace)
+        batch = FileBatch(temporary, fsync=step.fsync, runtime=runtime)
         try:
             with others.coordinator.alive():
                 return _write(step, batch)

@@ -9,19 +9,18 @@ background, then ``pieces`` for each field, and finally ``release``, even after 
 
 from __future__ import annotations
 
-import concurrent.futures
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from deltackpt.codecs import Codec
-from deltackpt.resources.staging import Staging
+from deltackpt.format.blocks import Rows
+from deltackpt.resources.runtime import Runtime, Task
 from deltackpt.save import extract
-from deltackpt.save.extract import SegmentSource
+from deltackpt.save.extract import FieldSource, SegmentSource
 from deltackpt.save.pieces import DevicePiece, HostPiece, Piece, piece_rows
 from deltackpt.state import contexts
 from deltackpt.storage import arrays
@@ -29,44 +28,20 @@ from deltackpt.storage import arrays
 #: Rows of held state are encoded in pieces of about this size.
 _HELD_PIECE_BYTES = arrays.CHUNK_BYTES
 #: Fewer bytes are copied faster than another thread begins.
-_INLINE_BYTES = 1 << 20
+_INLINE_BYTES = 4 << 20
 _INLINE_PIECE_BYTES = 16 << 10
 #: Fewer rows are not worth a thread.
 _LEAST_SHARE = 4096
 
 
-class TakenRows(Protocol):
-    """The rows of one save, independent of later training steps."""
-
-    #: Set as soon as nothing of the training state is referred to any more.
-    released: threading.Event
-    #: Whether what is written is the training state itself.
-    held: bool
-
-    @property
-    def segments(self) -> Sequence[SegmentSource]:
-        """Returns the captured segments."""
-        ...
-
-    def wait(self) -> None:
-        """Waits until the copies allow training to continue."""
-        ...
-
-    def land(self) -> None:
-        """Waits until ``pieces`` can be called; raises errors of the copies."""
-        ...
-
-    def pieces(self, number: int, field: str, codec: Codec) -> Iterator[Piece]:
-        """Yields the rows of one field of a segment in order, in pieces suitable for a codec."""
-        ...
-
-    def release(self) -> None:
-        """Releases all memory. Idempotent."""
-        ...
-
-
 class CopiedRows:
-    """Rows being copied to their own memory; see ``TakenRows``."""
+    """Rows being copied to their own memory.
+
+    Attributes:
+      held: False.
+      released: set as soon as nothing refers to the training state.
+      segments: the captured segments.
+    """
 
     held = False
 
@@ -74,56 +49,108 @@ class CopiedRows:
         self,
         segments: Sequence[SegmentSource],
         codecs_of: Callable[[SegmentSource], Mapping[str, Codec]],
-        staging: Staging,
+        runtime: Runtime,
     ):
-        """Starts the copies.
+        """Starts to copy rows, on threads or on their devices.
+
+        numpy copies without the interpreter's lock, so that the training thread can start Orbax's
+        part of the save at the same time.
 
         Args:
           segments: what to copy.
-          codecs_of: returns a segment's codecs by field name; lossy ones encode on accelerators.
-          staging: whose memory holds them, and whose threads copy.
+          codecs_of: returns a segment's codecs by field name. Lossy ones encode on accelerators;
+            those fields stay there until they are written, since a wider codec may be needed.
+          runtime: whose memory holds the rows, and whose threads copy.
         """
         self.released = threading.Event()
-        self._staging = staging
-        self._copies: list[RowCopy] = []
+        self._runtime = runtime
+        self._tasks: list[Task[None]] = []
+        #: Number of a segment and field to its rows in host memory, (rows, *trailing).
+        self._on_host: dict[tuple[int, str], np.ndarray] = {}
+        self._on_device: dict[tuple[int, str], list[DevicePiece]] = {}
+        self._lossless: list[tuple[int, str]] = []
         try:
-            for segment in segments:
-                codec_of = None if segment.on_host else codecs_of(segment)
-                self._copies.append(RowCopy(segment, codec_of, staging))
+            for number, segment in enumerate(segments):
+                codec_of = {} if segment.on_host else codecs_of(segment)
+                for name, source in segment.fields.items():
+                    if segment.on_host:
+                        self._copy((number, name), source, segment.rows)
+                    else:
+                        codec = codec_of[name]
+                        self._on_device[number, name] = source.dispatch(segment.rows, codec)
+                        if codec.lossless:
+                            self._lossless.append((number, name))
         except BaseException:
             self.release()
             raise
         self.segments = [segment.detached() for segment in segments]
 
+    def _copy(self, key: tuple[int, str], source: FieldSource, rows: Rows) -> None:
+        out = self._taken(key, len(rows), source.trailing, source.dtype)
+        # Threads that copy many small pieces would wait for each other's turn to run Python.
+        if out.nbytes <= max(_INLINE_BYTES, _INLINE_PIECE_BYTES * len(source.shards)):
+            source.gather(rows, out)
+            return
+        share = max(_LEAST_SHARE, -(-len(rows) // self._runtime.threads))
+        for start in range(0, len(rows), share):
+            part = slice(start, start + share)
+            self._tasks.append(self._runtime.submit(source.gather, rows[part], out[part]))
+
+    def _taken(
+        self, key: tuple[int, str], count: int, trailing: tuple[int, ...], dtype: np.dtype
+    ) -> np.ndarray:
+        self._on_host[key] = self._runtime.memory.take((count, *trailing), dtype)
+        return self._on_host[key]
+
     def wait(self) -> None:
-        """Waits for the reads of the training state."""
-        for rows in self._copies:
-            rows.wait()
+        """Waits until the training state is no longer read; devices read it before later steps."""
+        for task in self._tasks:
+            task.wait()
         self.released.set()
 
     def land(self) -> None:
-        """Waits for the copies."""
+        """Waits for the copies, and copies lossless fields of devices to host memory.
+
+        Raises:
+          Exception: the error of a copy.
+        """
         self.wait()
-        for rows in self._copies:
-            rows.land(self._staging)
+        for task in self._tasks:
+            task.result()
+        while self._lossless:
+            key = self._lossless.pop()
+            pieces, start = self._on_device.pop(key), 0
+            first, count = pieces[0].rows, len(self.segments[key[0]].rows)
+            out = self._taken(key, count, first.shape[1:], np.dtype(first.dtype))
+            for piece in pieces:
+                out[start : start + piece.count] = piece.host()
+                start += piece.count
 
     def pieces(self, number: int, field: str, codec: Codec) -> Iterator[Piece]:
-        """See ``TakenRows``: lossless fields in one piece."""
-        source = self.segments[number]
-        limit = piece_rows(source.fields[field].trailing)
+        """Yields the rows of one field of a segment in order, in pieces suitable for a codec.
+
+        A lossless field is one piece.
+        """
+        if (number, field) in self._on_device:
+            yield from self._on_device[number, field]
+            return
+        rows = self._on_host[number, field]
+        limit = piece_rows(self.segments[number].fields[field].trailing)
         if codec.lossless:
-            limit = max(1, len(source.rows))
-        return self._copies[number].pieces(field, limit)
+            limit = max(1, len(rows))
+        for start in range(0, len(rows), limit):
+            yield HostPiece(rows[start : start + limit])
 
     def release(self) -> None:
-        """Releases the staging memory, once nothing writes to it."""
+        """Releases the memory, once nothing writes to it. Idempotent."""
         self.wait()
-        while self._copies:
-            self._staging.done_with(self._copies.pop().fields.values())
+        self._runtime.memory.give_back(self._on_host.values())
+        self._on_host.clear()
+        self._on_device.clear()
 
 
 class HeldRows:
-    """Rows that are read from the training state until they are written; see ``TakenRows``."""
+    """Rows that are read from the training state until they are written; see ``CopiedRows``."""
 
     held = True
 
@@ -141,7 +168,7 @@ class HeldRows:
         """Does nothing."""
 
     def pieces(self, number: int, field: str, codec: Codec) -> Iterator[Piece]:
-        """See ``TakenRows``: contiguous raw rows are written without a copy."""
+        """See ``CopiedRows``: contiguous raw rows are written without a copy."""
         rows, source = self.segments[number].rows, self.segments[number].fields[field]
         chunk_rows = max(1, _HELD_PIECE_BYTES // max(1, source.row_bytes))
         if not codec.lossless:
@@ -156,77 +183,8 @@ class HeldRows:
         self.released.set()
 
 
-class RowCopy:
-    """Rows of one segment being copied, independently of the training state.
-
-    Attributes:
-      fields: fields in staging memory, (rows, *trailing).
-    """
-
-    def __init__(
-        self, segment: SegmentSource, codec_of: Mapping[str, Codec] | None, staging: Staging
-    ):
-        """Starts to copy rows, on the pool's threads or on their devices.
-
-        numpy copies without the interpreter's lock, so that the training thread can start Orbax's
-        part of the save at the same time.
-
-        Args:
-          segment: the rows.
-          codec_of: field name to codec; None if the rows are in host memory. Lossy codecs encode on
-            the devices, and their fields stay there until they are written, since a wider codec may
-            be needed.
-          staging: provides memory and threads.
-        """
-        self.fields: dict[str, np.ndarray] = {}
-        self._count = len(segment.rows)
-        self._futures: list[concurrent.futures.Future[None]] = []
-        self._on_device: dict[str, list[DevicePiece]] = {}
-        self._lossless: list[str] = []
-        for name, source in segment.fields.items():
-            if codec_of is not None:
-                self._on_device[name] = source.dispatch(segment.rows, codec_of[name])
-                if codec_of[name].lossless:
-                    self._lossless.append(name)
-                continue
-            out = staging.take((self._count, *source.trailing), source.dtype)
-            self.fields[name] = out
-            # Threads that copy many small pieces would wait for each other's turn to run Python.
-            if out.nbytes <= max(_INLINE_BYTES, _INLINE_PIECE_BYTES * len(source.shards)):
-                source.gather(segment.rows, out)
-                continue
-            share = max(_LEAST_SHARE, -(-self._count // staging.THREADS))
-            for start in range(0, self._count, share):
-                part = slice(start, start + share)
-                future = staging.submit(source.gather, segment.rows[part], out[part])
-                self._futures.append(future)
-
-    def wait(self) -> None:
-        """Waits until the training state is no longer read; devices read it before later steps."""
-        concurrent.futures.wait(self._futures)
-
-    def land(self, staging: Staging) -> None:
-        """Waits for the copies, and puts lossless fields of devices into staging memory."""
-        for future in self._futures:
-            future.result()
-        while self._lossless:
-            name = self._lossless.pop()
-            pieces = self._on_device.pop(name)
-            first, start = pieces[0].rows, 0
-            out = staging.take((self._count, *first.shape[1:]), np.dtype(first.dtype))
-            self.fields[name] = out
-            for piece in pieces:
-                out[start : start + piece.count] = piece.host()
-                start += piece.count
-
-    def pieces(self, field: str, limit_rows: int) -> Iterator[Piece]:
-        """Yields rows of a field in order; rows in host memory at most ``limit_rows`` at a time."""
-        if field in self._on_device:
-            yield from self._on_device[field]
-            return
-        rows = self.fields[field]
-        for start in range(0, len(rows), limit_rows):
-            yield HostPiece(rows[start : start + limit_rows])
+#: The rows of one save, independent of later training steps.
+TakenRows = CopiedRows | HeldRows
 
 
 @jax.jit

@@ -16,11 +16,13 @@ from deltackpt.errors import TrackingError
 from deltackpt.format import blocks
 from deltackpt.format.blocks import Span
 from deltackpt.format.segments import GroupEntry
-from deltackpt.resources.staging import Staging
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import extract
 from deltackpt.save.division import Batch, Division, StampsByTable, stamp_shards_of
 from deltackpt.state import contexts, ownership
 
+#: More stamps are looked at by another thread.
+_INLINE_STAMPS = 1 << 20
 #: Distinct shards of one array of stamps, by the rows that they hold.
 _Shards = Sequence[tuple[Span, Any]]
 
@@ -38,18 +40,18 @@ class _Look(NamedTuple):
 class Stamps:
     """The stamps of this process's rows, by group; threads find the touched rows."""
 
-    def __init__(self, division: Division, stamps: StampsByTable, staging: Staging):
+    def __init__(self, division: Division, stamps: StampsByTable, runtime: Runtime):
         """Takes the stamps; reads none.
 
         Args:
           division: which rows this process reads.
           stamps: stamps of every table.
-          staging: whose threads read them.
+          runtime: whose threads read them.
         """
         self._division = division
         self._layout = division.layout
         self._stamps = stamps
-        self._staging = staging
+        self._runtime = runtime
         self._looking: dict[str, list[Callable[[], np.ndarray]]] = {}
         self._rows: dict[str, np.ndarray] = {}
         self._spans = division.held
@@ -89,7 +91,10 @@ class Stamps:
             for place, stamps in self._stamps[table.name].items():
                 shards = self._shards_of(table.name, place)
                 looks[-1].append(_Look(stamps, shards, since[place], table.offset, spans))
-        return self._staging.submit(_look_all, looks).result
+        stamps = sum(stop - start for _, spans in tables.tables for start, stop in spans)
+        if stamps <= _INLINE_STAMPS:
+            return functools.partial(_look_all, looks)
+        return self._runtime.submit(_look_all, looks).result
 
     def touched(self, group: str, spans: tuple[Span, ...]) -> np.ndarray:
         """Returns the touched rows within spans, virtual, int64 ascending; call ``look`` first.
@@ -158,7 +163,7 @@ class Stamps:
                 elsewhere = ownership.shared_rows(stamps)
                 for span, shard in self._shards_of(table.name, place):
                     if span in elsewhere:
-                        looking = self._staging.submit(
+                        looking = self._runtime.submit(
                             _crc32c_of_touched, stamps, [(span, shard)], since[place], span
                         )
                         found[f"{table.name}[{span[0]}:{span[1]}]@{place}"] = looking

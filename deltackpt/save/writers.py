@@ -15,7 +15,6 @@ the step's name. Rows and values stay where they were written, until they are up
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
@@ -30,6 +29,7 @@ from deltackpt.errors import Disagreement, TrackingError
 from deltackpt.format import manifest, names
 from deltackpt.format.manifest import Manifest, Part
 from deltackpt.format.segments import width
+from deltackpt.resources.runtime import FSYNCS, Runtime
 from deltackpt.storage import files
 from deltackpt.storage.parts import part_of
 from deltackpt.storage.posix import DurableDir
@@ -56,7 +56,7 @@ class StepWriters:
       coordinator: connects the processes.
       key: identifies the save in the job; the same on every process.
       temporary: the step's temporary directory.
-      readers: threads that read manifests.
+      runtime: threads that read manifests.
       shared_fs: whether all processes see ``temporary``.
       fsync: whether files from other processes must survive a power cut.
     """
@@ -64,7 +64,7 @@ class StepWriters:
     coordinator: Coordinator
     key: str
     temporary: Path
-    readers: concurrent.futures.Executor
+    runtime: Runtime
     shared_fs: bool = True
     fsync: bool = True
     _reported: set[Phase] = dataclasses.field(default_factory=set)
@@ -164,7 +164,8 @@ class StepWriters:
         parts, owned = [part_of(own, 0)], [own.owned_cells]
         told = {key: (0, value) for key, value in own.shared_stamps.items()}
         paths = [item_dir / names.manifest_name(process) for process in self.reporters]
-        for path, data in zip(paths, self.readers.map(files.read_bytes, paths), strict=True):
+        read = self.runtime.map(files.read_bytes, paths, threads=FSYNCS)
+        for path, data in zip(paths, read, strict=True):
             found = manifest.from_bytes(data, name=path.name)
             _check_agreed(own, found)
             _check_told(told, found)

@@ -7,7 +7,7 @@ is run again; merging a part is idempotent.
 
 from __future__ import annotations
 
-import concurrent.futures
+import functools
 import logging
 import os
 import threading
@@ -21,7 +21,7 @@ from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import chains
 from deltackpt.reading.reader import Progress
-from deltackpt.resources import priority
+from deltackpt.resources.runtime import Runtime
 from deltackpt.service.options import ServiceOptions
 from deltackpt.storage import buckets
 from deltackpt.upkeep import compact
@@ -160,7 +160,6 @@ def _by_tasks(
 
 def _fold_quietly(plan: Plan, number: int, memory_bytes: int) -> Folded:
     """Merges a part in a low-priority thread, since the Ray process runs other tasks later."""
-    with concurrent.futures.ThreadPoolExecutor(
-        1, "deltackpt-fold", initializer=priority.lower
-    ) as pool:
-        return pool.submit(compact.fold, plan, number, memory_bytes=memory_bytes).result()
+    with Runtime(size=1, low_priority=True) as runtime:
+        fold = functools.partial(compact.fold, plan, number, memory_bytes=memory_bytes)
+        return runtime.start(fold).result()

@@ -8,7 +8,6 @@ a replica does not answer, or has advanced to another state, another replica of 
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import os
 import threading
@@ -28,6 +27,7 @@ from deltackpt.reading.reader import RestoredTables
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.resources import pages
+from deltackpt.resources.runtime import Runtime
 from deltackpt.service import calls, protocol
 from deltackpt.service.names import Replica
 from deltackpt.service.protocol import Pinned
@@ -88,19 +88,14 @@ def reading(
     needed = [shard for shard, copies in enumerate(work) if copies] or [0]
     copiers = min(_MOST_COPIERS, len(os.sched_getaffinity(0)))
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(copiers, "deltackpt-copy"))
+        runtime = stack.enter_context(Runtime(copiers, size=copiers + _SHARDS_AT_ONCE))
         pins = stack.enter_context(_Pins())
-        read = _Read(save, point, timeout_secs, pins, pool, buffers)
-        askers = stack.enter_context(
-            concurrent.futures.ThreadPoolExecutor(
-                min(len(needed), _SHARDS_AT_ONCE), "deltackpt-ask"
-            )
-        )
+        read = _Read(save, point, timeout_secs, pins, runtime, buffers)
 
         def take(shard: int) -> tuple[SaveInfo, ...]:
             return read.shard(replicas[shard], work[shard], with_files=shard == needed[0])
 
-        taken = list(askers.map(take, needed))
+        taken = runtime.map(take, needed, threads=_SHARDS_AT_ONCE)
         whole = point is not None and read.files is not None and read.at_point
         yield RestoredTables(
             buffers=buffers,
@@ -184,7 +179,7 @@ class _Read:
         point: RecoveryPoint | None,
         timeout_secs: float,
         pins: _Pins,
-        pool: concurrent.futures.Executor,
+        runtime: Runtime,
         buffers: dict[str, dict[str, dict[Box, np.ndarray]]],
     ):
         self._save = save
@@ -194,7 +189,7 @@ class _Read:
         self._timeout_secs = timeout_secs
         self._end = time.monotonic() + timeout_secs
         self._pins = pins
-        self._pool = pool
+        self._runtime = runtime
         self._buffers = buffers
         #: Contents of the files other than the tables, if the asked replica has them.
         self.files: dict[str, np.ndarray] | None = None
@@ -308,12 +303,7 @@ class _Read:
         return None
 
     def _copy(self, memory: MemoryReader, copies: Sequence[_Copy]) -> None:
-        pending = [
-            self._pool.submit(lambda piece: _put(piece, _rows(memory, piece)), piece)
-            for piece in _pieces(copies)
-        ]
-        for future in pending:
-            future.result()
+        self._runtime.map(lambda piece: _put(piece, _rows(memory, piece)), _pieces(copies))
 
     def _fetch(self, pin: _Pin, copies: Sequence[_Copy]) -> None:
         """Requests rows piece by piece."""

@@ -7,8 +7,6 @@ Descriptors stay open until their files are fsynced, so no write error is lost.
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
 import contextlib
 import os
 import resource
@@ -20,9 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from deltackpt.errors import StorageError
-from deltackpt.resources.memory import aligned_buffer
-from deltackpt.resources.pace import Pace
-from deltackpt.resources.workers import FORCERS, drain
+from deltackpt.resources.runtime import FSYNCS, Runtime
 from deltackpt.storage import digests, files
 from deltackpt.storage.crc import BLOCK_BYTES, CRC_BYTES, BlockSums, crc32c
 from deltackpt.storage.digests import Digest
@@ -34,7 +30,6 @@ _PIECE_BYTES = 4 << 20
 _DIRECT_BYTES = 128 << 10
 #: Files of at least this size have block checksums, so that a part of one can be verified.
 _BLOCKS_BYTES = 1 << 20
-_own = threading.local()
 
 
 class FileBatch:
@@ -45,26 +40,25 @@ class FileBatch:
         top: Path,
         *,
         fsync: bool,
-        pool: concurrent.futures.Executor | None = None,
+        runtime: Runtime | None = None,
         descriptors: int | None = None,
-        pace: Pace | None = None,
     ):
         """Creates an empty batch.
 
         Args:
           top: existing directory; digests name files below it.
           fsync: whether ``force`` fsyncs files.
-          pool: threads that fsync files; by default the calling one.
+          runtime: threads that fsync files, and the write rate; by default the calling thread, and
+            no limit.
           descriptors: maximum number of open files (default: a quarter of the process's limit).
-          pace: limits the write rate; unlimited by default.
         """
         self.top = top
+        self._runtime = runtime or Runtime(1)
         #: Limits the write rate, including that of writers whose files will be adopted.
-        self.pace = pace or Pace()
+        self.pace = self._runtime.pace
         #: Path below ``top`` to the digest of each file written so far.
         self.digests: dict[str, Digest] = {}
         self._fsync = fsync
-        self._pool = pool
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._budget = descriptors or max(1, limit // 4)
         self._lock = threading.Lock()
@@ -155,15 +149,20 @@ class FileBatch:
         Raises:
           StorageError: writing failed, or the name exists.
         """
-        file = DirectFile(path, buffer=_bounce() if direct else None, pace=self.pace)
+        memory, shape = self._runtime.memory, (_PIECE_BYTES,)
+        buffer = memory.take(shape, np.dtype(np.uint8)) if direct else None
         try:
-            yield file
-            file.finish()
-        except BaseException:
-            _close_quietly([file])
-            with contextlib.suppress(OSError):
-                path.unlink()
-            raise
+            file = DirectFile(path, buffer=buffer, pace=self.pace)
+            try:
+                yield file
+                file.finish()
+            except BaseException:
+                _close_quietly([file])
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                raise
+        finally:
+            memory.give_back([buffer])
         self._keep(file)
 
     def adopt(self, directory: Path, *, but: Collection[Path] = ()) -> int:
@@ -273,27 +272,7 @@ class FileBatch:
         oldest.close()
 
     def _sync(self, items: Collection[DirectFile | Path]) -> None:
-        if self._pool is None:
-            for item in items:
-                _sync(item)
-            return
-        left = collections.deque(items)
-        # Submitting to the pool costs more than fsyncing many files. All are waited for before the
-        # first error is raised, so that descriptors can be closed.
-        count = min(len(items), FORCERS)
-        pending = [self._pool.submit(drain, left, _sync) for _ in range(count)]
-        concurrent.futures.wait(pending)
-        for future in pending:
-            future.result()
-
-
-def _bounce() -> np.ndarray:
-    """Aligned memory of this thread for one piece."""
-    found: tuple[int, np.ndarray] | None = getattr(_own, "bounce", None)
-    if found is None or found[0] != os.getpid():
-        # A forked child shares the memory of the thread that forked.
-        found = _own.bounce = os.getpid(), aligned_buffer(_PIECE_BYTES)
-    return found[1]
+        self._runtime.map(_sync, items, threads=FSYNCS)
 
 
 def _sync(item: DirectFile | Path) -> None:

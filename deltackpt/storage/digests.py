@@ -12,7 +12,6 @@ and the last four as they are.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import os
 import re
@@ -27,6 +26,7 @@ from deltackpt.errors import Damaged, StorageError
 from deltackpt.format import manifest, names, records
 from deltackpt.format.manifest import Manifest
 from deltackpt.format.soundness import MOST
+from deltackpt.resources.runtime import Runtime
 from deltackpt.storage.crc import BLOCK_BYTES, BlockSums, crc32c
 from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import StorePath, store_path
@@ -112,9 +112,9 @@ def digest_tree(
         names = ((inside / name).as_posix() for name in found)
         wanted += [name for name in names if not skip(name)]
     wanted.sort()
-    with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-digest") as pool:
-        digests = pool.map(lambda name: digest_file(directory / name), wanted)
-        return dict(zip(wanted, digests, strict=True))
+    with Runtime(_READERS) as runtime:
+        digests = runtime.map(lambda name: digest_file(directory / name), wanted)
+    return dict(zip(wanted, digests, strict=True))
 
 
 def digests_bytes(digests: Digests) -> bytes:
@@ -245,8 +245,8 @@ def check_files(
                 raise
             return Damaged(f"{prefix}/{name}", "a file that can be read", str(error.__cause__))
 
-    with concurrent.futures.ThreadPoolExecutor(_READERS, "deltackpt-digest") as pool:
-        return [damage for damage in pool.map(problem, expected) if damage is not None]
+    with Runtime(_READERS) as runtime:
+        return [damage for damage in runtime.map(problem, expected) if damage is not None]
 
 
 def check_step_files(

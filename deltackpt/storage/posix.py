@@ -172,7 +172,7 @@ class DirectFile:
             data = data[len(piece) :]
 
     def finish(self) -> None:
-        """Writes the bytes that ``append`` holds back.
+        """Writes the bytes that ``append`` holds back, and lets go of the buffer; called last.
 
         Raises:
           StorageError: writing failed.
@@ -183,6 +183,7 @@ class DirectFile:
             self._buffer[filled:padded] = 0
         self.write(self._stop, self._buffer[:padded])
         self._stop, self._filled = self._stop + filled, 0
+        self._buffer = np.empty(0, np.uint8)
         if padded != filled:
             with self._errors("write"):
                 os.ftruncate(self.descriptor, self._stop)

@@ -15,7 +15,6 @@ claimed, as by a trainer, and a unit is published by a journal entry.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import math
@@ -38,8 +37,8 @@ from deltackpt.format import chain, names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import ParentRef, SaveId
 from deltackpt.ledger.entries import Unit
-from deltackpt.ledger.upload import InFlight
 from deltackpt.reading.reader import Progress
+from deltackpt.resources.runtime import Runtime
 from deltackpt.storage import buckets
 from deltackpt.storage.digests import Digest
 from deltackpt.tiers.bucket import Bucket
@@ -218,7 +217,6 @@ class _Run:
         self._progress = progress
         self._total = 0
         self._lock = threading.Lock()
-        self._memory = InFlight(_MEMORY_BYTES)
 
     def copy(self, units: Mapping[Unit, SaveId]) -> None:
         """Copies units, each of which must still be the given save; completed ones remain."""
@@ -230,7 +228,7 @@ class _Run:
                     expected[unit] = self._source.digests(unit)
         self._total = self.bytes_written + self.bytes_found
         self._total += sum(digests_bytes(digests) for digests in expected.values())
-        with concurrent.futures.ThreadPoolExecutor(self._workers, "deltackpt-copy") as pool:
+        with Runtime(self._workers, memory_bytes=_MEMORY_BYTES) as runtime:
             for unit, digests in expected.items():
                 if self._target.holds(unit, digests, recheck=self._recheck):
                     self.found.append(unit.name)
@@ -241,7 +239,7 @@ class _Run:
                     if isinstance(self._target, Bucket):
                         self._send(self._target, unit, digests)
                     else:
-                        self._copy_files(pool, unit, digests)
+                        self._copy_files(runtime, unit, digests)
                 self._target.publish(unit, digests)
                 self.copied.append(unit.name)
 
@@ -270,34 +268,25 @@ class _Run:
         with self._lock:
             self.file_count += len(digests)
 
-    def _copy_files(
-        self, pool: concurrent.futures.Executor, unit: Unit, digests: Mapping[str, Digest]
-    ) -> None:
-        futures = [
-            pool.submit(self._copy_file, unit, name, digest) for name, digest in digests.items()
-        ]
-        try:
-            for future in concurrent.futures.as_completed(futures):
-                future.result()
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            concurrent.futures.wait(futures)
-            raise
+    def _copy_files(self, runtime: Runtime, unit: Unit, digests: Mapping[str, Digest]) -> None:
+        runtime.map(
+            lambda name: self._copy_file(unit, name, digests[name]),
+            digests,
+            cost=lambda name: min(digests[name].length, PIECE_BYTES),
+        )
 
     def _copy_file(self, unit: Unit, name: str, expected: Digest) -> None:
-        with self._memory.taken(min(expected.length, PIECE_BYTES)):
-            if self._target.written(unit, name, expected):
-                self._done(0, expected.length)
-                return
-            pieces = pieces_of(self._source.store_path(unit) / name, expected)
-            self._target.write(unit, name, pieces)
-            if not self._target.written(unit, name, expected):
-                raise StorageError(
-                    f"{self._target.name}/{unit.name}/{name}: expected to read back the written "
-                    "bytes, found different bytes; check the store, then copy again"
-                )
-            self._done(expected.length, 0)
+        if self._target.written(unit, name, expected):
+            self._done(0, expected.length)
+            return
+        pieces = pieces_of(self._source.store_path(unit) / name, expected)
+        self._target.write(unit, name, pieces)
+        if not self._target.written(unit, name, expected):
+            raise StorageError(
+                f"{self._target.name}/{unit.name}/{name}: expected to read back the written "
+                "bytes, found different bytes; check the store, then copy again"
+            )
+        self._done(expected.length, 0)
 
     def _done(self, written: int, found: int, *, files: int | None = None) -> None:
         with self._lock:

@@ -53,7 +53,7 @@ from deltackpt.reading import chains, inventory, removal, saves
 from deltackpt.reading.meter import Meter, Progress
 from deltackpt.reading.saves import StoredSave
 from deltackpt.reading.stored_dense import DenseItem
-from deltackpt.resources import priority
+from deltackpt.resources.runtime import Runtime
 from deltackpt.storage import buckets, files, parts
 from deltackpt.storage.posix import DurableDir, fsync_path
 from deltackpt.storage.store import store_path
@@ -342,14 +342,10 @@ def _by_threads(
     """Merges all parts in threads of a lower priority: measured no slower than processes."""
     meter = Meter(progress, planned.nbytes)
     run = functools.partial(fold, planned, memory_bytes=memory_bytes, on_bytes=meter.add)
-    with concurrent.futures.ThreadPoolExecutor(threads, "deltackpt-fold", priority.lower) as pool:
-        futures = [pool.submit(run, number) for number in range(len(planned.parts))]
-        try:
-            for future in concurrent.futures.as_completed(futures):
-                future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    with Runtime(size=threads, low_priority=True) as runtime:
+        futures = [runtime.start(run, number) for number in range(len(planned.parts))]
+        for future in concurrent.futures.as_completed(futures):
+            future.result()
     return [future.result() for future in futures]
 
 

@@ -36,7 +36,7 @@ from deltackpt.layers.targets import Target, Targets
 from deltackpt.reading import chains, reader, stored_dense
 from deltackpt.reading.saves import StoredPart, StoredSave
 from deltackpt.resources import memory
-from deltackpt.resources.staging import Staging
+from deltackpt.resources.runtime import Runtime
 from deltackpt.storage import arrays, digests, files, ocdbt, parts
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.ocdbt import ZARRAY
@@ -195,7 +195,7 @@ class _PartMerge:
         # An int64 index, and a flag.
         self._most_row_indices = for_rows // 4 // 9
         self._row_indices = _RowIndices()
-        self._scratch = Staging(2 * arrays.CHUNK_BYTES)
+        self._runtime = Runtime(1, memory_bytes=2 * arrays.CHUNK_BYTES)
         self._batch = FileBatch(attempt, fsync=True)
 
     def write(self) -> WrittenPart:
@@ -269,9 +269,7 @@ class _PartMerge:
 
     def _merge(self, targets: Targets) -> None:
         def read(chain: Sequence[StoredSave]) -> int:
-            found = reader.fill(
-                chain, targets, indices=self._row_indices, scratch=self._scratch, threads=1
-            )
+            found = reader.fill(chain, targets, indices=self._row_indices, runtime=self._runtime)
             self._chain = chain
             return found
 

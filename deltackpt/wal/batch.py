@@ -9,11 +9,9 @@ encoded from its live value, so errors do not add up over records.
 from __future__ import annotations
 
 import base64
-import concurrent.futures
 import dataclasses
-import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -22,7 +20,6 @@ from deltackpt.errors import OptionError
 from deltackpt.format import blocks, manifest
 from deltackpt.format.blocks import VALUES
 from deltackpt.format.manifest import Layout, SaveId
-from deltackpt.format.segments import Segment
 from deltackpt.format.wal_records import (
     ITEM_BYTES,
     ITEMS,
@@ -31,9 +28,12 @@ from deltackpt.format.wal_records import (
     packed_values,
 )
 from deltackpt.policies import CodecChoice
-from deltackpt.save import fields
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save.dense import DenseLeaves
-from deltackpt.save.part import Plans, fields_of
+from deltackpt.save.extract import SegmentSource
+from deltackpt.save.fields import Field
+from deltackpt.save.part import Plans, fields_of, write_segments
+from deltackpt.save.pieces import BusyClock
 from deltackpt.save.taken import CopiedRows
 from deltackpt.state import paths
 from deltackpt.storage import arrays, parts
@@ -55,7 +55,7 @@ class Batch:
       plans: the first codecs to try.
       dense: copied dense leaves of a full record.
       items: additional items, by name.
-      nbytes: bytes of rows and dense leaves, before encoding.
+      reserved_bytes: memory that is reserved for it until it is durable.
       unix_ns: when it was captured.
       started: the same time, as a ``time.perf_counter()`` value.
       blocked_secs: how long ``append()`` blocked.
@@ -70,7 +70,7 @@ class Batch:
     plans: Plans
     dense: DenseLeaves | None
     items: Sequence[Item]
-    nbytes: int
+    reserved_bytes: int
     unix_ns: int
     started: float
     blocked_secs: float = 0.0
@@ -172,7 +172,7 @@ def write_record(
     batch: Batch,
     dense: DenseRecords,
     place_of: Callable[[str], Place],
-    pool: concurrent.futures.Executor,
+    runtime: Runtime,
 ) -> tuple[FilledRecord, int]:
     """Writes the arrays of a batch, whose rows must be in host memory.
 
@@ -180,7 +180,7 @@ def write_record(
       batch: the captured data.
       dense: writes its dense leaves.
       place_of: returns the destination of a segment.
-      pool: runs the encoding.
+      runtime: runs the encoding.
 
     Returns:
       The record, and the stored bytes of its dense leaves.
@@ -190,9 +190,15 @@ def write_record(
         allowed.
       StorageError: the store reported an error.
     """
-    segments, leaves = [*_write_rows(batch, place_of, pool)], None
+
+    def described(source: SegmentSource) -> list[Field]:
+        return fields_of(source, batch.layout, batch.choices, batch.plans, held=False)
+
+    # Most records are written before another thread would begin.
+    segments = write_segments(batch.rows, place_of, described, runtime, BusyClock(), threads=1)
+    leaves = None
     if batch.dense is not None:
-        leaves = dense.write(batch.dense, batch.save_id, place_of, pool)
+        leaves = dense.write(batch.dense, batch.save_id, place_of)
         segments += leaves.dense.record.segments
     if data := b"".join(item.data for item in batch.items):
         entry = arrays.array_entry(ITEM_BYTES, (len(data),), np.dtype(np.uint8))
@@ -209,24 +215,3 @@ def write_record(
         ),
     )
     return FilledRecord(head, segments), 0 if leaves is None else leaves.dense.nbytes
-
-
-def _write_rows(
-    batch: Batch, place_of: Callable[[str], Place], pool: concurrent.futures.Executor
-) -> Iterator[Segment]:
-    groups = batch.layout.group_by_name
-    for number, source in enumerate(batch.rows.segments):
-        place = place_of(f"{source.group}.{number}")
-        row_numbers = parts.write_rows(place, source.rows)
-        described = fields_of(
-            groups[source.group], source, batch.layout, batch.choices, batch.plans, held=False
-        )
-        stored = [
-            fields.write_field(
-                place, field, functools.partial(batch.rows.pieces, number, field.name), pool
-            )
-            for field in described
-        ]
-        yield parts.stored_segment(
-            place, source.group, source.columns, source.rows, row_numbers, stored
-        )

@@ -10,7 +10,6 @@ part.
 
 from __future__ import annotations
 
-import concurrent.futures
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -59,7 +58,6 @@ class DenseRecords:
         dense: DenseLeaves,
         save_id: SaveId,
         place_of: Callable[[str], Place],
-        pool: concurrent.futures.Executor,
     ) -> WrittenLeaves:
         """Writes the dense leaves of a record.
 
@@ -67,18 +65,17 @@ class DenseRecords:
           dense: what was captured.
           save_id: id of the record.
           place_of: returns the destination of a segment.
-          pool: runs the encoding.
 
         Raises:
           StorageError: the store reported an error.
         """
         if self._keeper is None:
-            return WrittenLeaves(dense.write_layer(place_of, save_id, None, pool), None)
+            return WrittenLeaves(dense.write_layer(place_of, save_id, None), None)
         if self._count > _AGAINST:
             self.restart()
         self._count += 1
         against, self._reference = self._reference, save_id
-        written = dense.write_layer(place_of, save_id, against, pool)
+        written = dense.write_layer(place_of, save_id, against)
         return WrittenLeaves(written, None if against is None else against.attempt)
 
     def written(self, save_id: SaveId) -> None:

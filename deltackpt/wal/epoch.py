@@ -19,7 +19,7 @@ from deltackpt.handlers.run import Run
 from deltackpt.layers.footer import EpochRef
 from deltackpt.reading.wal_index import RecoveryPoint, WalReader, apart_folder
 from deltackpt.reading.wal_locations import WalFolder
-from deltackpt.resources.write_buffers import WriteBuffers
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save.dense import DenseKeeper
 from deltackpt.storage.store import Exists, store_path
 from deltackpt.wal.dense_records import DenseRecords
@@ -29,8 +29,6 @@ from deltackpt.wal.writer import Durable, WalWriter
 
 #: Durable records that other processes may not have yet.
 _KEPT = 4096
-#: Records up to this length are a single write.
-_BUFFER_BYTES = 2 << 20
 
 
 class OpenEpoch:
@@ -42,6 +40,7 @@ class OpenEpoch:
         head: EpochHeader,
         root: Path,
         directory: Path,
+        runtime: Runtime,
         references: DenseKeeper | None,
     ):
         """Writes nothing yet.
@@ -51,6 +50,7 @@ class OpenEpoch:
           head: header of the epoch.
           root: an existing directory, which is never recreated.
           directory: with the segments of all processes, in the root.
+          runtime: writes and encodes the records.
           references: what dense leaves are relative to; None if they are whole.
         """
         options = run.options.wal
@@ -64,7 +64,7 @@ class OpenEpoch:
         segments = SegmentWriter(
             root,
             directory / str(run.among.index),
-            WriteBuffers(nbytes=_BUFFER_BYTES, pool=run.workers.forcers),
+            runtime,
             epoch=EpochRef.of(head),
             process=run.among.index,
             process_count=head.process_count,
@@ -76,19 +76,20 @@ class OpenEpoch:
             process=run.among.index,
             dense=DenseRecords(references),
             segment_bytes=options.backend.segment_bytes,
-            buffer_bytes=options.buffer_bytes,
             deadline_secs=options.deadline_secs,
-            workers=run.workers,
+            runtime=runtime,
             notify=self._is_durable,
         )
 
     @classmethod
-    def open(cls, run: Run, head: EpochHeader, references: DenseKeeper | None) -> OpenEpoch:
+    def open(
+        cls, run: Run, head: EpochHeader, runtime: Runtime, references: DenseKeeper | None
+    ) -> OpenEpoch:
         """Opens an epoch whose header exists; see ``OpenEpoch``."""
         root, folder = run.held.path, WalFolder(store_path(run.held.log_dir))
         if head.directory is not None:
             root, folder = Path(head.directory), apart_folder(head.directory, head.run)
-        found = cls(run, head, root, Path(folder.segments(head.epoch)), references)
+        found = cls(run, head, root, Path(folder.segments(head.epoch)), runtime, references)
         found._heads.append(folder)
         return found
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from deltackpt.format.blocks import Span
-from deltackpt.resources.staging import Staging
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import snapshot
 from deltackpt.save.clocks import Clocks, clocks_seen
 from deltackpt.save.selection import Sources, virtual_rows, within
@@ -55,7 +55,7 @@ class LoggedRows:
         """Removes all rows."""
         self._rows, self._since, self._until = NamedRows(), None, None
 
-    def missing(self, split: Split, marks: Sequence[Marks], staging: Staging) -> str | None:
+    def missing(self, split: Split, marks: Sequence[Marks], runtime: Runtime) -> str | None:
         """Describes the touched rows that ``ids`` did not name; None if it named all.
 
         It cannot tell for rows that were touched again since the last record.
@@ -63,7 +63,7 @@ class LoggedRows:
         Args:
           split: the state.
           marks: TouchStates of the state.
-          staging: provides the threads that read the stamps.
+          runtime: provides the threads that read the stamps.
         """
         since, until = self._since, self._until
         if since is None or until is None or not marks:
@@ -76,7 +76,7 @@ class LoggedRows:
         if any(clock < after[place] for place, clock in found.items()):
             return None  # Training has gone back to a state from before the last calls.
         stamps = match_marks(marks, split.layout)
-        sources = Sources(split.layout, split.fields, stamps, staging)
+        sources = Sources(split.layout, split.fields, stamps, runtime)
         given = virtual_rows(self._rows.rows(), split.layout)
         touched = {
             clock: _all_touched(sources, clocks) for clock, clocks in enumerate((before, after))

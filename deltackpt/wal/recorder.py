@@ -44,7 +44,6 @@ from deltackpt.handlers.run import Run, keeper
 from deltackpt.options import WalOptions
 from deltackpt.outcomes import Appended
 from deltackpt.reading.wal_index import RecoveryPoint, WalReader
-from deltackpt.resources.staging import Staging
 from deltackpt.save import snapshot
 from deltackpt.save.branch import Known, doubt, settled
 from deltackpt.save.clocks import Clocks, clocks_seen
@@ -166,11 +165,12 @@ class Recorder:
         self._may_have_trimmed = False
         #: A former recovery point of this run, whose records were removed.
         self._lost: Continues | None = None
-        self._staging = Staging((self._options or WalOptions()).buffer_bytes)
+        #: The part of the manager's runtime for records.
+        self._runtime = run.runtime.part((self._options or WalOptions()).buffer_bytes)
         #: What the dense leaves of the newest full record decode to: never those of saves.
         self._references: DenseKeeper | None = None
         if self._options is not None and self._options.dense == "delta":
-            self._references = keeper(run.options.dense)
+            self._references = keeper(run.options.dense, run.runtime)
 
     @property
     def _writer(self) -> WalWriter | None:
@@ -337,8 +337,9 @@ class Recorder:
         since = clocks_seen(clocks, chain.last.settled)
         writer = epoch.writer
         losses, owed = writer.losses, writer.take_owed()
+        memory, reserved = self._runtime.memory, 0
         try:
-            sources = taking.sources_of(split, marks, rows, self._staging)
+            sources = taking.sources_of(split, marks, rows, self._runtime)
             given = taking.given_rows(rows, owed, split.layout)
             segments = taking.segments_of(
                 sources,
@@ -346,16 +347,22 @@ class Recorder:
                 given=given,
                 owed=owed,
                 always=full,
-                staging=self._staging,
             )
             nbytes = sum(one.nbytes for one in segments)
             if full:
                 nbytes += writer.dense_bytes or dense.nbytes(split.dense)
-            if not writer.has_room(nbytes):
-                if options.when_full == "coalesce":
+            coalesces = options.when_full == "coalesce"
+            if not memory.reserve(nbytes, 0 if coalesces else options.deadline_secs):
+                if coalesces:
                     writer.owe(owed)
                     return False
-                writer.wait_room(nbytes)
+                raise WaitTimeout(
+                    f"append: expected room for {nbytes:,} bytes within {options.deadline_secs:g} "
+                    f"s (WalOptions.deadline_secs), found {memory.reserved_bytes:,} bytes that are "
+                    "not durable yet; check the disk. No touched row is lost: the next append() "
+                    "contains them"
+                )
+            reserved = nbytes
             found = self._audit.look(sources, given, clocks=clocks, since=since, settled=moved)
             if found is not None:
                 raise _Unmarked(found)
@@ -368,12 +375,14 @@ class Recorder:
                 codec=options.codec,
                 restores=self._run.lineage.restores,
                 process=self._run.among.index,
-                staging=self._staging,
+                runtime=self._runtime,
                 references=self._references,
+                reserved_bytes=nbytes,
                 started=started,
             )
         except BaseException:
             writer.owe(owed)
+            memory.release(reserved)
             raise
         batch.blocked_secs = time.perf_counter() - started
         writer.submit(batch, chain.root, losses)
@@ -640,7 +649,7 @@ class Recorder:
         if number is not None and logs:
             with run.among.together("looking for the WAL", fatal=True):
                 head = head_of(run, self._logs, number)
-                epoch = OpenEpoch.open(run, head, self._references)
+                epoch = OpenEpoch.open(run, head, self._runtime, self._references)
             epoch.writer.owe(self._owed.take())
             self._epoch, self._ended = epoch, None
             self._needs.begin(epoch, split.layout, self._calls)
@@ -652,7 +661,7 @@ class Recorder:
         self._follow_run()
         if (found := self._audit.settle()) is not None:
             self._suspect(found)
-        missing = self._given_rows.missing(split, marks, self._staging)
+        missing = self._given_rows.missing(split, marks, self._runtime)
         self._given_rows.compared()
         if self._named_until != self._calls:
             self._given_rows.forget()
@@ -828,7 +837,7 @@ class Recorder:
             return
         head, process, oldest = self._epoch.head, self._run.among.index, self._committed[0]
         at = self._run.held.log_dir
-        self._trimming = self._run.workers.write(_trim, at, head, process, oldest)
+        self._trimming = self._runtime.start(_trim, at, head, process, oldest)
 
 
 def _trim(at: Any, head: Any, process: int, oldest: SaveId) -> None:

@@ -25,7 +25,7 @@ from deltackpt.format.wal_records import ITEMS, RecordHead
 from deltackpt.layers.footer import EpochRef, LayerManifest, RowGroup
 from deltackpt.layers.shard import LayerPlace, row_group_of
 from deltackpt.layers.write import LayerFile
-from deltackpt.resources.write_buffers import WriteBuffers
+from deltackpt.resources.runtime import Runtime
 from deltackpt.storage import files
 from deltackpt.storage.parts import Place
 from deltackpt.storage.posix import DirectFile, DurableDir, fsync_path
@@ -33,6 +33,8 @@ from deltackpt.storage.posix import DirectFile, DurableDir, fsync_path
 #: Shorter writes use the page cache, which flushes several of them together. Appending 32 MB costs
 #: 40 ms of CPU time through a full page cache and 8 ms with direct I/O.
 _CACHED_BYTES = 1 << 20
+#: Records up to this length are a single write.
+_BUFFER_BYTES = 2 << 20
 
 
 class FilledRecord(NamedTuple):
@@ -61,7 +63,7 @@ class SegmentWriter:
         self,
         root: Path,
         directory: Path,
-        buffers: WriteBuffers,
+        runtime: Runtime,
         *,
         epoch: EpochRef,
         process: int,
@@ -73,7 +75,7 @@ class SegmentWriter:
         Args:
           root: an existing directory, which is never recreated.
           directory: directory of the segments, in the root; created at the first record.
-          buffers: memory and thread; closed with the writer.
+          runtime: memory and threads.
           epoch: the WAL epoch.
           process: index of the process.
           process_count: number of processes.
@@ -81,7 +83,7 @@ class SegmentWriter:
         """
         self._root = root
         self.directory = directory
-        self._buffers = buffers
+        self._runtime = runtime
         self._epoch = epoch
         self._process, self._process_count = process, process_count
         self._fsync = fsync
@@ -180,10 +182,11 @@ class SegmentWriter:
             DurableDir(self._root, fsync=self._fsync).make(self.directory)
         self._file = LayerFile(
             DirectFile(self._path, cached_bytes=_CACHED_BYTES, full="free space"),
-            self._buffers,
+            self._runtime,
             fsync=self._fsync,
             sequence=at.seq + 1,
             predecessor=at.digest,
+            buffer_bytes=_BUFFER_BYTES,
             checksum=False,
         )
         self._fresh = True
@@ -193,7 +196,6 @@ class SegmentWriter:
         """Closes the file."""
         with contextlib.suppress(StorageError):
             self.roll()
-        self._buffers.close()
 
 
 def row_groups_of(record: FilledRecord) -> list[RowGroup]:

@@ -15,7 +15,7 @@ from deltackpt.format.blocks import VALUES, Span
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.handlers import dense
 from deltackpt.policies import BitWidthPolicy, CodecChoice
-from deltackpt.resources.staging import Staging
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import snapshot
 from deltackpt.save.clocks import Clocks
 from deltackpt.save.dense import DenseKeeper, DenseLeaves
@@ -28,8 +28,6 @@ from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks
 from deltackpt.wal.batch import Batch, Item
 
-#: So many stamps are looked at, and so many bytes copied, before another thread would begin.
-_LOOKED_AT_HERE, _COPIED_HERE_BYTES = 4 << 20, 8 << 20
 #: Flags for all rows of a table are set and looked through where there are at most so many for each
 #: number: with more it is faster to sort the numbers.
 _MOST_FLAGS = 64
@@ -103,7 +101,7 @@ def _ascending(numbers: np.ndarray, rows: int) -> np.ndarray:
 
 
 def sources_of(
-    split: Split, marks: Sequence[Marks], rows: Rows | None, staging: Staging
+    split: Split, marks: Sequence[Marks], rows: Rows | None, runtime: Runtime
 ) -> Sources:
     """Returns the parts of the state that this process reads for a record.
 
@@ -111,13 +109,13 @@ def sources_of(
       split: the state.
       marks: its TouchStates, and the one passed by the caller.
       rows: the touched rows, if the caller names them.
-      staging: provides the threads that read the stamps.
+      runtime: provides the threads that read the stamps.
 
     Raises:
       TrackingError: a TouchState does not fit the tables, or the touched rows are unknown.
     """
     stamps = match_marks(marks, split.layout) if marks else {}
-    sources = Sources(split.layout, split.fields, stamps, staging)
+    sources = Sources(split.layout, split.fields, stamps, runtime)
     if rows is None and not marks:
         raise TrackingError(
             "append: expected a TouchState or ids, found neither; pass append() the TouchState "
@@ -138,7 +136,6 @@ def segments_of(
     given: TouchedRows | None,
     owed: Rows,
     always: bool,
-    staging: Staging,
 ) -> list[SegmentSource]:
     """Returns this process's rows of a record.
 
@@ -148,15 +145,12 @@ def segments_of(
       given: the result of ``given_rows``.
       owed: pending rows to include if the stamps determine the touched rows.
       always: whether to include fields that are ``always`` written.
-      staging: provides the threads that read the stamps.
     """
     layout = sources.layout
-    total = sum(group.rows for group in layout.groups)
-    with staging.here(total <= _LOOKED_AT_HERE):
-        if given is None:
-            sources.stamps.look(since)
-            given = including(sources.stamps.touched, owed, layout)
-        return [*sources.segments(whole=False, touched=given, always=always)]
+    if given is None:
+        sources.stamps.look(since)
+        given = including(sources.stamps.touched, owed, layout)
+    return [*sources.segments(whole=False, touched=given, always=always)]
 
 
 def _given(rows: Rows, layout: Layout) -> TouchedRows:
@@ -179,8 +173,9 @@ def take(
     codec: str | BitWidthPolicy | CodecChoice | None,
     restores: int,
     process: int,
-    staging: Staging,
+    runtime: Runtime,
     references: DenseKeeper | None,
+    reserved_bytes: int,
     started: float,
 ) -> Batch:
     """Copies rows and dense leaves, consistent with each other.
@@ -194,8 +189,9 @@ def take(
       codec: codec of the tables' rows; None for those of deltas.
       restores: number of times that training was restored.
       process: index of this process.
-      staging: provides the memory for the copies.
+      runtime: provides the memory for the copies.
       references: references of the dense leaves; None if they are stored in full.
+      reserved_bytes: see ``Batch``.
       started: when ``append()`` was called, as a ``time.perf_counter()`` value.
 
     Raises:
@@ -203,13 +199,11 @@ def take(
     """
     choices = _choices(split, codec)
     plans = snapshot.planned(choices, "delta", restores)
-    nbytes = sum(one.nbytes for one in segments)
-    with staging.here(nbytes <= _COPIED_HERE_BYTES):
-        rows = CopiedRows(segments, lambda one: snapshot.codecs_of(plans[one.group]), staging)
+    rows = CopiedRows(segments, lambda one: snapshot.codecs_of(plans[one.group]), runtime)
     leaves: DenseLeaves | None = None
     try:
         if full and split.layout.dense:
-            leaves = _dense(split, process, staging, references)
+            leaves = _dense(split, process, runtime, references)
         rows.wait()
     except BaseException:
         rows.release()
@@ -225,7 +219,7 @@ def take(
         plans=plans,
         dense=leaves,
         items=items,
-        nbytes=nbytes + (0 if leaves is None else leaves.nbytes),
+        reserved_bytes=reserved_bytes,
         unix_ns=time.time_ns(),
         started=started,
     )
@@ -244,13 +238,13 @@ def _choices(
 
 
 def _dense(
-    split: Split, process: int, staging: Staging, references: DenseKeeper | None
+    split: Split, process: int, runtime: Runtime, references: DenseKeeper | None
 ) -> DenseLeaves:
     leaves = dense.storable(split.dense)
     try:
         if references is not None:
             return references.capture(leaves, split.layout.dense, process)
-        return DenseLeaves.capture(leaves, process, staging)
+        return DenseLeaves.capture(leaves, process, runtime)
     except UnsupportedLeaf as error:
         raise OptionError(
             f"append: expected dense leaves that a WAL record can contain, found that {error}; "

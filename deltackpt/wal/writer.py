@@ -16,7 +16,7 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ import numpy as np
 from deltackpt import events
 from deltackpt.errors import AppendFailed, FencedError, WaitTimeout
 from deltackpt.format.manifest import SaveId
-from deltackpt.resources.workers import Workers
+from deltackpt.resources.runtime import Runtime
 from deltackpt.storage.parts import Place
 from deltackpt.wal.batch import Batch, Figures, write_record
 from deltackpt.wal.dense_records import DenseRecords
@@ -94,9 +94,8 @@ class WalWriter:
         process: int,
         dense: DenseRecords,
         segment_bytes: int,
-        buffer_bytes: int,
         deadline_secs: float,
-        workers: Workers,
+        runtime: Runtime,
         notify: Callable[[Sequence[Durable]], None],
     ):
         """Starts no thread before the first batch.
@@ -107,9 +106,8 @@ class WalWriter:
           process: index of the process.
           dense: writes dense leaves.
           segment_bytes: size at which a file ends.
-          buffer_bytes: limit of batches that are not durable.
-          deadline_secs: maximum wait for space.
-          workers: encode rows, and set the pace.
+          deadline_secs: how long to wait at the end.
+          runtime: encodes rows; its memory is reserved for batches until they are durable.
           notify: called with the records that one fsync made durable, in this thread.
         """
         self._segments = segments
@@ -117,15 +115,13 @@ class WalWriter:
         self._process = process
         self._dense = dense
         self._segment_bytes = segment_bytes
-        self._buffer_bytes = buffer_bytes
         self._deadline_secs = deadline_secs
-        self._workers = workers
+        self._runtime, self._memory = runtime, runtime.memory
         self._notify = notify
         self._changed = threading.Condition()
         self._queue: collections.deque[Wanted] = collections.deque()
         self._written: list[Wanted] = []
         self._writing: Wanted | None = None
-        self._bytes = 0
         self._parent: SaveId | None = None
         self._durable_at = segments.position
         #: The newest durable record, which a batch continues after a failure.
@@ -148,25 +144,6 @@ class WalWriter:
 
     # On the training thread.
 
-    def has_room(self, nbytes: int) -> bool:
-        """Returns whether a batch of so many bytes fits; one that never fits is written alone."""
-        with self._changed:
-            return self._bytes == 0 or self._bytes + nbytes <= self._buffer_bytes
-
-    def wait_room(self, nbytes: int) -> None:
-        """Waits until a batch of so many bytes fits.
-
-        Raises:
-          WaitTimeout: it does not fit within the deadline.
-        """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.has_room(nbytes), self._deadline_secs):
-                raise WaitTimeout(
-                    f"append: expected room for {nbytes:,} bytes within {self._deadline_secs:g} s "
-                    f"(WalOptions.deadline_secs), found {self._bytes:,} bytes that are not durable "
-                    "yet; check the disk. No touched row is lost: the next append() contains them"
-                )
-
     def submit(self, batch: Batch, root: SaveId | None, losses: int) -> None:
         """Queues a batch.
 
@@ -184,12 +161,11 @@ class WalWriter:
                 # It lacks the rows of a record that has since been given up.
                 assert self.failure is not None
                 self._lose([wanted], self.failure.cause)
-                batch.release()
+                self._drop([wanted])
                 return
             # Batches from before ``roll`` may still be queued: they belong to the old file.
             self._queue.append(dataclasses.replace(wanted, begins_file=self._roll))
             self._roll = False
-            self._bytes += batch.nbytes
             self._busy = True
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -237,7 +213,8 @@ class WalWriter:
             if not self._changed.wait_for(lambda: not self._busy, timeout_secs):
                 raise WaitTimeout(
                     f"append: expected all records to be durable within {timeout_secs:g} s, found "
-                    f"{self._bytes:,} bytes that are not; check the disk, then wait again"
+                    f"{self._memory.reserved_bytes:,} bytes that are not; check the disk, then "
+                    "wait again"
                 )
 
     def close(self) -> None:
@@ -260,12 +237,11 @@ class WalWriter:
             self._is_abandoned = True
             error = WaitTimeout(
                 f"append: expected its thread to end within {self._deadline_secs:g} s "
-                f"(WalOptions.deadline_secs), found {self._bytes:,} bytes that are not durable yet "
-                "and are given up; check the disk"
+                f"(WalOptions.deadline_secs), found {self._memory.reserved_bytes:,} bytes that are "
+                "not durable yet and are given up; check the disk"
             )
             self._lose(self._undurable(), error)
-            for wanted in self._queue:
-                wanted.batch.release()
+            self._drop(self._queue)
             self._queue.clear()
             self._busy = False
         events.warn(str(error))
@@ -308,7 +284,7 @@ class WalWriter:
 
         def fill(place_of: Callable[[str], Place]) -> FilledRecord:
             nonlocal dense_bytes, encoded
-            record, dense_bytes = write_record(batch, self._dense, place_of, self._workers.encoders)
+            record, dense_bytes = write_record(batch, self._dense, place_of, self._runtime)
             encoded = time.perf_counter()
             return record
 
@@ -348,9 +324,7 @@ class WalWriter:
             self.reports.append(
                 _event(batch, self._process, now - started, now - batch.started, len(done))
             )
-        with self._changed:
-            self._bytes -= sum(wanted.batch.nbytes for wanted in done)
-            self._changed.notify_all()
+        self._drop(done)
 
     def _give_up(self, error: Exception) -> None:
         """Gives up everything that is not durable; the rows are pending."""
@@ -358,17 +332,21 @@ class WalWriter:
             lost = self._undurable()
             self._queue.clear()
             self._written = []
-            self._bytes = 0
             if not self._is_abandoned:
                 self._lose(lost, error)
             self._failures += 1
             self.losses += 1
             if isinstance(error, FencedError):
                 self.fenced = error
-        for one in lost:
-            one.batch.release()
+        self._drop(lost)
         self._segments.begin_part(self._durable_at)
         self._dense.restart()
+
+    def _drop(self, ended: Iterable[Wanted]) -> None:
+        """Releases all memory of batches that are durable, or never will be."""
+        for one in ended:
+            one.batch.release()
+            self._memory.release(one.batch.reserved_bytes)
 
     def _undurable(self) -> list[Wanted]:
         # That which is written now is not among the written ones while these are forced.

@@ -46,7 +46,7 @@ from deltackpt.format.records import FORMAT_VERSION
 from deltackpt.layers import footer
 from deltackpt.layers.footer import EpochRef, LayerManifest
 from deltackpt.layers.write import LayerFile
-from deltackpt.resources.write_buffers import WriteBuffers
+from deltackpt.resources.runtime import Runtime
 from deltackpt.storage.crc import crc32c
 from deltackpt.storage.posix import DirectFile
 from deltackpt.tiers import packing
@@ -292,9 +292,9 @@ def layer_groups(step: int) -> list[Rows]:
 def write_layers(directory: Path) -> None:
     """Writes the layer of a step, and four layers of a WAL, the last one truncated."""
     directory.mkdir()
-    run, buffers, found = "0123456789abcdef0123456789abcdef", WriteBuffers(), {}
+    run, runtime, found = "0123456789abcdef0123456789abcdef", Runtime(), {}
     for name, steps in (("step", (3,)), ("wal", (4, 5, 6, 7))):
-        file = LayerFile(DirectFile(directory / name), buffers, chunk_bytes=2048)
+        file = LayerFile(DirectFile(directory / name), runtime, chunk_bytes=2048)
         for step in steps:
             manifest = LayerManifest(
                 save_id=SaveId(run, step, step),
@@ -312,7 +312,7 @@ def write_layers(directory: Path) -> None:
         file.file.close()
     del found["7"]
     os.truncate(directory / "wal", written.stop - 4096)
-    buffers.close()
+    runtime.close()
     (directory / "expected.json").write_text(json.dumps(found, indent=1) + "\n")
 
 

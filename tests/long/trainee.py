@@ -52,8 +52,8 @@ from deltackpt.errors import (
     StepNotFound,
 )
 from deltackpt.format import names
+from deltackpt.layers.write import LayerFile
 from deltackpt.reading import saves
-from deltackpt.resources.write_buffers import WriteBuffers
 from deltackpt.save import dense_layer
 from deltackpt.save.block_codes import LeafDelta
 from deltackpt.save.dense_layer import DenseValue
@@ -495,7 +495,7 @@ def train(task: dict[str, Any]) -> None:
     root = Path(task["root"])
     _arm(task, root)
     watch_encoders()
-    WriteBuffers.__init__.__kwdefaults__["nbytes"] = task.get("buffer_bytes", 6 << 20)
+    LayerFile.__init__.__kwdefaults__["buffer_bytes"] = task.get("buffer_bytes", 6 << 20)
     options = {
         "policy": POLICIES[task.get("policy", "consecutive")](),
         "bases": task.get("bases", "periodic"),
