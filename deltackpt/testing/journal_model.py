@@ -245,8 +245,6 @@ class JournalModel:
             mock.patch.object(view, "KEPT_ENTRIES", 3),
             mock.patch.object(journal, "KEPT_ENTRIES", 3),
             mock.patch.object(journal, "_DELETED_AT_ONCE", 1),
-            mock.patch.object(entries, "INLINE", 4),
-            mock.patch.object(entries, "PAGE", 2),
             # A holder waits for a starting trainer by a clock of its checks.
             mock.patch.object(lease, "GRACE_SECS", 30),
             mock.patch.object(lease, "time", _clock()),
@@ -289,10 +287,9 @@ class JournalModel:
         self._lost |= self._holders
 
     def damage(self) -> None:
-        """Damages or removes a recent entry or page, or its copy, if the other one is intact."""
+        """Damages or removes a recent entry, or its copy, if the other one is intact."""
         held = self.store.held
-        journal_keys, pages = (held.keys(f"run/{one}") for one in (view.JOURNAL, entries.PAGES))
-        found = [*journal_keys[-2:], *pages]
+        found = held.keys(f"run/{view.JOURNAL}")[-2:]
         pairs = [(key, copy) for key in found if (copy := entries.copied_name(key)) is not None]
         both = [pair for pair in pairs if pair[1] in found and len({*map(held.get, pair)}) == 1]
         if both:
@@ -420,10 +417,13 @@ class JournalModel:
         state = self.retried(ledger.state)
         steps = [*state.steps.values()]
         first = max((n for n, one in enumerate(steps) if one.kind == "base"), default=0)
-        old = [one.unit for one in steps[:first]]
-        gone = [unit for unit in state.bases if Unit(unit.step) in old]
+        old = {one.unit for one in steps[:first]}
         try:
-            ledger.retire([*old, *gone])
+            ledger.retire(
+                lambda state: (
+                    one.prefix for unit, one in state.standings.items() if Unit(unit.step) in old
+                )
+            )
         except Unanswered:
             pass
 
@@ -505,11 +505,6 @@ class JournalModel:
         for entry in history:
             inline = (*entry.standings, *(one.standing for one in entry.rolled_back))
             ever.update((one.prefix, one) for one in inline)
-        for key, datas in self.store.ever.items():
-            if f"/{entries.PAGES}/" in key:
-                for data in datas:
-                    for one in entries.page_from(data, name=key).standings:
-                        ever.setdefault(one.prefix, one)
         for prefix, stands in self.observed.committed:
             assert stands.prefix in ever, f"{prefix} was reported as committed but is in no entry"
         state = JournalView(self.root).state()
@@ -527,7 +522,6 @@ class JournalModel:
                 for key in (self.root / folder).keys()
             }
             named = {prefix.partition("/")[2] for prefix in last.known.prefixes}
-            assert last.known.is_whole
             for key in there:
                 assert any(key.startswith(f"{prefix}/") for prefix in named), key
 
