@@ -308,7 +308,7 @@ class Run:
           OptionError: the step is not greater than the newest or the restored one.
         """
         newest = self.newest if self.restored is None else self.restored
-        parent = self.lineage.goes_on
+        parent = self.lineage.newest_committed
         if newest is not None and parent is not None:
             # A save that was reported as failed may be committed nevertheless.
             newest = max(newest, parent.step)
@@ -358,7 +358,7 @@ class Run:
 
     @property
     def _position(self) -> Any:
-        return self.restored, self.lineage.goes_on, self.lineage.continues
+        return self.restored, self.lineage.newest_committed, self.lineage.continues
 
     def is_restored(self, split: Split, touched: TouchState | None) -> bool:
         """Returns whether a state is the restored one, alike on every process.
