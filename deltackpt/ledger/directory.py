@@ -37,7 +37,7 @@ from deltackpt.errors import (
 from deltackpt.format import chain, names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
-from deltackpt.ledger import kept, lease, leftovers
+from deltackpt.ledger import kept, lease
 from deltackpt.ledger.held import Held
 from deltackpt.ledger.lease import DirectoryLease, Lease
 from deltackpt.reading import foreign, saves
@@ -47,6 +47,7 @@ from deltackpt.storage.store import FileStore, StorePath
 
 # One slash is enough: pathlib turns "s3://bucket" into "s3:/bucket".
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/")
+_LEFTOVER = re.compile(r"[0-9]+\.orbax-checkpoint-tmp.*")
 #: Orbax 0.12.8 finds the parts of its dense files with a glob over the whole path.
 _PATTERN = frozenset("*?[")
 
@@ -125,7 +126,7 @@ class Root(Held):
             except OutOfSpace:
                 # ``confirm`` removes leftovers, which may fill the file system, and tries again.
                 found = files.listing(path)
-                if names.TRASH not in found and not any(map(leftovers.is_leftover, found)):
+                if names.TRASH not in found and not any(map(is_leftover, found)):
                     raise
             if confirmed:
                 root._confirm(root._lease)
@@ -273,7 +274,7 @@ class Root(Held):
         if self._lease is None or not self._lease.is_newest():
             return
         for name in files.listing(self.path):
-            if leftovers.is_leftover(name):
+            if is_leftover(name):
                 # Never committed, so never read; removing it in place works on a full disk.
                 self._dir.remove(self.path / name)
         self.empty_trash()
@@ -394,7 +395,7 @@ class Root(Held):
 
 def _refuse_foreign(path: Path) -> None:
     entries = {name for name in files.listing(path) if not name.startswith(".")}
-    if leftovers.is_step_dir(path, entries):
+    if _is_step_dir(path, entries):
         raise ForeignDirectory(
             f"{path}: expected a checkpoint directory, found a step; pass {path.parent} as the "
             f"directory and {path.name} as the step"
@@ -406,7 +407,7 @@ def _refuse_foreign(path: Path) -> None:
             f"import it into a new directory with 'deltackpt import {path} NEW_DIRECTORY "
             "--tables PATTERN', and continue there"
         )
-    if entries and not any(leftovers.is_known(name) for name in entries):
+    if entries and not any(is_known(name) for name in entries):
         raise ForeignDirectory(
             f"{path}: expected an empty or a checkpoint directory, found {sorted(entries)[:5]}; "
             "use the directory that holds the steps, or an empty one"
@@ -419,3 +420,33 @@ def _refuse_other_item(path: Path, item: str) -> None:
     newest = path / max(steps, key=int, default="")
     if steps and not (newest / item).is_dir() and foreign.is_checkpoint(newest):
         raise foreign.foreign(newest, item)
+
+
+def is_leftover(name: str) -> bool:
+    """Returns whether a name belongs to an interrupted or running save."""
+    return _LEFTOVER.fullmatch(name) is not None
+
+
+def is_known(name: str) -> bool:
+    """Returns whether deltackpt, Orbax or mkfs creates such a name in a checkpoint directory."""
+    return (
+        name
+        in (
+            names.ROLLED_BACK,
+            names.TRASH,
+            names.COMPACTED,
+            names.KEPT,
+            "lost+found",
+            names.STEP_METADATA,
+        )
+        or names.lease_epoch(name) is not None
+        or names.step_number(name) is not None
+        or is_leftover(name)
+    )
+
+
+def _is_step_dir(path: Path, entries: Collection[str]) -> bool:
+    """Returns whether a directory with the given entries is a step, not a checkpoint directory."""
+    return names.STEP_DIGESTS in entries or any(
+        (path / name / names.manifest_name(0)).exists() for name in entries if not is_known(name)
+    )

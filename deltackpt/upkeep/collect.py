@@ -27,10 +27,9 @@ from pathlib import Path
 from deltackpt.errors import Damaged, InUse
 from deltackpt.format import names
 from deltackpt.ledger import locks
-from deltackpt.ledger.directory import Root
+from deltackpt.ledger.directory import Root, is_leftover
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.lease import epochs
-from deltackpt.ledger.leftovers import is_leftover
 from deltackpt.ledger.opening import BucketSteps, open_steps
 from deltackpt.reading.wal_locations import WalFolder
 from deltackpt.reading.wal_state import read_wal_state
