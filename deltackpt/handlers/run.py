@@ -116,14 +116,6 @@ def keeper(options: Dense) -> DenseKeeper:
     )
 
 
-def abandon(root: Steps) -> None:
-    """Closes the root of a manager whose constructor failed; see ``Held.abandon``."""
-    if isinstance(root, Held):
-        root.abandon()
-    else:
-        root.close()
-
-
 def _require_shared_log(options: WalOptions | None) -> None:
     if options is not None and not options.backend.directory:
         raise OptionError(
@@ -266,7 +258,7 @@ class Run:
             )
         except BaseException:
             for one in opened:
-                abandon(one)
+                one.abandon()
             raise
         return cls(
             options=options,

@@ -165,7 +165,7 @@ class Root(Held):
         return self._lease is not None and self._lease.has_rival()
 
     def abandon(self) -> None:
-        """See ``Held``."""
+        """See ``Steps``."""
         self._collector.shutdown()
         if self._lease is not None:
             self._lease.withdraw()

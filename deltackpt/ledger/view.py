@@ -157,7 +157,8 @@ class JournalView:
         """An entry, read from its copy if it has one; None if neither can be read.
 
         A copy belongs to an entry that was in force. If that entry was lost, a delayed write may
-        have put another one in its place.
+        have put another one in its place. An entry without a copy is therefore listed again after
+        it was read.
         """
         problem: Damaged | None = None
         if number not in listed.entries:
@@ -176,6 +177,10 @@ class JournalView:
             else:
                 if problem is not None:
                     self._tell(problem, _OTHER_READ)
+                if not is_copy and number not in listed.copies:
+                    again = self._listed(number - 1)
+                    if again.entries - listed.entries or again.copies - listed.copies:
+                        raise Missing(str(self._at(number)))
                 return found
         at = self.root / entry_name(number)
         if not is_same:

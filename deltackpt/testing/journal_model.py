@@ -178,12 +178,14 @@ class Observed:
       committed: prefixes whose commit returned, and the record that it returned.
       claimed: epochs that trainers claimed, except those withdrawn.
       withdrawn: epochs whose claims were, or may have been, withdrawn.
+      rolled_back: prefixes of saves whose rollback returned.
       damaged: number of objects that were removed or damaged.
     """
 
     committed: list[tuple[str, Standing]] = dataclasses.field(default_factory=list)
     claimed: list[int] = dataclasses.field(default_factory=list)
     withdrawn: set[int] = dataclasses.field(default_factory=set)
+    rolled_back: set[str] = dataclasses.field(default_factory=set)
     damaged: int = 0
 
 
@@ -362,7 +364,9 @@ class JournalModel:
             self.retried(lambda: ledger.begin(goes_on))
             if parent is not None:
                 after = parent.save_id.step
+                later = {one.prefix for one in ledger.known.entry.standings if one.step > after}
                 self.retried(lambda: ledger.roll_back(after, run))
+                self.observed.rolled_back |= later
             for _ in range(self.drawn.randrange(8)):
                 attempt += 1
                 step = parent.save_id.step + 1 if parent else 0
@@ -448,12 +452,15 @@ class JournalModel:
         """Checks that every listed step is complete for as long as it is listed."""
         shown = JournalView(self.root)
         for _ in range(6):
+            rolled_back = {*self.observed.rolled_back}
             try:
                 state = shown.state()
             except Unanswered:
                 continue
             if self._lost:
                 return  # Delayed writes may still be executed, without what they refer to.
+            again = rolled_back.intersection(one.prefix for one in state.entry.standings)
+            assert not again, f"{again} were rolled back before"
             for one in state.standings.values():
                 if one.parent is not None:
                     assert state.stands(one.parent.save_id) or any(

@@ -705,7 +705,7 @@ class StagedRoot(Held):
         return self._lag.news()
 
     def abandon(self) -> None:
-        """See ``Held``."""
+        """See ``Steps``."""
         self.give_up()
         self._tender.shutdown()
         with contextlib.ExitStack() as parts:
