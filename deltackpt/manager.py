@@ -37,7 +37,7 @@ from deltackpt.handlers.catalog import Catalog, Metric, Mode
 from deltackpt.handlers.flight import Failure, SaveArguments
 from deltackpt.handlers.items import json_args, sorted_handlers
 from deltackpt.handlers.restoring import Restorer
-from deltackpt.handlers.run import Run, abandon, refuse
+from deltackpt.handlers.run import Run, refuse
 from deltackpt.handlers.saving import Saver
 from deltackpt.ledger.steps import Steps
 from deltackpt.options import ManagerOptions, WalOptions, WhenBusy
@@ -212,7 +212,7 @@ class CheckpointManager:
             if not options.read_only:
                 self._watch = exits.Watch(self._end, self._run.held.path, self._run.held.epoch)
         except BaseException:
-            abandon(self._run.root)
+            self._run.root.abandon()
             raise
         self._closed = False
 

@@ -222,7 +222,9 @@ class Trainer:
             functools.partial(self.commit, 1),
             functools.partial(self.commit, 2),
             functools.partial(self.commit, 3, parent=2),
-            lambda: self.ledger.retire([Unit(1)]),
+            lambda: self.ledger.retire(
+                lambda state: [one.prefix for one in state.entry.standings if one.step == 1]
+            ),
             lambda: self.ledger.roll_back(2, "other"),
             lambda: self.ledger.confirm(),
             lambda: self.ledger.sweep(),

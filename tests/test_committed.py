@@ -10,7 +10,6 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
-import old_copies
 import pytest
 import servers
 from command import run as command
@@ -23,11 +22,10 @@ from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
 from deltackpt.inspect.checkpoints import Checkpoints
 from deltackpt.ledger import committed
-from deltackpt.ledger.committed import COMMIT, Committed, Copied, Journaled
+from deltackpt.ledger.committed import COMMIT, Committed
 from deltackpt.ledger.entries import Standing, Unit
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.opening import BucketSteps
-from deltackpt.ledger.steps import Steps
 from deltackpt.ledger.upload import upload
 from deltackpt.ledger.view import JournalView
 from deltackpt.reading import inventory, saves
@@ -91,7 +89,7 @@ def filled(run, bucket) -> Journal:
 def as_directory(root: StorePath) -> StorePath:
     journal = JournalView(root)
     journal.state()
-    return StorePath(Committed(Journaled(journal)), "")
+    return StorePath(Committed(journal), "")
 
 
 def test_a_journal_has_the_layout_of_the_directory(run, bucket, filled):
@@ -188,7 +186,7 @@ def test_a_reader_that_misses_a_file_sees_that_the_step_was_removed(run, tmp_pat
     found = as_directory(root)
     names_there = (found / "0").keys()
     stamp = (found / "0").stamp()
-    ledger.retire([Unit(0)])
+    ledger.retire(lambda state: [state.steps[0].prefix])
     assert (found / "0").stamp() == stamp  # No call has refreshed it since.
     with pytest.raises(Damaged):
         (found / "0" / names_there[0]).read()
@@ -209,7 +207,7 @@ def test_large_files_are_put_in_segments(run, tmp_path):
         ):
             ledger = Journal(root)
             ledger.claim()
-            ledger.retire([Unit(7)])
+            ledger.retire(lambda state: [one.prefix for one in state.steps.values()])
             prefix = ledger.prefix(Unit(7))
             files = digest_tree(source)
             put = upload(store_path(source), files, root / prefix)
@@ -246,15 +244,3 @@ def test_large_files_are_put_in_segments(run, tmp_path):
             with pytest.raises(Damaged, match="large"):
                 upload(store_path(source), files, root / ledger.prefix(Unit(7)))
             (source / "large").write_bytes(data)
-
-
-def test_copies_from_before_journals_are_read(run, tmp_path):
-    copies = tmp_path / "copies"
-    copies.mkdir()
-    old_copies.make(run, StorePath(FileStore(copies), ""), "2", "compacted/1/embeddings")
-    found = StorePath(Committed(Copied(StorePath(FileStore(copies), ""))), "")
-    expected = inspect.open(run)
-    there = Checkpoints(Steps(found, names.EMBEDDINGS_ITEM))
-    assert there.newest == expected.newest
-    for name, table in expected.at().tables.items():
-        assert np.asarray(there.at().tables[name]).tobytes() == np.asarray(table).tobytes()

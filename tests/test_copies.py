@@ -17,7 +17,6 @@ from unittest import mock
 
 import google_crc32c
 import model
-import old_copies
 import pytest
 import servers
 from command import run as command
@@ -31,6 +30,7 @@ from deltackpt.errors import (
     Damaged,
     FencedError,
     ForeignDirectory,
+    FormatTooOld,
     InUse,
     OptionError,
     OutOfSpace,
@@ -312,21 +312,16 @@ def test_damage_in_a_bucket_is_found_when_copied_back_and_repaired(run, target, 
     assert verify_root(target["target"], endpoint=target["endpoint"]).intact
 
 
-def test_copies_with_markers_are_read_and_not_written(run, server, bucket, tmp_path):
-    """Versions without journals made such copies."""
-    root, states = run
+def test_copies_with_markers_are_refused(run, server, bucket, tmp_path):
+    """Development versions without journals made such copies."""
     at = buckets.place(bucket, endpoint=server.endpoint).open()
-    old_copies.make(root, at, "0", "1", "2")
+    at.store.put((at / names.COPIED / "0.msgpack").key, b"")
     given = {"target": bucket, "endpoint": server.endpoint}
-    assert back(given, tmp_path / "again", all_steps=True).copied == ("0", "1", "2")
-    restored(tmp_path / "again", 2, states)
-    assert copy(root, **given, steps=[0]).copied == ()
-    write_chain(tmp_path / "more", 5)
-    with pytest.raises(TargetDiffers):
-        copy(tmp_path / "more", **given)
-    at.store.delete([names.copied_name("0")])
-    with pytest.raises(UnsupportedRoot, match="copies with markers"):
-        copy(root, **given, steps=[0])
+    for steps in (None, [0]):
+        with pytest.raises(FormatTooOld, match="expected a journal, found copies with markers"):
+            copy(run[0], **given, steps=steps)
+        with pytest.raises(FormatTooOld, match="expected a journal, found copies with markers"):
+            back(given, tmp_path / "again", steps=steps)
 
 
 def test_a_copy_takes_no_lease_from_a_trainer(run, server, bucket, tmp_path):
@@ -475,7 +470,7 @@ def test_names_that_escape_a_save_are_damage(name, run, tmp_path):
     ledger.resume()
     [standing] = ledger.known.standings.values()
     altered = dataclasses.replace(standing, crc32c=google_crc32c.value(digest))
-    ledger._change_own(lambda state: ledger._with(state, {standing.unit: altered}))
+    ledger._change_own(lambda state: state.with_unit(altered))
     with pytest.raises(Damaged, match="paths of files below it"):
         copy(spec, tmp_path / "deep" / "target")
     assert not list(tmp_path.rglob("escaped"))

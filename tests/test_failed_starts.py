@@ -157,7 +157,7 @@ def test_a_manager_whose_start_fails_at_any_point_takes_and_leaves_nothing(tmp_p
     # Nothing after this can fail: the new manager has started.
     names = [code.co_qualname for code in stages]
     stages = stages[: names.index("Root.confirm")]
-    assert len(stages) > 50 and "Root.open" in names and "claim" in names
+    assert len(stages) > 50 and "Root.open" in names and "DirectoryLease._claim" in names
     root, step = tmp_path / "root", 0
     live = opened(root)
     for code in stages:
@@ -313,7 +313,8 @@ def test_a_save_in_flight_is_not_removed_by_a_trainer_that_cannot_start(tmp_path
     flight = tmp_path / "3.orbax-checkpoint-tmp-run-1"
     live = Root.open(tmp_path)
     flight.mkdir()
-    monkeypatch.setattr(lease, "sign", lambda *_: (_ for _ in ()).throw(StorageError("full")))
+    full = (_ for _ in ()).throw
+    monkeypatch.setattr(lease.DirectoryLease, "sign", lambda _: full(StorageError("full")))
     with pytest.raises(StorageError, match="full"):
         opened(tmp_path)
     assert flight.is_dir()
@@ -457,14 +458,14 @@ def test_a_full_disk_removes_no_save_in_flight_before_the_trainer_has_started(
     flight = tmp_path / "3.orbax-checkpoint-tmp-run-1"
     live = Root.open(tmp_path)
     flight.mkdir()
-    sign = lease.sign
+    sign = lease.DirectoryLease.sign
 
-    def full(path: Path, own: lease.Lease) -> None:
+    def full(own: lease.DirectoryLease) -> None:
         if flight.exists():
             raise OutOfSpace("full")
-        sign(path, own)
+        sign(own)
 
-    monkeypatch.setattr(lease, "sign", full)
+    monkeypatch.setattr(lease.DirectoryLease, "sign", full)
     with monkeypatch.context() as patch:
         patch.setattr(manager, "Saver", lambda *_: (_ for _ in ()).throw(Broken()))
         with pytest.raises(Broken):
@@ -857,7 +858,8 @@ def test_a_start_that_pauses_anywhere_leaves_the_uploads_to_the_one_that_overtoo
 
 
 @pytest.mark.parametrize(
-    "where", ["Saver.__init__", "Root.confirm", "remove_older", "close_others", "Watch.__init__"]
+    "where",
+    ["Saver.__init__", "Root.confirm", "DirectoryLease.start", "close_others", "Watch.__init__"],
 )
 def test_a_start_in_a_directory_that_pauses_anywhere_leaves_it_to_the_one_that_overtook_it(
     tmp_path, where

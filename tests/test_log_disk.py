@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import random
 import re
@@ -31,6 +32,7 @@ from deltackpt.storage.store import store_path
 from deltackpt.testing import Disk, DiskCall, TrainingRun
 from deltackpt.upkeep.verify import verify_root
 from deltackpt.wal import segments, taking
+from deltackpt.wal.segments import SegmentWriter
 
 #: Calls that write a segment, fsync its data, and fsync its name.
 CALLS = ("write", "fdatasync", "fsync")
@@ -606,3 +608,35 @@ def test_a_failure_during_a_capture_discards_the_captured_record_too(
     assert records_in_wal(tmp_path) == [3]
     with run.open():
         assert run.resume().step == 3
+
+
+def test_an_error_that_ends_the_thread_is_raised_by_the_next_calls(tmp_path, run, monkeypatch):
+    """The error while a failure is handled; nothing would write the later records."""
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    died = functools.partial(pytest.raises, StorageError, match="ended with RuntimeError: broken")
+    manager = run.open()
+    with told():
+        run.save_initial()
+        run.append()
+        manager.wait_appended()
+        monkeypatch.setattr(SegmentWriter, "sync", broken)
+        monkeypatch.setattr(SegmentWriter, "begin_part", broken)
+        run.append()
+        with pytest.raises(AppendFailed, match="step 2: broken") as failed:
+            manager.wait_appended()
+        assert isinstance(failed.value.__cause__, RuntimeError)
+        for call in (manager.wait_appended, run.append):
+            with died() as found:
+                call()
+            assert isinstance(found.value.__cause__, RuntimeError)
+        step = run.train()
+        manager.save(step, run.state, touched=run.touched)
+        run.states[step] = run.state
+        for call in (manager.wait_until_finished, manager.close):
+            with died():
+                call()
+    with run.open():
+        assert run.resume().step == step

@@ -105,7 +105,7 @@ class History:
 
     def state(self) -> State:
         entry = types.SimpleNamespace(claims=tuple(self.claims))
-        return State(entry=_as_entry(entry), standings={}, pages={})
+        return State(_as_entry(entry))
 
     def waiting(self) -> list[Contents]:
         root = {*self.line[: self.at_root]}
@@ -168,7 +168,7 @@ def one_pack(**changes: Any) -> Contents:
 
 
 def state_of(*claims: Claim) -> State:
-    return State(entry=_as_entry(types.SimpleNamespace(claims=claims)), standings={}, pages={})
+    return State(_as_entry(types.SimpleNamespace(claims=claims)))
 
 
 def test_bundles_of_another_root_under_the_url_do_not_count():
@@ -211,8 +211,7 @@ def test_rolled_back_steps_at_the_root_are_named():
         )
         for step in range(4)
     ]
-    entry = dataclasses.replace(Entry(), claims=(claim(1, "somebody"),))
-    state = State(entry=entry, standings={one.unit: one for one in old}, pages={})
+    state = State(Entry(claims=(claim(1, "somebody"),), standings=tuple(old)))
     assert {one.step for one in recall.left([pack], state, [pack.line])} == {2, 3}
     onwards = dataclasses.replace(pack, past={"old": 4})
     assert recall.left([onwards], state, [onwards.line]) == ()

@@ -602,3 +602,18 @@ def test_a_path_that_orbax_would_take_for_a_pattern_is_refused(tmp_path, name):
     with pytest.raises(UnsupportedRoot, match="treats them as glob patterns"):
         Root.open(tmp_path / name)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_failed_collection_is_raised_by_close_which_closes_the_directory(tmp_path, monkeypatch):
+    opened = Root.open(tmp_path)
+    monkeypatch.setattr(
+        Root, "empty_trash", lambda _: (_ for _ in ()).throw(RuntimeError("broken"))
+    )
+    opened.collect()
+    with pytest.raises(RuntimeError, match="broken"):
+        opened.close()
+    assert str(tmp_path) not in [
+        os.readlink(f"/proc/self/fd/{one}")
+        for one in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{one}")
+    ]

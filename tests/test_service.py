@@ -934,3 +934,24 @@ def test_bytes_through_the_driver_do_not_grow_with_the_tables(cluster, tmp_path)
         assert sizes and max(sizes) < 10_000
         service.stop(trainer.root)
     assert max(through) - min(through) < 1000, through
+
+
+def test_an_error_of_the_thread_that_renews_pins_is_raised_at_the_end(monkeypatch):
+    renewed = threading.Event()
+
+    def actor(_: object) -> None:
+        if threading.current_thread().name == "deltackpt-renew":
+            renewed.set()
+            raise RuntimeError("broken")
+        raise ServiceUnavailable("gone")
+
+    monkeypatch.setattr(reading.gate, "PIN_SECS", 0.03)
+    monkeypatch.setattr(reading.calls, "actor", actor)
+    pin = reading._Pin(names.Replica("key", 0, 1, 0), protocol.Pinned(pin=1), None)
+    with (
+        pytest.raises(ServiceUnavailable, match="found RuntimeError: broken") as raised,
+        reading._Pins() as pins,
+    ):
+        pins._pins.append(pin)
+        assert renewed.wait(60)
+    assert isinstance(raised.value.__cause__, RuntimeError)

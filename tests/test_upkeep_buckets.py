@@ -18,7 +18,7 @@ from test_compact import manager, write_chain
 from test_follower import held_regions
 
 from deltackpt import inspect
-from deltackpt.errors import BrokenChain, FencedError, InUse, StepNotFound, UnsupportedRoot
+from deltackpt.errors import BrokenChain, FencedError, FormatTooOld, InUse, StepNotFound
 from deltackpt.format import names
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.opening import open_steps
@@ -274,13 +274,20 @@ def test_a_follower_holds_what_a_bucket_holds(run, server, tmp_path):
         assert rows.tobytes() == np.asarray(wanted).tobytes(), (table, field)
 
 
-def test_old_copies_are_not_changed(run, server, tmp_path):
-    import old_copies
-
+def test_copies_with_markers_of_a_development_version_are_refused(run, server, tmp_path):
     url = server.bucket(f"bucket{next(_numbers)}") + "/run"
-    old_copies.make(run[0], opened(url, server), "0", "1", "2")
-    with pytest.raises(UnsupportedRoot, match="copies with markers"):
-        compact(url, endpoint=server.endpoint)
-    with pytest.raises(UnsupportedRoot, match="copies with markers"):
-        collection.collect(url, endpoint=server.endpoint)
-    assert estimate.restore_plan(url, endpoint=server.endpoint).step == 2
+    at = opened(url, server)
+    at.store.put((at / names.COPIED / "2.msgpack").key, b"")
+    for use in (
+        compact,
+        collection.collect,
+        collection.collectable,
+        estimate.restore_plan,
+        verify_root,
+        inspect.open,
+        lambda url, endpoint: manager(
+            url, tiers=Tiers(staging_dir=str(tmp_path / "stage"), endpoint=endpoint)
+        ),
+    ):
+        with pytest.raises(FormatTooOld, match="expected a journal, found copies with markers"):
+            use(url, endpoint=server.endpoint)

@@ -72,7 +72,7 @@ KEPT = "kept.msgpack"
 LAST_STEP = (1 << 63) - 1
 #: Unfinished copies; hidden, so that they are not taken for steps.
 COPYING = ".copying"
-#: Markers of what is whole in an object store.
+#: Markers of copies, as development versions wrote them to object stores.
 COPIED = "copied"
 GAPS = "rows.gaps"
 
@@ -224,11 +224,6 @@ def lease_epoch(name: str) -> int | None:
 def compacted_dir(step_dir: _Where, item: str) -> _Where:
     """Returns the directory of the compacted base of a step's item."""
     return step_dir.parent / COMPACTED / step_dir.name / item
-
-
-def copied_name(unit: str) -> str:
-    """Key of the marker of a step, or of a compacted base, in an object store."""
-    return f"{COPIED}/{unit}.msgpack"
 
 
 def compaction_name(step_dir: str) -> str:

@@ -149,6 +149,8 @@ def fields_of(data: bytes, *, name: str, magic: str) -> dict[str, Any]:
         raise Damaged(name, f"a map in the body of a {magic} record", str(error)) from error
     if _VERSION not in fields:
         raise too_old(name, f"a version in the body of the {magic} record", "none")
+    if fields.get("pages"):
+        raise too_old(name, "all saves in the entry of the journal", "pages of saves")
     logs = fields.get("logs")
     for one in (fields, *(logs if isinstance(logs, list) else ())):
         if isinstance(one, dict) and "stretch" in one:

@@ -24,7 +24,7 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.handlers.run import Run
 from deltackpt.ledger import damaged_saves, points
 from deltackpt.ledger.damaged_saves import DamagedSave
-from deltackpt.ledger.wal_losses import losses_of
+from deltackpt.ledger.points import losses_of
 from deltackpt.reading.wal_index import RecoveryPoint, WalIndex, WalReader, coverings, newest_plan
 
 #: How often a log is read again at most while each look finds other damage.

@@ -115,14 +115,6 @@ def keeper(options: Dense, runtime: Runtime) -> DenseKeeper:
     )
 
 
-def abandon(root: Steps) -> None:
-    """Closes the root of a manager whose constructor failed; see ``Held.abandon``."""
-    if isinstance(root, Held):
-        root.abandon()
-    else:
-        root.close()
-
-
 def _require_shared_log(options: WalOptions | None) -> None:
     if options is not None and not options.backend.directory:
         raise OptionError(
@@ -258,7 +250,7 @@ class Run:
             )
         except BaseException:
             for one in opened:
-                abandon(one)
+                one.abandon()
             raise
         return cls(
             options=options,
@@ -308,7 +300,7 @@ class Run:
           OptionError: the step is not greater than the newest or the restored one.
         """
         newest = self.newest if self.restored is None else self.restored
-        parent = self.lineage.goes_on
+        parent = self.lineage.newest_committed
         if newest is not None and parent is not None:
             # A save that was reported as failed may be committed nevertheless.
             newest = max(newest, parent.step)
@@ -358,7 +350,7 @@ class Run:
 
     @property
     def _position(self) -> Any:
-        return self.restored, self.lineage.goes_on, self.lineage.continues
+        return self.restored, self.lineage.newest_committed, self.lineage.continues
 
     def is_restored(self, split: Split, touched: TouchState | None) -> bool:
         """Returns whether a state is the restored one, alike on every process.

@@ -119,7 +119,7 @@ class Saver:
         met = self.untold
         failure = self.settle(run.options.timeouts.save_secs)
         self.due = None
-        is_first = run.lineage.goes_on is None
+        is_first = run.lineage.newest_committed is None
         if failure is not None and isinstance(failure.cause, ProcessMissing) and failure is not met:
             # It would be missing for this save as well; a restore since has shown that it is not.
             raise failure.error(None) from failure.cause
@@ -173,7 +173,7 @@ class Saver:
         run.log.begin(split)
         run.roll_back(step)
         run.end_hashing()
-        run.held.begin(run.lineage.goes_on, run.lineage.run)
+        run.held.begin(run.lineage.newest_committed, run.lineage.run)
         attempt = run.lineage.attempts + 1
         items: dict[str, Item] = {}
         try:

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import google_crc32c
 
 from deltackpt.errors import Damaged, StorageError
 from deltackpt.format import names
-from deltackpt.ledger.entries import COMMIT, Unit
+from deltackpt.ledger.entries import COMMIT, Hidden, Unit
 from deltackpt.ledger.view import JournalView
 from deltackpt.resources.runtime import Runtime
 from deltackpt.storage import digests, files
@@ -54,108 +54,26 @@ def _first_bytes(parts: list[memoryview], most_bytes: int) -> tuple[list[memoryv
     return found, nbytes
 
 
-class Catalog(Protocol):
-    """The units in a store, and their locations."""
+class Committed:
+    """A read-only store of the contents that a journal names; thread-safe."""
 
-    @property
-    def root(self) -> StorePath:
-        """The folder to which the units' locations are relative."""
-        ...
-
-    def units(self, *, anew: bool) -> Mapping[Unit, str]:
-        """Returns the prefix of each unit's files, below the root.
+    def __init__(
+        self,
+        journal: JournalView,
+        *,
+        hidden: Callable[[], Hidden] = frozenset,
+        asks: bool = True,
+    ):
+        """Reads what a journal names; sends no request yet.
 
         Args:
-          anew: whether to query the store again.
+          journal: the journal.
+          hidden: returns units that count as removed although the journal names them.
+          asks: whether to read the journal for newer entries; otherwise, only what is known counts.
         """
-        ...
-
-    def digests(self, unit: Unit, prefix: str) -> dict[str, Digest]:
-        """Returns the digests of all files of a unit.
-
-        Raises:
-          Missing: the digests do not exist.
-          Damaged: the digests are altered.
-        """
-        ...
-
-
-class Journaled:
-    """The units named by a journal."""
-
-    def __init__(self, journal: JournalView):
-        """Reads the units from a journal."""
-        self.journal = journal
-
-    @property
-    def root(self) -> StorePath:
-        """See ``Catalog``."""
-        return self.journal.root
-
-    def units(self, *, anew: bool) -> Mapping[Unit, str]:
-        """See ``Catalog``."""
-        was_there = self.journal.known.entry.number
-        state = self.journal.state() if anew else self.journal.known
-        if was_there and not state.entry.number:
-            raise StorageError(
-                f"{self.root}: expected a journal, found none because the bucket was emptied or "
-                "replaced; open it again after its trainer has saved"
-            )
-        return {unit: one.prefix for unit, one in state.standings.items()}
-
-    def digests(self, unit: Unit, prefix: str) -> dict[str, Digest]:
-        """See ``Catalog``."""
-        standing = self.journal.known.standings.get(unit)
-        at = self.root / prefix / COMMIT
-        data = at.store.get(at.key)
-        if standing is not None and standing.prefix == prefix:
-            if (found := google_crc32c.value(data)) != standing.crc32c:
-                raise Damaged(at.shown(), f"crc32c {standing.crc32c:08x}", f"crc32c {found:08x}")
-        record = digests.digests_from(data, name=at.shown())
-        return {name: record.digest(name) for name in record.files}
-
-
-class Copied:
-    """The units named by markers, which copies to object stores used before there were journals.
-
-    A marker holds the digests of a unit, whose files are stored under the unit's name.
-    """
-
-    def __init__(self, root: StorePath):
-        """Reads the copies in a folder."""
-        self._root = root
-        self._known: dict[Unit, str] | None = None
-
-    @property
-    def root(self) -> StorePath:
-        """See ``Catalog``."""
-        return self._root
-
-    def units(self, *, anew: bool) -> Mapping[Unit, str]:
-        """See ``Catalog``."""
-        if anew or self._known is None:
-            stems = (
-                key.removesuffix(".msgpack").split("/")
-                for key in (self._root / names.COPIED).keys()
-                if key.endswith(".msgpack")
-            )
-            found = (_unit_of(parts) for parts in stems)
-            self._known = {unit: unit.name for unit, below in filter(None, found) if not below}
-        return self._known
-
-    def digests(self, unit: Unit, prefix: str) -> dict[str, Digest]:
-        """See ``Catalog``."""
-        at = self._root / names.copied_name(prefix)
-        record = digests.digests_from(at.store.get(at.key), name=at.shown())
-        return {name: record.digest(name) for name in record.files}
-
-
-class Committed:
-    """A read-only store of committed contents; thread-safe."""
-
-    def __init__(self, catalog: Catalog):
-        """Reads what a catalog names; sends no request yet."""
-        self._catalog = catalog
+        self._journal = journal
+        self._hidden = hidden
+        self._asks = asks
         self._digests: dict[str, dict[str, Digest]] = {}
         #: Files stored in segments, by prefix.
         self._segmented: dict[str, list[str]] = {}
@@ -164,7 +82,7 @@ class Committed:
     @property
     def url(self) -> str:
         """See ``Store``."""
-        return str(self._catalog.root)
+        return str(self._journal.root)
 
     def get(self, key: str) -> bytes:
         """See ``Store``; raises Damaged if the object differs from what was committed."""
@@ -190,22 +108,13 @@ class Committed:
         first = start + digest.length if start < 0 else start
         if first < 0 or first + wanted > digest.length or (whole and wanted != digest.length):
             raise Damaged(key, f"{wanted} bytes", f"{digest.length} bytes")
-        if digest.length <= SEGMENT_BYTES:
-            at = self._at(prefix, name)
-            self._asked(prefix, key, lambda: at.store.read_into(at.key, first, parts))
-            return
-        left = [part for part in parts if part.nbytes]
+        is_one, left = digest.length <= SEGMENT_BYTES, [part for part in parts if part.nbytes]
         while left:
-            number, inside = divmod(first, SEGMENT_BYTES)
+            number, inside = (0, first) if is_one else divmod(first, SEGMENT_BYTES)
             pieces, nbytes = _first_bytes(left, SEGMENT_BYTES - inside)
-            at = self._at(prefix, segment_name(name, number))
-            self._asked(
-                prefix,
-                key,
-                lambda at=at, pieces=pieces, inside=inside: at.store.read_into(
-                    at.key, inside, pieces
-                ),
-            )
+            at = self._at(prefix, name if is_one else segment_name(name, number))
+            read = functools.partial(at.store.read_into, at.key, inside, pieces)
+            self._asked(prefix, key, read)
             first += nbytes
 
     def length(self, key: str) -> int:
@@ -227,31 +136,28 @@ class Committed:
 
     def keys(self, folder: str, *, after: str = "") -> list[str]:
         """See ``Store``."""
-        found = []
-        for unit in self._units(anew=not folder):
-            if _is_below(unit.name, folder):
-                found += [f"{unit.name}/{name}" for name in self._unit_digests(unit)]
-            elif _is_below(folder, unit.name):
-                below = (f"{unit.name}/{name}" for name in self._unit_digests(unit))
-                found += [key for key in below if _is_below(key, folder) and key != folder]
-        return sorted(key for key in found if key > after)
+        return sorted(key for key in self._below(folder, deep=True) if key > after)
 
     def folders(self, folder: str) -> list[str]:
         """See ``Store``; the top-level folders are listed again each time."""
-        units = self._units(anew=not folder)
-        found = set()
-        for unit in units:
-            if unit.name != folder and _is_below(unit.name, folder):
-                found.add(_next(unit.name, folder))
-            elif _is_below(folder, unit.name):
-                inside = (f"{unit.name}/{name}" for name in self._unit_digests(unit))
-                below = (key for key in inside if _is_below(key, folder))
-                found |= {_next(key, folder) for key in below if "/" in _rest(key, folder)}
-        return sorted(found)
+        inside = f"{folder}/" if folder else ""
+        below = (key.removeprefix(inside) for key in self._below(folder, deep=False))
+        return sorted({key.partition("/")[0] for key in below if "/" in key})
+
+    def _below(self, folder: str, *, deep: bool) -> Iterator[str]:
+        """Keys below a folder; those of files in units below it only if ``deep``, else folders."""
+        inside = f"{folder}/" if folder else ""
+        for unit in self.units(anew=not folder):
+            own = f"{unit.name}/"
+            if inside.startswith(own) or (deep and own.startswith(inside)):
+                files = (own + name for name in self._unit_digests(unit))
+                yield from (key for key in files if key.startswith(inside))
+            elif own.startswith(inside):
+                yield own
 
     def stamp(self, folder: str) -> Stamp | None:
         """See ``Store``; a prefix belongs to one upload."""
-        unit, below = _unit_of(folder.split("/")) or (None, "")
+        unit, below = _unit_of(folder) or (None, "")
         if unit is None:
             inside = tuple(self.folders(folder))
             return Stamp((self.url, folder), inside) if inside or not folder else None
@@ -269,7 +175,7 @@ class Committed:
 
     def kvstore(self, folder: str) -> dict[str, Any] | None:
         """See ``Store``; files stored in segments are not available through TensorStore."""
-        unit, below = _unit_of(folder.split("/")) or (None, "")
+        unit, below = _unit_of(folder) or (None, "")
         prefix = None if unit is None else self._place_of(unit)
         if unit is None or prefix is None:
             raise Missing(f"{self.url}/{folder}")
@@ -281,7 +187,7 @@ class Committed:
             self._segmented[prefix] = segmented
         if any(not below or name.startswith(f"{below}/") for name in segmented):
             return None
-        at = self._at(prefix, below) if below else self._catalog.root / prefix
+        at = self._at(prefix, below) if below else self._journal.root / prefix
         return at.kvstore()
 
     def fetch(self, folder: str, target: Path) -> None:
@@ -321,9 +227,28 @@ class Committed:
             start += len(piece)
         came.check(f"{self.url}/{key}", digest)
 
-    def units(self) -> Mapping[Unit, str]:
-        """Returns the prefix of each unit, queried from the catalog."""
-        return self._units(anew=True)
+    def units(self, *, anew: bool = True) -> Mapping[Unit, str]:
+        """Returns the prefix of each unit's files, below the root of the journal.
+
+        Args:
+          anew: whether to query the journal again.
+
+        Raises:
+          StorageError: the journal no longer exists, or the store reported an error.
+        """
+        was_there = self._journal.known.entry.number
+        state = self._journal.state() if anew and self._asks else self._journal.known
+        if was_there and not state.entry.number:
+            raise StorageError(
+                f"{self.url}: expected a journal, found none because the bucket was emptied or "
+                "replaced; open it again after its trainer has saved"
+            )
+        hidden = self._hidden()
+        return {
+            unit: one.prefix
+            for unit, one in state.standings.items()
+            if (unit, one.save_id) not in hidden
+        }
 
     def digests(self, unit: Unit) -> dict[str, Digest]:
         """Returns the digests of all files of a unit.
@@ -334,18 +259,15 @@ class Committed:
         """
         return dict(self._unit_digests(unit))
 
-    def _units(self, *, anew: bool) -> Mapping[Unit, str]:
-        return self._catalog.units(anew=anew)
-
     def _place_of(self, unit: Unit) -> str | None:
-        """The prefix of a unit; queries the catalog again for an unknown step."""
-        found = self._units(anew=False).get(unit)
-        if found is None and unit.item is None:
-            found = self._units(anew=True).get(unit)
-        return found
+        """The prefix of a unit; reads the journal again for an unknown step."""
+        found = self._journal.known.standings.get(unit)
+        if found is None:
+            return self.units().get(unit) if self._asks and unit.item is None else None
+        return None if (unit, found.save_id) in self._hidden() else found.prefix
 
     def _at(self, prefix: str, name: str) -> StorePath:
-        return self._catalog.root / prefix / name
+        return self._journal.root / prefix / name
 
     def _file(self, key: str) -> tuple[str, str, Digest]:
         """The prefix, relative name and digest of a file.
@@ -353,7 +275,7 @@ class Committed:
         Raises:
           Missing: there is no such file.
         """
-        unit, name = _unit_of(key.split("/")) or (None, "")
+        unit, name = _unit_of(key) or (None, "")
         prefix = None if unit is None else self._place_of(unit)
         if unit is None or prefix is None or not name:
             raise Missing(f"{self.url}/{key}")
@@ -369,7 +291,7 @@ class Committed:
         known = self._digests.get(prefix)
         if known is None:
             asked = f"{unit.name}/{COMMIT}"
-            known = self._asked(prefix, asked, lambda: self._catalog.digests(unit, prefix))
+            known = self._asked(prefix, asked, lambda: self._read_digests(unit, prefix))
             with self._lock:
                 self._digests[prefix] = known
                 while len(self._digests) > _KEPT_UNITS:
@@ -377,6 +299,15 @@ class Committed:
                     del self._digests[oldest]
                     self._segmented.pop(oldest, None)
         return known
+
+    def _read_digests(self, unit: Unit, prefix: str) -> dict[str, Digest]:
+        at = self._at(prefix, COMMIT)
+        data, found = at.store.get(at.key), self._journal.known.standings.get(unit)
+        crc32c = google_crc32c.value(data)
+        if found is not None and found.prefix == prefix and found.crc32c != crc32c:
+            raise Damaged(at.shown(), f"crc32c {found.crc32c:08x}", f"crc32c {crc32c:08x}")
+        record = digests.digests_from(data, name=at.shown())
+        return {name: record.digest(name) for name in record.files}
 
     def _asked(self, prefix: str, key: str, ask: Any) -> Any:
         """Requests an object below a prefix.
@@ -389,34 +320,17 @@ class Committed:
             return ask()
         except Missing as error:
             # Retired concurrently; refresh the catalog so that the next lookup sees it.
-            if prefix not in self._units(anew=True).values():
+            if prefix not in self.units(anew=True).values():
                 raise Missing(f"{self.url}/{key}") from error
             raise Damaged(key, "the object as committed", error.found) from error
 
 
 @functools.lru_cache(4096)
-def _unit_of_key(parts: tuple[str, ...]) -> tuple[Unit, str] | None:
-    if parts[0] == names.COMPACTED:
-        if len(parts) < 3 or (step := names.step_number(parts[1])) is None:
-            return None
-        return Unit(step, parts[2]), "/".join(parts[3:])
-    step = names.step_number(parts[0])
-    return None if step is None else (Unit(step), "/".join(parts[1:]))
-
-
-def _unit_of(parts: Sequence[str]) -> tuple[Unit, str] | None:
+def _unit_of(key: str) -> tuple[Unit, str] | None:
     """The unit that contains a key, and the key's name below it; None if there is none."""
-    return _unit_of_key(tuple(parts))
-
-
-def _is_below(key: str, folder: str) -> bool:
-    """Whether a key is a folder or is inside it."""
-    return not folder or key == folder or key.startswith(f"{folder}/")
-
-
-def _rest(key: str, folder: str) -> str:
-    return key[len(folder) + 1 :] if folder else key
-
-
-def _next(key: str, folder: str) -> str:
-    return _rest(key, folder).partition("/")[0]
+    folder, *parts = key.split("/")
+    item = None
+    if folder == names.COMPACTED and len(parts) > 1:
+        folder, item, *parts = parts
+    step = names.step_number(folder)
+    return None if step is None else (Unit(step, item), "/".join(parts))

@@ -23,7 +23,6 @@ import contextlib
 import os
 import re
 import uuid
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -32,25 +31,23 @@ from deltackpt.errors import (
     FencedError,
     ForeignDirectory,
     OutOfSpace,
-    RestoreError,
     StorageError,
     UnsupportedRoot,
 )
 from deltackpt.format import chain, names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import SaveId
-from deltackpt.ledger import kept, lease, leftovers
+from deltackpt.ledger import kept, lease
 from deltackpt.ledger.held import Held
-from deltackpt.ledger.lease import Lease
+from deltackpt.ledger.lease import DirectoryLease, Lease
 from deltackpt.reading import foreign, saves
 from deltackpt.storage import files, redaction
 from deltackpt.storage.posix import DurableDir, fsync_path
-from deltackpt.storage.store import FileStore, Stamp, StorePath
+from deltackpt.storage.store import FileStore, StorePath
 
-#: Between two checks of a claim whose trainer has not started yet.
-_POLL_SECS = 0.05
 # One slash is enough: pathlib turns "s3://bucket" into "s3:/bucket".
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/")
+_LEFTOVER = re.compile(r"[0-9]+\.orbax-checkpoint-tmp.*")
 #: Orbax 0.12.8 finds the parts of its dense files with a glob over the whole path.
 _PATTERN = frozenset("*?[")
 
@@ -58,21 +55,11 @@ _PATTERN = frozenset("*?[")
 class Root(Held):
     """A checkpoint directory, open for a trainer or read-only."""
 
-    def __init__(self, path: Path, item: str, held: Lease | None, *, given: Path | None = None):
+    def __init__(self, path: Path, item: str, *, given: Path):
         """Created by ``Root.open``; ``given`` is the path before its links were followed."""
-        super().__init__(StorePath(FileStore(path), ""), item, path, given or path)
-        self._dir, self._lease = DurableDir(path), held
-        #: Whether the lease file names the holder.
-        self._signed = False
-        #: Whether the lease can no longer return to its previous holder.
-        self._confirmed = False
-        self._grace = lease.Grace(_POLL_SECS)
-        if held is not None:
-            with files.typed_errors(path, "be opened"):
-                descriptor = os.open(path, os.O_RDONLY)
-            # While it is open, no other directory can have its inode.
-            self._unpin = weakref.finalize(self, os.close, descriptor)
-            self._stamp = Stamp.of(os.fstat(descriptor))
+        super().__init__(StorePath(FileStore(path), ""), item, path, given)
+        self._dir = DurableDir(path)
+        self._lease: DirectoryLease | None = None
         self._collected: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._collected.set_result(None)
         self._collector = concurrent.futures.ThreadPoolExecutor(1, "deltackpt-collect")
@@ -121,7 +108,7 @@ class Root(Held):
                     f"{path}: expected a directory to read, found none; check the path"
                 )
             _refuse_foreign(path)
-            return cls(path, item, None, given=given)
+            return cls(path, item, given=given)
         if found := sorted(set(str(path)) & _PATTERN):
             raise UnsupportedRoot(
                 f"{path}: expected a path without any of {sorted(_PATTERN)}, found {found}: Orbax "
@@ -131,22 +118,18 @@ class Root(Held):
         DurableDir(path).create()
         _refuse_foreign(path)
         _refuse_other_item(path, item)
-        held = lease.claim(path, after_epoch)
+        root = cls(path, item, given=given)
         try:
-            root = cls(path, item, held, given=given)
-        except BaseException:
-            lease.give_back(path, held)
-            raise
-        try:
+            root._lease = DirectoryLease(path, given, after_epoch)
             try:
-                root._sign(held)
+                root._lease.sign()
             except OutOfSpace:
                 # ``confirm`` removes leftovers, which may fill the file system, and tries again.
                 found = files.listing(path)
-                if names.TRASH not in found and not any(map(leftovers.is_leftover, found)):
+                if names.TRASH not in found and not any(map(is_leftover, found)):
                     raise
             if confirmed:
-                root._confirm()
+                root._confirm(root._lease)
         except BaseException:
             root.abandon()
             raise
@@ -154,30 +137,22 @@ class Root(Held):
 
     def confirm(self) -> None:
         """See ``Held``: leftovers may be the previous holder's save in flight."""
-        if not self._confirmed:
-            self.check_held()
-            self._confirm()
+        if self._lease is not None and not self._lease.is_started:
+            self._lease.check(wait=False)
+            self._confirm(self._lease)
 
-    def _confirm(self) -> None:
-        if self._lease is not None:
-            self._confirmed = True
-            lease.remove_older(self.path, self._lease)
-            try:
-                self.remove_leftovers()
-            except StorageError as error:
-                events.warn(
-                    f"{self.path}: leftovers of interrupted saves were not removed: {error}"
-                )
-            try:
-                if not self._signed:
-                    self._sign(self._lease)
-            except StorageError as error:
-                # The name alone is a valid claim; the first save reports a full file system.
-                events.warn(f"{self.path}: the lease does not name its holder: {error}")
-
-    def _sign(self, own: Lease) -> None:
-        lease.sign(self.path, own)
-        self._signed = True
+    def _confirm(self, own: DirectoryLease) -> None:
+        own.start()
+        try:
+            self.remove_leftovers()
+        except StorageError as error:
+            events.warn(f"{self.path}: leftovers of interrupted saves were not removed: {error}")
+        try:
+            if not own.is_signed:
+                own.sign()
+        except StorageError as error:
+            # The name alone is a valid claim; the first save reports a full file system.
+            events.warn(f"{self.path}: the lease does not name its holder: {error}")
 
     @property
     def epoch(self) -> int:
@@ -187,34 +162,13 @@ class Root(Held):
     @property
     def has_rival(self) -> bool:
         """Returns whether an earlier lease holder may still be running."""
-        earlier = max((one for one in lease.epochs(self.path) if one < self.epoch), default=None)
-        if earlier is None:
-            return False
-        try:
-            return lease.read_lease(self.path / names.lease_name(earlier)).runs is not False
-        except RestoreError:
-            return True
+        return self._lease is not None and self._lease.has_rival()
 
     def abandon(self) -> None:
-        """See ``Held``."""
+        """See ``Steps``."""
         self._collector.shutdown()
         if self._lease is not None:
-            if self._confirmed:
-                # An interrupt may have ended ``confirm``.
-                lease.remove_older(self.path, self._lease)
-            elif self._may_give_back(self._lease):
-                lease.give_back(self.path, self._lease)
-            self._unpin()
-
-    def _may_give_back(self, own: Lease) -> bool:
-        """Whether the claim is still this one's. Does not wait for newer trainers.
-
-        If they also fail to start, a claim left between would fence the previous holder.
-        """
-        with contextlib.suppress(FencedError, StorageError):
-            self._check_place(own)
-            return self._is_own(own.epoch)
-        return False
+            self._lease.withdraw()
 
     def steps(self) -> list[int]:
         """See ``Steps``.
@@ -243,90 +197,21 @@ class Root(Held):
           FencedError: a newer trainer holds it, or another directory has replaced it.
           StorageError: it no longer exists, or is not readable.
         """
-        self._check_lease()
+        if self._lease is not None:
+            self._lease.check()
 
     def check_held(self) -> None:
         """Like ``check_lease``, but does not wait for newer trainers that have not started yet."""
-        if self._lease is None:
-            return
-        self._check_place(self._lease)
-        epochs = {*lease.epochs(self.path)}
-        if not self._is_listed(epochs):
-            raise self._fenced(self._holder(epochs))
+        if self._lease is not None:
+            self._lease.check(wait=False)
 
     def check_start(self) -> None:
         """Like ``check_lease``, for a trainer that starts.
 
         It does not wait for a newer start of this process, which supersedes it.
         """
-        self._check_lease(is_starting=True)
-
-    def _check_lease(self, *, is_starting: bool = False) -> None:
-        if self._lease is None:
-            return
-        while True:
-            self._check_place(self._lease)
-            epochs = {*lease.epochs(self.path)}
-            newer = {one: self._claimant(one) for one in epochs if one > self._lease.epoch}
-            is_held = self._is_listed(epochs)
-            if is_held and not newer:
-                self._grace.reset()
-                return
-            is_superseded = is_starting and any(
-                one.is_of_this_process for one in newer.values() if one is not None
-            )
-            # A newer trainer removes older leases once it has started.
-            if not is_held or is_superseded or not self._grace.wait(newer):
-                raise self._fenced(self._holder(epochs))
-
-    def _is_listed(self, epochs: Collection[int]) -> bool:
-        """Whether the own lease exists; a newer trainer removes it once it has started."""
-        return self.epoch in epochs and self._is_own(self.epoch)
-
-    def _holder(self, epochs: Collection[int]) -> str:
-        """Describes the newest of some leases."""
-        return lease.holder(self.path, max(epochs, default=0), self.epoch)
-
-    def _is_own(self, epoch: int) -> bool:
-        """Whether the lease file of the own epoch names this holder, if it names one."""
-        assert self._lease is not None
-        if not self._signed:
-            return True
-        found = self._claimant(epoch)
-        return found is not None and found.holder == self._lease.holder
-
-    def _claimant(self, epoch: int) -> Lease | None:
-        """The holder of an epoch; None if its lease is not readable."""
-        with contextlib.suppress(RestoreError):
-            return lease.read_lease(self.path / names.lease_name(epoch))
-        return None
-
-    def _check_place(self, own: Lease) -> None:
-        """Checks that the opened directory is still at its path."""
-        try:
-            stands = self._stamp.same(Stamp.of(os.stat(self.path)))
-        except OSError as error:
-            raise StorageError(
-                f"{self.path}: expected the directory where it was opened, found "
-                f"{os.strerror(error.errno or 0)}: it was moved or removed; move it back and save "
-                "again, or stop this trainer and open the directory at its new path"
-            ) from error
-        if not stands:
-            newest = max(lease.epochs(self.path), default=0)
-            held = lease.holder(self.path, newest, own.epoch)
-            raise self._fenced(f"another directory in its place, with {held}")
-        # A missing link is not an error: it may be about to be recreated.
-        with contextlib.suppress(OSError):
-            if not self._stamp.same(Stamp.of(os.stat(self.given))):
-                raise self._fenced(f"that the link {self.given} points to another directory now")
-
-    def _fenced(self, found: str) -> FencedError:
-        assert self._lease is not None
-        return FencedError(
-            f"{self.path}: expected to hold its lease (epoch {self._lease.epoch}, holder "
-            f"{self._lease.holder[:8]}, taken {lease.utc(self._lease.since_secs)}), found {found}; "
-            "stop this trainer, since its later steps are not committed"
-        )
+        if self._lease is not None:
+            self._lease.check(is_starting=True)
 
     def roll_back(self, step: int, run: str) -> list[int]:
         """Moves every step after ``step`` aside durably, with a warning.
@@ -381,25 +266,15 @@ class Root(Held):
                     names.compacted_dir(aside / name, self.item),
                 )
 
-    def _holds(self) -> bool:
-        """Whether the lease is held and the newest, as far as can be determined without waiting."""
-        if self._lease is None:
-            return False
-        try:
-            self.check_held()
-            return max(lease.epochs(self.path), default=0) == self.epoch
-        except (FencedError, StorageError):
-            return False
-
     def remove_leftovers(self) -> None:
         """Removes leftovers of interrupted saves and deletions, if the lease is held.
 
         If another trainer holds the lease, or is about to, they may be its save in flight.
         """
-        if not self._holds():
+        if self._lease is None or not self._lease.is_newest():
             return
         for name in files.listing(self.path):
-            if leftovers.is_leftover(name):
+            if is_leftover(name):
                 # Never committed, so never read; removing it in place works on a full disk.
                 self._dir.remove(self.path / name)
         self.empty_trash()
@@ -408,10 +283,7 @@ class Root(Held):
 
     def note_kept(self, note: kept.Kept | None) -> None:
         """See ``Held``."""
-        if note is None:
-            kept.forget(self.path)
-        else:
-            kept.note(self.path, note)
+        kept.note(self.path, note)
 
     def remove_steps(self, steps: Collection[int]) -> None:
         """Removes committed steps by renaming them, newest first; concurrent removals are ignored.
@@ -484,7 +356,8 @@ class Root(Held):
             infos = [info for info in saves if info is not None]
             if len(infos) == len(saves):
                 self._drop_bases(bases, infos, in_flight)
-        if self._holds():  # Otherwise the next save reports what is wrong with the directory.
+        # If the lease is lost, the next save reports it.
+        if self._lease is not None and self._lease.is_newest():
             self.empty_trash()
 
     def _drop_bases(
@@ -509,19 +382,20 @@ class Root(Held):
     def close(self) -> None:
         """Finishes deletions. The lease remains; the next trainer takes the next epoch."""
         self._collector.shutdown()
-        self._collected.result()
-        if self._lease is not None:
-            try:
+        try:
+            self._collected.result()
+            if self._lease is not None:
                 with contextlib.suppress(FencedError):
                     self.check_lease()
                     self.empty_trash()
-            finally:
-                self._unpin()
+        finally:
+            if self._lease is not None:
+                self._lease.close()
 
 
 def _refuse_foreign(path: Path) -> None:
     entries = {name for name in files.listing(path) if not name.startswith(".")}
-    if leftovers.is_step_dir(path, entries):
+    if _is_step_dir(path, entries):
         raise ForeignDirectory(
             f"{path}: expected a checkpoint directory, found a step; pass {path.parent} as the "
             f"directory and {path.name} as the step"
@@ -533,7 +407,7 @@ def _refuse_foreign(path: Path) -> None:
             f"import it into a new directory with 'deltackpt import {path} NEW_DIRECTORY "
             "--tables PATTERN', and continue there"
         )
-    if entries and not any(leftovers.is_known(name) for name in entries):
+    if entries and not any(is_known(name) for name in entries):
         raise ForeignDirectory(
             f"{path}: expected an empty or a checkpoint directory, found {sorted(entries)[:5]}; "
             "use the directory that holds the steps, or an empty one"
@@ -546,3 +420,33 @@ def _refuse_other_item(path: Path, item: str) -> None:
     newest = path / max(steps, key=int, default="")
     if steps and not (newest / item).is_dir() and foreign.is_checkpoint(newest):
         raise foreign.foreign(newest, item)
+
+
+def is_leftover(name: str) -> bool:
+    """Returns whether a name belongs to an interrupted or running save."""
+    return _LEFTOVER.fullmatch(name) is not None
+
+
+def is_known(name: str) -> bool:
+    """Returns whether deltackpt, Orbax or mkfs creates such a name in a checkpoint directory."""
+    return (
+        name
+        in (
+            names.ROLLED_BACK,
+            names.TRASH,
+            names.COMPACTED,
+            names.KEPT,
+            "lost+found",
+            names.STEP_METADATA,
+        )
+        or names.lease_epoch(name) is not None
+        or names.step_number(name) is not None
+        or is_leftover(name)
+    )
+
+
+def _is_step_dir(path: Path, entries: Collection[str]) -> bool:
+    """Returns whether a directory with the given entries is a step, not a checkpoint directory."""
+    return names.STEP_DIGESTS in entries or any(
+        (path / name / names.manifest_name(0)).exists() for name in entries if not is_known(name)
+    )

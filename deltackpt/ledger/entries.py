@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Journal records: entries, pages, and the record of each save. No I/O, no JAX.
+"""Entries of a journal: records of the whole state of a checkpoint directory in a store.
 
-An entry is the complete state of a checkpoint directory: who may write, which steps and compacted
-bases are committed, and where their files are. The entry with the greatest number is authoritative,
-so the state is one object and changes by one write. Steps beyond the newest few hundred are in
-pages, immutable objects that entries name. ``docs/reference/format.md`` specifies the bytes.
+An entry records who may write, which saves are committed, and where their files are. The entry with
+the greatest number is authoritative, so the state is one object and changes by one write.
+``docs/reference/format.md`` specifies the bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import dataclasses
 import functools
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from deltackpt.errors import Damaged
@@ -24,13 +23,9 @@ from deltackpt.format.soundness import refuse_unknown
 from deltackpt.ledger.lease import Lease
 
 ENTRY_MAGIC = "deltackpt.journal.entry"
-PAGE_MAGIC = "deltackpt.journal.page"
 #: Number of claims, and of runs, that an entry keeps.
 MOST_CLAIMS = 100
 MOST_RUNS = 4096
-#: Number of saves in the entry itself; beyond it, the oldest ones form a page.
-INLINE = 256
-PAGE = 128
 #: Number of rolled-back saves to keep; older ones are dropped.
 MOST_ROLLED_BACK = 256
 #: Number of WAL epochs to keep; older ones are dropped.
@@ -38,14 +33,12 @@ MOST_LOGS = 256
 
 SAVES = "saves"
 BASES = "bases"
-PAGES = "pages"
 LOGS = "log"
 #: Object below a unit's prefix with the digests of all other files; uploaded last.
 COMMIT = "commit.msgpack"
 _RECORD, _COPY = ".msgpack", ".copy.msgpack"
 _PREFIX = re.compile(r"(saves|bases)/(0|[1-9]\d*)\.([1-9]\d*)\.([0-9a-f]{8,32})(?:/([^/]+))?")
 _LOG = re.compile(r"log/(0|[1-9]\d*)\.([1-9]\d*)\.[0-9a-f]{8,32}")
-_PAGE = re.compile(r"pages/([1-9]\d*)\.[0-9a-f]{32}\.msgpack")
 
 
 class Unit(NamedTuple):
@@ -60,6 +53,10 @@ class Unit(NamedTuple):
         if self.item is None:
             return str(self.step)
         return f"{names.COMPACTED}/{self.step}/{self.item}"
+
+
+#: Units with their save: a compacted base has the id of its step, and remains.
+Hidden = frozenset[tuple[Unit, SaveId]]
 
 
 def prefix_of(unit: Unit, epoch: int, token: str) -> str:
@@ -100,24 +97,13 @@ def prefix_step(prefix: str) -> int | None:
 
 
 def copy_name(name: str) -> str:
-    """Returns the name of the copy of an entry or page."""
+    """Returns the name of the copy of an entry."""
     return f"{name.removesuffix(_RECORD)}{_COPY}"
 
 
 def copied_name(name: str) -> str | None:
-    """Returns the name of the entry or page that a copy belongs to; None for other names."""
+    """Returns the name of the entry that a copy belongs to; None for other names."""
     return f"{name.removesuffix(_COPY)}{_RECORD}" if name.endswith(_COPY) else None
-
-
-def page_name(epoch: int) -> str:
-    """Returns a new name for a page, below the root."""
-    return f"{PAGES}/{epoch}.{uuid.uuid4().hex}.msgpack"
-
-
-def page_epoch(name: str) -> int | None:
-    """Returns the epoch of a page's writer; None for other names."""
-    match = _PAGE.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -232,21 +218,6 @@ class LogRef:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PageRef:
-    """A page named by an entry: its key below the root, and its CRC32C."""
-
-    name: str
-    crc32c: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Page:
-    """Saves that the entries naming the page include."""
-
-    standings: tuple[Standing, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
     """The state of a checkpoint directory.
 
@@ -256,8 +227,7 @@ class Entry:
       previous: nonce of the previous entry.
       claims: the newest claims, ascending by epoch; the last one may write.
       withdrawn: the newest epoch whose claim was withdrawn; 0 if none was.
-      standings: committed units that are in no page.
-      pages: pages with the other committed units.
+      standings: the committed units, ascending; a step precedes its bases.
       promoted: the greatest attempt ever committed, by run; the newest runs last.
       rolled_back: rolled-back units that still exist.
       logs: the WAL epochs, ascending by number; the newest determines which records count.
@@ -270,36 +240,31 @@ class Entry:
     claims: tuple[Claim, ...] = ()
     withdrawn: int = 0
     standings: tuple[Standing, ...] = ()
-    pages: tuple[PageRef, ...] = ()
     promoted: dict[str, int] = dataclasses.field(default_factory=dict)
     rolled_back: tuple[RolledBack, ...] = ()
     logs: tuple[LogRef, ...] = ()
     features: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class State:
-    """The state of a checkpoint directory: an entry with its pages.
+    """The state that an entry records.
 
     Attributes:
       entry: the entry.
-      standings: all committed units, including those of pages.
-      pages: the readable pages that the entry names.
     """
 
     entry: Entry
-    standings: Mapping[Unit, Standing]
-    pages: Mapping[PageRef, Page]
+
+    @functools.cached_property
+    def standings(self) -> Mapping[Unit, Standing]:
+        """The committed units."""
+        return {one.unit: one for one in self.entry.standings}
 
     @functools.cached_property
     def uploads(self) -> frozenset[tuple[Unit, SaveId]]:
         """The committed units, each with its save."""
         return frozenset((unit, one.save_id) for unit, one in self.standings.items())
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all pages were readable."""
-        return len(self.pages) == len(self.entry.pages)
 
     @property
     def claim(self) -> Claim | None:
@@ -352,6 +317,31 @@ class State:
         logs = (one.prefix for one in self.entry.logs)
         return frozenset(one.prefix for one in every).union(logs)
 
+    def with_unit(self, standing: Standing) -> Entry:
+        """Returns the entry after the commit of a unit, which replaces an earlier upload."""
+        every = {**self.standings, standing.unit: standing}
+        promoted = dict(self.entry.promoted)
+        if standing.item is None:
+            run, attempt = standing.save_id.run, standing.save_id.attempt
+            promoted[run] = max(attempt, promoted.pop(run, -1))
+        return dataclasses.replace(
+            self.entry,
+            standings=tuple(every[unit] for unit in sorted(every, key=_order)),
+            promoted=dict([*promoted.items()][-MOST_RUNS:]),
+        )
+
+    def without(self, prefixes: Collection[str]) -> Entry:
+        """Returns the entry after units and WAL epochs were removed."""
+        entry = self.entry
+        return dataclasses.replace(
+            entry,
+            standings=tuple(one for one in entry.standings if one.prefix not in prefixes),
+            rolled_back=tuple(
+                one for one in entry.rolled_back if one.standing.prefix not in prefixes
+            ),
+            logs=tuple(one for one in entry.logs if one.prefix not in prefixes),
+        )
+
     def held(self, save_id: SaveId) -> bool:
         """Returns whether a save was ever committed here, even if it has been removed since."""
         return self.entry.promoted.get(save_id.run, -1) >= save_id.attempt
@@ -361,18 +351,13 @@ class State:
         return any(one.save_id == save_id for one in self.standings.values())
 
 
-def promoted_with(promoted: Mapping[str, int], save_id: SaveId) -> dict[str, int]:
-    """Returns the greatest attempts by run after a commit; the oldest runs are dropped."""
-    found = dict(promoted)
-    found[save_id.run] = max(save_id.attempt, found.pop(save_id.run, -1))
-    while len(found) > MOST_RUNS:
-        del found[next(iter(found))]
-    return found
+def _order(unit: Unit) -> tuple[int, str]:
+    return unit.step, unit.item or ""
 
 
-def to_bytes(record: Entry | Page) -> bytes:
-    """Serializes an entry or a page."""
-    return records.to_bytes(record, ENTRY_MAGIC if isinstance(record, Entry) else PAGE_MAGIC)
+def to_bytes(entry: Entry) -> bytes:
+    """Serializes an entry."""
+    return records.to_bytes(entry, ENTRY_MAGIC)
 
 
 def entry_from(data: bytes, *, name: str, number: int | None) -> Entry:
@@ -385,7 +370,7 @@ def entry_from(data: bytes, *, name: str, number: int | None) -> Entry:
 
     Raises:
       Damaged: it is altered or invalid.
-      FormatTooNew: a later version wrote it.
+      FormatTooNew, FormatTooOld: a later version wrote it, or a development version.
     """
     found: Entry = manifest.from_bytes(data, Entry, name=name, magic=ENTRY_MAGIC)
     refuse_unknown(found.features, frozenset(), name)
@@ -394,24 +379,22 @@ def entry_from(data: bytes, *, name: str, number: int | None) -> Entry:
     epochs = [claim.lease.epoch for claim in found.claims]
     if not epochs or epochs != sorted(set(epochs)) or not found.nonce:
         raise Damaged(name, "a nonce and claims with ascending epochs", f"epochs {epochs[-5:]}")
-    for page in found.pages:
-        if _PAGE.fullmatch(page.name) is None:
-            raise Damaged(name, "names of pages", records.shown(page.name))
     check(name, found.standings)
     check(name, (one.standing for one in found.rolled_back))
     _check_logs(name, found.logs)
     return found
 
 
-def page_from(data: bytes, *, name: str) -> Page:
-    """Parses a page.
+def nonces_of(data: bytes, *, name: str, number: int) -> tuple[str, str]:
+    """Returns the nonces of an entry and of its predecessor, without parsing the rest.
 
     Raises:
-      Damaged, FormatTooNew: same as for ``entry_from``.
+      Damaged, FormatMismatch: as for ``entry_from``, except for invalid values.
     """
-    found: Page = manifest.from_bytes(data, Page, name=name, magic=PAGE_MAGIC)
-    check(name, found.standings)
-    return found
+    fields = records.fields_of(data, name=name, magic=ENTRY_MAGIC)
+    if fields.get("number") != number:
+        raise Damaged(name, f"the entry with number {number}", records.shown(fields.get("number")))
+    return fields.get("nonce", ""), fields.get("previous", "")
 
 
 def check(name: str, standings: Iterable[Standing]) -> None:

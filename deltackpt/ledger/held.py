@@ -141,10 +141,6 @@ class Held(Steps, abc.ABC):
           FencedError: a newer trainer has started.
         """
 
-    def abandon(self) -> None:
-        """Closes it after the manager's constructor failed; returns the lease if possible."""
-        self.close()
-
     # Only for directories with tiers.
 
     def stands(self, save_id: SaveId) -> bool:

@@ -31,15 +31,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import socket
 import threading
-import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeVar
-
-import google_crc32c
+from typing import TypeVar
 
 from deltackpt.errors import (
     BrokenChain,
@@ -56,8 +51,6 @@ from deltackpt.ledger.entries import (
     Claim,
     Entry,
     LogRef,
-    Page,
-    PageRef,
     RolledBack,
     Standing,
     State,
@@ -72,8 +65,8 @@ _DELETED_AT_ONCE = 32
 #: Between two checks of a claim whose trainer has not started yet.
 _POLL_SECS = 0.25
 
-#: A change of a state: the changed fields of its entry; None if nothing changes.
-Change = Callable[[State], Mapping[str, Any] | None]
+#: Computes the entry of the changed state; None if nothing changes.
+Change = Callable[[State], Entry | None]
 _T = TypeVar("_T")
 
 
@@ -134,10 +127,11 @@ class Journal(JournalView):
           Damaged, FormatTooNew: the newest entry is not readable.
           StorageError: the store reported an error.
         """
-        holder = self._taken = uuid.uuid4().hex
+        taken = Lease.new(0, pending=pending)
+        holder = self._taken = taken.holder
         self._is_replaced = False
 
-        def change(state: State) -> Mapping[str, Any] | None:
+        def change(state: State) -> Entry | None:
             if any(one.lease.holder == holder for one in state.entry.claims):
                 return None
             if after_epoch not in (None, state.epoch):
@@ -145,15 +139,9 @@ class Journal(JournalView):
                     f"{self.root}: expected its claim at epoch {after_epoch}, found epoch "
                     f"{state.epoch}: a trainer started concurrently; it collects garbage itself"
                 )
-            taken = Lease(
-                epoch=state.next_epoch,
-                holder=holder,
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                since_secs=time.time(),
-                pending=pending,
-            )
-            return {"claims": (*state.entry.claims, Claim(lease=taken))[-entries.MOST_CLAIMS :]}
+            own = Claim(lease=dataclasses.replace(taken, epoch=state.next_epoch))
+            claims = (*state.entry.claims, own)[-entries.MOST_CLAIMS :]
+            return dataclasses.replace(state.entry, claims=claims)
 
         state = self._change(change)
         for one in state.entry.claims:
@@ -172,12 +160,12 @@ class Journal(JournalView):
         """
         own = self.claimed
 
-        def change(state: State) -> Mapping[str, Any] | None:
+        def change(state: State) -> Entry | None:
             with contextlib.suppress(_Pending):
                 self._require_claim(state)
             claims = state.entry.claims
             started = tuple(_started(one) if _has_same_holder(one, own) else one for one in claims)
-            return None if started == claims else {"claims": started}
+            return None if started == claims else dataclasses.replace(state.entry, claims=started)
 
         found = self._change(change).entry.claims
         self._claim = next(one for one in found if _has_same_holder(one, own))
@@ -192,7 +180,7 @@ class Journal(JournalView):
           StorageError: the store reported an error.
         """
 
-        def change(state: State) -> Mapping[str, Any] | None:
+        def change(state: State) -> Entry | None:
             claims = state.entry.claims
             own = [number for number, one in enumerate(claims) if one.lease.holder == self._taken]
             if not own or claims[own[0]].began:
@@ -202,7 +190,7 @@ class Journal(JournalView):
             if not before or not all(one.lease.pending for one in later):
                 return None
             withdrawn = max(claims[own[0]].lease.epoch, state.entry.withdrawn)
-            return {"claims": (*before, *later), "withdrawn": withdrawn}
+            return dataclasses.replace(state.entry, claims=(*before, *later), withdrawn=withdrawn)
 
         if self._taken is not None:
             self._change(change)
@@ -260,16 +248,16 @@ class Journal(JournalView):
             return state
         if exists is False:
             self._forget()
-        return self._change_own(lambda state: None if state.entry.number > number else {})
+        return self._change_own(lambda state: None if state.entry.number > number else state.entry)
 
     def _exists(self, entry: Entry) -> bool | None:
         """Whether an entry, or its copy, is stored; None if neither is readable."""
         found = None
         with contextlib.suppress(Missing, Damaged):
-            found = self._entry(entry.number).nonce == entry.nonce
+            found = self._nonces(entry.number)[0] == entry.nonce
         if not found:
             with contextlib.suppress(Missing, Damaged):
-                found = self._entry(entry.number, copy=True).nonce == entry.nonce
+                found = self._nonces(entry.number, copy=True)[0] == entry.nonce
                 # A copy alone may have been put after everything else was removed.
                 found = found and (entry.number == 1 or self._follows(entry))
         return found
@@ -283,7 +271,7 @@ class Journal(JournalView):
         entry = self._known.entry
         if entry.number in self._copies or not entry.number:
             return
-        at = self.root / entries.copy_name(entry_name(entry.number))
+        at = self._at(entry.number, copy=True)
         at.store.put(at.key, entries.to_bytes(entry))
         with self._lock:
             old = {one for one in self._copies if one < entry.number}
@@ -304,14 +292,14 @@ class Journal(JournalView):
           FencedError, StorageError: same as for ``commit``.
         """
 
-        def change(state: State) -> Mapping[str, Any] | None:
+        def change(state: State) -> Entry | None:
             claim = state.entry.claims[-1]
             began = dataclasses.replace(
                 _started(claim), began=True, goes_on=goes_on, stages=(*stages,)
             )
             if began == claim:
                 return None
-            return {"claims": (*state.entry.claims[:-1], began)}
+            return dataclasses.replace(state.entry, claims=(*state.entry.claims[:-1], began))
 
         self._claim = self._change_own(change).claim
 
@@ -341,31 +329,23 @@ class Journal(JournalView):
             whether the unit was committed.
         """
         unit, save_id = standing.unit, standing.save_id
-        replaced: list[Standing] = []
 
-        def change(state: State) -> Mapping[str, Any] | None:
+        def change(state: State) -> Entry | None:
             there = state.standings.get(unit)
-            if there is not None and there.save_id == save_id:
-                if not anew or there.prefix == standing.prefix:
-                    return None
-                replaced[:] = [there]
-                self._outlive(replaced)
-                return self._with(state, {**state.standings, unit: standing})
-            if there is not None:
+            if there is None:
+                if unit.item is None and state.held(save_id) and not anew:
+                    return None  # It was committed, and has been retired since.
+                self._require_parent(state, standing, alone=alone)
+            elif there.save_id != save_id:
                 raise TargetDiffers(
                     f"{self.root}: expected no {unit.name}, or save id {save_id}, found save id "
                     f"{there.save_id}, which was not touched; roll back to an earlier step first"
                 )
-            if unit.item is None and state.held(save_id) and not anew:
-                return None  # It was committed, and has been retired since.
-            self._require_parent(state, standing, alone=alone)
-            fields = self._with(state, {**state.standings, unit: standing})
-            if unit.item is None:
-                fields["promoted"] = entries.promoted_with(state.entry.promoted, save_id)
-            return fields
+            elif not anew or there.prefix == standing.prefix:
+                return None
+            return state.with_unit(standing)
 
         state = self._change_own(change, standing.prefix)
-        self.delete(one.prefix for one in replaced)
         return state.standings.get(unit, standing)
 
     def _require_parent(self, state: State, standing: Standing, *, alone: bool) -> None:
@@ -387,37 +367,21 @@ class Journal(JournalView):
                 "is a base"
             )
 
-    def retire(self, units: Collection[Unit] | Mapping[Unit, SaveId]) -> list[Standing]:
-        """Makes units invisible, then deletes their files; no remaining unit may need them.
+    def retire(self, which: Callable[[State], Iterable[str]]) -> None:
+        """Un-commits steps, bases, rolled-back units or WAL epochs, then deletes their files.
 
         Args:
-          units: the units; with save ids, only if they are still these saves.
-
-        Returns:
-          The removed units.
+          which: returns their prefixes in a state; nothing that remains may need them.
 
         Raises:
           FencedError, StorageError: as ``commit``.
         """
-        removed: dict[Unit, Standing] = {}
 
-        def change(state: State) -> Mapping[str, Any] | None:
-            found = {unit: state.standings[unit] for unit in units if unit in state.standings}
-            if isinstance(units, Mapping):
-                meant = units.items()
-                found = {
-                    unit: there for unit, there in found.items() if (unit, there.save_id) in meant
-                }
-            removed.update(found)
-            if not found:
-                return None
-            self._outlive(found.values())
-            kept = {unit: one for unit, one in state.standings.items() if unit not in found}
-            return self._with(state, kept)
+        def change(state: State) -> Entry | None:
+            prefixes = state.prefixes.intersection(which(state))
+            return state.without(prefixes) if prefixes else None
 
         self._change_own(change)
-        self.delete(one.prefix for one in removed.values())
-        return [*removed.values()]
 
     def roll_back(
         self, after: int, run: str, *, only: Collection[SaveId] | None = None
@@ -438,50 +402,25 @@ class Journal(JournalView):
           FencedError, StorageError: as ``commit``.
         """
         later: list[Standing] = []
-        given_up: list[Standing] = []
 
-        def change(state: State) -> Mapping[str, Any] | None:
+        def change(state: State) -> Entry | None:
             found = [
                 one
-                for one in state.standings.values()
+                for one in state.entry.standings
                 if one.step > after and (only is None or one.save_id in only)
             ]
             if not found:
                 return None
             later[:] = found
-            aside = (
-                *state.entry.rolled_back,
-                *(RolledBack(run=run, standing=one) for one in found),
-            )
-            cut = max(0, len(aside) - entries.MOST_ROLLED_BACK)
-            given_up[:] = [one.standing for one in aside[:cut]]
-            self._outlive(given_up)
-            units = {one.unit for one in found}
-            kept = {unit: one for unit, one in state.standings.items() if unit not in units}
-            return {**self._with(state, kept), "rolled_back": aside[cut:]}
+            aside = (RolledBack(run=run, standing=one) for one in found)
+            rolled_back = (*state.entry.rolled_back, *aside)[-entries.MOST_ROLLED_BACK :]
+            kept = state.without({one.prefix for one in found})
+            return dataclasses.replace(kept, rolled_back=rolled_back)
 
         self._change_own(change)
         # Without it, losing one entry would bring back rolled-back steps.
         self.copy_newest()
-        self.delete(one.prefix for one in given_up)
         return sorted({one.step for one in later if one.item is None})
-
-    def forget_rolled_back(self) -> list[Standing]:
-        """Deletes rolled-back units.
-
-        Raises:
-          FencedError, StorageError: as ``commit``.
-        """
-        removed: list[Standing] = []
-
-        def change(state: State) -> Mapping[str, Any] | None:
-            removed[:] = [one.standing for one in state.entry.rolled_back]
-            self._outlive(removed)
-            return {"rolled_back": ()} if removed else None
-
-        self._change_own(change)
-        self.delete(one.prefix for one in removed)
-        return removed
 
     # ---- write-ahead log
 
@@ -499,48 +438,20 @@ class Journal(JournalView):
         Raises:
           FencedError, StorageError: as ``commit``.
         """
-        given_up: list[LogRef] = []
 
-        def change(state: State) -> Mapping[str, Any] | None:
+        def change(state: State) -> Entry | None:
             logs = state.entry.logs
             if logs and logs[-1].epoch >= ref.epoch:
                 return None
-            every = (*logs, ref)
-            given_up[:] = every[: -entries.MOST_LOGS]
-            self._failed.update(one.prefix for one in given_up)
-            return {"logs": every[-entries.MOST_LOGS :]}
+            return dataclasses.replace(state.entry, logs=(*logs, ref)[-entries.MOST_LOGS :])
 
-        state = self._change_own(change, ref.prefix)
-        self.delete(one.prefix for one in given_up)
-        return ref in state.entry.logs
-
-    def retire_logs(self, epochs: Collection[int]) -> None:
-        """Un-commits WAL epochs, then deletes their files.
-
-        Raises:
-          FencedError, StorageError: as ``commit``.
-        """
-        removed: list[LogRef] = []
-
-        def change(state: State) -> Mapping[str, Any] | None:
-            logs = state.entry.logs
-            found = [one for one in logs if one.epoch in epochs]
-            removed.extend(found)
-            self._failed.update(one.prefix for one in found)
-            return {"logs": tuple(one for one in logs if one not in found)} if found else None
-
-        self._change_own(change)
-        self.delete(one.prefix for one in removed)
+        return ref in self._change_own(change, ref.prefix).entry.logs
 
     # ---- sweeping
 
     def give_up(self, prefix: str) -> None:
         """Abandons an upload: ``sweep`` deletes its files once it can no longer be committed."""
         self._failed.add(prefix)
-
-    def _outlive(self, standings: Iterable[Standing]) -> None:
-        """Registers prefixes for ``sweep`` in case the response of their removal is lost."""
-        self._failed.update(one.prefix for one in standings)
 
     def sweep(self) -> int:
         """Deletes files that no state names or ever will; returns the number of objects.
@@ -557,17 +468,8 @@ class Journal(JournalView):
         for keys in self.left_over(state).values():
             self.root.store.delete(keys)
             count += len(keys)
-        at = self.root / entries.PAGES
-        named = {page.name for page in state.entry.pages}
-        over = []
-        for key in at.store.keys(at.key):
-            name = key.removeprefix(self._key(""))
-            name = entries.copied_name(name) or name
-            if name not in named and state.is_past(entries.page_epoch(name) or state.epoch):
-                over.append(key)
-        at.store.delete(over)
         self._failed = {prefix for prefix in self._failed if not self._is_over(state, prefix)}
-        return count + len(over)
+        return count
 
     def left_over(self, state: State) -> dict[str, list[str]]:
         """Returns prefixes of uploads that no entry names or ever can, with the keys below them."""
@@ -586,8 +488,7 @@ class Journal(JournalView):
     def _is_over(self, state: State, prefix: str) -> bool:
         """Whether no entry names a prefix, or ever can."""
         epoch = entries.prefix_epoch(prefix)
-        # An unreadable page may name it.
-        if epoch is None or prefix in state.prefixes or not state.is_whole:
+        if epoch is None or prefix in state.prefixes:
             return False
         if state.is_past(epoch):
             return True
@@ -620,7 +521,7 @@ class Journal(JournalView):
           FencedError: another trainer has the claim.
         """
 
-        def checked(state: State) -> Mapping[str, Any] | None:
+        def checked(state: State) -> Entry | None:
             self._require_claim(state)
             return change(state)
 
@@ -655,21 +556,20 @@ class Journal(JournalView):
             state = self.state() if fresh else self.known
             while True:
                 try:
-                    fields = change(state)
+                    changed = change(state)
                 except DeltackptError:
                     if fresh:
                         raise
-                    fields = None
-                if fields is None and fresh:
+                    changed = None
+                if changed is None and fresh:
                     self._stale = False
                     return state
-                if fields is not None and self._claim and self._exists(state.entry) is False:
+                if changed is not None and self._claim and self._exists(state.entry) is False:
                     # Another journal with as many entries has replaced it.
                     self._forget()
-                elif fields is not None:
+                elif changed is not None:
                     entry = dataclasses.replace(
-                        state.entry,
-                        **fields,
+                        changed,
                         number=max(state.entry.number, *self._lost, 0) + 1,
                         nonce=uuid.uuid4().hex,
                         previous=state.entry.nonce,
@@ -678,12 +578,17 @@ class Journal(JournalView):
                     self._stale = True
                     if prefix is not None:
                         self._sent[prefix] = entry.number
+                    # ``sweep`` deletes their files if the response is lost.
+                    dropped = state.prefixes - State(entry).prefixes
+                    self._failed |= dropped
                     if self._put(entry, state.entry):
-                        return self._in_force(entry)
+                        found = self._in_force(entry)
+                        self.delete(dropped)
+                        return found
                 state, fresh = self.state(), True
 
     def _in_force(self, entry: Entry) -> State:
-        state = self._learn(entry)
+        state = self._adopt(entry)
         self._stale = False
         # Anything else that was sent under this number, or an earlier one, has lost.
         self._sent = {one: number for one, number in self._sent.items() if number > entry.number}
@@ -698,18 +603,22 @@ class Journal(JournalView):
             at.store.put(at.key, data, absent=True)
         except Exists:
             # The same nonce: it is this entry, and the response was lost.
-            with contextlib.suppress(Missing):
-                if self._nonce(entry.number) != entry.nonce:
+            try:
+                if self._nonces(entry.number)[0] != entry.nonce:
                     return False
+            except Missing:
+                pass
+            except Damaged:
+                return False
         listed = self._listed(before.number - 1)
         if entry.number in listed.copies:
             # The nonce of another entry, which was in force before this one replaced it.
             with contextlib.suppress(Missing, Damaged):
-                if self._entry(entry.number, copy=True).nonce != entry.nonce:
+                if self._nonces(entry.number, copy=True)[0] != entry.nonce:
                     return False
         if any(number > entry.number for number in listed.entries):
             with contextlib.suppress(Missing, Damaged):
-                return self._entry(entry.number + 1).previous == entry.nonce
+                return self._nonces(entry.number + 1)[1] == entry.nonce
             return False
         there = listed.entries | listed.copies
         if not before.number or before.number in there or self._follows(before):
@@ -717,41 +626,6 @@ class Journal(JournalView):
         # The journal was removed: a lone entry would name files that no longer exist.
         at.store.delete([at.key])
         return False
-
-    def _nonce(self, number: int) -> str:
-        """Nonce of an entry; empty if the entry is not readable.
-
-        Raises:
-          Missing: there is no such entry.
-        """
-        try:
-            return self._entry(number).nonce
-        except Damaged:
-            return ""
-
-    def _with(self, state: State, standings: Mapping[Unit, Standing]) -> dict[str, Any]:
-        """Fields of an entry with other units; if there are too many, the oldest become a page."""
-        pages = {
-            ref: page
-            for ref, page in state.pages.items()
-            if all(standings.get(one.unit) == one for one in page.standings)
-        }
-        paged = {one.unit for page in pages.values() for one in page.standings}
-        inline = [standings[unit] for unit in sorted(standings.keys() - paged, key=_order)]
-        while len(inline) > entries.INLINE:
-            page = Page(standings=tuple(inline[: entries.PAGE]))
-            pages[self._put_page(page)] = page
-            inline = inline[entries.PAGE :]
-        unread = (ref for ref in state.entry.pages if ref not in state.pages)
-        return {"standings": tuple(inline), "pages": (*unread, *pages)}
-
-    def _put_page(self, page: Page) -> PageRef:
-        """Writes a page, which is unused until an entry names it."""
-        data = entries.to_bytes(page)
-        name = entries.page_name(self.claimed.lease.epoch)
-        for at in (self.root / name, self.root / entries.copy_name(name)):
-            at.store.put(at.key, data)
-        return PageRef(name=name, crc32c=google_crc32c.value(data))
 
     def _require_claim(self, state: State) -> None:
         holder = self.claimed.lease.holder
@@ -777,11 +651,7 @@ class Journal(JournalView):
         elif newest is not None and newest.lease.holder == holder:
             found = "another journal in its place"
         elif newest is not None:
-            held = newest.lease
-            found = (
-                f"epoch {held.epoch} held by process {held.pid} on {held.host} (holder "
-                f"{held.holder[:8]}) since {lease.utc(held.since_secs)}"
-            )
+            found = str(newest.lease)
         return FencedError(
             f"{self.root}: expected {own}, found {found}; stop this trainer, since its later steps "
             "are not committed"
@@ -794,7 +664,3 @@ def _has_same_holder(claim: Claim, other: Claim) -> bool:
 
 def _started(claim: Claim) -> Claim:
     return dataclasses.replace(claim, lease=dataclasses.replace(claim.lease, pending=False))
-
-
-def _order(unit: Unit) -> tuple[int, str]:
-    return unit.step, unit.item or ""

@@ -36,21 +36,15 @@ class Kept:
     steps: tuple[int, ...]
 
 
-def note(root: Path, kept: Kept) -> None:
-    """Records what a policy keeps, replacing the previous note.
+def note(root: Path, kept: Kept | None) -> None:
+    """Records what a policy keeps, replacing the previous note; None if it keeps every step.
 
     Raises:
-      StorageError: writing failed.
+      StorageError: writing or removing it failed.
     """
-    DurableDir(root, fsync=False).write(root / names.KEPT, manifest.to_bytes(kept, _MAGIC))
-
-
-def forget(root: Path) -> None:
-    """Removes the note: every step is kept now.
-
-    Raises:
-      StorageError: removing it failed.
-    """
+    if kept is not None:
+        DurableDir(root, fsync=False).write(root / names.KEPT, manifest.to_bytes(kept, _MAGIC))
+        return
     with files.typed_errors(root / names.KEPT, "remove"):
         (root / names.KEPT).unlink(missing_ok=True)
 

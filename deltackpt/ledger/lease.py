@@ -27,15 +27,24 @@ import os
 import socket
 import time
 import uuid
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
-from deltackpt.errors import Damaged, FormatTooNew, InUse, RestoreError, StorageError
+from deltackpt.errors import (
+    Damaged,
+    FencedError,
+    FormatTooNew,
+    InUse,
+    RestoreError,
+    StorageError,
+)
 from deltackpt.format import manifest, names
 from deltackpt.storage import files
 from deltackpt.storage.posix import DirectFile, fsync_path
+from deltackpt.storage.store import Stamp
 
 _MAGIC = "deltackpt.lease"
 #: How long the previous holder waits for each trainer to start or to withdraw its claim. A start
@@ -43,6 +52,8 @@ _MAGIC = "deltackpt.lease"
 GRACE_SECS = 60.0
 #: Overlapping starts together may take this many times as long; then the holder is fenced.
 GRACE_PERIODS = 3
+#: Between two checks of a claim whose trainer has not started yet.
+_POLL_SECS = 0.05
 _FULL = "make room or keep fewer steps, then open the directory again"
 #: The end of the year 9999: no clock shows a later time.
 _MOST_SECS = 253_402_300_800
@@ -62,6 +73,24 @@ class Lease:
     pid: int
     since_secs: float
     pending: bool = False
+
+    @classmethod
+    def new(cls, epoch: int, *, pending: bool = False) -> Lease:
+        """Returns the lease of this process from now on."""
+        return cls(
+            epoch=epoch,
+            holder=uuid.uuid4().hex,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            since_secs=time.time(),
+            pending=pending,
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"epoch {self.epoch} held by process {self.pid} on {self.host} (holder "
+            f"{self.holder[:8]}) since {utc(self.since_secs)}"
+        )
 
     @property
     def is_of_this_process(self) -> bool:
@@ -123,83 +152,207 @@ class Grace:
         self._ended.clear()
 
 
+class DirectoryLease:
+    """The lease of a directory; a trainer takes it, starts, and checks it before every commit."""
+
+    def __init__(self, path: Path, given: Path, after_epoch: int | None = None):
+        """Claims the epoch after the newest; its name is durable, but does not tell the holder yet.
+
+        The names of older epochs remain until ``start``, so that ``withdraw`` can undo this.
+
+        Args:
+          path: the directory.
+          given: its path before links were followed.
+          after_epoch: take it only if this is the newest epoch.
+
+        Raises:
+          InUse: another epoch is the newest.
+          StorageError: writing failed.
+        """
+        self._path, self._given = path, given
+        self._grace = Grace(_POLL_SECS)
+        #: Whether the file names the holder, and whether older names were removed.
+        self.is_signed = self.is_started = False
+        with files.typed_errors(path, "be opened"):
+            descriptor = os.open(path, os.O_RDONLY)
+        # While it is open, no other directory can have its inode.
+        self._unpin = weakref.finalize(self, os.close, descriptor)
+        self._stamp = Stamp.of(os.fstat(descriptor))
+        try:
+            while not self._claim(after_epoch):
+                pass  # Another trainer took the epoch.
+        except BaseException:
+            self.close()
+            raise
+
+    def _claim(self, after_epoch: int | None) -> bool:
+        newest = max(epochs(self._path), default=0)
+        if after_epoch not in (None, newest):
+            raise InUse(
+                f"{self._path}: expected its lease at epoch {after_epoch}, found epoch {newest}: a "
+                "trainer started concurrently; it collects garbage itself"
+            )
+        self._own = Lease.new(newest + 1)
+        with files.typed_errors(self._name, "take the lease", full=_FULL):
+            try:
+                self._name.touch(exist_ok=False)
+            except FileExistsError:
+                return False
+            try:
+                fsync_path(self._path)
+                # Later epochs have removed this name if the listing was outdated.
+                return max(epochs(self._path), default=0) <= self.epoch
+            except BaseException:
+                self._give_back()
+                raise
+
+    @property
+    def epoch(self) -> int:
+        """The epoch."""
+        return self._own.epoch
+
+    @property
+    def _name(self) -> Path:
+        return self._path / names.lease_name(self.epoch)
+
+    def sign(self) -> None:
+        """Writes the holder into the file; a torn file reads as a trainer that is starting.
+
+        Raises:
+          StorageError: writing failed.
+        """
+        try:
+            with contextlib.closing(DirectFile(self._name, new=False, full=_FULL)) as file:
+                file.append(np.frombuffer(manifest.to_bytes(self._own, _MAGIC), np.uint8))
+                file.sync()
+        except StorageError as error:
+            # A newer trainer has taken the directory and removed it: the first commit reports it.
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+        self.is_signed = True
+
+    def start(self) -> None:
+        """Fences the previous holders: removes their names. A leftover name is harmless."""
+        self.is_started = True
+        with contextlib.suppress(OSError, StorageError):
+            for epoch in epochs(self._path):
+                if epoch < self.epoch:
+                    (self._path / names.lease_name(epoch)).unlink(missing_ok=True)
+
+    def withdraw(self) -> None:
+        """Returns the lease to the previous holder, unless ``start`` was called; closes it.
+
+        Does not wait for newer trainers. If they also fail to start, a claim left between would
+        fence the previous holder.
+        """
+        if self.is_started:
+            self.start()  # An interrupt may have ended it.
+        else:
+            with contextlib.suppress(FencedError, StorageError):
+                self._check_place()
+                if self._is_own():
+                    self._give_back()
+        self.close()
+
+    def _give_back(self) -> None:
+        with contextlib.suppress(OSError):
+            self._name.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Unpins the directory. The lease remains; the next trainer takes the next epoch."""
+        self._unpin()
+
+    def has_rival(self) -> bool:
+        """Returns whether an earlier holder may still be running."""
+        earlier = max((one for one in epochs(self._path) if one < self.epoch), default=None)
+        if earlier is None:
+            return False
+        found = claimant(self._path, earlier)
+        return found is None or found.runs is not False
+
+    def check(self, *, wait: bool = True, is_starting: bool = False) -> None:
+        """Checks that the directory is still the one that was claimed, and that the lease is held.
+
+        Args:
+          wait: whether to wait for the outcome while a newer trainer starts; if not, that trainer
+            is ignored.
+          is_starting: do not wait for a newer start of this process, which supersedes this one.
+
+        Raises:
+          FencedError: a newer trainer holds it, or another directory has replaced it.
+          StorageError: it no longer exists, or is not readable.
+        """
+        while True:
+            self._check_place()
+            found = {*epochs(self._path)}
+            # A newer trainer removes older leases once it has started.
+            is_held = self.epoch in found and self._is_own()
+            newer = {one: claimant(self._path, one) for one in found if one > self.epoch and wait}
+            if is_held and not newer:
+                if wait:
+                    self._grace.reset()
+                return
+            is_superseded = is_starting and any(
+                one.is_of_this_process for one in newer.values() if one is not None
+            )
+            if not is_held or is_superseded or not self._grace.wait(newer):
+                raise self._fenced(self._holder(max(found, default=0)))
+
+    def is_newest(self) -> bool:
+        """Returns whether it is held and the newest, without waiting."""
+        with contextlib.suppress(FencedError, StorageError):
+            self.check(wait=False)
+            return max(epochs(self._path), default=0) == self.epoch
+        return False
+
+    def _is_own(self) -> bool:
+        """Whether the file names this holder, if it names one."""
+        found = claimant(self._path, self.epoch) if self.is_signed else self._own
+        return found is not None and found.holder == self._own.holder
+
+    def _check_place(self) -> None:
+        """Checks that the claimed directory is still at its path."""
+        try:
+            is_same = self._stamp.same(Stamp.of(os.stat(self._path)))
+        except OSError as error:
+            raise StorageError(
+                f"{self._path}: expected the directory where it was opened, found "
+                f"{os.strerror(error.errno or 0)}: it was moved or removed; move it back and save "
+                "again, or stop this trainer and open the directory at its new path"
+            ) from error
+        if not is_same:
+            held = self._holder(max(epochs(self._path), default=0))
+            raise self._fenced(f"another directory in its place, with {held}")
+        # A missing link is not an error: it may be about to be recreated.
+        with contextlib.suppress(OSError):
+            if not self._stamp.same(Stamp.of(os.stat(self._given))):
+                raise self._fenced(f"that the link {self._given} points to another directory now")
+
+    def _holder(self, newest: int) -> str:
+        """Describes who holds the lease instead."""
+        if newest < self.epoch:
+            return "its file removed, so that another trainer may hold the directory undetected"
+        try:
+            return str(read_lease(self._path / names.lease_name(newest)))
+        except FormatTooNew:
+            return f"epoch {newest} held by a trainer of a newer deltackpt"
+        except RestoreError:
+            return f"epoch {newest} held by a trainer that is starting, or was killed while it did"
+
+    def _fenced(self, found: str) -> FencedError:
+        return FencedError(
+            f"{self._path}: expected to hold its lease (epoch {self.epoch}, holder "
+            f"{self._own.holder[:8]}, taken {utc(self._own.since_secs)}), found {found}; stop this "
+            "trainer, since its later steps are not committed"
+        )
+
+
 def epochs(path: Path) -> Iterator[int]:
     """Returns the epochs of a directory's leases, in no order."""
     for name in files.listing(path):
         epoch = names.lease_epoch(name)
         if epoch is not None:
             yield epoch
-
-
-def claim(path: Path, after_epoch: int | None) -> Lease:
-    """Takes the epoch after the newest; makes its name durable, but not its contents.
-
-    The names of older epochs remain until ``remove_older``, so that ``give_back`` can undo this.
-
-    Args:
-      path: the directory.
-      after_epoch: take it only if this is the newest epoch.
-
-    Raises:
-      InUse: another epoch is the newest.
-      StorageError: writing failed.
-    """
-    while True:
-        older = sorted(epochs(path))
-        newest = older[-1] if older else 0
-        if after_epoch not in (None, newest):
-            raise InUse(
-                f"{path}: expected its lease at epoch {after_epoch}, found epoch {newest}: a "
-                "trainer started concurrently; it collects garbage itself"
-            )
-        lease = Lease(
-            epoch=newest + 1,
-            holder=uuid.uuid4().hex,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            since_secs=time.time(),
-        )
-        with files.typed_errors(path / names.lease_name(lease.epoch), "take the lease", full=_FULL):
-            try:
-                (path / names.lease_name(lease.epoch)).touch(exist_ok=False)
-            except FileExistsError:
-                continue
-            try:
-                fsync_path(path)
-                newest = max(epochs(path), default=0)
-            except BaseException:
-                give_back(path, lease)
-                raise
-        if newest <= lease.epoch:
-            return lease
-        # The listing was outdated: a later epoch was taken, and removed this one's name.
-
-
-def remove_older(path: Path, lease: Lease) -> None:
-    """Removes the names of epochs before a lease; a leftover name is harmless."""
-    with contextlib.suppress(OSError, StorageError):
-        for epoch in epochs(path):
-            if epoch < lease.epoch:
-                (path / names.lease_name(epoch)).unlink(missing_ok=True)
-
-
-def give_back(path: Path, lease: Lease) -> None:
-    """Removes a claim before ``remove_older``: the previous holder has the lease again."""
-    with contextlib.suppress(OSError):
-        (path / names.lease_name(lease.epoch)).unlink(missing_ok=True)
-
-
-def sign(path: Path, lease: Lease) -> None:
-    """Writes the holder into the lease file; a torn file reads as a trainer that is starting."""
-    name = path / names.lease_name(lease.epoch)
-    try:
-        with contextlib.closing(DirectFile(name, new=False, full=_FULL)) as file:
-            file.append(np.frombuffer(manifest.to_bytes(lease, _MAGIC), np.uint8))
-            file.sync()
-    except StorageError as error:
-        # Without the file, a newer trainer has taken the directory: the first commit reports it.
-        if not isinstance(error.__cause__, FileNotFoundError):
-            raise
 
 
 def read_lease(path: Path) -> Lease:
@@ -214,20 +367,11 @@ def read_lease(path: Path) -> Lease:
     return lease
 
 
-def holder(path: Path, newest: int, own: int) -> str:
-    """Describes who holds the lease instead of epoch ``own``."""
-    if newest < own:
-        return "its file removed, so that another trainer may hold the directory undetected"
-    try:
-        lease = read_lease(path / names.lease_name(newest))
-    except FormatTooNew:
-        return f"epoch {newest} held by a trainer of a newer deltackpt"
-    except RestoreError:
-        return f"epoch {newest} held by a trainer that is starting, or was killed while it did"
-    return (
-        f"epoch {newest} held by process {lease.pid} on {lease.host} (holder {lease.holder[:8]}) "
-        f"since {utc(lease.since_secs)}"
-    )
+def claimant(path: Path, epoch: int) -> Lease | None:
+    """Returns the holder of an epoch; None if its lease is not readable."""
+    with contextlib.suppress(RestoreError):
+        return read_lease(path / names.lease_name(epoch))
+    return None
 
 
 def utc(secs: float) -> str:

@@ -13,11 +13,10 @@ from deltackpt.errors import (
     OptionError,
     RestoreError,
     StorageError,
-    UnsupportedRoot,
 )
-from deltackpt.format import names
+from deltackpt.format import names, records
 from deltackpt.format.manifest import SaveId
-from deltackpt.ledger.committed import Committed, Copied, Journaled
+from deltackpt.ledger.committed import Committed
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.lease import Lease
 from deltackpt.ledger.promoted_log import JournaledLogs
@@ -33,9 +32,7 @@ class BucketSteps(Steps):
 
     def __init__(self, journal: JournalView, item: str):
         """Reads the steps from a journal; sends no request yet."""
-        super().__init__(
-            StorePath(Committed(Journaled(journal)), ""), item, given=journal.root.store.url
-        )
+        super().__init__(StorePath(Committed(journal), ""), item, given=journal.root.store.url)
         self.journal = journal
 
     @property
@@ -89,6 +86,7 @@ def open_steps(
     Raises:
       StorageError: it does not exist, or is not readable.
       ForeignDirectory: it holds nothing that deltackpt or Orbax wrote.
+      FormatTooOld: a development version wrote its copies or its journal.
       UnsupportedRoot: the URL scheme is unknown.
       OptionError: the URL lacks a bucket, or the newest step holds other or several deltackpt
         items.
@@ -105,37 +103,38 @@ def open_steps(
 
 def _in_bucket(at: StorePath, item: str) -> Steps:
     journal = JournalView(at)
-    if journal.state().entry.number:
-        return BucketSteps(journal, item)
-    copied = Steps(StorePath(Committed(Copied(at)), ""), item)
-    if copied.steps():
-        return copied
-    if journal.state().entry.number:  # The first trainer started concurrently.
-        return BucketSteps(journal, item)
-    for problem in journal.problems:
-        raise problem
-    raise StorageError(
-        f"{at}: expected a journal in {JOURNAL}/, or markers of copies in {names.COPIED}/, found "
-        "neither; check the URL, or wait for the first save of its trainer"
-    )
+    if not journal.state().entry.number:
+        refuse_old_copies(at)
+        for problem in journal.problems:
+            raise problem
+        raise StorageError(
+            f"{at}: expected a journal in {JOURNAL}/, found none; check the URL, or wait for the "
+            "first save of its trainer"
+        )
+    return BucketSteps(journal, item)
+
+
+def refuse_old_copies(root: StorePath) -> None:
+    """Checks that a location without a journal holds no copies with markers.
+
+    Raises:
+      FormatTooOld: a development version copied steps to it.
+    """
+    if (root / names.COPIED).is_dir():
+        raise records.too_old(str(root), "a journal", f"copies with markers in {names.COPIED}/")
 
 
 def refuse_foreign(root: StorePath) -> None:
     """Checks that a location without a journal is empty, so that nothing is hidden or swept.
 
     Raises:
-      UnsupportedRoot: it holds copies with markers.
+      FormatTooOld: a development version copied steps to it.
       ForeignDirectory: it holds other objects.
     """
     found = root.names()
     if found == [JOURNAL] and (root / JOURNAL).names() == buckets.probes(root):
         return  # Left by an interrupted first start.
-    if names.COPIED in found:
-        raise UnsupportedRoot(
-            f"{root}: expected a journal, or nothing, found copies with markers in "
-            f"{names.COPIED}/, made by an earlier version; read them, or copy them with 'deltackpt "
-            "copy' to a new location and write there"
-        )
+    refuse_old_copies(root)
     if found:
         raise ForeignDirectory(
             f"{root}: expected an empty location or a deltackpt checkpoint directory, found "

@@ -278,6 +278,10 @@ class Steps:
     def close(self) -> None:
         """Closes everything that is open."""
 
+    def abandon(self) -> None:
+        """Closes it after the manager's constructor failed; returns the lease if possible."""
+        self.close()
+
 
 def _broken_at(name: str, by_dir: Mapping[str, SaveInfo], unknown: Collection[str]) -> str | None:
     """The save where the chain of a step breaks; None if it is whole, or may be."""

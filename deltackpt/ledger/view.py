@@ -11,11 +11,9 @@ import contextlib
 import threading
 from typing import NamedTuple
 
-import google_crc32c
-
 from deltackpt.errors import Damaged
 from deltackpt.ledger import entries
-from deltackpt.ledger.entries import Entry, Page, PageRef, Standing, State, Unit
+from deltackpt.ledger.entries import Entry, State
 from deltackpt.storage.store import Missing, StorePath
 
 #: Folder of entries and pages, below the root.
@@ -24,12 +22,9 @@ JOURNAL = "journal"
 _DIGITS = 20
 #: Entries are kept until this many are newer; a reader that finds one gone looks again.
 KEPT_ENTRIES = 100
-_NOTHING = State(entry=Entry(), standings={}, pages={})
+_NOTHING = State(Entry())
 _OTHER_READ = "its other copy is read instead"
 _LOST = "the previous entry is read instead, so its changes are unknown; the next entry replaces it"
-_PAGE_LOST = (
-    "the other saves are read; restore the object from a backup, or continue without these saves"
-)
 
 
 class _Listed(NamedTuple):
@@ -91,7 +86,7 @@ class JournalView:
         ``problems`` reports that.
 
         Raises:
-          FormatTooNew: a later version wrote it.
+          FormatMismatch: another version wrote it.
           StorageError: the store reported an error.
         """
         before: _Listed | None = None
@@ -114,10 +109,10 @@ class JournalView:
             self._forget()
 
     def audit(self) -> list[Damaged]:
-        """Reads the newest entry, its pages and all their copies; returns ``problems``.
+        """Reads the newest entry and its copy; returns ``problems``.
 
         Raises:
-          FormatTooNew, StorageError: same as for ``state``.
+          FormatMismatch, StorageError: same as for ``state``.
         """
         state = self.state()
         listed = self._listed(state.entry.number - 1)
@@ -128,14 +123,6 @@ class JournalView:
                         self._entry(state.entry.number, copy=is_copy)
                     except Damaged as error:
                         self._tell(error, _OTHER_READ)
-        for ref in state.entry.pages:
-            for name in (ref.name, entries.copy_name(ref.name)):
-                at = self.root / name
-                with contextlib.suppress(Missing):  # Earlier versions made no copies.
-                    data = at.store.get(at.key)
-                    if (found := google_crc32c.value(data)) != ref.crc32c:
-                        crc = f"crc32c {ref.crc32c:08x}"
-                        self._tell(Damaged(at.shown(), crc, f"crc32c {found:08x}"), _OTHER_READ)
         return self.problems
 
     def _newest(self, listed: _Listed, *, is_same: bool) -> State | None:
@@ -154,8 +141,8 @@ class JournalView:
         for number in sorted((one for one in there if one > known), reverse=True):
             found = None if number in self._lost else self._readable(number, listed, is_same)
             if found is not None:
-                state = self._learn(found, listed, is_same=is_same)
-                if lost or not state.is_whole:
+                state = self._adopt(found, listed)
+                if lost:
                     self._look_for_saves(state)
                 return state
             lost = True
@@ -170,7 +157,8 @@ class JournalView:
         """An entry, read from its copy if it has one; None if neither can be read.
 
         A copy belongs to an entry that was in force. If that entry was lost, a delayed write may
-        have put another one in its place.
+        have put another one in its place. An entry without a copy is therefore listed again after
+        it was read.
         """
         problem: Damaged | None = None
         if number not in listed.entries:
@@ -189,6 +177,10 @@ class JournalView:
             else:
                 if problem is not None:
                     self._tell(problem, _OTHER_READ)
+                if not is_copy and number not in listed.copies:
+                    again = self._listed(number - 1)
+                    if again.entries - listed.entries or again.copies - listed.copies:
+                        raise Missing(str(self._at(number)))
                 return found
         at = self.root / entry_name(number)
         if not is_same:
@@ -206,7 +198,7 @@ class JournalView:
     def _follows(self, entry: Entry) -> bool:
         """Whether the previous entry, which may itself be lost, exists."""
         with contextlib.suppress(Missing, Damaged):
-            return self._entry(entry.number - 1).nonce == entry.previous
+            return self._nonces(entry.number - 1)[0] == entry.previous
         return False
 
     def _is_severed(self, known: Entry, listed: _Listed) -> bool:
@@ -238,46 +230,23 @@ class JournalView:
             epoch, step = entries.prefix_epoch(prefix), entries.prefix_step(prefix)
             if name != entries.COMMIT or epoch is None or step is None:
                 continue
-            if prefix not in state.prefixes and (epoch >= state.epoch or not state.is_whole):
+            if prefix not in state.prefixes and epoch >= state.epoch:
                 self._lost_saves[step] = problem
 
     def learn(self, data: bytes, name: str) -> State:
-        """Adopts the newest entry that another process has read; fetches only its pages.
+        """Adopts the newest entry that another process has read; sends no request.
 
         Args:
           data: the bytes of an entry.
           name: its name in errors.
 
         Raises:
-          Damaged, FormatTooNew: the entry is not readable.
-          StorageError: the store reported an error for a page.
+          Damaged, FormatMismatch: the entry is not readable.
         """
-        entry = entries.entry_from(data, name=name, number=None)
-        if entry.number <= self._known.entry.number:
-            return self._known
-        try:
-            return self._learn(entry, is_same=False)
-        except Missing:
-            return self.state()
+        return self._adopt(entries.entry_from(data, name=name, number=None))
 
-    def _learn(self, entry: Entry, listed: _Listed | None = None, *, is_same: bool = True) -> State:
-        """Adopts an entry as the newest, unless a newer one is known.
-
-        Args:
-          entry: the entry.
-          listed: the existing entries and copies.
-          is_same: whether a missing page is lost.
-        """
-        known = self._known.pages
-        pages: dict[PageRef, Page] = {}
-        for ref in entry.pages:
-            page = known.get(ref) or self._page(ref, is_same=is_same)
-            if page is not None:
-                pages[ref] = page
-        standings: dict[Unit, Standing] = {}
-        for page in pages.values():
-            standings.update((one.unit, one) for one in page.standings)
-        standings.update((one.unit, one) for one in entry.standings)
+    def _adopt(self, entry: Entry, listed: _Listed | None = None) -> State:
+        """Adopts an entry as the newest, unless a newer one is known."""
         with self._lock:
             if listed is not None:
                 self._copies |= listed.copies
@@ -286,7 +255,7 @@ class JournalView:
                 if self._known.entry.number:
                     self._older.add(self._known.entry.number)
                 self._older.discard(entry.number)
-                self._known = State(entry=entry, standings=standings, pages=pages)
+                self._known = State(entry)
                 self._lost = {one: why for one, why in self._lost.items() if one > entry.number}
             return self._known
 
@@ -305,39 +274,19 @@ class JournalView:
 
         Raises:
           Missing: it no longer exists.
-          Damaged, FormatTooNew: it is not readable.
+          Damaged, FormatMismatch: it is not readable.
         """
-        name = entry_name(number)
-        at = self.root / (entries.copy_name(name) if copy else name)
+        at = self._at(number, copy=copy)
         return entries.entry_from(at.store.get(at.key), name=at.shown(), number=number)
 
-    def _page(self, ref: PageRef, *, is_same: bool) -> Page | None:
-        """A page, or its copy; None if neither is readable.
+    def _nonces(self, number: int, *, copy: bool = False) -> tuple[str, str]:
+        """The nonces of an entry, or of its copy, and of its predecessor; raises as ``_entry``."""
+        at = self._at(number, copy=copy)
+        return entries.nonces_of(at.store.get(at.key), name=at.shown(), number=number)
 
-        Raises:
-          Missing: it was collected, so a newer entry names other pages.
-        """
-        problem: Damaged | None = None
-        for name in (ref.name, entries.copy_name(ref.name)):
-            at = self.root / name
-            try:
-                data = at.store.get(at.key)
-                if (found := google_crc32c.value(data)) != ref.crc32c:
-                    raise Damaged(at.shown(), f"crc32c {ref.crc32c:08x}", f"crc32c {found:08x}")
-                page = entries.page_from(data, name=at.shown())
-            except Missing as error:
-                if not is_same:
-                    raise
-                problem = problem or Damaged(at.shown(), "a page", error.found)
-            except Damaged as error:
-                problem = problem or error
-            else:
-                if problem is not None:
-                    self._tell(problem, _OTHER_READ)
-                return page
-        assert problem is not None
-        self._tell(problem, _PAGE_LOST)
-        return None
+    def _at(self, number: int, *, copy: bool = False) -> StorePath:
+        name = entry_name(number)
+        return self.root / (entries.copy_name(name) if copy else name)
 
     def _key(self, name: str) -> str:
         """The key of a name below the root."""

@@ -26,9 +26,6 @@ from deltackpt.policies import History
 from deltackpt.save.clocks import Clocks
 from deltackpt.state.touch_state import UNKNOWN
 
-#: Branches that were left by a restore and can be gone back to.
-_FORMER = 4
-
 
 class Written(NamedTuple):
     """What the manifest of process 0 records about a save as a whole.
@@ -230,34 +227,6 @@ class Branch:
                 descend[known.info.save_id] = known
                 self.delta_bytes.append(known.info.nbytes)
         self.anchor, self.base_bytes, self.base_id = anchor, base.nbytes, base.save_id
-
-
-class Former:
-    """Branches that restores have left, the newest last."""
-
-    def __init__(self) -> None:
-        """Starts empty."""
-        self._left: list[Branch] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._left)
-
-    def add(self, branch: Branch) -> None:
-        """Keeps a branch with a save; evicts the oldest, those without saves first."""
-        if branch.previous is not None:
-            self._left.append(branch)
-        if len(self._left) > _FORMER:
-            # Steps that were only looked at go first.
-            looked_at = [former for former in self._left if not former.attempts]
-            self._left.remove((looked_at or self._left)[0])
-
-    def take(self, clocks: Clocks) -> Branch | None:
-        """Removes and returns the newest branch that knows some TouchStates."""
-        for branch in reversed(self._left):
-            if branch.knows(clocks):
-                self._left.remove(branch)
-                return branch
-        return None
 
 
 def doubt(clocks: Clocks, parent: Known) -> str | None:

@@ -36,25 +36,27 @@ from deltackpt.format.wal_epochs import Continues
 from deltackpt.ledger.held import Held
 from deltackpt.policies import BaseOrDelta, Consecutive, Decision, LeftToCompaction, Rolling
 from deltackpt.reading import saves
-from deltackpt.save.branch import Branch, Former, Known, Written, doubt
+from deltackpt.save.branch import Branch, Known, Written, doubt
 from deltackpt.save.clocks import Clocks, Reading, clocks_seen
 from deltackpt.state.touch_state import clock_exhausted
 from deltackpt.storage import files
 
+#: Branches that were left by a restore and can be gone back to.
+_FORMER = 4
 #: Reason of a base if nothing tracks the rows.
 UNTRACKED = "base: no TouchState was given"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Intent:
-    """The decision about one save.
+    """The decision about one save; by default, that it is a base.
 
     Attributes:
-      kind: base or delta.
       save_id: its id.
+      reason: why it is a base or a delta.
+      kind: base or delta.
       parent: the parent of a delta.
       since: TouchState path to the clock after which rows are touched; empty for a base.
-      reason: why it is a base or a delta.
       restores: number of times that training has resumed from a restored step.
       witness: rows sampled at the parent (``proof.Witness``), or None.
       seen: path of each TouchState to its reading at the parent.
@@ -67,11 +69,11 @@ class Intent:
         from the WAL; see ``Known.replayed``.
     """
 
-    kind: Kind
     save_id: SaveId
-    parent: ParentRef | None
-    since: Mapping[str, int]
     reason: str
+    kind: Kind = "base"
+    parent: ParentRef | None = None
+    since: Mapping[str, int] = dataclasses.field(default_factory=dict)
     restores: int = 0
     witness: Any = None
     seen: Mapping[str, Reading] = dataclasses.field(default_factory=dict)
@@ -115,7 +117,8 @@ class Lineage:
         self._protected = protected
         self._lock = threading.RLock()
         self._branch = Branch(run=run or new_run())
-        self._former = Former()
+        #: Branches that restores have left, the newest last.
+        self._former: list[Branch] = []
         #: How many saves were begun, of all branches.
         self._begun = 0
         #: Why the next saves are bases, until one is committed.
@@ -168,7 +171,9 @@ class Lineage:
                 recent = {} if before is None else clocks_seen(clocks, before.clocks)
                 # Never read before: all that it ever touched is recent.
                 recent = recent or {reading.place: 0 for reading in clocks.readings}
-                return _base(info, recent, reason, branch.restores)
+                return Intent(
+                    save_id=save_id, reason=reason, restores=branch.restores, recent=recent
+                )
             intent = _delta(info, parent, clocks, reason, branch.restores)
             assert branch.in_flight is not None
             share = None
@@ -186,19 +191,11 @@ class Lineage:
         """
         with self._lock:
             self._branch.make_base(intent.save_id)
-        return dataclasses.replace(
-            intent,
-            kind="base",
-            parent=None,
-            since={},
+        return Intent(
+            save_id=intent.save_id,
             reason=f"base: {reason}",
-            witness=None,
-            seen={},
+            restores=intent.restores,
             recent=intent.since,
-            stands_still=False,
-            parents=(),
-            rolling=None,
-            replayed={},
         )
 
     def witnessed(self, save_id: SaveId, witness: Any) -> None:
@@ -278,12 +275,6 @@ class Lineage:
             return None
         return branch.previous.info.save_id.step
 
-    @property
-    def goes_on(self) -> SaveId | None:
-        """Returns the possible parent of the next save, or None."""
-        previous = self._branch.previous
-        return None if previous is None else previous.info.save_id
-
     def goes_on_with(self, layout: Layout) -> bool:
         """Returns whether the possible parent of the next save has these tables."""
         previous = self._branch.previous
@@ -316,13 +307,6 @@ class Lineage:
             self._settle()
             previous = self._branch.previous
             return None if previous is None else previous.info.save_id
-
-    def is_committed(self, save_id: SaveId) -> bool:
-        """Returns whether a save is the newest one and is committed."""
-        with self._lock:
-            self._settle()
-            previous = self._branch.previous
-            return previous is not None and previous.info.save_id == save_id
 
     def forget(self, save_id: SaveId) -> bool:
         """Forgets a removed save if it is the newest committed one.
@@ -465,17 +449,24 @@ class Lineage:
             self._settle()
             if not clocks.readings or self._branch.knows(clocks):
                 return False
-            branch = self._former.take(clocks)
-            if branch is not None:
-                self._leave(branch)
-            return branch is not None
+            for branch in reversed(self._former):
+                if branch.knows(clocks):
+                    self._former.remove(branch)
+                    self._leave(branch)
+                    return True
+            return False
 
     def _leave(self, branch: Branch) -> None:
         """Switches to another branch."""
         self._settle()
         self._branch.in_flight = None
         self._branch.left_after = self._begun
-        self._former.add(self._branch)
+        if self._branch.previous is not None:
+            self._former.append(self._branch)
+        if len(self._former) > _FORMER:
+            # Steps that were only looked at go first.
+            looked_at = [former for former in self._former if not former.attempts]
+            self._former.remove((looked_at or self._former)[0])
         self._branch = branch
 
     def newest_compacted(self) -> BaseRef | None:
@@ -552,19 +543,6 @@ class Lineage:
             if base is not None:
                 return BaseRef(save_id=base.info.save_id, nbytes=base.info.nbytes)
         return None if self._ledger is None else self._ledger.base_of(known.info.save_id)
-
-
-def _base(info: SaveInfo, recent: Mapping[str, int], reason: str, restores: int) -> Intent:
-    """Returns the intent of a base."""
-    return Intent(
-        kind="base",
-        save_id=info.save_id,
-        parent=None,
-        since={},
-        reason=reason,
-        restores=restores,
-        recent=recent,
-    )
 
 
 def _delta(info: SaveInfo, parent: Known, clocks: Clocks, reason: str, restores: int) -> Intent:

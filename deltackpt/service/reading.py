@@ -134,6 +134,7 @@ class _Pins:
 
     def __init__(self) -> None:
         self._pins: list[_Pin] = []
+        self._error: Exception | None = None
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="deltackpt-renew", daemon=True)
 
@@ -146,6 +147,11 @@ class _Pins:
         for pin in [*self._pins]:
             self.end(pin)
         self._thread.join()
+        if self._error is not None:
+            raise ServiceUnavailable(
+                "restore service: expected the pinned states to be kept, found "
+                f"{type(self._error).__name__}: {self._error}; restore again"
+            ) from self._error
 
     def add(self, replica: Replica, pinned: Pinned) -> _Pin:
         """Adds a pin to renew."""
@@ -164,10 +170,13 @@ class _Pins:
             calls.actor(pin.replica).unpin.remote(pin.pinned.pin)
 
     def _renew(self) -> None:
-        while not self._done.wait(gate.PIN_SECS / 3):
-            for pin in [*self._pins]:
-                with contextlib.suppress(ServiceError, ray.exceptions.RayError):
-                    calls.actor(pin.replica).renew.remote(pin.pinned.pin)
+        try:
+            while not self._done.wait(gate.PIN_SECS / 3):
+                for pin in [*self._pins]:
+                    with contextlib.suppress(ServiceError, ray.exceptions.RayError):
+                        calls.actor(pin.replica).renew.remote(pin.pinned.pin)
+        except Exception as error:
+            self._error = error
 
 
 class _Read:

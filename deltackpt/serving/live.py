@@ -189,7 +189,7 @@ class Live:
                         f"serving: expected a version of at least step {step} within "
                         f"{timeout_secs:g} s, found {found}; "
                         f"{self.problem or 'wait for the next save, or check the trainer'}"
-                    )
+                    ) from self.problem
 
     @contextlib.contextmanager
     def version(self) -> Iterator[Version]:
@@ -256,7 +256,9 @@ class Live:
         shown = self._shown
         if shown is None:
             problem = self.problem or "wait_ready() waits for the first"
-            raise ServiceUnavailable(f"serving: expected a version, found none yet; {problem}")
+            raise ServiceUnavailable(
+                f"serving: expected a version, found none yet; {problem}"
+            ) from self.problem
         return shown
 
     def _tell(self, problem: DeltackptError | None) -> None:

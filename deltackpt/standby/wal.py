@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from deltackpt.errors import DamagedWal, DeltackptError, RestoreError, StorageError, without_frames
 from deltackpt.format.manifest import SaveId
+from deltackpt.ledger.points import in_both, losses_of
 from deltackpt.ledger.steps import Steps
-from deltackpt.ledger.wal_losses import in_both, losses_of
 from deltackpt.reading import saves
 from deltackpt.reading.wal_index import (
     Loss,

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from deltackpt.errors import Damaged, RestoreError, StorageError
 from deltackpt.format.chain import SaveInfo
 from deltackpt.ledger import lease
-from deltackpt.ledger.committed import Committed, Copied, Journaled
+from deltackpt.ledger.committed import Committed
 from deltackpt.ledger.entries import Standing, Unit
 from deltackpt.ledger.journal import Journal
-from deltackpt.ledger.opening import refuse_foreign
+from deltackpt.ledger.opening import refuse_foreign, refuse_old_copies
 from deltackpt.ledger.upload import Uploaded, upload
-from deltackpt.reading import saves
 from deltackpt.storage import buckets
 from deltackpt.storage.digests import Digest
 from deltackpt.storage.store import Missing, StorePath
@@ -22,10 +21,7 @@ from deltackpt.tiers.places import differs, gone, pieces_of
 
 
 class Bucket:
-    """Steps and bases in a bucket; each copied one is committed by one journal entry.
-
-    Copies made by earlier versions, which have markers instead of a journal, are readable.
-    """
+    """Steps and bases in a bucket; each copied one is committed by one journal entry."""
 
     def __init__(self, where: str | os.PathLike[str], endpoint: str | None, item: str):
         """Opens a bucket; writes nothing."""
@@ -34,7 +30,7 @@ class Bucket:
         self.item = item
         self._root = place.open()
         self._journal = Journal(self._root)
-        self._store: Committed | None = None
+        self._store = Committed(self._journal)
         #: Whether this copy has claimed it for writing.
         self._is_claimed = False
         self._prefixes: dict[Unit, str] = {}
@@ -51,7 +47,10 @@ class Bucket:
 
     def steps(self) -> list[int]:
         """See ``Place``."""
-        return [unit.step for unit in self._units() if unit.item is None]
+        found = [unit.step for unit in self._store.units() if unit.item is None]
+        if not self._journal.known.entry.number:
+            refuse_old_copies(self._root)
+        return found
 
     def in_use(self) -> str | None:
         """See ``Place``; a claim by a trainer counts, since its end is not known."""
@@ -66,36 +65,23 @@ class Bucket:
 
     def store_path(self, unit: Unit) -> StorePath:
         """See ``Place``."""
-        return StorePath(self._committed(), unit.name)
+        return StorePath(self._store, unit.name)
 
     def info(self, unit: Unit) -> SaveInfo | None:
         """See ``Place``."""
         standing = self._journal.state().standings.get(unit)
-        if standing is not None:
-            return standing.info
-        at = StorePath(self._committed(), str(unit.step))
-        folder = self.store_path(unit)
-        if not folder.is_dir():
-            return None
-        try:
-            if unit.item is None:
-                return saves.read_save(at, self.item).info
-            return saves.read_base(at, unit.item).info
-        except RestoreError:
-            if not folder.is_dir():  # The unit was removed concurrently.
-                return None
-            raise
+        return None if standing is None else standing.info
 
     def digests(self, unit: Unit) -> dict[str, Digest]:
         """See ``Place``."""
         try:
-            return self._committed().digests(unit)
+            return self._store.digests(unit)
         except Missing as error:
             raise gone(self, unit) from error
 
     def holds(self, unit: Unit, expected: Mapping[str, Digest], *, recheck: bool) -> bool:
         """See ``Place``."""
-        if unit not in self._units():
+        if unit not in self._store.units():
             return False
         try:
             known = self.digests(unit)
@@ -175,16 +161,6 @@ class Bucket:
         raise StorageError(
             f"{self.name}/{unit.name}/{name}: expected complete units, found a single file"
         )
-
-    def _units(self) -> Mapping[Unit, str]:
-        return self._committed().units()
-
-    def _committed(self) -> Committed:
-        """The committed units, by journal if there is one by now."""
-        if self._store is None or self._journal.known.entry.number == 0:
-            is_journal = self._journal.state().entry.number > 0
-            self._store = Committed(Journaled(self._journal) if is_journal else Copied(self._root))
-        return self._store
 
 
 def _figures(digests: Mapping[str, Digest]) -> dict[str, tuple[int, int, int]]:

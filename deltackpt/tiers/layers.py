@@ -3,48 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from deltackpt.errors import StorageError
 from deltackpt.format import names
-from deltackpt.format.manifest import SaveId
-from deltackpt.ledger.committed import Committed, Journaled
-from deltackpt.ledger.entries import Unit
-from deltackpt.ledger.view import JournalView
+from deltackpt.ledger.committed import Committed
 from deltackpt.storage.store import FileStore, Missing, Stamp, Store, StorePath
 
 _T = TypeVar("_T")
-#: Units with their save: a compacted base has the id of its step, and remains.
-Hidden = frozenset[tuple[Unit, SaveId]]
-
-
-class Seen(Journaled):
-    """The remote units that a trainer knows of, without queries; some are hidden.
-
-    While the trainer holds the lease, only the trainer, its uploader and a compactor change the
-    remote directory. The known units are therefore complete except for the newest uploads and
-    bases.
-    """
-
-    def __init__(self, journal: JournalView, hidden: Callable[[], Hidden]):
-        """Reads the units from a journal.
-
-        Args:
-          journal: journal of the remote directory.
-          hidden: units that were rolled back or retired locally, but still exist remotely.
-        """
-        super().__init__(journal)
-        self._hidden = hidden
-
-    def units(self, *, anew: bool) -> Mapping[Unit, str]:
-        """See ``Catalog``."""
-        hidden = self._hidden()
-        return {
-            unit: one.prefix
-            for unit, one in self.journal.known.standings.items()
-            if (unit, one.save_id) not in hidden
-        }
 
 
 class Layers:

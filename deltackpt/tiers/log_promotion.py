@@ -121,7 +121,7 @@ class LogPromotion:
                 if number not in self._unreadable:
                     _logger.error("%s; no earlier remote WAL record is used", error)
                 self._unreadable.add(number)
-                journal.retire_logs([one.epoch for one in journal.known.entry.logs])
+                journal.retire(lambda state: (one.prefix for one in state.entry.logs))
                 break
         for head in reversed(fresh):
             self._bring(head, journal)
@@ -303,9 +303,9 @@ class LogPromotion:
             return
         newest = journal.known.entry.logs[-1]
         if oldest.run == newest.run:
-            over = [one.epoch for one in journal.known.entry.logs[:-1]]
+            over = [one.prefix for one in journal.known.entry.logs[:-1]]
             if over:
-                journal.retire_logs(over)
+                journal.retire(lambda state: over)
         logs = journal.known.entry.logs
         for ref in logs:
             self._trim(ref, oldest.step, journal)

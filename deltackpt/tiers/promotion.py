@@ -354,7 +354,13 @@ class Promoter:
             return
         ready = {one.unit: one.save_id for one in waiting if one.number <= newest}
         try:
-            journal.retire(ready)
+            journal.retire(
+                lambda state: (
+                    one.prefix
+                    for unit, one in state.standings.items()
+                    if ready.get(unit) == one.save_id
+                )
+            )
         except StorageError:
             self._is_littered = True  # Its files may still exist, but nothing refers to them.
             raise

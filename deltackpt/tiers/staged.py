@@ -32,9 +32,9 @@ from deltackpt.events import Event
 from deltackpt.format import chain, names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import BaseRef, SaveId
-from deltackpt.ledger.committed import Catalog, Committed
+from deltackpt.ledger.committed import Committed
 from deltackpt.ledger.directory import Root
-from deltackpt.ledger.entries import Standing, State, Unit
+from deltackpt.ledger.entries import Hidden, Standing, State, Unit
 from deltackpt.ledger.held import Held
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.kept import Kept
@@ -49,7 +49,7 @@ from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import FileStore, Missing, StorePath
 from deltackpt.tiers import eviction
 from deltackpt.tiers.lag import Lag
-from deltackpt.tiers.layers import Hidden, Layers, Seen
+from deltackpt.tiers.layers import Layers
 from deltackpt.tiers.near import Near
 from deltackpt.tiers.running import Running
 from deltackpt.tiers.stage import (
@@ -111,7 +111,7 @@ class StagedRoot(Held):
         self._processes = 1 if orders.apart else processes
         self.apart = orders.apart
         self._layers = Layers(
-            FileStore(local.path), Committed(self._catalog()), orders.url, apart=orders.apart
+            FileStore(local.path), self._at_remote(), orders.url, apart=orders.apart
         )
         super().__init__(StorePath(self._layers, ""), local.item, local.path, orders.url)
         self._running = Running(stage, cpus=cpus)
@@ -262,9 +262,13 @@ class StagedRoot(Held):
         """See ``Steps``: saves in replicas that could not be recovered."""
         return self._near.unusable
 
-    def _catalog(self) -> Catalog:
-        """The remote directory's contents, for readers."""
-        return Seen(self._journal, lambda: self._hidden)
+    def _at_remote(self) -> Committed:
+        """The remote directory's contents, for readers.
+
+        Only the trainer, its uploader and a compactor change it, so all but the newest uploads and
+        bases is known.
+        """
+        return Committed(self._journal, hidden=lambda: self._hidden, asks=False)
 
     @property
     def log_at(self) -> WalLocation:
@@ -701,7 +705,7 @@ class StagedRoot(Held):
         return self._lag.news()
 
     def abandon(self) -> None:
-        """See ``Held``."""
+        """See ``Steps``."""
         self.give_up()
         self._tender.shutdown()
         with contextlib.ExitStack() as parts:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 
 from deltackpt.errors import StorageError
 from deltackpt.format.manifest import SaveId
-from deltackpt.ledger.committed import Catalog, Journaled
+from deltackpt.ledger.committed import Committed
 from deltackpt.ledger.entries import State
 from deltackpt.tiers.staged import StagedRoot
 
@@ -24,8 +24,8 @@ class StagedBeside(StagedRoot):
     def confirm(self) -> None:
         """See ``Held``: the first process does that."""
 
-    def _catalog(self) -> Catalog:
-        return Journaled(self._journal)
+    def _at_remote(self) -> Committed:
+        return Committed(self._journal)
 
     def _log_state(self) -> State:
         """The remote log state: at least what the first process has seen."""

@@ -21,16 +21,15 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from deltackpt.errors import Damaged, InUse, UnsupportedRoot
+from deltackpt.errors import Damaged, InUse
 from deltackpt.format import names
 from deltackpt.ledger import locks
-from deltackpt.ledger.directory import Root
+from deltackpt.ledger.directory import Root, is_leftover
 from deltackpt.ledger.journal import Journal
 from deltackpt.ledger.lease import epochs
-from deltackpt.ledger.leftovers import is_leftover
 from deltackpt.ledger.opening import BucketSteps, open_steps
 from deltackpt.reading.wal_locations import WalFolder
 from deltackpt.reading.wal_state import read_wal_state
@@ -95,42 +94,7 @@ def collectable(
     Raises:
       ForeignDirectory, StorageError: the directory cannot be read, or does not contain checkpoints.
     """
-    if not buckets.is_path(directory):
-        return InBucket(directory, item, endpoint).look(retention, rolled_back, {})
-    return _look(directory, item, retention, rolled_back, {})
-
-
-def _look(
-    directory: str | os.PathLike[str],
-    item: str,
-    retention: Retention,
-    rolled_back: bool,
-    checked: Checked,
-) -> Collectable:
-    opened = Root.open(directory, item=item, read_only=True)
-    path = opened.path
-    found = [*_cut(opened.store_path)]
-    reason = in_use(opened)
-    steps, notes = Unneeded(opened, item, retention, checked).find()
-    found += steps
-    if rolled_back:
-        aside = opened.store_path / names.ROLLED_BACK
-        found += [
-            removable_at(aside / run, "rolled-back run", "a rollback moved it aside")
-            for run in aside.folders()
-        ]
-    gone = {entry.name for entry in found if entry.kind == "step"}
-    kept = sorted(step for step in opened.steps() if str(step) not in gone)
-    of_log, told = _epochs(opened, kept)
-    found += of_log
-    notes += told
-    return Collectable(
-        directory=str(path),
-        removable=tuple(found),
-        kept=tuple(kept),
-        notes=tuple(notes),
-        in_use=reason,
-    )
+    return _look(_opened(directory, item, endpoint), retention, rolled_back, {})
 
 
 def collect(
@@ -161,120 +125,170 @@ def collect(
       FencedError: a trainer started during the removal; what was not removed yet stays.
       ForeignDirectory, StorageError: the directory cannot be read or written.
     """
-    checked: Checked = {}
-    if not buckets.is_path(directory):
-        return InBucket(directory, item, endpoint).collect(retention, rolled_back, offline)
-    opened = Root.open(directory, item=item, read_only=True)
-    path = opened.path
-    judged = max(epochs(path), default=0)
-    first = _look(path, item, retention, rolled_back, checked)
-    _require_idle(first, offline)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(exclusive(path))
-        if (path / names.COMPACTED).is_dir():
-            stack.enter_context(compact.exclusive(path))
-        # Taking the lease from the ended trainer also removes leftovers.
-        opened = stack.enter_context(
-            contextlib.closing(Root.open(path, item=item, after_epoch=judged))
-        )
-        found = _look(path, item, retention, rolled_back, checked)
-        for removable in found.removable:
-            if removable.kind == "WAL epoch":
-                opened.check_lease()
-                wal_removal.remove(
-                    WalFolder(opened.store_path / names.LOG), int(Path(removable.name).name)
-                )
-            else:
-                _move_to_trash(opened, removable)
-        opened.empty_trash()
-        with files.typed_errors(path, "remove what is empty"):
-            _remove_empty(path, item)
-    known = {removable.name for removable in found.removable}
-    cut = tuple(entry for entry in first.removable if entry.name not in known and _is_cut(entry))
-    return dataclasses.replace(found, removable=(*cut, *found.removable), in_use=first.in_use)
-
-
-def _require_idle(found: Collectable, offline: bool) -> None:
-    if found.in_use is not None and not offline:
+    opened, checked = _opened(directory, item, endpoint), Checked()
+    first = _look(opened, retention, rolled_back, checked)
+    if first.in_use is not None and not offline:
         raise InUse(
-            f"{found.directory}: expected no running trainer, found {found.in_use}; a running "
+            f"{first.directory}: expected no running trainer, found {first.in_use}; a running "
             "trainer removes garbage itself. If you know that it has ended, use --offline"
         )
+    found = opened.collect(lambda: _look(opened, retention, rolled_back, checked))
+    # Taking the lease of a directory has removed its leftovers.
+    known = {removable.name for removable in found.removable}
+    cut = (entry for entry in first.removable if entry.kind.startswith("interrupted "))
+    removed = (*(entry for entry in cut if entry.name not in known), *found.removable)
+    return dataclasses.replace(found, removable=removed, in_use=first.in_use)
 
 
-class InBucket:
-    """Garbage collection of a bucket: its journal, and no clock, decides what is needed.
+def _opened(
+    directory: str | os.PathLike[str], item: str, endpoint: str | None
+) -> _Directory | _Bucket:
+    if buckets.is_path(directory):
+        return _Directory(directory, item)
+    return _Bucket(directory, item, endpoint)
 
-    Garbage collection claims the bucket, as it takes the lease of a directory.
-    """
+
+def _look(
+    opened: _Directory | _Bucket, retention: Retention, rolled_back: bool, checked: Checked
+) -> Collectable:
+    found = opened.leftovers()
+    reason = opened.in_use()
+    unneeded, notes = Unneeded(opened.steps, opened.steps.item, retention, checked).find()
+    found += unneeded
+    if rolled_back:
+        found += opened.rolled_back()
+    gone = {entry.name for entry in unneeded if entry.kind == "step"}
+    kept = sorted(step for step in opened.steps.steps() if str(step) not in gone)
+    epochs, told = opened.wal_epochs(kept)
+    return Collectable(
+        directory=str(opened.steps),
+        removable=(*found, *epochs),
+        kept=tuple(kept),
+        notes=(*notes, *told),
+        in_use=reason,
+    )
+
+
+class _Directory:
+    """Garbage collection of a directory, under its lease."""
+
+    def __init__(self, directory: str | os.PathLike[str], item: str):
+        self.steps = Root.open(directory, item=item, read_only=True)
+        #: The epoch of the trainer that is judged.
+        self._epoch = max(epochs(self.steps.path), default=0)
+
+    def leftovers(self) -> list[Removable]:
+        return [*_cut(self.steps.store_path)]
+
+    def rolled_back(self) -> list[Removable]:
+        aside = self.steps.store_path / names.ROLLED_BACK
+        return [
+            removable_at(aside / run, "rolled-back run", "a rollback moved it aside")
+            for run in aside.folders()
+        ]
+
+    def wal_epochs(self, kept: Sequence[int]) -> tuple[list[Removable], list[str]]:
+        """WAL epochs that no restore needs once only some steps are kept."""
+        log = read_wal_state(self.steps.log_at)
+        if log.problem is not None:
+            return [], [f"the WAL stays: cannot determine which epochs are valid: {log.problem}"]
+        known = self.steps.saves()
+        needless = log.needless(
+            {step: info.save_id for step in kept if (info := known.get(step)) is not None}
+        )
+        found = [
+            Removable(
+                name=f"{names.LOG}/{state.number}",
+                kind="WAL epoch",
+                reason=needless[state.number],
+                nbytes=state.nbytes,
+            )
+            for state in log.epochs
+            if state.number in needless
+        ]
+        return found, []
+
+    def in_use(self) -> str | None:
+        return in_use(self.steps)
+
+    def collect(self, look: Callable[[], Collectable]) -> Collectable:
+        """Takes the lease, then looks again and removes what is found."""
+        path, item = self.steps.path, self.steps.item
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(exclusive(path))
+            if (path / names.COMPACTED).is_dir():
+                stack.enter_context(compact.exclusive(path))
+            # Taking the lease from the ended trainer also removes leftovers.
+            self.steps = stack.enter_context(
+                contextlib.closing(Root.open(path, item=item, after_epoch=self._epoch))
+            )
+            found = look()
+            for removable in found.removable:
+                self._remove(removable)
+            self.steps.empty_trash()
+            with files.typed_errors(path, "remove what is empty"):
+                _remove_empty(path)
+        return found
+
+    def _remove(self, removable: Removable) -> None:
+        # Remove nothing more once another trainer has taken the directory.
+        self.steps.check_lease()
+        source = self.steps.path / removable.name
+        if removable.kind == "WAL epoch":
+            wal_removal.remove(WalFolder(self.steps.store_path / names.LOG), int(source.name))
+        else:
+            # Renamed durably, so that it is complete or gone under its name.
+            DurableDir(self.steps.path).publish(source, self.steps.new_trash() / source.name)
+
+
+class _Bucket:
+    """Garbage collection of a bucket, under its claim: no clock decides what is needed."""
 
     def __init__(self, url: str | os.PathLike[str], item: str, endpoint: str | None):
-        """Opens a bucket.
-
-        Raises:
-          UnsupportedRoot: it has no journal, only copies of earlier versions.
-          StorageError: it cannot be read.
-        """
         opened = open_steps(url, item=item, endpoint=endpoint)
-        if not isinstance(opened, BucketSteps):
-            raise UnsupportedRoot(
-                f"{opened}: expected a journal, found copies with markers, which cannot be "
-                "changed; copy them to another directory, then delete these with the provider's "
-                "tools"
-            )
-        self._opened = opened
+        assert isinstance(opened, BucketSteps)
+        self.steps = opened
         self._journal = Journal(opened.journal.root)
+        self._epoch = self._journal.state().epoch
 
-    def look(self, retention: Retention, rolled_back: bool, checked: Checked) -> Collectable:
-        """Finds what nothing needs."""
-        state = self._journal.state()
-        found = [
+    def leftovers(self) -> list[Removable]:
+        return [
             Removable(name=prefix, kind="interrupted save", reason="never committed", nbytes=0)
-            for prefix in sorted(self._journal.left_over(state))
+            for prefix in sorted(self._journal.left_over(self._journal.state()))
         ]
-        steps, notes = Unneeded(self._opened, self._opened.item, retention, checked).find()
-        found += steps
-        if rolled_back:
-            found += [
-                Removable(
-                    name=one.standing.prefix,
-                    kind="rolled-back run",
-                    reason=f"run {one.run[:8]} resumed from an earlier step",
-                    nbytes=one.standing.stored_bytes,
-                )
-                for one in state.entry.rolled_back
-            ]
-        gone = {entry.name for entry in steps if entry.kind == "step"}
-        holds = None
-        if (claim := state.trainer) is not None:
-            held = claim.lease
-            holds = f"it claimed by process {held.pid} on {held.host}, which may be running"
-        return Collectable(
-            directory=str(self._opened),
-            removable=tuple(found),
-            kept=tuple(step for step in state.steps if str(step) not in gone),
-            notes=tuple(notes),
-            in_use=holds,
-        )
 
-    def collect(self, retention: Retention, rolled_back: bool, offline: bool) -> Collectable:
-        """Removes what nothing needs."""
-        checked: Checked = {}
-        epoch = self._journal.state().epoch
-        first = self.look(retention, rolled_back, checked)
-        _require_idle(first, offline)
-        self._journal.claim(after_epoch=epoch)
-        found = self.look(retention, rolled_back, checked)
-        names_gone = {one.name for one in found.removable if one.kind in ("step", "compacted base")}
-        state = self._journal.known
-        self._journal.retire(
-            {unit: one.save_id for unit, one in state.standings.items() if unit.name in names_gone}
-        )
-        if rolled_back:
-            self._journal.forget_rolled_back()
+    def rolled_back(self) -> list[Removable]:
+        return [
+            Removable(
+                name=one.standing.prefix,
+                kind="rolled-back run",
+                reason=f"run {one.run[:8]} resumed from an earlier step",
+                nbytes=one.standing.stored_bytes,
+            )
+            for one in self._journal.known.entry.rolled_back
+        ]
+
+    def wal_epochs(self, kept: Sequence[int]) -> tuple[list[Removable], list[str]]:
+        """None: its uploader trims the WAL."""
+        return [], []
+
+    def in_use(self) -> str | None:
+        claim = self._journal.known.trainer
+        if claim is None:
+            return None
+        held = claim.lease
+        return f"it claimed by process {held.pid} on {held.host}, which may be running"
+
+    def collect(self, look: Callable[[], Collectable]) -> Collectable:
+        """Claims the bucket, then looks again and removes what is found."""
+        self._journal.claim(after_epoch=self._epoch)
+        found = look()
+        gone, state = {one.name for one in found.removable}, self._journal.known
+        units = {one.prefix for one in state.entry.standings if one.unit.name in gone}
+        self._journal.retire(lambda _: units | (state.prefixes & gone))
         self._journal.sweep()
         self._journal.copy_newest()
-        return dataclasses.replace(found, in_use=first.in_use)
+        return found
 
 
 @contextlib.contextmanager
@@ -305,19 +319,7 @@ def exclusive(path: Path) -> Iterator[None]:
                     DurableDir(path).remove_file(name)
 
 
-def _is_cut(removable: Removable) -> bool:
-    return removable.kind.startswith("interrupted ")
-
-
-def _move_to_trash(opened: Root, removable: Removable) -> None:
-    """Renames an object durably, so that it is complete or gone under its name."""
-    # Remove nothing more once another trainer has taken the directory.
-    opened.check_lease()
-    source = opened.path / removable.name
-    DurableDir(opened.path).publish(source, opened.new_trash() / source.name)
-
-
-def _remove_empty(path: Path, item: str) -> None:
+def _remove_empty(path: Path) -> None:
     """Removes empty folders."""
     directory = DurableDir(path)
     for place in (names.COMPACTED, names.TRASH):
@@ -336,28 +338,6 @@ def _cut(at: StorePath) -> Iterator[Removable]:
             yield removable_at(folder / name, "interrupted deletion", "it was being deleted")
     for name in filter(names.is_compaction, bases.folders()):
         yield removable_at(bases / name, "interrupted compaction", "never published")
-
-
-def _epochs(opened: Root, kept: Sequence[int]) -> tuple[list[Removable], list[str]]:
-    """WAL epochs that no restore needs once only some steps are kept."""
-    log = read_wal_state(opened.log_at)
-    if log.problem is not None:
-        return [], [f"the WAL stays: cannot determine which epochs are valid: {log.problem}"]
-    known = opened.saves()
-    needless = log.needless(
-        {step: info.save_id for step in kept if (info := known.get(step)) is not None}
-    )
-    found = [
-        Removable(
-            name=f"{names.LOG}/{state.number}",
-            kind="WAL epoch",
-            reason=needless[state.number],
-            nbytes=state.nbytes,
-        )
-        for state in log.epochs
-        if state.number in needless
-    ]
-    return found, []
 
 
 def in_use(opened: Root) -> str | None:

@@ -37,7 +37,6 @@ from deltackpt.errors import (
     StepNotFound,
     StorageError,
     TargetDiffers,
-    UnsupportedRoot,
 )
 from deltackpt.format import manifest, names
 from deltackpt.format.manifest import SaveId
@@ -127,7 +126,7 @@ def compact(
       Damaged, BrokenChain: the chain is not intact.
       OptionError: the memory limit is too low for one worker.
       FencedError: a trainer took the bucket during the compaction; compact again.
-      UnsupportedRoot: the bucket has no journal, only copies of earlier versions.
+      FormatTooOld: a development version wrote it.
       OutOfSpace, StorageError: the storage failed. After any error, nothing was published.
     """
     started = time.perf_counter()
@@ -182,11 +181,7 @@ def _compact_in_bucket(
       step: the step; the newest by default.
       fold_chain: compacts a step of a directory.
     """
-    if not isinstance(opened, BucketSteps):
-        raise UnsupportedRoot(
-            f"{opened}: expected a journal, found copies with markers, which cannot be changed; "
-            "copy them to another directory, and compact there"
-        )
+    assert isinstance(opened, BucketSteps)
     step = opened.newest_step() if step is None else step
     if step is None:
         raise StepNotFound(f"{opened}: expected committed steps, found none; check the URL")

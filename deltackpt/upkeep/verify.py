@@ -31,8 +31,8 @@ from deltackpt.errors import (
 from deltackpt.format import chain, names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import ParentRef, SaveId
-from deltackpt.ledger import lease, leftovers
-from deltackpt.ledger.directory import Root
+from deltackpt.ledger import lease
+from deltackpt.ledger.directory import Root, is_known, is_leftover
 from deltackpt.ledger.opening import BucketSteps, open_steps
 from deltackpt.ledger.steps import Steps
 from deltackpt.reading import saves
@@ -386,9 +386,9 @@ def _outside(path: Path) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
                 notes.append(f"{name}/: {found} {what}, not verified")
         elif name == names.COPYING:
             notes.append(f"{name}/: a copy that was interrupted, or is running")
-        elif leftovers.is_leftover(name):
+        elif is_leftover(name):
             notes.append(f"{name}: a save that was interrupted, or is running")
-        elif name != names.LOG and not leftovers.is_known(name):
+        elif name != names.LOG and not is_known(name):
             notes.append(f"{name}: written by neither deltackpt nor Orbax")
     return tuple(problems), tuple(notes)
 

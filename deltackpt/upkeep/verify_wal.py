@@ -18,8 +18,8 @@ from deltackpt.format import names, wal_epochs
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.wal_epochs import EpochHeader
 from deltackpt.layers.targets import Targets
+from deltackpt.ledger.points import in_both, losses_of
 from deltackpt.ledger.steps import Steps
-from deltackpt.ledger.wal_losses import in_both, losses_of
 from deltackpt.reading import dense_state, reader, wal_rows
 from deltackpt.reading.dense_state import KnownStates
 from deltackpt.reading.meter import Meter

@@ -351,6 +351,7 @@ class Recorder:
             nbytes = sum(one.nbytes for one in segments)
             if full:
                 nbytes += writer.dense_bytes or dense.nbytes(split.dense)
+            writer.require_thread()
             coalesces = options.when_full == "coalesce"
             if not memory.reserve(nbytes, 0 if coalesces else options.deadline_secs):
                 if coalesces:
@@ -453,7 +454,7 @@ class Recorder:
     def _root_at(self, known: Known) -> None:
         """Makes the next record continue from a save, or from the point restored above it."""
         anchor = known.info.save_id if known.continues is None else known.continues.save_id
-        committed = known.continues is not None or self._run.lineage.is_committed(anchor)
+        committed = known.continues is not None or self._run.lineage.newest_committed == anchor
         self._chain = _Chain(known, anchor, anchor, committed, known.clocks)
         self._audit.begin(known)
 
@@ -532,7 +533,7 @@ class Recorder:
 
     def _anchored(self, chain: _Chain) -> bool:
         if not chain.committed:
-            chain.committed = self._run.lineage.is_committed(chain.anchor)
+            chain.committed = self._run.lineage.newest_committed == chain.anchor
         return chain.committed
 
     def wait(self, timeout_secs: float) -> RecoveryPoint | int | None:
@@ -578,7 +579,7 @@ class Recorder:
         if self._options is not None and (writer := self._writer) is not None:
             try:
                 writer.wait(self._options.deadline_secs)
-            except WaitTimeout as error:
+            except (WaitTimeout, StorageError) as error:
                 events.warn(str(error))
         if (found := self._audit.settle()) is not None:
             self._suspect(found)
@@ -611,7 +612,7 @@ class Recorder:
         """
         run, logs = self._run, self._options is not None
         # As before a save: without its WAL, a staging directory cannot be resumed from.
-        run.held.begin(run.lineage.goes_on, run.lineage.run)
+        run.held.begin(run.lineage.newest_committed, run.lineage.run)
         known, continues = run.lineage.newest_known, run.lineage.continues
         if self._ended is not None or (known is not None and known.continues != continues):
             continues = None

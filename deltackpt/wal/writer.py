@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from deltackpt import events
-from deltackpt.errors import AppendFailed, FencedError, WaitTimeout
+from deltackpt.errors import AppendFailed, FencedError, StorageError, WaitTimeout
 from deltackpt.format.manifest import SaveId
 from deltackpt.resources.runtime import Runtime
 from deltackpt.storage.parts import Place
@@ -130,6 +130,8 @@ class WalWriter:
         self._roll = False
         self._busy = self._closed = self._is_abandoned = False
         self._thread: threading.Thread | None = None
+        #: The error that ended the thread.
+        self._died: Exception | None = None
         self.failure: Failure | None = None
         self.fenced: FencedError | None = None
         self.reports: collections.deque[events.AppendEvent] = collections.deque(maxlen=_REPORTS)
@@ -152,9 +154,13 @@ class WalWriter:
           root: the save after which its rows were touched, if that is not the previous batch's
             record.
           losses: ``losses`` before any of its rows were determined.
+
+        Raises:
+          StorageError: the thread that writes has ended with an unexpected error.
         """
         wanted = Wanted(batch=batch, root=root)
         with self._changed:
+            self.require_thread()
             if batch.dense is not None:
                 self.dense_bytes = batch.dense.nbytes
             if losses != self.losses:
@@ -208,8 +214,10 @@ class WalWriter:
 
         Raises:
           WaitTimeout: one is neither within that time.
+          StorageError: the thread that writes has ended with an unexpected error.
         """
         with self._changed:
+            self.require_thread()
             if not self._changed.wait_for(lambda: not self._busy, timeout_secs):
                 raise WaitTimeout(
                     f"append: expected all records to be durable within {timeout_secs:g} s, found "
@@ -246,9 +254,27 @@ class WalWriter:
             self._busy = False
         events.warn(str(error))
 
+    def require_thread(self) -> None:
+        """Raises ``StorageError`` if an unexpected error has ended the thread."""
+        if self._died is not None:
+            raise StorageError(
+                "append: expected the thread that writes records to run, found that it has ended "
+                f"with {type(self._died).__name__}: {self._died}; save a step, and open the "
+                "manager again to append"
+            ) from self._died
+
     # In the thread.
 
     def _work(self) -> None:
+        try:
+            self._write_all()
+        except Exception as error:
+            # Not even the failure of a record could be handled: what is in the files is unknown.
+            with self._changed:
+                self._died, self._busy = error, False
+                self._changed.notify_all()
+
+    def _write_all(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._closed)

@@ -85,8 +85,8 @@ class _Trainer:
             if self.drawn.random() < 0.3:
                 steps = [*_tried(ledger.state).steps.values()]
                 first = max((n for n, one in enumerate(steps) if one.kind == "base"), default=0)
-                old = [one.unit for one in steps[:first]]
-                _tried(functools.partial(ledger.retire, old))
+                old = [one.prefix for one in steps[:first]]
+                _tried(functools.partial(ledger.retire, lambda state, old=old: old))
             if self.drawn.random() < 0.3:
                 _tried(ledger.sweep)
         if parent is not None and self.drawn.random() < 0.3:

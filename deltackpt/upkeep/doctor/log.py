@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from deltackpt import units
 from deltackpt.errors import Damaged, DeltackptError
 from deltackpt.format.manifest import SaveId
+from deltackpt.ledger.points import in_both, losses_of
 from deltackpt.ledger.steps import Steps
-from deltackpt.ledger.wal_losses import in_both, losses_of
 from deltackpt.reading.wal_index import EpochView, ReplayPlan, WalIndex, WalReader, newest_plan
 from deltackpt.reading.wal_state import WalState, read_wal_state
 from deltackpt.storage.store import store_path

@@ -130,7 +130,7 @@ def content_findings(directory: str, *, read_only: bool) -> Iterator[Finding]:
 
 
 def _leftovers(path: Path, entries: Iterable[str]) -> Iterator[Finding]:
-    from deltackpt.ledger.leftovers import is_leftover
+    from deltackpt.ledger.directory import is_leftover
 
     now = time.time()
     cut = {name: _age_secs(path / name, now) for name in entries if is_leftover(name)}
