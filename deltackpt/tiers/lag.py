@@ -13,7 +13,7 @@ from deltackpt.ledger.directory import Root
 from deltackpt.ledger.view import JournalView
 from deltackpt.reading import saves
 from deltackpt.storage import files
-from deltackpt.tiers.stage import Progress, Pushed, Stage, key_of, step_of
+from deltackpt.tiers.stage import Progress, Stage, Tier, key_of, step_of
 
 
 class Lag:
@@ -42,31 +42,28 @@ class Lag:
         self._told_problems: set[str] = set()
         self._raised: set[str] = set()
 
-    @property
-    def progress(self) -> Progress:
-        """The uploader's last report."""
-        return self._stage.progress(self._holder)
+    def progress(self, tier: Tier = "remote") -> Progress:
+        """Returns the replicator's last report on a tier."""
+        return self._stage.progress(self._holder, tier)
 
-    @property
-    def pushed(self) -> Pushed:
-        """What peers hold, according to the uploader's last report."""
-        return self._stage.pushed(self._holder)
-
-    def behind(self, progress: Progress | None = None) -> dict[int, int]:
-        """Returns the staged steps that were not uploaded yet, with the bytes of each."""
-        progress, at_root = progress or self.progress, self._journal.known.steps
-        found = {}
+    def behind(self, tier: Tier = "remote") -> dict[int, int]:
+        """Returns the staged steps that have reached neither a tier nor a later one, with bytes."""
+        progress, found = self.progress(tier), dict[int, int]()
+        committed = progress if tier == "remote" else self.progress()
         for step, info in self._local.saves().items():
             key = key_of(step, info and info.save_id)
             if key in progress.damaged or self._is_unreadable(step, progress):
                 continue
-            if step in at_root if info is None else self.is_held(info.save_id, progress):
-                continue
-            found[step] = self._bytes_of(step, key)
+            if info is None:
+                has_reached = step in self._journal.known.steps
+            else:
+                has_reached = progress.has(info.save_id) or self.is_held(info.save_id, committed)
+            if not has_reached:
+                found[step] = self._bytes_of(step, key)
         return found
 
     def _is_unreadable(self, step: int, progress: Progress) -> bool:
-        """Whether the uploader cannot identify a step's save, although it is known here."""
+        """Whether the replicator cannot identify a step's save, although it is known here."""
         if key_of(step, None) not in progress.damaged:
             return False
         try:
@@ -75,36 +72,14 @@ class Lag:
             return True
         return False  # Another save has taken its place.
 
-    def short_of(self, tier: str) -> dict[int, int]:
-        """Returns the staged steps that have reached neither a tier nor a later one; bytes of each.
-
-        Args:
-          tier: ``"remote"`` or ``"peers"``.
-        """
-        if tier == "remote":
-            return self.behind()
-        pushed, progress, found = self.pushed, self.progress, {}
-        there = {*pushed.saves, *pushed.damaged}
-        for step, info in self._local.saves().items():
-            key = key_of(step, info and info.save_id)
-            if info is None or key in there or self.is_held(info.save_id, progress):
-                continue
-            found[step] = self._bytes_of(step, key)
-        return found
-
     def _bytes_of(self, step: int, key: str) -> int:
         if key not in self._sizes:
             self._sizes[key] = files.tree_bytes(self._local.path / str(step))
         return self._sizes[key]
 
-    def problem(self, tier: str) -> str | None:
-        """Returns why saves do not reach a tier; None if no problem is known."""
-        return self.progress.problem if tier == "remote" else self.pushed.problem
-
     def is_held(self, save_id: SaveId, progress: Progress | None = None) -> bool:
         """Returns whether a save was ever committed remotely."""
-        held = (progress or self.progress).is_at_root(save_id)
-        return held or self._journal.known.held(save_id)
+        return (progress or self.progress()).has(save_id) or self._journal.known.held(save_id)
 
     def require_claim(self) -> None:
         """Checks that no other trainer has taken the remote directory.
@@ -112,12 +87,12 @@ class Lag:
         Raises:
           FencedError: the uploader found that another trainer has taken it.
         """
-        if (fenced := self.progress.fenced) is not None:
+        if (fenced := self.progress().fenced) is not None:
             raise FencedError(fenced)
 
-    def newly_damaged(self, tier: str) -> str | None:
+    def newly_damaged(self, tier: Tier) -> str | None:
         """Returns the new reasons why saves cannot reach a tier, each once."""
-        damaged = self.progress.damaged if tier == "remote" else self.pushed.damaged
+        damaged = self.progress(tier).damaged
         # The oldest first, so that all processes name the same one; later ones may follow from it.
         for key in _oldest_first(damaged.keys() - self._raised):
             self._raised.add(key)
@@ -126,9 +101,9 @@ class Lag:
 
     def news(self) -> list[Event]:
         """Returns the events since the last call."""
-        progress, found = self.progress, list[Event]()
+        progress, found = self.progress(), list[Event]()
         new = [one for one in progress.recent if one.number > self._told_promotions]
-        behind = self.behind(progress) if new else {}
+        behind = self.behind() if new else {}
         for one in new:
             self._told_promotions = one.number
             found.append(
@@ -148,8 +123,8 @@ class Lag:
             self._told_damaged.add(key)
             message = progress.damaged[key]
             found.append(self._failure("upload", Damaged.code, message, step_of(key), 0.0))
-        problems: list[tuple[Operation, Progress | Pushed]]
-        problems = [("upload", progress), ("push", self.pushed)]
+        problems: list[tuple[Operation, Progress]]
+        problems = [("upload", progress), ("push", self.progress("peers"))]
         for operation, told in problems:
             if told.problem is None:
                 self._told_problems.discard(operation)

@@ -225,7 +225,7 @@ class StagedRoot(Held):
         self._running.hurry()
         while (info := self._local.saves().get(step)) is not None:
             self._look()
-            progress = self._lag.progress
+            progress = self._lag.progress()
             if self._journal.known.held(info.save_id):
                 return
             if (problem := progress.damaged.get(key_of(step, info.save_id))) is not None:
@@ -516,7 +516,7 @@ class StagedRoot(Held):
 
     def _look(self) -> None:
         """Reads the uploader's progress; does not query the remote directory."""
-        if self._lag.progress.entry <= self._journal.known.entry.number:
+        if self._lag.progress().entry <= self._journal.known.entry.number:
             return
         data = self._stage.entry()
         # A record torn by a power cut is replaced by the next one; the uploader reports remote
@@ -539,11 +539,16 @@ class StagedRoot(Held):
         for step in surplus:
             with contextlib.suppress(DeltackptError):
                 self.metadata(step)
-        self._local.remove_steps(surplus)
+        self._remove_evicted(surplus)
+
+    def _remove_evicted(self, steps: Collection[int]) -> None:
+        self._local.remove_steps(steps)
+        if steps:
+            self._running.wake()  # Peers drop their copies.
 
     def _evict_parts(self) -> None:
         """Evicts parts of saves that were uploaded, or never will be."""
-        progress, newest = self._lag.progress, max(self._local.steps(), default=None)
+        progress, newest = self._lag.progress(), max(self._local.steps(), default=None)
         surplus = [
             step
             for step, info in self._local.saves().items()
@@ -555,7 +560,7 @@ class StagedRoot(Held):
                 or key_of(step, info.save_id) in progress.damaged
             )
         ]
-        self._local.remove_steps(surplus)
+        self._remove_evicted(surplus)
 
     def _drop_bases(self, protected: Callable[[], frozenset[SaveId]]) -> None:
         """Retires compacted bases that no chain uses."""
@@ -616,7 +621,7 @@ class StagedRoot(Held):
 
     def _meet_again(self) -> None:
         """Searches for peers again if they do not accept pushes."""
-        if self._lag.pushed.problem is not None:
+        if self._lag.progress("peers").problem is not None:
             with contextlib.suppress(DeltackptError):  # The problem persists and has been reported.
                 self._near.find_again()
 
@@ -630,7 +635,7 @@ class StagedRoot(Held):
         if info is None or info.save_id != save_id:
             # A save with an unreadable manifest may be this one.
             return info is not None or save_id.step not in infos
-        progress = self._lag.progress
+        progress = self._lag.progress()
         return self._lag.is_held(save_id, progress) or (
             key_of(save_id.step, save_id) in progress.damaged
         )
@@ -652,12 +657,12 @@ class StagedRoot(Held):
         deadline = time.monotonic() + timeout_secs
         if self._tiers.wait_for == "remote":
             self._running.hurry()
-        while behind := self._lag.short_of(self._tiers.wait_for):
+        while behind := self._lag.behind(self._tiers.wait_for):
             self._require_claim()
             self._start()
             self._meet_again()
             if time.monotonic() >= deadline:
-                problem = self._lag.problem(self._tiers.wait_for) or self._running.ended
+                problem = self._lag.progress(self._tiers.wait_for).problem or self._running.ended
                 raise WaitTimeout(
                     f"{self}: expected every save to reach tier {self._tiers.wait_for!r} within "
                     f"{timeout_secs} s (ManagerOptions.timeouts), found {len(behind)} saves of "
@@ -762,7 +767,7 @@ class StagedRoot(Held):
         """
         # The orders may be those of the next trainer on this staging directory.
         self._local.check_lease()
-        old, progress = self._orders, self._lag.progress
+        old, progress = self._orders, self._lag.progress()
         number, newest = old.number + 1, self._newest_local()
         self._orders = dataclasses.replace(
             old,
