@@ -675,11 +675,11 @@ def test_saves_repaired_from_the_extents_are_uploaded(node, monkeypatch):
             data[100] ^= 1
             path.write_bytes(data)
     with one.manager() as manager:
-        eventually(lambda: len(staged(manager)._lag.progress.damaged) == 3, "it is told")
+        eventually(lambda: len(staged(manager)._lag.progress().damaged) == 3, "it is told")
         assert one.restore(manager).source[0] == "extents"  # Repaired.
         one.save(manager, 3)
         manager.wait_until_finished()
-        eventually(lambda: 3 in one.root() or len(staged(manager)._lag.progress.damaged) > 3, "x")
+        eventually(lambda: 3 in one.root() or len(staged(manager)._lag.progress().damaged) > 3, "x")
     assert one.root() == [0, 1, 2, 3]
 
 

@@ -15,7 +15,6 @@ claimed, as by a trainer, and a unit is published by a journal entry.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import math
@@ -31,31 +30,21 @@ from deltackpt.errors import (
     InUse,
     RestoreError,
     StepNotFound,
-    StorageError,
     TargetDiffers,
 )
 from deltackpt.format import chain, names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import ParentRef, SaveId
 from deltackpt.ledger.entries import Unit
-from deltackpt.ledger.upload import InFlight
 from deltackpt.reading.reader import Progress
 from deltackpt.storage import buckets
 from deltackpt.storage.digests import Digest
 from deltackpt.tiers.bucket import Bucket
 from deltackpt.tiers.directory import Directory
-from deltackpt.tiers.places import (
-    PIECE_BYTES,
-    Place,
-    digests_bytes,
-    gone,
-    pieces_of,
-)
+from deltackpt.tiers.places import Place, digests_bytes, gone
 
 #: Concurrent files: enough to hide the latency of a bucket.
 WORKERS = 8
-#: Maximum bytes in flight; a larger file is copied alone.
-_MEMORY_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,7 +167,6 @@ def _copy_chains(run: _Run, source: Place, target: Place, steps: Sequence[int]) 
                 units = _units(source, steps, unusable)
             except RestoreError:
                 raise error from None
-            target.discard(base)
             events.warn(
                 f"{source.name}/{base.name}: expected an intact compacted base, found it damaged "
                 f"({error}); copying the saves that it replaces instead"
@@ -218,7 +206,6 @@ class _Run:
         self._progress = progress
         self._total = 0
         self._lock = threading.Lock()
-        self._memory = InFlight(_MEMORY_BYTES)
 
     def copy(self, units: Mapping[Unit, SaveId]) -> None:
         """Copies units, each of which must still be the given save; completed ones remain."""
@@ -230,20 +217,20 @@ class _Run:
                     expected[unit] = self._source.digests(unit)
         self._total = self.bytes_written + self.bytes_found
         self._total += sum(digests_bytes(digests) for digests in expected.values())
-        with concurrent.futures.ThreadPoolExecutor(self._workers, "deltackpt-copy") as pool:
-            for unit, digests in expected.items():
-                if self._target.holds(unit, digests, recheck=self._recheck):
-                    self.found.append(unit.name)
-                    self._done(0, digests_bytes(digests))
-                    continue
-                self._target.begin(unit, digests)
+        for unit, digests in expected.items():
+            if self._target.holds(unit, digests, recheck=self._recheck):
+                self.found.append(unit.name)
+                self._done(digests_bytes(digests), 0)
+                continue
+            with self._reading(unit, units[unit]):
+                info = self._source.info(unit)
+            if info is None:
+                raise gone(self._source, unit)
+            with self._target.writing(unit, info, digests) as write:
                 with self._reading(unit, units[unit]):
-                    if isinstance(self._target, Bucket):
-                        self._send(self._target, unit, digests)
-                    else:
-                        self._copy_files(pool, unit, digests)
-                self._target.publish(unit, digests)
-                self.copied.append(unit.name)
+                    write(self._source.store_path(unit), self._workers, self._done)
+            self.file_count += len(digests)
+            self.copied.append(unit.name)
 
     @contextlib.contextmanager
     def _reading(self, unit: Unit, save_id: SaveId) -> Iterator[None]:
@@ -254,54 +241,8 @@ class _Run:
             self.damaged = unit
             raise
 
-    def _send(self, target: Bucket, unit: Unit, digests: Mapping[str, Digest]) -> None:
-        """Uploads a unit to a bucket, verifying it while it is read."""
-        info = self._source.info(unit)
-        if info is None:
-            raise gone(self._source, unit)
-        target.take(
-            unit,
-            info,
-            self._source.store_path(unit),
-            digests,
-            workers=self._workers,
-            on_bytes=lambda count: self._done(count, 0, files=0),
-        )
+    def _done(self, found: int, written: int) -> None:
         with self._lock:
-            self.file_count += len(digests)
-
-    def _copy_files(
-        self, pool: concurrent.futures.Executor, unit: Unit, digests: Mapping[str, Digest]
-    ) -> None:
-        futures = [
-            pool.submit(self._copy_file, unit, name, digest) for name, digest in digests.items()
-        ]
-        try:
-            for future in concurrent.futures.as_completed(futures):
-                future.result()
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            concurrent.futures.wait(futures)
-            raise
-
-    def _copy_file(self, unit: Unit, name: str, expected: Digest) -> None:
-        with self._memory.taken(min(expected.length, PIECE_BYTES)):
-            if self._target.written(unit, name, expected):
-                self._done(0, expected.length)
-                return
-            pieces = pieces_of(self._source.store_path(unit) / name, expected)
-            self._target.write(unit, name, pieces)
-            if not self._target.written(unit, name, expected):
-                raise StorageError(
-                    f"{self._target.name}/{unit.name}/{name}: expected to read back the written "
-                    "bytes, found different bytes; check the store, then copy again"
-                )
-            self._done(expected.length, 0)
-
-    def _done(self, written: int, found: int, *, files: int | None = None) -> None:
-        with self._lock:
-            self.file_count += written > 0 if files is None else files
             self.bytes_written += written
             self.bytes_found += found
             if self._progress is not None:

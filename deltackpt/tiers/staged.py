@@ -32,7 +32,7 @@ from deltackpt.events import Event
 from deltackpt.format import chain, names
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import BaseRef, SaveId
-from deltackpt.ledger.committed import Catalog, Committed
+from deltackpt.ledger.committed import Catalog, Committed, Journaled
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.entries import Standing, State, Unit
 from deltackpt.ledger.held import Held
@@ -41,7 +41,7 @@ from deltackpt.ledger.kept import Kept
 from deltackpt.ledger.lease import Lease
 from deltackpt.ledger.promoted_log import JournaledLogs
 from deltackpt.ledger.view import JournalView
-from deltackpt.options import Tiers
+from deltackpt.options import ManagerOptions, Tiers
 from deltackpt.reading import inventory
 from deltackpt.reading.wal_locations import WalLocation, WalLocations
 from deltackpt.storage import files
@@ -66,7 +66,12 @@ _POLL_SECS = 0.02
 
 
 class StagedRoot(Held):
-    """A trainer's staging directory and the remote directory."""
+    """A trainer's staging directory and the remote directory, in one process of a job.
+
+    The first process *leads*: it holds the claim, and orders all remote changes. The others share
+    its staging directory, and only save their parts there; or each has one of its own, whose
+    replicator uploads the parts.
+    """
 
     def __init__(
         self,
@@ -74,27 +79,23 @@ class StagedRoot(Held):
         local: Root,
         journal: JournalView,
         orders: Orders,
-        tiers: Tiers,
+        options: ManagerOptions,
         near: Near,
         *,
-        processes: int = 1,
-        readable_secs: float = 0.0,
-        cpus: Collection[int] | None = None,
+        processes: int,
     ):
         """Created by ``opening.open_root``.
 
         Args:
           stage: the staging directory.
-          local: its checkpoint directory, whose lease this process holds.
+          local: its checkpoint directory, whose lease this process holds, unless it shares it.
           journal: journal of the remote directory, which is claimed.
           orders: the current orders under that claim.
-          tiers: the user's options.
+          options: the user's options.
           near: local replicas and peers.
           processes: number of processes that save together.
-          readable_secs: maximum wait in seconds for a step that is being uploaded.
-          cpus: CPUs that the uploader may use.
         """
-        self._readable_secs = readable_secs
+        self._readable_secs = options.timeouts.save_secs
         self._stage = stage
         self._local = local
         self._near = near
@@ -104,7 +105,11 @@ class StagedRoot(Held):
         self._orders = orders
         #: Whether ``confirm`` was called; before, the orders are only announced.
         self._is_confirmed = False
-        self._tiers = tiers
+        self._tiers = options.tiers or Tiers()
+        #: Whether another process holds the lease of the staging directory.
+        self._is_beside = local.epoch == 0
+        self._leads = orders.process == 0 and not self._is_beside
+        self.tells = not self._is_beside
         #: Units that still exist remotely until the orders are carried out, but are hidden here.
         self._hidden = _gone(orders)
         #: Number of processes that write into the staging directory.
@@ -114,7 +119,7 @@ class StagedRoot(Held):
             FileStore(local.path), Committed(self._catalog()), orders.url, apart=orders.apart
         )
         super().__init__(StorePath(self._layers, ""), local.item, local.path, orders.url)
-        self._running = Running(stage, cpus=cpus)
+        self._running = Running(stage, cpus=options.background.cpus)
         self._lag = Lag(stage, local, journal, orders.holder, orders.process)
         #: Held while a step is evicted, and while one is chosen for reading.
         self._leaving = threading.Lock()
@@ -148,6 +153,8 @@ class StagedRoot(Held):
           FencedError: a newer trainer has started, or a newer start of this process supersedes this
             one. In the staging directory, the orders of a newer trainer stay in force.
         """
+        if self._is_beside:
+            return
         self._local.check_start()
         self._is_confirmed = True
         self._stage.order(self._orders)
@@ -175,6 +182,8 @@ class StagedRoot(Held):
 
     def _start_claim(self) -> bool:
         """Records that the claim is not pending; returns whether the uploader need not do so."""
+        if not self._leads:
+            return True
         assert isinstance(self._journal, Journal)
         try:
             self._journal.start()
@@ -230,9 +239,7 @@ class StagedRoot(Held):
                 return
             if (problem := progress.damaged.get(key_of(step, info.save_id))) is not None:
                 raise Damaged(f"step {step}", "an uploaded save", problem)
-            self._require_claim()
-            self._start()
-            if time.monotonic() >= deadline:
+            if not self._wait(deadline):
                 raise WaitTimeout(
                     f"step {step}: expected it to be uploaded to {self} within "
                     f"{self._readable_secs:g} s (Timeouts.save_secs), since each process has a "
@@ -240,7 +247,6 @@ class StagedRoot(Held):
                     f"{progress.problem or 'the upload in progress'}; restore again, or check the "
                     "network"
                 )
-            time.sleep(_POLL_SECS)
 
     def _bring_near(self, step: int) -> None:
         local, bases = self._local.saves(), self.compacted()
@@ -264,7 +270,9 @@ class StagedRoot(Held):
 
     def _catalog(self) -> Catalog:
         """The remote directory's contents, for readers."""
-        return Seen(self._journal, lambda: self._hidden)
+        if self._leads:
+            return Seen(self._journal, lambda: self._hidden)
+        return Journaled(self._journal)
 
     @property
     def log_at(self) -> WalLocation:
@@ -272,11 +280,14 @@ class StagedRoot(Held):
 
         A single staging directory may lack part of the log, so it is read remotely.
         """
-        at_root = JournaledLogs(self._journal.root, self._log_state)
+        at_root = JournaledLogs(self._journal.root, self._remote)
         return at_root if self.apart else WalLocations([super().log_at, at_root])
 
-    def _log_state(self) -> State:
-        """The remote log state, as far as known."""
+    def _remote(self) -> State:
+        """The remote state: as far as known, but at least what the leading process has seen."""
+        if not self._leads:
+            with contextlib.suppress(StorageError):
+                return self._journal.state()
         return self._journal.known
 
     # ---- committed saves
@@ -293,8 +304,8 @@ class StagedRoot(Held):
         return frozenset(one.save_id for one in self._bases_at_root())
 
     def stands(self, save_id: SaveId) -> bool:
-        """See ``Held``."""
-        shown = self._journal.known.uploads - self._hidden
+        """See ``Held``; the answer is the same in every process."""
+        shown = self._remote().uploads - self._hidden
         return any(found == save_id for _, found in shown)
 
     def base_of(self, save_id: SaveId) -> BaseRef | None:
@@ -406,6 +417,8 @@ class StagedRoot(Held):
 
     def begin(self, goes_on: SaveId | None, run: str) -> None:
         """See ``Held``."""
+        if self._is_beside:
+            return
         with self._ordering:
             orders = self._orders
             if not orders.began:
@@ -434,7 +447,9 @@ class StagedRoot(Held):
     # ---- rollback and removal
 
     def roll_back(self, step: int, run: str) -> list[int]:
-        """See ``Held``."""
+        """See ``Held``; the leading process rolls the remote directory back."""
+        if self._is_beside:
+            return []
         with self._ordering:
             later = {
                 number: info.save_id
@@ -453,14 +468,16 @@ class StagedRoot(Held):
             self._order(rolled_back=[one], gone=one.saves, **self._orders.next_era(run))
             self._hide(_given_up(one, self.item))
             self._near.forget(one.saves)
-        if at_root := sorted(later.keys() - {*moved}):
+        if self._leads and (at_root := sorted(later.keys() - {*moved})):
             events.warn(
                 f"{self}: resuming from step {step}, the later steps {at_root} are rolled back"
             )
         return sorted({*later, *moved})
 
     def remove_steps(self, steps: Collection[int]) -> None:
-        """See ``Held``."""
+        """See ``Held``; the leading process retires saves, and the others evict their parts."""
+        if not self._leads:
+            return
         with self._ordering:
             infos = self.saves()
             ids = {step: info.save_id for step in steps if (info := infos.get(step)) is not None}
@@ -492,6 +509,8 @@ class StagedRoot(Held):
 
     def collect(self, protected: Callable[[], frozenset[SaveId]] = frozenset) -> None:
         """See ``Held``: also evicts from the staging directory."""
+        if self._is_beside:
+            return
         self._local.collect(protected)
         if self._tended.done():
             before = self._tended
@@ -511,8 +530,9 @@ class StagedRoot(Held):
     def _tidy(self) -> None:
         """Evicts what the staging directory no longer needs, as far as known."""
         self._look()
-        with self._leaving:
-            self._evict()
+        if not self._is_beside:
+            with self._leaving:
+                self._evict()
 
     def _look(self) -> None:
         """Reads the uploader's progress; does not query the remote directory."""
@@ -565,7 +585,7 @@ class StagedRoot(Held):
     def _drop_bases(self, protected: Callable[[], frozenset[SaveId]]) -> None:
         """Retires compacted bases that no chain uses."""
         bases = self._bases_at_root()
-        if not bases:
+        if not bases or not self._leads:
             return
         # As for a directory: computed after the bases were listed.
         in_flight, infos = protected(), self.saves().values()
@@ -584,10 +604,8 @@ class StagedRoot(Held):
     def make_room(self, nbytes: int) -> str | None:
         """See ``Held``."""
         most, nbytes = self._tiers.max_staging_bytes, nbytes * self._processes
-        while (behind := sum(self._lag.behind().values())) and behind + nbytes > most:
-            self._require_claim()
-            self._start()
-            if self._given_up.wait(_POLL_SECS):
+        while (behind := sum(self._lag.behind("remote").values())) and behind + nbytes > most:
+            if not self._wait():
                 raise StorageError(
                     f"{self._stage.path}: expected room for a save of {nbytes:,} bytes in addition "
                     f"to {behind:,} that are not uploaded to {self} yet "
@@ -641,42 +659,49 @@ class StagedRoot(Held):
         )
 
     def _wait_for_root(self) -> None:
-        self._require_claim()
-        self._start()
-        if self._given_up.wait(_POLL_SECS):
+        if not self._wait():
             raise StorageError(
                 f"{self._stage.path}: expected room in Tiers.extents for a save, found only saves "
                 f"that were not uploaded to {self} yet when the manager was closed; the uploader "
                 "continues, save again later"
             )
 
+    def _wait(self, deadline: float | None = None) -> bool:
+        """Waits a moment for the replicator, which is restarted if necessary.
+
+        Returns:
+          Whether to go on: until the deadline, or by default until the manager is closed.
+        """
+        self._require_claim()
+        self._start()
+        if deadline is None:
+            return not self._given_up.wait(_POLL_SECS)
+        time.sleep(_POLL_SECS)
+        return time.monotonic() < deadline
+
     def settle(self, timeout_secs: float) -> None:
         """See ``Held``."""
-        if self._tiers.wait_for == "staging":
+        tier = self._tiers.wait_for
+        if tier == "staging":
             return
         deadline = time.monotonic() + timeout_secs
-        if self._tiers.wait_for == "remote":
+        if tier == "remote":
             self._running.hurry()
-        while behind := self._lag.behind(self._tiers.wait_for):
-            self._require_claim()
-            self._start()
+        while behind := self._lag.behind(tier):
             self._meet_again()
-            if time.monotonic() >= deadline:
-                problem = self._lag.progress(self._tiers.wait_for).problem or self._running.ended
+            if not self._wait(deadline):
+                problem = self._lag.progress(tier).problem or self._running.ended
                 raise WaitTimeout(
-                    f"{self}: expected every save to reach tier {self._tiers.wait_for!r} within "
-                    f"{timeout_secs} s (ManagerOptions.timeouts), found {len(behind)} saves of "
+                    f"{self}: expected every save to reach tier {tier!r} within {timeout_secs} s "
+                    f"(ManagerOptions.timeouts), found {len(behind)} saves of "
                     f"{sum(behind.values()):,} bytes only in the staging directory "
-                    f"{self._stage.path}"
-                    f"{f', because {problem}' if problem else ''}; the uploader continues: call "
-                    "wait_until_finished() again, or check the network"
+                    f"{self._stage.path}{f', because {problem}' if problem else ''}; the uploader "
+                    "continues: call wait_until_finished() again, or check the network"
                 )
-            time.sleep(_POLL_SECS)
-        if self._tiers.wait_for == "remote":
+        if tier == "remote":
             self._confirm()
-        problem = self._lag.newly_damaged(self._tiers.wait_for)
-        if problem is not None:
-            where = str(self) if self._tiers.wait_for == "remote" else "peers"
+        if (problem := self._lag.newly_damaged(tier)) is not None:
+            where = str(self) if tier == "remote" else "peers"
             raise SaveFailed(
                 f"a staged save cannot reach {where}: {problem}; the next save is a base"
             )
@@ -738,6 +763,8 @@ class StagedRoot(Held):
         return known[-1] if known else None
 
     def _start(self) -> None:
+        if self._is_beside:
+            return
         with self._ordering:
             warning = self._running.start()
             if warning is not None:
