@@ -431,11 +431,11 @@ def test_rolled_back_steps_are_never_left_newest_at_the_target(run, target, tmp_
     assert copy(root, **target, steps=[1]).copied == ()
 
 
-@pytest.mark.parametrize("at", ["_units", "_copy_files"])
+@pytest.mark.parametrize("at", ["_units", "concurrently"])
 def test_a_step_replaced_during_a_copy_is_gone_and_not_damaged(at, run, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(run[0], root)
-    where = copies if at == "_units" else copies._Run
+    where = copies if at == "_units" else directory
     real, first = getattr(where, at), iter([True])
 
     def then(*args):
@@ -509,10 +509,10 @@ def test_the_later_of_two_copies_to_one_bucket_continues(store, run, tmp_path, r
     write_chain(tmp_path / "other", 1)
     real, first = bucket_places.Bucket.publish, iter([True])
 
-    def publish(self, unit, expected):
+    def publish(self, standing):
         if next(first, False):
             copy(tmp_path / "other", **given)
-        real(self, unit, expected)
+        real(self, standing)
 
     with mock.patch.object(bucket_places.Bucket, "publish", publish):
         with pytest.raises(FencedError):
@@ -592,7 +592,7 @@ def test_a_unit_that_lost_files_before_publication_stays_hidden(run, tmp_path):
 def test_a_step_removed_during_a_copy_is_gone_and_not_partial(run, removed, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(run[0], root)
-    real, first = copies.pieces_of, iter([True])
+    real, first = directory.pieces_of, iter([True])
 
     def pieces_of(at, expected):
         if next(first, False):
@@ -600,7 +600,7 @@ def test_a_step_removed_during_a_copy_is_gone_and_not_partial(run, removed, tmp_
         return real(at, expected)
 
     with (
-        mock.patch.object(copies, "pieces_of", pieces_of),
+        mock.patch.object(directory, "pieces_of", pieces_of),
         pytest.raises(StepGone, match="copy again"),
     ):
         copy(root, tmp_path / "target")

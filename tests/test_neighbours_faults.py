@@ -23,7 +23,7 @@ from deltackpt.nodes.tokens import Tokens
 from deltackpt.options import Timeouts
 from deltackpt.reading import saves
 from deltackpt.storage.store import store_path
-from deltackpt.tiers import near
+from deltackpt.tiers import packing
 from deltackpt.tiers.cursor import Trainer
 from deltackpt.tiers.keepers import Keepers
 from deltackpt.tiers.neighbours import Neighbours
@@ -108,7 +108,7 @@ def test_parts_of_a_larger_job_are_dropped(node, cluster, monkeypatch):
             # As process 3 of a job of 4 left it.
             of_four = dataclasses.replace(orders, process=3, processes=4)
             info = staged(manager)._local.saves()[0]
-            found.hold(near.pack_of(one.stage, info.save_id, orders.item, of_four))
+            found.hold(packing.pack_of(one.stage, info.save_id, orders.item, of_four))
             before = found.labels()
             assert len(before) == 1
             pusher = Pusher(one.stage)
@@ -435,11 +435,11 @@ def test_a_pusher_survives_altered_orders(node, cluster, monkeypatch):
 
 
 def test_closed_peers_raise_a_typed_error(node, cluster):
-    """``Near.find_again`` (saving thread) closes the peers that the training thread reads from."""
+    """The saving thread closes the peers that the training thread reads from, if they changed."""
     cluster(2)
     one = node()
     with one.manager(wait_for="staging") as manager:
-        near_ = staged(manager)._near
+        near_ = staged(manager)._client
         old = near_._neighbours
         old.close()
         try:

@@ -445,7 +445,7 @@ def without_promoter(
 ) -> None:
     """Prevents uploaders from starting and kills that of a manager."""
     monkeypatch.setattr("deltackpt.tiers.running.Running.start", lambda self: None)
-    process = staged(manager)._running._process if manager is not None else None
+    process = staged(manager)._client._running._process if manager is not None else None
     if process is not None:
         process.kill()
         process.wait()

@@ -41,8 +41,8 @@ from deltackpt.storage import buckets
 from deltackpt.storage.kv_store import KvStore
 from deltackpt.storage.store import StorePath
 from deltackpt.tiers import log_promotion
+from deltackpt.tiers.client import ReplicationClient
 from deltackpt.tiers.cursor import Trainer
-from deltackpt.tiers.lag import Lag
 from deltackpt.tiers.uploading import Uploader
 
 __all__ = ["alone", "breakable", "s3", "server"]
@@ -321,10 +321,12 @@ def test_a_trainer_that_lost_its_lease_writes_no_epoch_header(node, monkeypatch,
         # The uploader notices the loss when it next asks: before the first record, or after some.
         with monkeypatch.context() as patch:
             if records:
-                patch.setattr(Lag, "require_claim", lambda _: None)
+                patch.setattr(ReplicationClient, "require_claim", lambda _: None)
                 one.log(manager, 1)
             else:
-                patch.setattr(Lag, "require_claim", mock.Mock(side_effect=FencedError("taken")))
+                patch.setattr(
+                    ReplicationClient, "require_claim", mock.Mock(side_effect=FencedError("taken"))
+                )
                 with pytest.raises(FencedError, match="taken"):
                     one.log(manager, 1)
         if records:

@@ -377,7 +377,7 @@ def test_the_previous_trainer_is_locked_out(node, cluster, monkeypatch):
         other.restore(manager)
         with contextlib.closing(Neighbours(dataclasses.replace(before))) as late:
             assert late.labels() == []
-        assert staged(manager)._near.held()
+        assert staged(manager)._client.held()
 
 
 def test_extents_are_read_before_peers(node, cluster, tmp_path, monkeypatch):

@@ -102,7 +102,7 @@ def test_retention_continues_if_a_save_that_it_waited_for_was_rolled_back(node):
             one.save(manager, step, force_base=True)
             manager.wait_until_finished()
         eventually(lambda: one.root() == [2, 3], "the first ones come")
-        process = manager._root._running._process
+        process = manager._root._client._running._process
         os.kill(process.pid, signal.SIGSTOP)  # The bucket is slow.
         os.waitpid(process.pid, os.WUNTRACED)
         try:

@@ -55,7 +55,7 @@ class Copied:
       steps: the requested steps that are now restorable at the target.
       copied: names of the copied units, in order.
       found: names of the units that the target already held.
-      file_count: number of files written.
+      file_count: number of files of the copied units.
       bytes_written: total size of those files.
       bytes_found: bytes that the target already held.
       seconds: wall-clock time.

@@ -29,10 +29,10 @@ from deltackpt.storage import buckets, files, redaction
 from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import store_path
 from deltackpt.tiers import recall
+from deltackpt.tiers.client import FindPeers, ReplicationClient
 from deltackpt.tiers.extents import ExtentFile
 from deltackpt.tiers.keepers import Keepers
 from deltackpt.tiers.log_promotion import LogPromotion
-from deltackpt.tiers.near import FindNeighbours, Near
 from deltackpt.tiers.recall import Recalled
 from deltackpt.tiers.stage import Orders, RollBack, Stage, check_stage, default_stage
 from deltackpt.tiers.staged import StagedRoot
@@ -144,22 +144,24 @@ def open_root(
                 # The other processes do not see this staging directory: they read the log state
                 # remotely.
                 LogPromotion(stage).bring_heads(journal)
-        near = Near(
+        client = ReplicationClient(
             stage,
             local,
-            extents=extents,
-            find_neighbours=_finder(place.url, item, tiers, claim),
+            journal,
+            options,
+            holder=claim.lease.holder,
             part=part,
             parts=parts,
-            fsync=options.writes.durability == "power",
+            extents=extents,
+            find_peers=_finder(place.url, item, tiers, claim),
         )
-        opened.callback(near.close)
-        recalled = near.recall(place.url, journal.known, old)
+        opened.callback(client.close)
+        recalled = client.recall(place.url, old)
         if not tiers.shared:
             old = _without_other_parts(stage, local, journal.known, parts, old)
         orders = _orders(old, local, place.url, claim, options, part, parts, recalled)
         stage.announce(orders)
-        held = StagedRoot(stage, local, journal, orders, options, near, processes=processes)
+        held = StagedRoot(stage, local, journal, orders, options, client, processes=processes)
         held.undo = opened.pop_all()
         return held
 
@@ -192,9 +194,8 @@ def _beside(
             "processes see, or one per process: Tiers(shared=False)"
         )
     local = Root.open(stage.steps, item=orders.item, read_only=True)
-    return StagedRoot(
-        stage, local, journal, orders, options, Near(stage, local), processes=processes
-    )
+    client = ReplicationClient(stage, local, journal, options, holder=orders.holder)
+    return StagedRoot(stage, local, journal, orders, options, client, processes=processes)
 
 
 def _extents(
@@ -226,7 +227,7 @@ def _extents(
     return found
 
 
-def _finder(url: str, item: str, tiers: Tiers, claim: Claim) -> FindNeighbours | None:
+def _finder(url: str, item: str, tiers: Tiers, claim: Claim) -> FindPeers | None:
     """A function that finds the requested peers through Ray, imported only on use."""
     how = tiers.peers
     if how is None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from deltackpt.errors import Damaged
 from deltackpt.format.manifest import SaveId
 from deltackpt.storage.store import Missing
-from deltackpt.tiers import near, packing
+from deltackpt.tiers import packing
 from deltackpt.tiers.cursor import Cursor, StagedSave, Trainer
 from deltackpt.tiers.keepers import Keepers
 from deltackpt.tiers.neighbours import Neighbours
@@ -103,7 +103,7 @@ class Pusher(Cursor):
         self, save: StagedSave, save_id: SaveId, orders: Orders, neighbours: Neighbours
     ) -> None:
         try:
-            pack = near.pack_of(self.stage, save_id, orders.item, orders)
+            pack = packing.pack_of(self.stage, save_id, orders.item, orders)
             neighbours.hold(pack)
         except Missing:
             return  # It was evicted concurrently.

@@ -24,7 +24,6 @@ from deltackpt.errors import (
     DeltackptError,
     FencedError,
     RestoreError,
-    SaveFailed,
     StorageError,
     WaitTimeout,
 )
@@ -48,10 +47,8 @@ from deltackpt.storage import files
 from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import FileStore, Missing, StorePath
 from deltackpt.tiers import eviction
-from deltackpt.tiers.lag import Lag
+from deltackpt.tiers.client import ReplicationClient
 from deltackpt.tiers.layers import Hidden, Layers, Seen
-from deltackpt.tiers.near import Near
-from deltackpt.tiers.running import Running
 from deltackpt.tiers.stage import (
     Line,
     Orders,
@@ -80,7 +77,7 @@ class StagedRoot(Held):
         journal: JournalView,
         orders: Orders,
         options: ManagerOptions,
-        near: Near,
+        client: ReplicationClient,
         *,
         processes: int,
     ):
@@ -92,13 +89,13 @@ class StagedRoot(Held):
           journal: journal of the remote directory, which is claimed.
           orders: the current orders under that claim.
           options: the user's options.
-          near: local replicas and peers.
+          client: the replicas.
           processes: number of processes that save together.
         """
         self._readable_secs = options.timeouts.save_secs
         self._stage = stage
         self._local = local
-        self._near = near
+        self._client = client
         #: Closes everything that is open, and releases the claim; for ``abandon``.
         self.undo = contextlib.ExitStack()
         self._journal = journal
@@ -119,22 +116,18 @@ class StagedRoot(Held):
             FileStore(local.path), Committed(self._catalog()), orders.url, apart=orders.apart
         )
         super().__init__(StorePath(self._layers, ""), local.item, local.path, orders.url)
-        self._running = Running(stage, cpus=options.background.cpus)
-        self._lag = Lag(stage, local, journal, orders.holder, orders.process)
         #: Held while a step is evicted, and while one is chosen for reading.
         self._leaving = threading.Lock()
         #: Number of readers of each step, which prevent its eviction.
         self._readers: collections.Counter[int] = collections.Counter()
-        #: Serializes writing orders and starting the uploader.
+        #: Serializes writing orders.
         self._ordering = threading.RLock()
         self._metadata: dict[SaveId, bytes] = {}
-        self._warnings: list[str] = []
-        self._given_up = threading.Event()
         self._tended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._tended.set_result(None)
         self._tender = concurrent.futures.ThreadPoolExecutor(1, "deltackpt-tiers")
         #: Whether there are saves that no ``settle`` call has covered.
-        self._is_unconfirmed = bool(self._lag.behind())
+        self._is_unconfirmed = bool(self._client.lag())
 
     @property
     def epoch(self) -> int:
@@ -174,9 +167,9 @@ class StagedRoot(Held):
         is_recorded = self._start_claim()
         self.undo.pop_all()
         try:
-            self._near.confirm()
-            if not is_recorded or self._lag.behind() or (self.log_dir.exists() and not self.apart):
-                self._start()
+            self._client.confirm()
+            if not is_recorded or self._client.lag() or (self.log_dir.exists() and not self.apart):
+                self._client.start()
         except StorageError as error:  # Each save retries.
             events.warn(str(error))
 
@@ -216,7 +209,7 @@ class StagedRoot(Held):
                 f"{aside}"
             )
             gone = {infos[step].save_id for step in lost}
-            self._near.forget(gone)
+            self._client.forget(gone)
             with self._ordering:
                 self._orders = self._orders.without(gone)
                 self._order()
@@ -231,15 +224,15 @@ class StagedRoot(Held):
             self._bring_near(step)
             return
         deadline = time.monotonic() + self._readable_secs
-        self._running.hurry()
+        self._client.hurry()
         while (info := self._local.saves().get(step)) is not None:
             self._look()
-            progress = self._lag.progress()
+            progress = self._client.progress()
             if self._journal.known.held(info.save_id):
                 return
             if (problem := progress.damaged.get(key_of(step, info.save_id))) is not None:
                 raise Damaged(f"step {step}", "an uploaded save", problem)
-            if not self._wait(deadline):
+            if not self._client.go_on(deadline):
                 raise WaitTimeout(
                     f"step {step}: expected it to be uploaded to {self} within "
                     f"{self._readable_secs:g} s (Timeouts.save_secs), since each process has a "
@@ -255,18 +248,18 @@ class StagedRoot(Held):
         newest_base = max((one for one in chain_of if infos[one].save_id in bases), default=0)
         missing = [one for one in chain_of if one >= newest_base and one not in local]
         with self._leaving:
-            self._near.bring([infos[one].save_id for one in sorted(missing)])
+            self._client.recover([infos[one].save_id for one in sorted(missing)])
 
     def source_of(self, save_id: SaveId) -> str:
         """See ``Steps``."""
         info = None if self.apart else self._local.saves().get(save_id.step)
         if info is None or info.save_id != save_id:
             return super().source_of(save_id)
-        return self._near.source_of(save_id)
+        return self._client.source_of(save_id)
 
     def unusable(self) -> Mapping[int, RestoreError]:
         """See ``Steps``: saves in replicas that could not be recovered."""
-        return self._near.unusable
+        return self._client.unusable
 
     def _catalog(self) -> Catalog:
         """The remote directory's contents, for readers."""
@@ -348,7 +341,7 @@ class StagedRoot(Held):
         at_root, local = self._at_root(), self._local.saves()
         infos = {number: one.info for number, one in at_root.items()}
         infos |= {number: info for number, info in local.items() if info is not None}
-        near = self._near.held()
+        near = self._client.held()
         found = False
         for number in eviction.chain_steps(step, infos) & local.keys():
             save_id = infos[number].save_id if number in infos else None
@@ -361,7 +354,7 @@ class StagedRoot(Held):
                     "was moved to aside/damaged and is read from another copy"
                 )
                 if save_id in near and save_id is not None:
-                    self._near.bring([save_id])
+                    self._client.recover([save_id])
                 found = True
         return found
 
@@ -406,14 +399,9 @@ class StagedRoot(Held):
     def check_lease(self, *, ask: bool = False) -> None:
         """See ``Held``."""
         self._local.check_lease()
-        self._lag.require_claim()
+        self._client.require_claim()
         if ask and isinstance(self._journal, Journal):
             self._journal.check()
-
-    def _require_claim(self) -> None:
-        """Checks, without waiting, that no newer trainer has started."""
-        self._local.check_held()
-        self._lag.require_claim()
 
     def begin(self, goes_on: SaveId | None, run: str) -> None:
         """See ``Held``."""
@@ -425,7 +413,7 @@ class StagedRoot(Held):
                 self._order(began=True, goes_on=goes_on)
             if orders.line(run) is None:
                 self._order(lines=self._lines(goes_on, run))
-                self._start()
+                self._client.start()
 
     def _lines(self, goes_on: SaveId | None, run: str) -> tuple[Line, ...]:
         """Lineages of the staged runs, and of a run that begins."""
@@ -467,7 +455,7 @@ class StagedRoot(Held):
             # Orders first: they tell the next start which replicas do not count.
             self._order(rolled_back=[one], gone=one.saves, **self._orders.next_era(run))
             self._hide(_given_up(one, self.item))
-            self._near.forget(one.saves)
+            self._client.forget(one.saves)
         if self._leads and (at_root := sorted(later.keys() - {*moved})):
             events.warn(
                 f"{self}: resuming from step {step}, the later steps {at_root} are rolled back"
@@ -484,7 +472,7 @@ class StagedRoot(Held):
             # Otherwise the other processes' parts would wait for this one forever.
             if not self.apart:
                 self._local.remove_steps(steps)
-                self._near.forget({*ids.values()})
+                self._client.forget({*ids.values()})
             every = [
                 Retired(number=0, step=step, item=None, save_id=save_id)
                 for step, save_id in ids.items()
@@ -536,7 +524,7 @@ class StagedRoot(Held):
 
     def _look(self) -> None:
         """Reads the uploader's progress; does not query the remote directory."""
-        if self._lag.progress().entry <= self._journal.known.entry.number:
+        if self._client.progress().entry <= self._journal.known.entry.number:
             return
         data = self._stage.entry()
         # A record torn by a power cut is replaced by the next one; the uploader reports remote
@@ -564,11 +552,11 @@ class StagedRoot(Held):
     def _remove_evicted(self, steps: Collection[int]) -> None:
         self._local.remove_steps(steps)
         if steps:
-            self._running.wake()  # Peers drop their copies.
+            self._client.wake()  # Peers drop their copies.
 
     def _evict_parts(self) -> None:
         """Evicts parts of saves that were uploaded, or never will be."""
-        progress, newest = self._lag.progress(), max(self._local.steps(), default=None)
+        progress, newest = self._client.progress(), max(self._local.steps(), default=None)
         surplus = [
             step
             for step, info in self._local.saves().items()
@@ -576,7 +564,7 @@ class StagedRoot(Held):
             and step != newest
             and not self._readers[step]
             and (
-                self._lag.is_held(info.save_id, progress)
+                self._client.is_uploaded(info.save_id, progress)
                 or key_of(step, info.save_id) in progress.damaged
             )
         ]
@@ -603,108 +591,26 @@ class StagedRoot(Held):
 
     def make_room(self, nbytes: int) -> str | None:
         """See ``Held``."""
-        most, nbytes = self._tiers.max_staging_bytes, nbytes * self._processes
-        while (behind := sum(self._lag.behind("remote").values())) and behind + nbytes > most:
-            if not self._wait():
-                raise StorageError(
-                    f"{self._stage.path}: expected room for a save of {nbytes:,} bytes in addition "
-                    f"to {behind:,} that are not uploaded to {self} yet "
-                    f"(Tiers.max_staging_bytes={most:,}), found none when the manager was "
-                    "closed; the uploader continues, save again later"
-                )
-        if nbytes <= most:
-            return None
-        return (
-            f"a save of {nbytes:,} bytes exceeds Tiers.max_staging_bytes={most:,}; it was staged "
-            "alone"
-        )
+        return self._client.make_room(nbytes * self._processes)
 
     def give_up(self) -> None:
         """See ``Held``."""
-        self._given_up.set()
+        self._client.give_up()
 
     def committed(self) -> None:
         """See ``Held``."""
         self._is_unconfirmed = True
-        self._start()
-        self._running.wake()
-        self._meet_again()
-        self._near.hold(
-            self._local.saves().values(),
-            self.item,
-            self._orders,
-            may_go=self._may_go,
-            wait=self._wait_for_root,
-        )
-
-    def _meet_again(self) -> None:
-        """Searches for peers again if they do not accept pushes."""
-        if self._lag.progress("peers").problem is not None:
-            with contextlib.suppress(DeltackptError):  # The problem persists and has been reported.
-                self._near.find_again()
-
-    def _may_go(self, save_id: SaveId) -> bool:
-        """Whether the extents may drop a save to make room.
-
-        It was uploaded, can never be, or was removed deliberately.
-        """
-        infos = self._local.saves()
-        info = infos.get(save_id.step)
-        if info is None or info.save_id != save_id:
-            # A save with an unreadable manifest may be this one.
-            return info is not None or save_id.step not in infos
-        progress = self._lag.progress()
-        return self._lag.is_held(save_id, progress) or (
-            key_of(save_id.step, save_id) in progress.damaged
-        )
-
-    def _wait_for_root(self) -> None:
-        if not self._wait():
-            raise StorageError(
-                f"{self._stage.path}: expected room in Tiers.extents for a save, found only saves "
-                f"that were not uploaded to {self} yet when the manager was closed; the uploader "
-                "continues, save again later"
-            )
-
-    def _wait(self, deadline: float | None = None) -> bool:
-        """Waits a moment for the replicator, which is restarted if necessary.
-
-        Returns:
-          Whether to go on: until the deadline, or by default until the manager is closed.
-        """
-        self._require_claim()
-        self._start()
-        if deadline is None:
-            return not self._given_up.wait(_POLL_SECS)
-        time.sleep(_POLL_SECS)
-        return time.monotonic() < deadline
+        self._client.committed(self._orders)
 
     def settle(self, timeout_secs: float) -> None:
         """See ``Held``."""
         tier = self._tiers.wait_for
         if tier == "staging":
             return
-        deadline = time.monotonic() + timeout_secs
-        if tier == "remote":
-            self._running.hurry()
-        while behind := self._lag.behind(tier):
-            self._meet_again()
-            if not self._wait(deadline):
-                problem = self._lag.progress(tier).problem or self._running.ended
-                raise WaitTimeout(
-                    f"{self}: expected every save to reach tier {tier!r} within {timeout_secs} s "
-                    f"(ManagerOptions.timeouts), found {len(behind)} saves of "
-                    f"{sum(behind.values()):,} bytes only in the staging directory "
-                    f"{self._stage.path}{f', because {problem}' if problem else ''}; the uploader "
-                    "continues: call wait_until_finished() again, or check the network"
-                )
+        self._client.wait(tier, timeout_secs)
         if tier == "remote":
             self._confirm()
-        if (problem := self._lag.newly_damaged(tier)) is not None:
-            where = str(self) if tier == "remote" else "peers"
-            raise SaveFailed(
-                f"a staged save cannot reach {where}: {problem}; the next save is a base"
-            )
+        self._client.check_damaged(tier)
         with contextlib.suppress(StorageError):  # Retried after the next save.
             self._tidy()
 
@@ -726,19 +632,16 @@ class StagedRoot(Held):
 
     def news(self) -> list[Event]:
         """See ``Held``."""
-        for text in self._drain():
-            events.warn(text)
-        return self._lag.news()
+        return self._client.news()
 
     def abandon(self) -> None:
         """See ``Held``."""
         self.give_up()
         self._tender.shutdown()
         with contextlib.ExitStack() as parts:
-            parts.callback(self._running.close)
+            parts.callback(self._client.close)
             parts.callback(self.undo.close)
             if self._is_in_force():
-                parts.callback(self._near.close)
                 parts.callback(self._local.abandon)
                 with contextlib.suppress(FencedError, StorageError):
                     self._finish_start()  # An interrupt may have ended ``confirm``.
@@ -753,27 +656,13 @@ class StagedRoot(Held):
                 self._tidy()
             self._local.close()
         finally:
-            self._near.close()
-            self._running.close()
+            self._client.close()
 
     def _newest_local(self) -> SaveId | None:
         """The newest staged save."""
         infos = self._local.saves()
         known = [info.save_id for _, info in sorted(infos.items()) if info is not None]
         return known[-1] if known else None
-
-    def _start(self) -> None:
-        if self._is_beside:
-            return
-        with self._ordering:
-            warning = self._running.start()
-            if warning is not None:
-                self._warnings.append(warning)
-
-    def _drain(self) -> list[str]:
-        with self._ordering:
-            found, self._warnings = self._warnings, []
-        return found
 
     def _order(
         self,
@@ -794,7 +683,7 @@ class StagedRoot(Held):
         """
         # The orders may be those of the next trainer on this staging directory.
         self._local.check_lease()
-        old, progress = self._orders, self._lag.progress()
+        old, progress = self._orders, self._client.progress()
         number, newest = old.number + 1, self._newest_local()
         self._orders = dataclasses.replace(
             old,
@@ -815,7 +704,7 @@ class StagedRoot(Held):
         )
         if self._is_confirmed:
             self._stage.order(self._orders)
-            self._running.wake()
+            self._client.wake()
         else:
             self._stage.announce(self._orders)
 
