@@ -431,7 +431,7 @@ def test_rolled_back_steps_are_never_left_newest_at_the_target(run, target, tmp_
     assert copy(root, **target, steps=[1]).copied == ()
 
 
-@pytest.mark.parametrize("at", ["_units", "concurrently"])
+@pytest.mark.parametrize("at", ["_units", "pieces_of"])
 def test_a_step_replaced_during_a_copy_is_gone_and_not_damaged(at, run, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(run[0], root)

@@ -11,7 +11,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import google_crc32c
 
@@ -154,37 +154,19 @@ def send(
             on_bytes(nbytes)
         done.add(name)
 
-    # Largest first, so that the last upload to finish is small.
-    order = sorted(files.keys() - done, key=lambda name: -files[name].length)
-    concurrently(put, order, workers, stop=stopped.set)
-    return sum(map(_segments, files.values()))
-
-
-def concurrently(
-    work: Callable[[str], None],
-    names: Iterable[str],
-    workers: int,
-    *,
-    stop: Callable[[], None] = lambda: None,
-) -> None:
-    """Works on files, several at a time; the first error cancels the others.
-
-    Args:
-      work: called with each name.
-      names: names of the files.
-      workers: number of threads.
-      stop: called after an error, to end the calls in progress.
-    """
-    with concurrent.futures.ThreadPoolExecutor(workers, "deltackpt-files") as pool:
-        pending = [pool.submit(work, name) for name in names]
+    with concurrent.futures.ThreadPoolExecutor(workers, "deltackpt-upload") as pool:
+        # Largest first, so that the last upload to finish is small.
+        order = sorted(files.keys() - done, key=lambda name: -files[name].length)
+        pending = [pool.submit(put, name) for name in order]
         try:
             for future in concurrent.futures.as_completed(pending):
                 future.result()
         except BaseException:
-            stop()
+            stopped.set()
             for future in pending:
                 future.cancel()
             raise
+    return sum(map(_segments, files.values()))
 
 
 def _segments(file: Digest) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +22,7 @@ from deltackpt.format.chain import SaveInfo
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.entries import Unit
 from deltackpt.ledger.lease import epochs
-from deltackpt.ledger.upload import InFlight, concurrently
+from deltackpt.ledger.upload import InFlight
 from deltackpt.reading import inventory, saves
 from deltackpt.storage import digests, files
 from deltackpt.storage.digests import Digest
@@ -139,7 +140,9 @@ class Directory:
                             )
                     on_bytes(*((digest.length, 0) if found else (0, digest.length)))
 
-            concurrently(copy, expected, workers)
+            with concurrent.futures.ThreadPoolExecutor(workers, "deltackpt-copy") as pool:
+                for _ in pool.map(copy, expected):  # An error cancels what has not begun.
+                    pass
 
         try:
             yield write
