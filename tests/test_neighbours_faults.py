@@ -5,25 +5,25 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import socket
 import threading
 import time
-import warnings
 
 import pytest
 from test_tiers import eventually, same, staged, without_promoter
 from test_tiers_neighbours import Cluster, cluster, node, root_out_of_reach, s3  # noqa: F401
 
-from deltackpt.errors import DeltackptError, SaveFailed, StorageError, WaitTimeout
+from deltackpt.errors import ClosedError, SaveFailed, StorageError, WaitTimeout
 from deltackpt.nodes.server import NodeServer
 from deltackpt.nodes.shelves import MemoryShelf
 from deltackpt.nodes.tokens import Tokens
 from deltackpt.options import Timeouts
 from deltackpt.reading import saves
 from deltackpt.storage.store import store_path
-from deltackpt.tiers import packing
+from deltackpt.tiers import neighbours, packing
 from deltackpt.tiers.cursor import Trainer
 from deltackpt.tiers.keepers import Keepers
 from deltackpt.tiers.neighbours import Neighbours
@@ -406,12 +406,14 @@ def test_a_node_that_does_not_answer_at_the_start_is_reported(node, cluster, mon
 
     real, cluster.servers[name] = cluster.servers[name], Gone()  # Temporarily.
     without_promoter(monkeypatch)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        with other.manager(wait_for="staging") as manager:
-            steps = manager.all_steps()
+    with pytest.warns(UserWarning, match=rf"expected an answer.*found none from {name} \(127"):
+        manager = other.manager(wait_for="staging")
+    with manager:
+        assert manager.all_steps() == []
     cluster.servers[name] = real
-    assert steps == [0] or told
+    with other.manager(wait_for="staging") as manager:
+        assert other.restore(manager).step == 0
+    assert same(other.held(), one.held())
 
 
 def test_a_pusher_survives_altered_orders(node, cluster, monkeypatch):
@@ -434,18 +436,50 @@ def test_a_pusher_survives_altered_orders(node, cluster, monkeypatch):
     assert alive
 
 
-def test_closed_peers_raise_a_typed_error(node, cluster):
+def test_closed_peers_raise_a_typed_error(node, cluster, monkeypatch):
     """The saving thread closes the peers that the training thread reads from, if they changed."""
     cluster(2)
     one = node()
+    without_promoter(monkeypatch)
     with one.manager(wait_for="staging") as manager:
-        near_ = staged(manager)._client
-        old = near_._neighbours
-        old.close()
+        one.save(manager, 0)
+        manager.wait_until_finished()
+        info = staged(manager)._local.saves()[0]
+        pack = packing.pack_of(one.stage, info.save_id, one.stage.orders().item, one.stage.orders())
+        found = Neighbours(Keepers.from_bytes(one.stage.keepers()))
+        found.hold(pack)
+        with found.reading(pack.label) as reader:
+            found.close()
+            for ask in (
+                lambda: reader.read_into(0, memoryview(bytearray(1))),
+                found.labels,
+                found.survey,
+                found.incomplete,
+                lambda: found.hold(pack),
+                lambda: found.drop([pack.label]),
+            ):
+                with pytest.raises(ClosedError, match="other peers were found; retry"):
+                    ask()
+
+
+def test_peers_closed_during_a_request_raise_a_typed_error(node, cluster):
+    cluster(2)
+    one = node()
+    with one.manager(wait_for="staging"):
+        found = Neighbours(Keepers.from_bytes(one.stage.keepers()))
+    free = threading.Event()
+    with contextlib.closing(found), concurrent.futures.ThreadPoolExecutor() as pool:
         try:
-            old.labels()
-        except DeltackptError:
-            pass
+            for _ in range(neighbours._THREADS):  # A request waits for one of them.
+                found._pool.submit(free.wait)
+            asked = pool.submit(found.labels)
+            eventually(lambda: found._pool._work_queue.qsize() == 2, "both nodes are to be asked")
+            # As ``close`` does, which then waits for the others.
+            found._pool.shutdown(wait=False, cancel_futures=True)
+            with pytest.raises(ClosedError, match="other peers were found; retry"):
+                asked.result(60)
+        finally:
+            free.set()
 
 
 def test_peers_that_were_absent_do_not_bring_back_abandoned_steps(node, cluster, monkeypatch):

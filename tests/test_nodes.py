@@ -276,7 +276,8 @@ def connected(address: str) -> socket.socket:
 @contextlib.contextmanager
 def half_sent(address: str, key: str, nbytes: int) -> Iterator[socket.socket]:
     """A put whose first half the server has received."""
-    head = f"PUT /{key} HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {nbytes}\r\n"
+    head = f"PUT /{key} HTTP/1.1\r\nHost: a-node\r\nAuthorization: Bearer {TOKEN}\r\n"
+    head += f"Content-Length: {nbytes}\r\n"
     with connected(address) as writer:
         writer.sendall(head.encode() + b"Expect: 100-continue\r\n\r\n")
         assert b" 100 " in writer.recv(100)
@@ -386,6 +387,8 @@ def test_a_truncated_answer_is_never_taken_for_a_complete_one(where, share):
         b"HTTP/1.1 206 OK\r\nContent-Length: 3\r\n\r\nabc",
         b"HTTP/1.1 206 OK\r\nContent-Length: 4\r\nContent-Range: bytes 0-3/4\r\n\r\nabcd",
         b"HTTP/1.1 206 OK\r\nContent-Length: 3\r\nContent-Range: bytes 1-3/9\r\n\r\nabc",
+        b"HTTP/1.1 206 OK\r\nContent-Length: 2\r\nContent-Range: bytes 0-1/9\r\n\r\nab",
+        b"HTTP/1.1 206 OK\r\nContent-Length: 2\r\nContent-Range: bytes 0-2/9\r\n\r\nab",
         b"HTTP/1.1 206 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n",
         b"HTTP/1.1 206 OK\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabc",
         b"SSH-2.0-OpenSSH_9.2p1\r\n\r\n",
@@ -463,7 +466,7 @@ def test_a_listing_follows_the_guide(server, node):
     for query, wanted in (("list", b"/a/%C3%BC\n/b\n"), ("list&after=a/%C3%BC", b"/b\n")):
         with connected(server.address) as asked:
             asked.sendall(
-                f"GET /?{query} HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n"
+                f"GET /?{query} HTTP/1.1\r\nHost: a-node\r\nAuthorization: Bearer {TOKEN}\r\n"
                 "Connection: close\r\n\r\n".encode()
             )
             found = b""
@@ -587,7 +590,8 @@ def test_a_truncated_object_of_another_node_is_not_served_as_complete():
                 connected(own) as asked,
             ):
                 asked.sendall(
-                    f"GET /{key} HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
+                    f"GET /{key} HTTP/1.1\r\nHost: a-node\r\n"
+                    f"Authorization: Bearer {TOKEN}\r\n\r\n".encode()
                 )
                 found = b""
                 while some := asked.recv(1 << 16):

@@ -92,7 +92,8 @@ def told(server: NodeServer, *sent: bytes) -> bytes:
 
 
 def request(first: str, *fields: str, token: str = TOKEN) -> bytes:
-    return "\r\n".join([first, f"Authorization: Bearer {token}", *fields, "", ""]).encode("latin-1")
+    shown = f"Authorization: Bearer {token}"
+    return "\r\n".join([first, "Host: a-node", shown, *fields, "", ""]).encode("latin-1")
 
 
 # ---- tokens
@@ -115,7 +116,8 @@ def request(first: str, *fields: str, token: str = TOKEN) -> bytes:
 @pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "LIST"])
 def test_without_the_token_nothing_is_answered(server, node, shown, method):
     target = "/?list" if method == "LIST" else "/secret"
-    first = f"{'GET' if method == 'LIST' else method} {target} HTTP/1.1\r\n".encode()
+    method = "GET" if method == "LIST" else method
+    first = f"{method} {target} HTTP/1.1\r\nHost: a-node\r\n".encode()
     body = b"Content-Length: 4\r\n" if method == "PUT" else b""
     found = told(server, first + shown + body + b"\r\n" + (b"evil" if body else b""))
     assert found.startswith(b"HTTP/1.1 401 ") and found.endswith(b"\r\n\r\n")
@@ -182,6 +184,8 @@ _NO_REQUESTS = {
     "a whole URL": request("GET http://127.0.0.1/secret HTTP/1.1"),
     "two spaces": request("GET  /secret HTTP/1.1"),
     "no target": request("GET HTTP/1.1"),
+    "no host": request("GET /secret HTTP/1.1").replace(b"Host", b"Other"),
+    "two hosts": request("GET /secret HTTP/1.1", "Host: another"),
     "bare line feeds": request("GET /secret HTTP/1.1").replace(b"\r\n", b"\n") + b"\r\n\r\n",
     "a bare carriage return": request("GET /secret HTTP/1.1", "X: a\rY: b"),
     "a folded field": request("GET /secret HTTP/1.1", "X: a", " b"),
@@ -190,6 +194,8 @@ _NO_REQUESTS = {
     "a NUL": request("GET /secret HTTP/1.1", "X: a\0b"),
     "letters that are none": request("GET /secret HTTP/1.1", "X: \xff"),
     "two tokens": request("GET /secret HTTP/1.1", f"Authorization: Bearer {TOKEN}"),
+    "the same length twice": request("PUT /x HTTP/1.1", "Content-Length: 1", "Content-Length: 1")
+    + b"a",
     "two lengths": request("PUT /x HTTP/1.1", "Content-Length: 1", "Content-Length: 2") + b"ab",
     "lengths in one field": request("PUT /x HTTP/1.1", "Content-Length: 1, 1") + b"a",
     "a negative length": request("PUT /x HTTP/1.1", "Content-Length: -1"),
@@ -386,11 +392,11 @@ def test_a_client_that_reads_nothing_is_dropped(tokens):
         assert len(said(connection)) < _LONG
 
 
-def _served(server: NodeServer, client: socket.socket) -> servers._Connection | None:
+def _served(server: NodeServer, client: socket.socket) -> servers._Client | None:
     """The server's side of a connection whose request it is serving."""
-    for one in [*server._busy]:
+    for one in [*server._open]:
         with contextlib.suppress(OSError):  # If it is closed.
-            if one.client.getpeername() == client.getsockname():
+            if one.is_busy and one.socket.getpeername() == client.getsockname():
                 return one
     return None
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import command
+import h11
 import pytest
 
 import deltackpt
@@ -107,7 +108,8 @@ def test_an_invalid_token_is_refused_when_it_is_given(token, caplog, monkeypatch
 def test_no_header_field_injects_another_one():
     for value in ("a\r\nb: c", "a\n", "ä", "\0"):
         with pytest.raises(wire.Malformed) as caught:
-            wire.head("GET / HTTP/1.1", [("X", value)])
+            fields = [("Host", "a-node"), ("X", value)]
+            wire.head(h11.Connection(h11.CLIENT), h11.Request, fields, method="GET", target="/")
         assert value not in "".join(everything_of(caught.value, set()))
 
 

@@ -269,7 +269,7 @@ def test_an_error_in_one_request_does_not_stop_a_node_server(caplog):
     def ask(server: NodeServer) -> bytes:
         host, port = server.address.split(":")
         with socket.create_connection((host, int(port)), LIMIT_SECS) as client:
-            client.sendall(b"GET /a HTTP/1.1\r\n\r\n")
+            client.sendall(b"GET /a HTTP/1.1\r\nHost: a-node\r\n\r\n")
             with contextlib.suppress(ConnectionError):
                 return client.recv(1 << 10)
         return b""
@@ -277,7 +277,7 @@ def test_an_error_in_one_request_does_not_stop_a_node_server(caplog):
     shelf = MemoryShelf(1 << 20)
     server = NodeServer(shelf, bind="127.0.0.1", tokens=Tokens("a-token-of-some-length"))
     with contextlib.closing(shelf), contextlib.closing(server):
-        with mock.patch.object(server, "_begin", side_effect=ZeroDivisionError("nobody's")):
+        with mock.patch.object(server, "_request", side_effect=ZeroDivisionError("nobody's")):
             assert ask(server) == b""
         assert ask(server).startswith(b"HTTP/1.1 401")
     assert "ZeroDivisionError" in caplog.text

@@ -13,6 +13,6 @@ pip="$venv/bin/python -m pip --disable-pip-version-check install -q -c $(sh tool
 $pip hatchling editables
 $pip --no-build-isolation --no-deps -e .
 # The first line is what a user needs: docs/how-to/inspect.md names it.
-$pip numpy tensorstore ml-dtypes msgpack google-crc32c zstandard rich click psutil \
+$pip numpy tensorstore ml-dtypes msgpack google-crc32c h11 zstandard rich click psutil \
     matplotlib pandas safetensors pyarrow \
     pytest pytest-timeout hypothesis

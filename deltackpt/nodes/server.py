@@ -1,34 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP server for a node's objects, which authenticates clients by token.
 
-One thread reads the heads of all requests, so an idle connection costs a bounded buffer and no
-thread. Once a complete head has shown a valid token, one of a few threads serves the request; it
-receives the body directly into the store's memory, or sends from it. If there are too many
-connections, the oldest unauthenticated one is closed.
+Each connection has a thread; their number is limited. If there are too many, the oldest connection
+that has shown no token is closed, else the one longest without a request. A request without a valid
+token is answered from its head alone. Others wait for one of a few slots; their bodies are received
+directly into the store's memory, or sent from it.
 """
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
 import contextlib
 import errno
+import http
 import ipaddress
 import logging
-import selectors
 import socket
-import struct
-import sys
 import threading
-import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
+
+import h11
 
 from deltackpt.errors import OptionError, OutOfSpace, StorageError
 from deltackpt.ledger.upload import Pace
 from deltackpt.nodes.elsewhere import Elsewhere
-from deltackpt.nodes.shelves import Held, Incoming, Shelf
+from deltackpt.nodes.shelves import Held, Shelf
 from deltackpt.nodes.tokens import Tokens
 from deltackpt.storage import wire
 from deltackpt.storage.store import Exists, Missing, Unanswered
@@ -37,25 +34,27 @@ _logger = logging.getLogger(__name__)
 
 _MOST_CONNECTIONS = 256
 #: Requests that are served at a time.
-_WORKERS = 32
+_SLOTS = 32
 #: Timeout for a head, and for the unread rest of a rejected request.
 _HEAD_SECS = 5.0
 #: How long a connection that has shown a token is kept without a request.
 _IDLE_SECS = 120.0
 #: How long a piece may take to come or go: 50 KB/s at least.
 _PIECE_SECS = 20.0
-_PIECE_BYTES = 1 << 20
-#: Connections taken before those that are open are read from again.
-_ACCEPTED_AT_ONCE = 16
 #: Bytes of a rejected request's body to read, so that the rejection arrives.
 _MOST_IGNORED_BYTES = 1 << 18
-#: After an unexpected error.
-_ODD_SECS = 0.1
+#: After a failure to accept a connection.
+_PAUSE_SECS = 0.1
 _BEARER = "Bearer "
 #: Fields that would change the meaning of the request.
 _NOT_TAKEN = frozenset(
     {"if-match", "if-unmodified-since", "content-range", "content-encoding", "upgrade", "trailer"}
 )
+#: File systems have no larger files.
+_MOST_BYTES = (1 << 63) - 1
+#: Statuses of requests after which the client is not understood, or not entitled.
+_CLOSING = frozenset({400, 401, 405, 411, 431})
+_STATUSES = {Missing: 404, Exists: 412, OutOfSpace: 507, Unanswered: 503}
 #: File system errors for invalid names.
 _LASTING = frozenset(
     {
@@ -66,16 +65,11 @@ _LASTING = frozenset(
 
 
 class _Refusal(Exception):
-    """A request that is rejected with a status only.
+    """A request that is rejected with a status and header fields."""
 
-    Attributes:
-      line: status and reason.
-      closes: whether the connection is of no use any more.
-    """
-
-    def __init__(self, line: str, *, closes: bool = True, fields: tuple[tuple[str, str], ...] = ()):
-        self.line, self.closes, self.fields = line, closes, fields
-        super().__init__(line)
+    def __init__(self, status: int, *fields: tuple[str, str]):
+        self.status, self.fields = status, fields
+        super().__init__(status)
 
 
 class _Request(NamedTuple):
@@ -87,21 +81,40 @@ class _Request(NamedTuple):
     token: str
 
 
-class _Connection:
-    """A client connection, as seen by the thread that reads heads.
+class _Client(wire.Connection):
+    """A connection to a client.
 
     Attributes:
-      is_known: whether it has ever shown a token that held.
-      ends_at: when it is closed.
-      ignoring: bytes that are still read and not looked at, of one that was refused.
+      thread: serves its requests.
+      is_known: whether it has ever shown a valid token.
+      is_busy: whether a request of it is being served.
+      unread: bytes of the request's body that were not received yet.
+      closes: whether the client closes the connection after the answer.
     """
 
-    def __init__(self, client: socket.socket):
-        self.client = client
-        self.buffer = bytearray()
-        self.is_known = False
-        self.ends_at = time.monotonic() + _HEAD_SECS
-        self.ignoring = 0
+    def __init__(self, connection: socket.socket, serve: Callable[[_Client], None]):
+        super().__init__(connection, h11.SERVER)
+        self.thread = threading.Thread(
+            target=serve, args=(self,), name="deltackpt-node-client", daemon=True
+        )
+        self.is_known = self.is_busy = self.closes = False
+        self.unread = 0
+
+    def answer(
+        self,
+        status: int,
+        *fields: tuple[str, str],
+        nbytes: int = 0,
+        body: bytes = b"",
+        more: bool = False,
+    ) -> None:
+        """Sends the head of an answer and ``body``; with ``more``, the caller sends ``nbytes``."""
+        sent = [("Content-Length", nbytes or len(body)), *fields] if status >= 200 else []
+        kind = h11.Response if status >= 200 else h11.InformationalResponse
+        reason = http.HTTPStatus(status).phrase
+        head = wire.head(self.http, kind, sent, status_code=status, reason=reason)
+        self.within(_PIECE_SECS)
+        self.send([head, body], socket.MSG_MORE if more and nbytes else 0)
 
 
 class NodeServer:
@@ -140,275 +153,204 @@ class NodeServer:
         host, bound = self._listener.getsockname()[:2]
         self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
         self._stopped = threading.Event()
-        self._selector = selectors.DefaultSelector()
-        self._waker, self._woken = socket.socketpair()
-        self._returned: collections.deque[tuple[_Connection, bool]] = collections.deque()
-        #: All that are open; the oldest first.
-        self._open: dict[_Connection, None] = {}
-        #: Those that a request of is being served.
-        self._busy: set[_Connection] = set()
-        self._workers = concurrent.futures.ThreadPoolExecutor(_WORKERS, "deltackpt-node")
-        for one in (self._listener, self._woken):
-            one.setblocking(False)
-            self._selector.register(one, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="deltackpt-node", daemon=True)
+        self._slots = threading.BoundedSemaphore(_SLOTS)
+        #: Open connections; the one longest without a request first.
+        self._open: dict[_Client, None] = {}
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._accept, name="deltackpt-node", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Closes all connections; partially received objects are dropped."""
-        if self._stopped.is_set():
-            return
         self._stopped.set()
-        self._wake()
+        with contextlib.suppress(OSError):  # It is closed.
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
-        self._workers.shutdown()
-        for connection in [*self._open]:
-            self._close(connection)
-        for one in (self._listener, self._waker, self._woken):
-            one.close()
-        self._selector.close()
-
-    def _run(self) -> None:
-        while not self._stopped.is_set():
-            for key, _ in self._selector.select(self._until_next_end()):
-                try:
-                    self._turn(key)
-                except Exception:  # One odd client, or peer, ends no server.
-                    _logger.exception("%s: expected to serve a request", self.address)
-                    if key.data in self._open:
-                        self._close(key.data)
-                    self._stopped.wait(_ODD_SECS)
-            self._end_late()
-        for connection in self._open:
-            with contextlib.suppress(OSError):  # Whoever serves it sees its end.
-                connection.client.shutdown(socket.SHUT_RDWR)
-
-    def _turn(self, key: selectors.SelectorKey) -> None:
-        if key.fileobj is self._listener:
-            self._accept()
-        elif key.fileobj is self._woken:
-            self._take_back()
-        else:
-            self._read(key.data)
-
-    def _until_next_end(self) -> float:
-        waiting = [each.ends_at for each in self._open if each not in self._busy]
-        return max(0.0, min(waiting, default=time.monotonic() + 60.0) - time.monotonic())
-
-    def _end_late(self) -> None:
-        now = time.monotonic()
-        for connection in [*self._open]:
-            if connection.ends_at <= now and connection not in self._busy:
-                self._close(connection)
+        self._listener.close()
+        with self._lock:
+            left = [*self._open]
+            for client in left:
+                client.shutdown(socket.SHUT_RDWR)
+        for client in left:
+            client.thread.join()
 
     def _accept(self) -> None:
-        for _ in range(_ACCEPTED_AT_ONCE):
+        while not self._stopped.is_set():
             try:
-                client, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError:  # It went; or this process has too many open files.
-                if not self._evict():
-                    return
+                connection, _ = self._listener.accept()
+            except OSError:  # The server is closed, or this process has too many open files.
+                if not self._stopped.is_set() and not self._evict():
+                    self._stopped.wait(_PAUSE_SECS)
                 continue
-            while len(self._open) >= self._most:
-                if not self._evict():
-                    client.close()
-                    return
-            client.setblocking(False)
-            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection = _Connection(client)
-            self._open[connection] = None
-            self._selector.register(client, selectors.EVENT_READ, connection)
+            if len(self._open) >= self._most and not self._evict():
+                connection.close()
+                continue
+            client = _Client(connection, self._serve)
+            with self._lock:
+                self._open[client] = None
+            try:
+                client.thread.start()
+            except RuntimeError:  # There are too many threads.
+                self._drop(client)
 
     def _evict(self) -> bool:
-        """Closes the oldest that has shown no token, else the one longest without use."""
-        idle = [each for each in self._open if each not in self._busy]
-        if not idle:
-            return False
-        self._close(min(idle, key=lambda each: (each.is_known, each.ends_at)))
+        """Closes a connection that waits for a request, if there is one."""
+        with self._lock:
+            idle = [each for each in self._open if not each.is_busy]
+            if not idle:
+                return False
+            evicted = min(idle, key=lambda each: each.is_known)
+            del self._open[evicted]
+            evicted.shutdown(socket.SHUT_RDWR)
+        evicted.thread.join()
         return True
 
-    def _close(self, connection: _Connection) -> None:
-        del self._open[connection]
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(connection.client)
-        connection.client.close()
-
-    def _read(self, connection: _Connection) -> None:
-        if connection not in self._open:
-            return  # Closed for another one in this turn.
+    def _serve(self, client: _Client) -> None:
+        """Serves the requests of a client; in its thread."""
         try:
-            found = connection.client.recv(wire.MOST_HEAD_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            found = b""
-        if not found:
-            return self._close(connection)
-        if connection.ignoring:
-            connection.ignoring -= len(found)
-            if connection.ignoring <= 0:
-                self._close(connection)
-            return
-        if not connection.buffer:
-            connection.ends_at = time.monotonic() + _HEAD_SECS
-        connection.buffer += found
-        self._begin(connection)
-
-    def _begin(self, connection: _Connection) -> None:
-        """Serves a request once its header is complete."""
-        end = connection.buffer.find(wire.HEAD_END, 0, wire.MOST_HEAD_BYTES)
-        try:
-            if end < 0:
-                if len(connection.buffer) >= wire.MOST_HEAD_BYTES:
-                    raise _Refusal("431 Request Header Fields Too Large")
-                return
-            end += len(wire.HEAD_END)
-            request = self._understood(bytes(connection.buffer[:end]))
-        except _Refusal as refusal:
-            return self._refuse(connection, refusal)
-        connection.is_known = True
-        begun = bytes(connection.buffer[end:])
-        connection.buffer.clear()
-        try:
-            self._workers.submit(self._serve, connection, request, begun)
-        except RuntimeError:  # No thread can be started.
-            return self._close(connection)
-        self._selector.unregister(connection.client)
-        self._busy.add(connection)
-
-    def _understood(self, head: bytes) -> _Request:
-        """A request of somebody who may make it.
-
-        Raises:
-          _Refusal: the request is invalid or not allowed.
-        """
-        try:
-            (method, target), fields = found = wire.request(head)
-        except (wire.Malformed, ValueError) as error:
-            raise _Refusal("400 Bad Request") from error
-        shown = fields.get("authorization", "")
-        token = shown.removeprefix(_BEARER)
-        if not shown.startswith(_BEARER) or not self._tokens.let_in(token):
-            raise _Refusal("401 Unauthorized", fields=(("WWW-Authenticate", "Bearer"),))
-        path, _, asked = target.partition("?")
-        try:
-            nbytes, key = found.nbytes, wire.key_of(path)
-            query = dict(urllib.parse.parse_qsl(asked, True, errors="strict"))
-        except ValueError as error:
-            raise _Refusal("400 Bad Request") from error
-        if method not in ("GET", "HEAD", "PUT", "DELETE"):
-            raise _Refusal("405 Method Not Allowed")
-        if _NOT_TAKEN & fields.keys() or query.keys() - {"list", "after"}:
-            raise _Refusal("400 Bad Request")
-        if (nbytes and method != "PUT") or (method == "PUT" and query):
-            raise _Refusal("400 Bad Request")
-        if method == "PUT" and nbytes is None:
-            raise _Refusal("411 Length Required")
-        return _Request(method, key, query, fields, nbytes or 0, token)
-
-    def _refuse(self, connection: _Connection, refusal: _Refusal) -> None:
-        """Answers a client whose requests are no longer read, without waiting for it."""
-        answer = wire.head(
-            f"HTTP/1.1 {refusal.line}",
-            (("Content-Length", 0), ("Connection", "close"), *refusal.fields),
-        )
-        connection.buffer.clear()
-        try:
-            connection.client.send(answer)
-            connection.client.shutdown(socket.SHUT_WR)
-        except OSError:
-            return self._close(connection)
-        connection.ignoring = _MOST_IGNORED_BYTES
-        connection.ends_at = time.monotonic() + _HEAD_SECS
-
-    def _take_back(self) -> None:
-        """Listens again to those whose requests were served."""
-        with contextlib.suppress(BlockingIOError):
-            while self._woken.recv(4096):
+            while self._answered(client):
                 pass
-        while self._returned:
-            connection, goes_on = self._returned.popleft()
-            self._busy.discard(connection)
-            if not goes_on or self._stopped.is_set():
-                self._close(connection)
-                continue
-            connection.client.setblocking(False)
-            connection.ends_at = time.monotonic() + _IDLE_SECS
-            self._selector.register(connection.client, selectors.EVENT_READ, connection)
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            self._waker.send(b".")
-
-    def _serve(self, connection: _Connection, request: _Request, begun: bytes) -> None:
-        """Serves one request; by a worker."""
-        goes_on = False
-        try:
-            connection.client.setblocking(True)
-            _bound_waits(connection.client)
-            goes_on = self._answered(connection.client, request, begun)
-        except OSError:  # The client is gone, or too slow.
+        except OSError:  # The client is gone, too slow, or evicted.
             pass
         except Exception:
-            # Report it as for any thread: this one's result is not read.
-            threading.excepthook(
-                threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
-            )
+            _logger.exception("%s: expected to serve a request", self.address)
         finally:
-            if not goes_on:
-                with contextlib.suppress(OSError):
-                    connection.client.shutdown(socket.SHUT_WR)
-            self._returned.append((connection, goes_on))
-            self._wake()
+            self._drop(client)
 
-    def _answered(self, client: socket.socket, request: _Request, begun: bytes) -> bool:
+    def _drop(self, client: _Client) -> None:
+        with self._lock:  # Nothing wakes a thread through a socket that was closed.
+            self._open.pop(client, None)
+        client.close()
+
+    def _answered(self, client: _Client) -> bool:
         """Answers a request; returns whether another one may follow.
 
         Raises:
           OSError: the client is gone, or too slow.
         """
         try:
-            if len(begun) > request.nbytes:
-                raise _Refusal("400 Bad Request")  # It does not wait for answers.
-            if request.method == "PUT":
-                self._put(client, request, begun)
-            elif request.method == "DELETE":
-                self._delete(client, request)
-            elif "list" in request.query:
-                self._list(client, request)
-            else:
-                self._get(client, request)
-        except _Refusal as refusal:
-            closes = refusal.closes or wire.closes(request.fields)
-            closing = (("Connection", "close"),) if closes else ()
-            _answer(client, refusal.line, *refusal.fields, *closing)
-            return not closes
-        return not wire.closes(request.fields)
+            request = self._request(client)
+            with self._busy(client):
+                self._serve_request(client, request)
+        except (_Refusal, StorageError) as error:
+            if client.http.our_state is h11.SEND_BODY:
+                raise  # A second answer would be taken for a part of the object.
+            refusal = error if isinstance(error, _Refusal) else _Refusal(_status_of(error))
+            # What is not read of a body would be taken for a request.
+            invalid = refusal.status in _CLOSING or client.unread > 0
+            client.closes |= invalid
+            closing = [("Connection", "close")] if client.closes else []
+            client.answer(refusal.status, *refusal.fields, *closing)
+            if invalid:
+                _ignore(client)
+        return not client.closes
 
-    def _get(self, client: socket.socket, request: _Request) -> None:
-        with _refusals():
-            found = self._find(request)
-        # From here on a refusal would be taken for a part of the object.
-        with contextlib.closing(found) as held:
-            try:
-                span = wire.span_of(request.fields.get("range"), held.nbytes)
-            except wire.Malformed as error:
-                raise _Refusal("400 Bad Request") from error
-            if span is None:
-                outside = (("Content-Range", f"bytes */{held.nbytes}"),)
-                raise _Refusal("416 Range Not Satisfiable", closes=False, fields=outside)
-            start, stop = span
-            fields = [("ETag", f'"{held.version}"'), ("Accept-Ranges", "bytes")]
-            line = "200 OK"
-            if "range" in request.fields:
-                line = "206 Partial Content"
-                fields.append(("Content-Range", f"bytes {start}-{stop - 1}/{held.nbytes}"))
-            is_head = request.method == "HEAD"
-            _answer(client, line, *fields, nbytes=stop - start, more=not is_head)
-            if not is_head:
-                self._send(client, held, start, stop)
+    @contextlib.contextmanager
+    def _busy(self, client: _Client) -> Iterator[None]:
+        """Protects a client from eviction while its request is served."""
+        with self._lock:
+            if client not in self._open:
+                raise ConnectionError("evicted")
+            client.is_busy = True
+        try:
+            with self._slots:
+                yield
+        finally:
+            with self._lock:
+                client.is_busy = False
+                self._open[client] = self._open.pop(client)  # At the end.
+
+    def _request(self, client: _Client) -> _Request:
+        """Receives a request of somebody who may make it, without its body.
+
+        Raises:
+          _Refusal: the request is invalid or not allowed.
+          OSError: the client is gone, or too slow.
+        """
+        client.renew()
+        if not client.begun:
+            client.within(_IDLE_SECS if client.is_known else _HEAD_SECS)
+            client.receive()
+        client.within(_HEAD_SECS)
+        try:
+            head = client.head()
+        except wire.TooLong as error:
+            raise _Refusal(431) from error
+        except wire.Malformed as error:
+            raise _Refusal(400) from error
+        method, fields, nbytes = head.method, head.fields, head.nbytes
+        shown = fields.get("authorization", "")
+        token = shown.removeprefix(_BEARER)
+        if not shown.startswith(_BEARER) or not self._tokens.let_in(token):
+            raise _Refusal(401, ("WWW-Authenticate", "Bearer"))
+        client.is_known = True
+        path, _, asked = head.target.partition("?")
+        try:
+            key = wire.key_of(path)
+            query = dict(urllib.parse.parse_qsl(asked, True, errors="strict"))
+        except ValueError as error:
+            raise _Refusal(400) from error
+        if method not in ("GET", "HEAD", "PUT", "DELETE"):
+            raise _Refusal(405)
+        if _NOT_TAKEN & fields.keys() or query.keys() - {"list", "after"}:
+            raise _Refusal(400)
+        if (nbytes and method != "PUT") or (method == "PUT" and query):
+            raise _Refusal(400)
+        if method == "PUT" and nbytes is None:
+            raise _Refusal(411)
+        # Behind its body, a client that does not wait for answers has sent another request.
+        if not len(client.begun) <= (nbytes or 0) <= _MOST_BYTES:
+            raise _Refusal(400)
+        client.unread, client.closes = nbytes or 0, wire.closes(fields)
+        return _Request(method, key, query, fields, nbytes or 0, token)
+
+    def _serve_request(self, client: _Client, request: _Request) -> None:
+        """Answers a request.
+
+        Raises:
+          _Refusal, StorageError: the request is to be rejected.
+          OSError: the client is gone, or too slow.
+        """
+        if request.method == "PUT":
+            self._put(client, request)
+            client.answer(201)
+        elif request.method == "DELETE":
+            self._shelf.delete(request.key)
+            client.answer(200)
+        elif "list" in request.query:
+            after = request.query.get("after", "")
+            found = self._shelf.keys(request.key, after=after, most=wire.PAGE)
+            listing = "".join(f"{wire.target_of(key)}\n" for key in found).encode()
+            client.answer(200, ("Content-Type", "text/plain"), body=listing)
+        else:
+            with contextlib.closing(self._find(request)) as held:
+                self._get(client, request, held)
+
+    def _get(self, client: _Client, request: _Request, held: Held) -> None:
+        try:
+            span = wire.span_of(request.fields.get("range"), held.nbytes)
+        except wire.Malformed as error:
+            raise _Refusal(400) from error
+        if span is None:
+            raise _Refusal(416, ("Content-Range", f"bytes */{held.nbytes}"))
+        start, stop = span
+        status, fields = 200, [("ETag", f'"{held.version}"'), ("Accept-Ranges", "bytes")]
+        if "range" in request.fields:
+            status = 206
+            fields.append(("Content-Range", f"bytes {start}-{stop - 1}/{held.nbytes}"))
+        is_head = request.method == "HEAD"
+        client.answer(status, *fields, nbytes=stop - start, more=not is_head)
+        if is_head:
+            return
+        while start < stop:
+            end = min(start + wire.PIECE_BYTES, stop)
+            self._pace.take(end - start, self._stopped)
+            client.within(_PIECE_SECS)
+            while start < end:
+                sent = client.call(socket.SO_SNDTIMEO, held.send, client.socket, start, end - start)
+                if not sent:
+                    raise OSError("the object was truncated")
+                start += sent
 
     def _find(self, request: _Request) -> Held:
         try:
@@ -418,76 +360,33 @@ class NodeServer:
                 raise
             return self._elsewhere.find(request.key, self.address)
 
-    def _send(self, client: socket.socket, held: Held, start: int, stop: int) -> None:
-        while start < stop:
-            piece = min(_PIECE_BYTES, stop - start)
-            self._pace.take(piece, self._stopped)
-            began, sent = time.monotonic(), 0
-            while sent < piece:
-                some = held.send(client, start + sent, piece - sent)
-                if not some or time.monotonic() - began > _PIECE_SECS:
-                    raise OSError("the reader is too slow, or the object was truncated")
-                sent += some
-            start += piece
-
-    def _put(self, client: socket.socket, request: _Request, begun: bytes) -> None:
+    def _put(self, client: _Client, request: _Request) -> None:
         condition = request.fields.get("if-none-match")
         if condition not in (None, "*") or not request.key:
-            raise _Refusal("400 Bad Request")
+            raise _Refusal(400)
         absent = condition is not None
-        # Until all of the body came, what a refusal does not read would be taken for a request.
-        with _refusals(closes=True):
-            if absent and self._is_there(request.key):
+        if absent:
+            with contextlib.suppress(Missing):
+                self._shelf.find(request.key).close()
                 raise Exists(request.key)
-            incoming = self._shelf.take(request.key, request.nbytes)
+        incoming = self._shelf.take(request.key, request.nbytes)
         try:
-            if request.fields.get("expect", "").lower() == "100-continue":
-                client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-            with _refusals(closes=True):
-                self._receive(client, incoming, begun)
+            if client.http.they_are_waiting_for_100_continue:
+                client.answer(100)
+            while window := incoming.window():
+                piece = window[: wire.PIECE_BYTES]
+                self._pace.take(piece.nbytes, self._stopped)
+                client.within(_PIECE_SECS)
+                client.fill(piece)
+                client.unread -= piece.nbytes
+                incoming.filled(piece.nbytes)
             # A client whose token was revoked concurrently changes nothing.
             if not self._tokens.let_in(request.token):
-                raise _Refusal("401 Unauthorized")
-            with _refusals():
-                incoming.commit(absent=absent)
+                raise _Refusal(401)
+            incoming.commit(absent=absent)
         except BaseException:
             incoming.discard()
             raise
-        _answer(client, "201 Created")
-
-    def _is_there(self, key: str) -> bool:
-        try:
-            self._shelf.find(key).close()
-        except Missing:
-            return False
-        return True
-
-    def _receive(self, client: socket.socket, incoming: Incoming, begun: bytes) -> None:
-        left = memoryview(begun)
-        while window := incoming.window():
-            piece = min(_PIECE_BYTES, window.nbytes)
-            if left:
-                piece = min(piece, left.nbytes)
-                window[:piece] = left[:piece]
-                left = left[piece:]
-            else:
-                self._pace.take(piece, self._stopped)
-                if client.recv_into(window, piece, socket.MSG_WAITALL) != piece:
-                    raise ConnectionError("the writer disconnected, or is too slow")
-            incoming.filled(piece)
-
-    def _delete(self, client: socket.socket, request: _Request) -> None:
-        with _refusals():
-            self._shelf.delete(request.key)
-        _answer(client, "200 OK")
-
-    def _list(self, client: socket.socket, request: _Request) -> None:
-        after = request.query.get("after", "")
-        with _refusals():
-            found = self._shelf.keys(request.key, after=after, most=wire.PAGE)
-        body = "".join(f"{wire.target_of(key)}\n" for key in found).encode()
-        _answer(client, "200 OK", ("Content-Type", "text/plain"), nbytes=len(body), more=True)
-        client.sendall(body)
 
 
 def _listener(bind: str, port: int) -> socket.socket:
@@ -508,38 +407,21 @@ def _listener(bind: str, port: int) -> socket.socket:
         ) from error
 
 
-def _bound_waits(client: socket.socket) -> None:
-    """Bounds each call, not only the gaps: who sends a byte now and then is too slow as well."""
-    limit = struct.pack("ll", int(_PIECE_SECS), 0)
-    for way in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        client.setsockopt(socket.SOL_SOCKET, way, limit)
+def _ignore(client: _Client) -> None:
+    """Reads what a rejected client still sends: closing at once would revoke the rejection."""
+    client.shutdown(socket.SHUT_WR)
+    client.within(_HEAD_SECS)
+    left = _MOST_IGNORED_BYTES
+    while left > 0:
+        client.begun = b""
+        client.receive()
+        left -= len(client.begun)
 
 
-def _answer(
-    client: socket.socket,
-    line: str,
-    *fields: tuple[str, str],
-    nbytes: int = 0,
-    more: bool = False,
-) -> None:
-    head = wire.head(f"HTTP/1.1 {line}", (("Content-Length", nbytes), *fields))
-    client.sendall(head, socket.MSG_MORE if more and nbytes else 0)
-
-
-@contextlib.contextmanager
-def _refusals(*, closes: bool = False) -> Iterator[None]:
-    """Converts a store's errors into rejections of a request."""
-    try:
-        yield
-    except Missing as error:
-        raise _Refusal("404 Not Found", closes=closes) from error
-    except Exists as error:
-        raise _Refusal("412 Precondition Failed", closes=closes) from error
-    except OutOfSpace as error:
-        raise _Refusal("507 Insufficient Storage", closes=closes) from error
-    except Unanswered as error:
-        raise _Refusal("503 Service Unavailable", closes=closes) from error
-    except StorageError as error:
-        lasts = isinstance(error.__cause__, OSError) and error.__cause__.errno in _LASTING
-        line = "409 Conflict" if lasts else "500 Internal Server Error"
-        raise _Refusal(line, closes=closes) from error
+def _status_of(error: StorageError) -> int:
+    """The status that reports a store's error."""
+    for kind, status in _STATUSES.items():
+        if isinstance(error, kind):
+            return status
+    lasts = isinstance(error.__cause__, OSError) and error.__cause__.errno in _LASTING
+    return 409 if lasts else 500

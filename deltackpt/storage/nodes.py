@@ -15,12 +15,13 @@ import threading
 import time
 import urllib.parse
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import h11
 
 from deltackpt.errors import Damaged, OptionError
 from deltackpt.storage import redaction, wire
-from deltackpt.storage.channel import ASKED_FIRST_BYTES, Answer, Channel, Dropped, Wanted
 from deltackpt.storage.placement import ranked
 from deltackpt.storage.store import (
     DEADLINE_SECS,
@@ -37,6 +38,11 @@ from deltackpt.storage.store import (
 _MOST_KEPT = 8
 _KEPT_SECS = 60.0
 _CONNECT_SECS = 10.0
+#: Larger bodies wait until the server signals that there is room; smaller ones fit its buffers
+#: anyway.
+_ASKED_FIRST_BYTES = 1 << 16
+#: Limit for an unwanted body, which is received only so that the connection can be reused.
+_MOST_IGNORED_BYTES = 1 << 16
 #: Retries of a request that was dropped without an answer, for example under load.
 _TRIES = 5
 _PAUSE_SECS = 0.02
@@ -44,7 +50,12 @@ _ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9_.-]+)):([0-9]{1,5})"
 #: Limit for one listing, which is kept in memory.
 _MOST_KEYS = 10_000_000
 #: Statuses after which the same request may succeed.
-_BUSY = frozenset({"408", "429", "500", "503", "504"})
+_BUSY = frozenset({408, 429, 500, 503, 504})
+
+
+class _Answer(NamedTuple):
+    head: wire.Head
+    body: bytes
 
 
 class Node:
@@ -66,7 +77,7 @@ class Node:
         self._at = _checked(address)
         self._token = token
         self._deadline_secs = deadline_secs
-        self._kept: list[tuple[float, socket.socket]] = []
+        self._kept: list[tuple[float, wire.Connection]] = []
         # Stores are not closed explicitly.
         weakref.finalize(self, _close, self._kept)
         self._lock = threading.Lock()
@@ -106,10 +117,19 @@ class Node:
             first = start + length if start < 0 else start
             self._check(key, first, wanted, length, whole=whole)
             start = first
-        if wanted:
-            asked = Wanted(start, [part.cast("B") for part in parts], whole)
-            span = [("Range", f"bytes={start}-{start + wanted - 1}")]
-            self._ask("GET", self._target(key), f"read {key}", fields=span, wanted=asked)
+        if not wanted:
+            return
+        into = [part.cast("B") for part in parts]
+        span = [("Range", f"bytes={start}-{start + wanted - 1}")]
+        action = f"read {key}"
+        answer = self._ask("GET", self._target(key), action, fields=span, into=into)
+        try:
+            first, stop, total = wire.content_range(answer.head.fields)
+        except wire.Malformed as error:
+            raise self._odd(action, error) from error
+        self._check(key, start, wanted, total, whole=whole)
+        if (first, stop, answer.head.nbytes) != (start, start + wanted, wanted):
+            raise self._odd(action, wire.Malformed("another range than requested"))
 
     def get(self, key: str) -> bytes:
         """Returns the bytes under a key.
@@ -204,30 +224,37 @@ class Node:
         *,
         fields: Sequence[tuple[str, object]] = (),
         body: Sequence[memoryview] = (),
-        wanted: Wanted | None = None,
+        into: Sequence[memoryview] | None = None,
         most_bytes: int | None = None,
-    ) -> Answer:
-        """Sends a request; returns the answer, with a body of limited size.
+    ) -> _Answer:
+        """Sends a request; returns the answer, whose body fills ``into`` if its size is the same.
 
         Raises:
-          Exists, Missing, Damaged, Refused, Unanswered: it was rejected, or not answered in time.
+          Exists, Missing, Refused, Unanswered: it was rejected, or not answered in time.
         """
         ends_at = time.monotonic() + self._deadline_secs
-        key = action.partition(" ")[2]
-        nbytes = sum(part.nbytes for part in body)
         sent = [("Host", self.address), ("Authorization", f"Bearer {self._token}"), *fields]
         sent.append((wire.DIRECT, "1"))
         if method == "PUT":
+            nbytes = sum(part.nbytes for part in body)
             sent.append(("Content-Length", nbytes))
-            if nbytes > ASKED_FIRST_BYTES:
+            if nbytes > _ASKED_FIRST_BYTES:
                 sent.append(("Expect", "100-continue"))
-        head = wire.head(f"{method} {target} HTTP/1.1", sent)
         for left in reversed(range(_TRIES)):
             try:
-                with self._connection(ends_at) as channel:
-                    answer = channel.asked(method, head, body, wanted, most_bytes)
+                connection = self._connection(ends_at)
+                try:
+                    head = wire.head(
+                        connection.http, h11.Request, sent, method=method, target=target
+                    )
+                    found = _answered(connection, head, body)
+                    answer, clean = _received(connection, method, found, into, most_bytes)
+                except BaseException:
+                    connection.close()
+                    raise
+                self._keep(connection, clean=clean)
                 break
-            except Dropped as error:
+            except wire.Dropped as error:
                 with self._lock:  # Connections to a restarted server are useless.
                     _close(self._kept)
                 pause = _PAUSE_SECS * 2 ** (_TRIES - left)
@@ -240,30 +267,26 @@ class Node:
                 raise self._odd(action, error) from error
             except OSError as error:
                 raise self._gone(action, error) from error
-        self._raise_for(answer, key, action, wanted)
+        self._raise_for(answer.head.status, action, allowed=416 if into else None)
         return answer
 
-    def _raise_for(self, answer: Answer, key: str, action: str, wanted: Wanted | None) -> None:
-        status = answer.head.first[0]
-        if status in ("200", "201", "206"):
-            if wanted is not None and answer.total is not None:
-                self._check(key, wanted.start, wanted.nbytes, answer.total, whole=wanted.whole)
+    def _raise_for(self, status: int, action: str, *, allowed: int | None) -> None:
+        if status in (200, 201, 206, allowed):
             return
-        if status == "404":
+        key = action.partition(" ")[2]
+        if status == 404:
             raise Missing(f"{self.address}/{key}")
-        if status == "412":
+        if status == 412:
             raise Exists(
                 f"{self.address}/{key}: expected nothing there, found an object; check which "
                 "program wrote it"
             )
-        if status == "416" and wanted is not None and answer.total is not None:
-            self._check(key, wanted.start, wanted.nbytes, answer.total, whole=wanted.whole)
-        told = {
-            "401": "an invalid token; use the token of the run, or of the node store",
-            "507": "no room; give the node more, or remove objects from it",
+        found = {
+            401: "an invalid token; use the token of the run, or of the node store",
+            507: "no room; give the node more, or remove objects from it",
         }.get(status, f"status {status}; check the node, then try again")
         kind = Unanswered if status in _BUSY else Refused
-        raise kind(f"{self.address}: expected to {action}, found {told}")
+        raise kind(f"{self.address}: expected to {action}, found {found}")
 
     def _gone(self, action: str, error: OSError) -> Unanswered:
         return Unanswered(
@@ -277,39 +300,90 @@ class Node:
             f"({error}); check the address"
         )
 
-    @contextlib.contextmanager
-    def _connection(self, ends_at: float) -> Iterator[Channel]:
-        """A connection, which is kept if it can be reused."""
-        connection = self._take()
-        if connection is None:
-            within = min(_CONNECT_SECS, ends_at - time.monotonic())
-            connection = socket.create_connection(self._at, max(0.001, within))
-            connection.settimeout(None)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        channel = Channel(connection, ends_at)
-        try:
-            yield channel
-        finally:
-            with self._lock:
-                keeps = channel.is_clean and not self._is_closed and len(self._kept) < _MOST_KEPT
-                if keeps:
-                    self._kept.append((time.monotonic(), connection))
-            if not keeps:
-                connection.close()
+    def _connection(self, ends_at: float) -> wire.Connection:
+        """The last used connection if it is still usable, else a new one."""
+        found = None
+        with self._lock:
+            while self._kept and found is None:
+                since, kept = self._kept.pop()
+                if time.monotonic() - since < _KEPT_SECS:
+                    found = kept
+                else:
+                    kept.close()
+        if found is None:
+            within = max(0.001, min(_CONNECT_SECS, ends_at - time.monotonic()))
+            made = socket.create_connection(self._at, within)
+            found = wire.Connection(made, h11.CLIENT)
+        found.renew()
+        found.within(ends_at - time.monotonic())
+        return found
 
-    def _take(self) -> socket.socket | None:
-        """The last used connection, if it is still usable."""
-        while True:
-            with self._lock:
-                if not self._kept:
-                    return None
-                since, connection = self._kept.pop()
-            if time.monotonic() - since < _KEPT_SECS:
-                return connection
-            connection.close()
+    def _keep(self, connection: wire.Connection, *, clean: bool) -> None:
+        with self._lock:
+            if clean and not self._is_closed and len(self._kept) < _MOST_KEPT:
+                self._kept.append((time.monotonic(), connection))
+                return
+        connection.close()
 
 
-def _close(kept: list[tuple[float, socket.socket]]) -> None:
+def _answered(connection: wire.Connection, head: bytes, body: Sequence[memoryview]) -> wire.Head:
+    """Sends a request; returns the head of its answer."""
+    waits = connection.http.client_is_waiting_for_100_continue
+    # It may be rejected before the server has read it completely.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        connection.send([head] if waits else [head, *body])
+    found = connection.head()
+    if waits and found.status == 100:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            connection.send(body)
+        found = connection.head()
+    return found
+
+
+def _received(
+    connection: wire.Connection,
+    method: str,
+    found: wire.Head,
+    into: Sequence[memoryview] | None,
+    most_bytes: int | None,
+) -> tuple[_Answer, bool]:
+    """Receives the body of an answer; returns also whether another request may follow."""
+    status, nbytes = found.status, found.nbytes
+    if nbytes is None:
+        raise wire.Malformed("no length")
+    is_object = (method, status) == ("GET", 200)
+    if into is not None and is_object:
+        raise wire.Malformed("no range")
+    if is_object and most_bytes is not None and nbytes > most_bytes:
+        raise wire.Malformed(f"{nbytes} bytes, above the limit of {most_bytes}")
+    body, clean = b"", True
+    if method == "HEAD":
+        pass
+    elif into is not None and status == 206:
+        clean = nbytes == sum(part.nbytes for part in into)
+        for part in into if clean else ():
+            connection.fill(part)
+    elif is_object or nbytes <= _MOST_IGNORED_BYTES:
+        body = _body(connection, nbytes)
+    else:
+        clean = False
+    # A body may have been rejected before it was sent completely.
+    clean = clean and (method != "PUT" or status == 201)
+    return _Answer(found, body), clean and not connection.begun and not wire.closes(found.fields)
+
+
+def _body(connection: wire.Connection, nbytes: int) -> bytes:
+    """Reads a body into memory that grows with the data: an answer may claim any length."""
+    found = bytearray()
+    while len(found) < nbytes:
+        begun = len(found)
+        found += bytes(min(nbytes - begun, max(wire.PIECE_BYTES, begun)))
+        with memoryview(found) as memory:
+            connection.fill(memory[begun:])
+    return bytes(found)
+
+
+def _close(kept: list[tuple[float, wire.Connection]]) -> None:
     while kept:
         kept.pop()[1].close()
 

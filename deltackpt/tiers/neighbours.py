@@ -229,7 +229,7 @@ class Neighbours:
         found = {}
         for node, future in asked.items():
             try:
-                found[node] = future.result()
+                found[node] = _result(future)
             except StorageError as error:
                 self._note_failed(node, error)
             else:
@@ -241,10 +241,7 @@ class Neighbours:
         try:
             return self._pool.submit(work, *given)
         except RuntimeError as error:
-            raise ClosedError(
-                "peers: expected open connections, found them closed because other peers were "
-                "found; retry"
-            ) from error
+            raise _closed() from error
 
     def _note_failed(self, node: str, error: Exception) -> None:
         with self._lock:
@@ -311,7 +308,7 @@ class Neighbours:
             }
             for number, (node, future) in sent.items():
                 try:
-                    future.result()
+                    _result(future)
                 except StorageError as error:
                     refused[node] = str(error)
                     self._note_failed(node, error)
@@ -372,7 +369,7 @@ class Neighbours:
                 raise self._unreadable(coding, segment, problems, len(got))
             for number, (node, future) in asked.items():
                 try:
-                    future.result()
+                    _result(future)
                     got.add(number)
                 except (StorageError, Damaged) as error:
                     problems.append(f"fragment {number} on {node}: {error}")
@@ -435,6 +432,19 @@ class Neighbours:
             f"{coding.label.key}: expected {coding.k} fragments of segment {segment}, found {got} "
             f"({'; '.join(problems) or 'no others'}); resume from the checkpoint directory"
         )
+
+
+def _result(future: Future[_Result]) -> _Result:
+    try:
+        return future.result()
+    except concurrent.futures.CancelledError as error:  # Closed while it was queued.
+        raise _closed() from error
+
+
+def _closed() -> ClosedError:
+    return ClosedError(
+        "peers: expected open connections, found them closed because other peers were found; retry"
+    )
 
 
 class _SegmentReader:
