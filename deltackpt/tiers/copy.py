@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 import threading
 import time
@@ -32,10 +31,10 @@ from deltackpt.errors import (
     StepNotFound,
     TargetDiffers,
 )
-from deltackpt.format import chain, names
-from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import ParentRef, SaveId
+from deltackpt.format import names
+from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.entries import Unit
+from deltackpt.reading import chains
 from deltackpt.reading.reader import Progress
 from deltackpt.storage import buckets
 from deltackpt.storage.digests import Digest
@@ -287,44 +286,20 @@ def _units(source: Place, steps: Sequence[int], unusable: Collection[Unit]) -> d
 
 
 def _chain_units(source: Place, step: int, unusable: Collection[Unit]) -> dict[Unit, SaveId]:
-    """The units of one chain."""
+    """The units of one chain, and the step itself, which its compacted base does not replace."""
     own = source.info(Unit(step))
     if own is None:
         raise gone(source, Unit(step))
     with _standing(source, Unit(step), own.save_id):
-        return _chain_of(source, own, unusable)
-
-
-def _chain_of(source: Place, own: SaveInfo, unusable: Collection[Unit]) -> dict[Unit, SaveId]:
-    """The units of the chain of a step."""
-    units = {Unit(int(own.step_dir)): own.save_id}
-
-    def held(save: SaveInfo) -> SaveInfo:
-        base = _base(source, save.step_dir, save.save_id, unusable)
-        if base is None:
-            units[Unit(int(save.step_dir))] = save.save_id
-            return save
-        units[Unit(int(base.step_dir), source.item)] = base.save_id
-        return base
-
-    def find(parent: ParentRef) -> SaveInfo | None:
-        below = _base(source, parent.step_dir, parent.save_id, unusable)
-        below = below or source.info(Unit(int(parent.step_dir)))
-        return None if below is None else held(below)  # restore_chain names the missing part.
-
-    target = held(own)
-    saves: dict[str, SaveInfo] = {}
-    still = math.inf
-    for save in chain.walk(target, find):
-        saves[save.step_dir] = save
-        parent, still = save.parent, save.still(still)
-        if parent is None or not still or parent.step_dir in saves:
-            break
-        if names.step_number(parent.step_dir) is None:
-            raise Damaged(
-                f"{source.name}/{save.step_dir}", "a step as its parent", repr(parent.step_dir)
-            )
-    chain.restore_chain(target, saves)
+        saves = chains.read_chain(
+            source.store_path(Unit(step)),
+            source.item,
+            unusable=[str(unit.step) for unit in unusable],
+        )
+    units = {Unit(step): own.save_id}
+    for save in saves:
+        unit = Unit(int(save.info.step_dir), source.item if save.compacted else None)
+        units[unit] = save.info.save_id
     return units
 
 
@@ -350,17 +325,3 @@ def _standing(source: Place, unit: Unit, save_id: SaveId) -> Iterator[None]:
         raise gone(source, unit) from cause
     if cause is not None:
         raise cause
-
-
-def _base(
-    source: Place, step_dir: str, save_id: SaveId, unusable: Collection[Unit]
-) -> SaveInfo | None:
-    """The compacted base that replaces a save; a damaged one is ignored."""
-    unit = Unit(int(step_dir), source.item)
-    if unit in unusable:
-        return None
-    try:
-        base = source.info(unit)
-    except RestoreError:
-        return None
-    return base if base is not None and base.save_id == save_id else None
