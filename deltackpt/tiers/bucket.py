@@ -151,9 +151,10 @@ class Bucket:
 
     def _committed(self) -> Committed:
         """The committed units, by journal if there is one by now."""
-        if self._store is None or self._journal.known.entry.number == 0:
-            is_journal = self._journal.state().entry.number > 0
-            self._store = Committed(Journaled(self._journal) if is_journal else Copied(self._root))
+        if self._store is None:
+            if not self._journal.state().entry.number:
+                return Committed(Copied(self._root))
+            self._store = Committed(Journaled(self._journal))
         return self._store
 
 

@@ -350,6 +350,7 @@ class ReplicationClient:
         self._keepers, self._neighbours = keepers, Neighbours(keepers)
         if self._is_confirmed:
             self._stage.note_keepers(keepers.to_bytes())
+            self.wake()
 
     def recall(self, root: str, old: Orders | None) -> Recalled:
         """Recovers the saves that count; see ``recall.recall``.
