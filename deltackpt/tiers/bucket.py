@@ -8,7 +8,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 
-from deltackpt.errors import Damaged, RestoreError
+from deltackpt.errors import Damaged, RestoreError, StorageError
 from deltackpt.format.chain import SaveInfo
 from deltackpt.ledger import lease
 from deltackpt.ledger.committed import Committed, Copied, Journaled
@@ -136,7 +136,8 @@ class Bucket:
             yield write
         except RestoreError:
             self._journal.give_up(prefix)
-            self._journal.delete([prefix])
+            with contextlib.suppress(StorageError):  # It is swept later.
+                self._journal.delete([prefix])
             raise
         [put] = sent
         self.publish(Standing.of(info, unit, prefix, stored_bytes=put.nbytes, crc32c=put.crc32c))
