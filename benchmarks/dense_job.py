@@ -151,13 +151,20 @@ class Tiered:
     """deltackpt: a staging directory in memory and an uploader per process; one remote."""
 
     def __init__(self, url: str, stage: Path, count: int):
+        self._url, self._stage, self._count, self._opened = url, stage, count, 0
+        self._open()
+
+    def _open(self) -> None:
+        tiers = deltackpt.Tiers(
+            staging_dir=str(self._stage / f"{self._opened}"),
+            keep_local=1,
+            shared=self._count == 1,
+        )
+        self._opened += 1
         self._manager = deltackpt.CheckpointManager(
-            url,
+            self._url,
             handlers=_HANDLERS,
-            options=deltackpt.ManagerOptions(
-                max_to_keep=1,
-                tiers=deltackpt.Tiers(staging_dir=str(stage), keep_local=1, shared=count == 1),
-            ),
+            options=deltackpt.ManagerOptions(max_to_keep=1, tiers=tiers),
         )
 
     def save(self, step: int, state: dict[str, Any]) -> None:
@@ -166,6 +173,16 @@ class Tiered:
 
     def wait(self) -> None:
         self._manager.wait_until_finished()
+
+    def restore_anew(self, state: dict[str, Any]) -> None:
+        """Restores the newest save in a new manager with an empty staging directory."""
+        self.close()
+        shutil.rmtree(self._stage)
+        self._open()
+        meet()
+        found = self._manager.restore_latest(jax.eval_shape(lambda: state))
+        assert found is not None
+        jax.block_until_ready(found.state)
 
     def close(self) -> None:
         self._manager.close()
@@ -264,7 +281,7 @@ def freeze(options: argparse.Namespace, state: dict[str, Any]) -> list[dict[str,
 
 
 def gather(options: argparse.Namespace, state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Saves to two remote directories by turns, and times each save until it is durable."""
+    """Saves to two remote directories by turns until it is durable, and restores from them."""
     urls = {"nodes": options.url, "shared": options.against}
     ways = {
         name: Tiered(f"{url}/run", options.directory / name, options.processes)
@@ -278,8 +295,15 @@ def gather(options: argparse.Namespace, state: dict[str, Any]) -> list[dict[str,
             started = time.perf_counter()
             way.save(number, state)
             way.wait()
+            durable = time.perf_counter() - started
+            meet()
+            started, cpu = time.perf_counter(), time.process_time()
+            way.restore_anew(state)
+            restored = time.perf_counter() - started
+            cpu = time.process_time() - cpu
             if number:
-                found.append({"way": name, "durable": time.perf_counter() - started})
+                figures = {"durable": durable, "restored": restored, "restore_cpu": cpu}
+                found.append({"way": name, **figures})
             meet()
     for way in ways.values():
         way.close()

@@ -105,7 +105,7 @@ def main() -> None:
     took: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=given.directory)))
-        ways: dict[str, tuple[Callable[[], None], Callable[[], None], int]] = {}
+        ways: dict[str, tuple[Callable[[], object], Callable[[], object], int]] = {}
         port, pid = stack.enter_context(started([__file__, "--bare-server", str(nbytes)], token))
         bare = stack.enter_context(contextlib.closing(Bare(int(port))))
         ways["bare socket"] = (lambda: bare.put(data), lambda: bare.read_into(out), pid)

@@ -35,9 +35,10 @@ from deltackpt.nodes.server import NodeServer
 from deltackpt.nodes.shelves import MemoryShelf
 from deltackpt.nodes.tokens import Tokens
 from deltackpt.storage import buckets
-from deltackpt.storage.nodes import Node, NodesStore
+from deltackpt.storage.nodes import Node
 from deltackpt.storage.placement import ranked
 from deltackpt.storage.store import Exists, Missing, Refused, Unanswered
+from deltackpt.storage.striping import NodesStore
 from deltackpt.testing import node_process
 from deltackpt.testing.store_suite import StoreSuite
 from deltackpt.upkeep.verify import verify_root

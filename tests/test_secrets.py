@@ -27,8 +27,9 @@ from deltackpt.nodes.shelves import MemoryShelf
 from deltackpt.nodes.tokens import Tokens
 from deltackpt.options import Tiers
 from deltackpt.storage import buckets, nodes, redaction, wire
-from deltackpt.storage.nodes import Node, NodesStore
+from deltackpt.storage.nodes import Node
 from deltackpt.storage.store import Refused
+from deltackpt.storage.striping import NodesStore
 from deltackpt.tiers import copy
 
 SECRET = "hush0hush0hush0hush0"

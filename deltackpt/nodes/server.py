@@ -22,18 +22,19 @@ from typing import NamedTuple
 
 import h11
 
-from deltackpt.errors import OptionError, OutOfSpace, StorageError
+from deltackpt.errors import Damaged, OptionError, OutOfSpace, StorageError
 from deltackpt.ledger.upload import Pace
 from deltackpt.nodes.elsewhere import Elsewhere
 from deltackpt.nodes.shelves import Held, Shelf
 from deltackpt.nodes.tokens import Tokens
 from deltackpt.storage import wire
 from deltackpt.storage.store import Exists, Missing, Unanswered
+from deltackpt.storage.striping import HEAD_BYTES
 
 _logger = logging.getLogger(__name__)
 
 _MOST_CONNECTIONS = 256
-#: Requests that are served at a time.
+#: Direct requests, and others, that are served at a time.
 _SLOTS = 32
 #: Timeout for a head, and for the unread rest of a rejected request.
 _HEAD_SECS = 5.0
@@ -79,6 +80,11 @@ class _Request(NamedTuple):
     fields: dict[str, str]
     nbytes: int
     token: str
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it is for this node's own objects only."""
+        return wire.DIRECT.lower() in self.fields
 
 
 class _Client(wire.Connection):
@@ -153,7 +159,8 @@ class NodeServer:
         host, bound = self._listener.getsockname()[:2]
         self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
         self._stopped = threading.Event()
-        self._slots = threading.BoundedSemaphore(_SLOTS)
+        #: Other requests wait for direct ones, not the reverse.
+        self._slots = {is_direct: threading.BoundedSemaphore(_SLOTS) for is_direct in (True, False)}
         #: Open connections; the one longest without a request first.
         self._open: dict[_Client, None] = {}
         self._lock = threading.Lock()
@@ -230,9 +237,9 @@ class NodeServer:
         """
         try:
             request = self._request(client)
-            with self._busy(client):
+            with self._busy(client, request):
                 self._serve_request(client, request)
-        except (_Refusal, StorageError) as error:
+        except (_Refusal, StorageError, Damaged) as error:
             if client.http.our_state is h11.SEND_BODY:
                 raise  # A second answer would be taken for a part of the object.
             refusal = error if isinstance(error, _Refusal) else _Refusal(_status_of(error))
@@ -246,14 +253,14 @@ class NodeServer:
         return not client.closes
 
     @contextlib.contextmanager
-    def _busy(self, client: _Client) -> Iterator[None]:
+    def _busy(self, client: _Client, request: _Request) -> Iterator[None]:
         """Protects a client from eviction while its request is served."""
         with self._lock:
             if client not in self._open:
                 raise ConnectionError("evicted")
             client.is_busy = True
         try:
-            with self._slots:
+            with self._slots[request.is_direct]:
                 yield
         finally:
             with self._lock:
@@ -308,7 +315,7 @@ class NodeServer:
         """Answers a request.
 
         Raises:
-          _Refusal, StorageError: the request is to be rejected.
+          _Refusal, StorageError, Damaged: the request is to be rejected.
           OSError: the client is gone, or too slow.
         """
         if request.method == "PUT":
@@ -353,12 +360,17 @@ class NodeServer:
                 start += sent
 
     def _find(self, request: _Request) -> Held:
+        is_here = False
         try:
-            return self._shelf.find(request.key)
+            found = self._shelf.find(request.key)
+            if self._elsewhere is None or request.is_direct or found.nbytes != HEAD_BYTES:
+                return found
+            found.close()
+            is_here = True
         except Missing:
-            if self._elsewhere is None or wire.DIRECT.lower() in request.fields:
+            if self._elsewhere is None or request.is_direct:
                 raise
-            return self._elsewhere.find(request.key, self.address)
+        return self._elsewhere.find(request.key, self.address, is_here=is_here)
 
     def _put(self, client: _Client, request: _Request) -> None:
         condition = request.fields.get("if-none-match")
@@ -418,7 +430,7 @@ def _ignore(client: _Client) -> None:
         left -= len(client.begun)
 
 
-def _status_of(error: StorageError) -> int:
+def _status_of(error: StorageError | Damaged) -> int:
     """The status that reports a store's error."""
     for kind, status in _STATUSES.items():
         if isinstance(error, kind):

@@ -23,8 +23,9 @@ from deltackpt.storage import redaction
 from deltackpt.storage.azure import AzureStore
 from deltackpt.storage.files import user_path
 from deltackpt.storage.kv_store import KvStore
-from deltackpt.storage.nodes import NodesStore, addresses_of
+from deltackpt.storage.nodes import addresses_of
 from deltackpt.storage.store import DEADLINE_SECS, Exists, Missing, Refused, Store, StorePath
+from deltackpt.storage.striping import NodesStore
 
 #: One slash is enough: pathlib turns "s3://bucket" into "s3:/bucket".
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/(/?)")

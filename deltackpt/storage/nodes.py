@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Client of a node's server, and a Store over several nodes.
+"""Client of a node's server.
 
 Data is transferred between the caller's buffers and the socket, one piece per system call.
 Connections are reused, and every call has a deadline: errors name an unreachable node, and no call
@@ -15,22 +15,19 @@ import threading
 import time
 import urllib.parse
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import h11
 
 from deltackpt.errors import Damaged, OptionError
 from deltackpt.storage import redaction, wire
-from deltackpt.storage.placement import ranked
 from deltackpt.storage.store import (
     DEADLINE_SECS,
     Exists,
     Missing,
     Refused,
-    Stamp,
     Unanswered,
-    stamp_of_objects,
     unanswered,
 )
 
@@ -102,8 +99,8 @@ class Node:
 
     def read_into(
         self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
-    ) -> None:
-        """Fills parts in order; see ``Store.read_into``.
+    ) -> int:
+        """Fills parts in order, see ``Store.read_into``; returns the length of the object.
 
         Raises:
           Missing: the object does not exist.
@@ -114,11 +111,10 @@ class Node:
         wanted = sum(part.nbytes for part in parts)
         if start < 0 or not wanted:
             length = self.length(key)
-            first = start + length if start < 0 else start
-            self._check(key, first, wanted, length, whole=whole)
-            start = first
-        if not wanted:
-            return
+            start += length if start < 0 else 0
+            check_range(f"{self.address}/{key}", start, wanted, length, whole=whole)
+            if not wanted:
+                return length
         into = [part.cast("B") for part in parts]
         span = [("Range", f"bytes={start}-{start + wanted - 1}")]
         action = f"read {key}"
@@ -127,9 +123,10 @@ class Node:
             first, stop, total = wire.content_range(answer.head.fields)
         except wire.Malformed as error:
             raise self._odd(action, error) from error
-        self._check(key, start, wanted, total, whole=whole)
+        check_range(f"{self.address}/{key}", start, wanted, total, whole=whole)
         if (first, stop, answer.head.nbytes) != (start, start + wanted, wanted):
             raise self._odd(action, wire.Malformed("another range than requested"))
+        return total
 
     def get(self, key: str) -> bytes:
         """Returns the bytes under a key.
@@ -208,13 +205,6 @@ class Node:
                 f"and '..', of {wire.MOST_KEY_BYTES} bytes at most, found another; choose one"
             )
         return wire.target_of(key)
-
-    def _check(self, key: str, start: int, wanted: int, total: int, *, whole: bool) -> None:
-        """Checks that a range is in an object, and reaches its end if required."""
-        stop = start + wanted
-        if start < 0 or stop > total or (whole and stop != total):
-            expected = wanted if whole or start < 0 else stop
-            raise Damaged(f"{self.address}/{key}", f"{expected} bytes", f"{total} bytes")
 
     def _ask(
         self,
@@ -388,91 +378,16 @@ def _close(kept: list[tuple[float, wire.Connection]]) -> None:
         kept.pop()[1].close()
 
 
-class NodesStore:
-    """Objects spread over several nodes; each key is on one of them."""
+def check_range(shown: str, start: int, wanted: int, total: int, *, whole: bool) -> None:
+    """Checks that a range is in an object of ``total`` bytes, and reaches its end if required.
 
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        folder: str,
-        token: str,
-        *,
-        deadline_secs: float = DEADLINE_SECS,
-    ):
-        """Sends no request yet.
-
-        Args:
-          addresses: "host:port" of all nodes; every process must pass the same ones.
-          folder: common prefix of all keys; "" for everything on the nodes.
-          token: the token that the nodes accept.
-          deadline_secs: timeout of each request in seconds.
-
-        Raises:
-          OptionError: an address is not valid, or the token cannot be sent.
-        """
-        self._url = f"nodes://{','.join(addresses)}/{folder}".rstrip("/")
-        self._inside = f"{folder}/" if folder else ""
-        self._nodes = {
-            address: Node(address, token, deadline_secs=deadline_secs) for address in addresses
-        }
-
-    @property
-    def url(self) -> str:
-        """See ``Store``."""
-        return self._url
-
-    def get(self, key: str) -> bytes:
-        """See ``Store``."""
-        return self._of(key).get(self._inside + key)
-
-    def read_into(
-        self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
-    ) -> None:
-        """See ``Store``; from the socket directly into the parts."""
-        self._of(key).read_into(self._inside + key, start, parts, whole=whole)
-
-    def length(self, key: str) -> int:
-        """See ``Store``."""
-        return self._of(key).length(self._inside + key)
-
-    def version(self, key: str) -> Hashable:
-        """See ``Store``."""
-        return self._of(key).version(self._inside + key)
-
-    def put(self, key: str, data: bytes | memoryview, *, absent: bool = False) -> None:
-        """See ``Store``."""
-        self._of(key).put(self._inside + key, [data], absent=absent)
-
-    def keys(self, folder: str, *, after: str = "") -> list[str]:
-        """See ``Store``; all nodes must answer."""
-        where = self._inside + folder if folder else self._inside.rstrip("/")
-        found: list[str] = []
-        for node in self._nodes.values():
-            found += node.keys(where, after=self._inside + after if after else "")
-        return sorted(key.removeprefix(self._inside) for key in found)
-
-    def folders(self, folder: str) -> list[str]:
-        """See ``Store``."""
-        inside = f"{folder}/" if folder else ""
-        below = (key.removeprefix(inside).partition("/") for key in self.keys(folder))
-        return sorted({name for name, slash, _ in below if slash})
-
-    def delete(self, keys: Iterable[str]) -> None:
-        """See ``Store``."""
-        for key in keys:
-            self._of(key).delete([self._inside + key])
-
-    def stamp(self, folder: str) -> Stamp | None:
-        """See ``Store``."""
-        return stamp_of_objects(self, folder)
-
-    def kvstore(self, folder: str) -> dict[str, Any] | None:
-        """See ``Store``: TensorStore cannot list nodes, or combine several."""
-        return None
-
-    def _of(self, key: str) -> Node:
-        """The node that a key belongs to."""
-        return self._nodes[ranked(self._inside + key, [*self._nodes])[0]]
+    Raises:
+      Damaged: it is not, or does not.
+    """
+    stop = start + wanted
+    if start < 0 or stop > total or (whole and stop != total):
+        expected = wanted if whole or start < 0 else stop
+        raise Damaged(shown, f"{expected} bytes", f"{total} bytes")
 
 
 def addresses_of(text: str, *, shown: str | None = None) -> list[str]:
