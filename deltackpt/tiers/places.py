@@ -81,7 +81,6 @@ class Place(Protocol):
 #: Bytes of a file in memory at a time.
 PIECE_BYTES = SEGMENT_BYTES
 _MEND = "copy another step, or restore this one from a backup"
-OTHER_COPY = "copy it there again from an intact source"
 
 
 def head_name(unit: Unit, item: str) -> str:

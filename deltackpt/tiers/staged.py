@@ -58,9 +58,6 @@ from deltackpt.tiers.stage import (
     key_of,
 )
 
-#: Seconds between two polls of the uploader's progress.
-_POLL_SECS = 0.02
-
 
 class StagedRoot(Held):
     """A trainer's staging directory and the remote directory, in one process of a job.
