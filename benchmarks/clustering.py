@@ -32,7 +32,7 @@ from report import Report, Sample, secs
 from running import kmeans
 
 import deltackpt
-from deltackpt.tiers.promoter import status_of
+from deltackpt.tiers.replicator import status_of
 from deltackpt.tiers.stage import Stage
 
 _AGAINST_WHOLE, _AGAINST_MAP = 1 / 10, 1.2

@@ -31,9 +31,9 @@ from deltackpt.options import ManagerOptions, Tiers
 from deltackpt.reading import removal
 from deltackpt.storage import buckets
 from deltackpt.tiers import running
-from deltackpt.tiers.promoter import NoTrainer
-from deltackpt.tiers.promotion import Promoter
+from deltackpt.tiers.cursor import Trainer
 from deltackpt.tiers.stage import Stage
+from deltackpt.tiers.uploading import Uploader
 from deltackpt.upkeep.verify import verify_root
 
 HANDLERS = {"embeddings": deltackpt.Tables(select="tables/*")}
@@ -58,7 +58,7 @@ def quick() -> Iterator[None]:
 
 def promote(stage: Path) -> None:
     """Uploads everything in a staging directory to its remote directory."""
-    Promoter(Stage(stage)).run(NoTrainer(until_empty=True))
+    Uploader(Stage(stage)).run(Trainer(is_gone=True))
 
 
 class EventHandler(list[Event]):

@@ -15,6 +15,6 @@ def promoters(node: Path) -> list[int]:
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 words = (entry / "cmdline").read_bytes().split(b"\0")
-                if b"deltackpt.tiers.promoter" in words and os.fsencode(node) in words:
+                if b"deltackpt.tiers.replicator" in words and os.fsencode(node) in words:
                     found.append(int(entry.name))
     return found

@@ -22,20 +22,23 @@ from hypothesis import strategies
 import deltackpt
 from deltackpt.errors import OptionError
 from deltackpt.format.manifest import SaveId
-from deltackpt.ledger.entries import Unit
-from deltackpt.ledger.journal import Journal
 from deltackpt.options import Background, ManagerOptions
 from deltackpt.resources.pace import Pace
 from deltackpt.resources.runtime import Runtime
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.crc import joined
 from deltackpt.storage.store import store_path
-from deltackpt.tiers import part_promotion, running, stagger
-from deltackpt.tiers.arrivals import Arrivals
-from deltackpt.tiers.meeting import Meeting, Told, token_of
-from deltackpt.tiers.part_promotion import Look, PartPromotion
-from deltackpt.tiers.promoter import HURRY, WAKE, PipeTrainer
-from deltackpt.tiers.stage import Orders, Progress, Stage, key_of
+from deltackpt.tiers import running
+from deltackpt.tiers.cursor import HURRY, WAKE, StagedSave, Trainer
+from deltackpt.tiers.stage import Orders, Stage
+from deltackpt.tiers.uploading import (
+    MEETING,
+    MOST_DELAY_SECS,
+    Part,
+    Parts,
+    Uploader,
+    delay_secs,
+)
 
 
 class Clock:
@@ -150,9 +153,9 @@ def test_an_uploader_runs_on_the_given_cpus(tmp_path, monkeypatch, one_cpu):
     stage.path.mkdir()
     told = tmp_path / "cpus"
     program = (
-        "import sys, os; sys.path.append(sys.argv[2]); from deltackpt.tiers import promoter; "
-        "promoter.only_one = None\n"
-        "try: promoter.main(sys.argv[3:])\n"
+        "import sys, os; sys.path.append(sys.argv[2]); from deltackpt.tiers import replicator; "
+        "replicator.only_one = None\n"
+        "try: replicator.main(sys.argv[3:])\n"
         f"except TypeError: open({str(told)!r}, 'w').write(str(os.sched_getaffinity(0)))"
     )
     monkeypatch.setattr(running, "_PROGRAM", program)
@@ -168,33 +171,44 @@ def test_an_uploader_runs_on_the_given_cpus(tmp_path, monkeypatch, one_cpu):
 def test_an_uploader_hurries_only_until_the_next_wake():
     reading, writing = os.pipe()
     try:
-        trainer = PipeTrainer(reading)
+        trainer, seen = Trainer(reading), 0
         for words, waiting in ((WAKE, False), (WAKE + HURRY, True), (WAKE, False)):
             os.write(writing, words)
-            trainer.wait(60.0)
+            trainer.wait(seen, 60.0)
+            seen += 1
+            assert trainer.signals == seen
             assert trainer.is_waiting is waiting and not trainer.is_gone
     finally:
         os.close(writing)
-        trainer.wait(60.0)
+        trainer.wait(seen, 60.0)
         os.close(reading)
     assert trainer.is_gone
 
 
+def test_a_wake_up_before_the_wait_is_not_lost():
+    trainer = Trainer()
+    seen = trainer.signals
+    trainer.wake()
+    started = time.monotonic()
+    trainer.wait(seen, 60.0)
+    assert time.monotonic() - started < 0.5
+
+
 def test_uploads_are_spread_over_the_save_interval():
     made = [0.0, 10.0, 30.0]
-    assert [stagger.delay_secs(made, 30.0, process, 4) for process in range(4)] == [0, 5, 10, 15]
-    assert stagger.delay_secs(made, 37.0, 3, 4) == pytest.approx(8.0)
-    assert stagger.delay_secs(made, 50.0, 3, 4) == 0.0
+    assert [delay_secs(made, 30.0, process, 4) for process in range(4)] == [0, 5, 10, 15]
+    assert delay_secs(made, 37.0, 3, 4) == pytest.approx(8.0)
+    assert delay_secs(made, 50.0, 3, 4) == 0.0
 
 
 def test_the_upload_delay_of_a_save_is_bounded():
-    assert stagger.delay_secs([0.0, 86400.0], 86400.0, 1, 2) == stagger.MOST_SECS
+    assert delay_secs([0.0, 86400.0], 86400.0, 1, 2) == MOST_DELAY_SECS
 
 
 def test_a_first_save_and_one_from_the_future_are_not_delayed():
-    assert stagger.delay_secs([], 1.0, 1, 2) == 0.0
-    assert stagger.delay_secs([1.0], 1.0, 1, 2) == 0.0
-    assert stagger.delay_secs([0.0, 100.0], 50.0, 1, 2) == 0.0
+    assert delay_secs([], 1.0, 1, 2) == 0.0
+    assert delay_secs([1.0], 1.0, 1, 2) == 0.0
+    assert delay_secs([0.0, 100.0], 50.0, 1, 2) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -239,22 +253,16 @@ def test_only_the_newest_save_is_delayed_and_only_if_the_trainer_does_not_wait(t
         folder.mkdir(parents=True)
         made = now - 1000.0 * (2 - step)
         os.utime(folder, (made, made))
-    work = PartPromotion(stage, Arrivals(stage, Progress(holder="")))
+    work = Uploader(stage)
+    found = [StagedSave(step, None, store_path(stage.steps / str(step)), step) for step in (1, 2)]
 
     def secs(step: int, process: int = 1, is_hurried: bool = False) -> float | None:
-        look = Look(
-            orders=orders_of(process),
-            journal=Journal(store_path(tmp_path / "root")),
-            found=[(1, None), (2, None)],
-            pace=Pace(),
-            is_hurried=is_hurried,
-            on_bytes=lambda count: None,
-        )
-        return work._until_turn(step, look)
+        work.trainer.is_waiting = is_hurried
+        return work._until_turn(found[step - 1], found, orders_of(process))
 
     assert secs(2, is_hurried=True) is None
     assert secs(1) is None
-    assert 0.0 < (secs(2) or 0.0) <= stagger.MOST_SECS
+    assert 0.0 < (secs(2) or 0.0) <= MOST_DELAY_SECS
     assert secs(2, process=0) is None
 
 
@@ -267,31 +275,25 @@ def test_a_part_that_arrives_during_a_poll_is_not_reported_as_missing(tmp_path, 
         step: types.SimpleNamespace(save_id=SaveId("run", step, step), parent=None)
         for step in (1, 2)
     }
-    look = Look(
-        orders=orders_of(0),
-        journal=journal,
-        found=[*infos.items()],
-        pace=Pace(),
-        is_hurried=True,
-        on_bytes=lambda count: None,
-    )
-    stage = Stage(tmp_path / "stage")
-    work = PartPromotion(stage, Arrivals(stage, Progress(holder="")))
-    monkeypatch.setattr(part_promotion, "_send", lambda *_: Told(process=0))
-    assert work.promote(1, infos[1], look) and work.promote(2, infos[2], look)
+    at = store_path(tmp_path / "stage")
+    found = [StagedSave(step, info, at, step) for step, info in infos.items()]
+    work = Uploader(Stage(tmp_path / "stage"))
+    monkeypatch.setattr(work, "_send", lambda *_: (Part(process=0), None))
 
-    def meeting(step: int) -> Meeting:
-        return Meeting(root, journal.prefix(Unit(step), token_of(infos[step].save_id)))
+    def advance(save: StagedSave) -> bool:
+        return work._advance(save, infos[save.step], found, orders_of(0), journal)
 
-    real = Meeting.told
+    assert advance(found[0]) and advance(found[1])
+    real = Parts.read
 
-    def told(self: Meeting) -> dict[int, Told]:
-        if self is work._meetings[key_of(2, infos[2].save_id)]:
-            for step in (1, 2):  # Process 1 catches up after the reports on step 1 were read.
-                meeting(step).tell(Told(process=1))
+    def read(self: Parts) -> dict[int, Part]:
+        if self is work._uploads[found[1].key].parts:
+            for save in found:  # Process 1 catches up after the reports on step 1 were read.
+                Parts(work._uploads[save.key].parts._at).publish(Part(process=1))
         return real(self)
 
-    monkeypatch.setattr(Meeting, "told", told)
-    assert not work.promote(1, infos[1], look)
-    found = meeting(1).told()
-    assert sorted(found) == [0, 1] and not any(one.problem for one in found.values())
+    monkeypatch.setattr(Parts, "read", read)
+    assert not advance(found[0])
+    reports = real(Parts(work._uploads[found[0].key].parts._at))
+    assert sorted(reports) == [0, 1] and not any(one.problem for one in reports.values())
+    assert (root / MEETING).folders()

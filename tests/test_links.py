@@ -9,7 +9,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -17,8 +17,9 @@ from test_compact import fold
 from test_log import options
 
 import deltackpt
-from deltackpt.errors import DeltackptError
+from deltackpt.errors import Damaged, DeltackptError
 from deltackpt.format import names
+from deltackpt.format.chain import SaveInfo
 from deltackpt.ledger.directory import Root
 from deltackpt.ledger.entries import Unit
 from deltackpt.nodes.directory import INCOMING, DirectoryShelf
@@ -95,12 +96,12 @@ def remove_everything(root: Path) -> None:
     with whatever_comes():
         for number in opened.log_at.numbers():
             wal_removal.remove(opened.log_at, number)
-    place = Directory(root, ITEM)
+    place, no_info = Directory(root, ITEM), cast(SaveInfo, None)
     for unit in (Unit(90, None), Unit(3, ITEM)):
         with whatever_comes():
             place.publish(unit, {})
-        with whatever_comes():
-            place.discard(unit)
+        with whatever_comes(), place.writing(unit, no_info, {}):
+            raise Damaged("a", "b", "c")
     with whatever_comes(), compact.exclusive(root):
         pass
     with whatever_comes():

@@ -23,7 +23,8 @@ from deltackpt.nodes.tokens import Tokens
 from deltackpt.options import Timeouts
 from deltackpt.reading import saves
 from deltackpt.storage.store import store_path
-from deltackpt.tiers import near, neighbours
+from deltackpt.tiers import neighbours, packing
+from deltackpt.tiers.cursor import Trainer
 from deltackpt.tiers.keepers import Keepers
 from deltackpt.tiers.neighbours import Neighbours
 from deltackpt.tiers.pushing import Pusher
@@ -49,13 +50,13 @@ def test_a_staging_directory_that_was_briefly_full_is_pushed_afterwards(node, cl
         manager.wait_until_finished()
         full, refused = threading.Event(), threading.Event()
 
-        def report(self, pushed, report=Stage.report_pushed):
-            if full.is_set():
+        def report(self, progress, tier, report=Stage.report):
+            if tier == "peers" and full.is_set():
                 refused.set()
                 raise StorageError("stage: expected to write, found no space")
-            report(self, pushed)
+            report(self, progress, tier)
 
-        monkeypatch.setattr(Stage, "report_pushed", report)
+        monkeypatch.setattr(Stage, "report", report)
         full.set()
         one.save(manager, 1)
         assert refused.wait(60)
@@ -84,7 +85,7 @@ def test_a_save_after_a_rollback_is_pushed_correctly_even_if_late(node, cluster,
         pusher._asked_at = float("-inf")
         pusher._ask = ask
         pusher.step()
-        while last(one) not in one.stage.pushed(one.stage.orders().holder).saves:
+        while last(one) not in one.stage.progress(one.stage.orders().holder, "peers").saves:
             pusher.step()  # Until the new save is at the peers.
         expected = one.held()
         # The node is lost here.
@@ -107,7 +108,7 @@ def test_parts_of_a_larger_job_are_dropped(node, cluster, monkeypatch):
             # As process 3 of a job of 4 left it.
             of_four = dataclasses.replace(orders, process=3, processes=4)
             info = staged(manager)._local.saves()[0]
-            found.hold(near.pack_of(one.stage, info.save_id, orders.item, of_four))
+            found.hold(packing.pack_of(one.stage, info.save_id, orders.item, of_four))
             before = found.labels()
             assert len(before) == 1
             pusher = Pusher(one.stage)
@@ -130,7 +131,7 @@ def test_damaged_bytes_are_not_reported_as_replicated(node, cluster, monkeypatch
                 data[100] ^= 1
                 path.write_bytes(data)
         pusher = Pusher(one.stage)
-        pusher.start()
+        pusher.start(Trainer())
         try:
             with pytest.raises((WaitTimeout, SaveFailed)):
                 manager.wait_until_finished()
@@ -286,7 +287,7 @@ def test_full_peers_drop_saves_that_left_the_staging_directory(node, cluster, mo
             with contextlib.suppress(StorageError):
                 while pusher.step():
                     pass
-        assert len(one.stage.pushed(one.stage.orders().holder).saves) == 1
+        assert len(one.stage.progress(one.stage.orders().holder, "peers").saves) == 1
 
 
 def test_a_restarted_peer_agent_admits_the_newest_trainer(monkeypatch):
@@ -324,7 +325,10 @@ def test_one_damaged_save_does_not_keep_others_from_the_peers(node, cluster, mon
                 while pusher.step():
                     pass
         manager.close()
-        held = {key.rpartition(".")[2] for key in one.stage.pushed(one.stage.orders().holder).saves}
+        held = {
+            key.rpartition(".")[2]
+            for key in one.stage.progress(one.stage.orders().holder, "peers").saves
+        }
         assert "1" in held
 
 
@@ -423,7 +427,7 @@ def test_a_pusher_survives_altered_orders(node, cluster, monkeypatch):
     good = path.read_bytes()
     path.write_bytes(b"altered")
     pusher = Pusher(one.stage)
-    thread = pusher.start()
+    thread = pusher.start(Trainer())
     time.sleep(0.5)
     path.write_bytes(good)
     alive = thread.is_alive()
@@ -433,7 +437,7 @@ def test_a_pusher_survives_altered_orders(node, cluster, monkeypatch):
 
 
 def test_closed_peers_raise_a_typed_error(node, cluster, monkeypatch):
-    """``Near.find_again`` (saving thread) closes the peers that the training thread reads from."""
+    """The saving thread closes the peers that the training thread reads from, if they changed."""
     cluster(2)
     one = node()
     without_promoter(monkeypatch)
@@ -441,7 +445,7 @@ def test_closed_peers_raise_a_typed_error(node, cluster, monkeypatch):
         one.save(manager, 0)
         manager.wait_until_finished()
         info = staged(manager)._local.saves()[0]
-        pack = near.pack_of(one.stage, info.save_id, one.stage.orders().item, one.stage.orders())
+        pack = packing.pack_of(one.stage, info.save_id, one.stage.orders().item, one.stage.orders())
         found = Neighbours(Keepers.from_bytes(one.stage.keepers()))
         found.hold(pack)
         with found.reading(pack.label) as reader:

@@ -35,6 +35,7 @@ from deltackpt.storage.kv_store import KvStore
 from deltackpt.storage.store import FileStore, StorePath
 from deltackpt.testing import paused_saves
 from deltackpt.tiers import copy, places
+from deltackpt.tiers.cursor import Trainer
 from deltackpt.tiers.pushing import Pusher
 from deltackpt.tiers.stage import Stage
 from deltackpt.wal.needs import Needs
@@ -179,11 +180,11 @@ def test_an_error_of_the_push_thread_is_reported_and_retried(tmp_path):
         return False
 
     with mock.patch.object(pusher, "step", step):
-        thread = pusher.start()
+        thread = pusher.start(Trainer())
         assert again.wait(LIMIT_SECS) and thread.is_alive()
         pusher.end()
         thread.join(LIMIT_SECS)
-    told = stage.pushed("")
+    told = stage.progress("", "peers")
     assert told.problem == "ZeroDivisionError: of nobody's making"
     assert told.code == DeltackptError.code
 

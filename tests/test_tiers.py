@@ -39,7 +39,7 @@ from deltackpt.ledger.opening import open_steps
 from deltackpt.ledger.view import JournalView, entry_name
 from deltackpt.options import ManagerOptions, Tiers, Timeouts
 from deltackpt.storage import buckets
-from deltackpt.tiers import promotion, running
+from deltackpt.tiers import running, uploading
 from deltackpt.tiers.stage import Stage
 from deltackpt.tiers.staged import StagedRoot
 from deltackpt.upkeep.verify import verify_root
@@ -446,7 +446,7 @@ def without_promoter(
 ) -> None:
     """Prevents uploaders from starting and kills that of a manager."""
     monkeypatch.setattr("deltackpt.tiers.running.Running.start", lambda self: None)
-    process = staged(manager)._running._process if manager is not None else None
+    process = staged(manager)._client._running._process if manager is not None else None
     if process is not None:
         process.kill()
         process.wait()
@@ -669,9 +669,9 @@ def test_no_step_is_retired_before_its_replacement_is_uploaded(node, monkeypatch
         assert manager.all_steps() == [3]
     orders = one.stage.orders()
     assert orders is not None and 0 in {retired.step for retired in orders.retired}
-    work = promotion.Promoter(one.stage)
+    work = uploading.Uploader(one.stage)
     with monkeypatch.context() as patch:
-        patch.setattr(promotion, "upload", unreachable)
+        patch.setattr(uploading, "send", unreachable)
         with pytest.raises(StorageError):
             work.step()
     assert one.root() == [0]

@@ -179,7 +179,7 @@ def test_full_extents_drop_uploaded_saves_first(node):
         for step in range(30):
             one.save(manager, step)
         manager.wait_until_finished()
-        held = staged(manager)._near.held()
+        held = staged(manager)._client.held()
         assert len(held) <= 12 and max(one.step for one in held) == 29
         expected = one.held()
     one.cut_power()
@@ -272,7 +272,7 @@ def test_a_part_that_other_processes_lack_is_dropped(node, monkeypatch):
         found = staged(manager)
         with pytest.warns(UserWarning, match="expected a part of steps"):
             found.join(lambda keys: [keys, [key for key in keys if key.endswith(".0")]])
-        assert {one.step for one in found._near.held()} == {0}
+        assert {one.step for one in found._client.held()} == {0}
     one.cut_power()
     with one.manager() as manager:
         assert manager.all_steps() == [0]
@@ -675,11 +675,13 @@ def test_saves_repaired_from_the_extents_are_uploaded(node, monkeypatch):
             data[100] ^= 1
             path.write_bytes(data)
     with one.manager() as manager:
-        eventually(lambda: len(staged(manager)._lag.progress.damaged) == 3, "it is told")
+        eventually(lambda: len(staged(manager)._client.progress().damaged) == 3, "it is told")
         assert one.restore(manager).source[0] == "extents"  # Repaired.
         one.save(manager, 3)
         manager.wait_until_finished()
-        eventually(lambda: 3 in one.root() or len(staged(manager)._lag.progress.damaged) > 3, "x")
+        eventually(
+            lambda: 3 in one.root() or len(staged(manager)._client.progress().damaged) > 3, "x"
+        )
     assert one.root() == [0, 1, 2, 3]
 
 

@@ -41,8 +41,9 @@ from deltackpt.storage import buckets
 from deltackpt.storage.kv_store import KvStore
 from deltackpt.storage.store import StorePath
 from deltackpt.tiers import log_promotion
-from deltackpt.tiers.lag import Lag
-from deltackpt.tiers.promotion import Promoter
+from deltackpt.tiers.client import ReplicationClient
+from deltackpt.tiers.cursor import Trainer
+from deltackpt.tiers.uploading import Uploader
 
 __all__ = ["alone", "breakable", "s3", "server"]
 
@@ -227,8 +228,8 @@ def test_an_uploader_killed_during_an_upload_is_followed_by_another(node, alone,
         try:
             with monkeypatch.context() as patch:
                 patch.setattr(KvStore, "put", dying)
-                work = Promoter(one.stage)
-                work._is_over = True
+                work = Uploader(one.stage)
+                work.trainer = Trainer(is_gone=True)
                 while work.step():
                     pass
         except KeyboardInterrupt:
@@ -320,10 +321,12 @@ def test_a_trainer_that_lost_its_lease_writes_no_epoch_header(node, monkeypatch,
         # The uploader notices the loss when it next asks: before the first record, or after some.
         with monkeypatch.context() as patch:
             if records:
-                patch.setattr(Lag, "require_claim", lambda _: None)
+                patch.setattr(ReplicationClient, "require_claim", lambda _: None)
                 one.log(manager, 1)
             else:
-                patch.setattr(Lag, "require_claim", mock.Mock(side_effect=FencedError("taken")))
+                patch.setattr(
+                    ReplicationClient, "require_claim", mock.Mock(side_effect=FencedError("taken"))
+                )
                 with pytest.raises(FencedError, match="taken"):
                     one.log(manager, 1)
         if records:
@@ -349,7 +352,7 @@ def test_an_epoch_header_is_uploaded_before_the_saves_of_its_run(node, alone):
     with one.manager(wait_for="staging", wal=None) as manager:
         one.restore(manager, 1)
         one.save(manager, 2)
-    work = Promoter(one.stage)
+    work = Uploader(one.stage)
     while 2 not in one.root():
         heads = [ref.epoch for ref in one.journal().known.entry.logs]
         assert one.newest() == 3 or heads == [0, 1]
@@ -495,8 +498,8 @@ def dies_before_it_notes(one: Logging, monkeypatch: pytest.MonkeyPatch) -> Store
     """Uploads the appended records without noting it; returns the newest piece."""
     with monkeypatch.context() as patch:
         patch.setattr(log_promotion.LogPromotion, "_note", mock.Mock(side_effect=KeyboardInterrupt))
-        work = Promoter(one.stage)
-        work._is_over = True
+        work = Uploader(one.stage)
+        work.trainer = Trainer(is_gone=True)
         with pytest.raises(KeyboardInterrupt):
             while work.step():
                 pass

@@ -29,6 +29,7 @@ from deltackpt.nodes.tokens import Tokens
 from deltackpt.options import Timeouts
 from deltackpt.service import discovery
 from deltackpt.tiers import Copies, Erasure
+from deltackpt.tiers.cursor import Trainer
 from deltackpt.tiers.keepers import KeeperNode, Keepers
 from deltackpt.tiers.neighbours import Neighbours
 from deltackpt.tiers.pushing import Pusher
@@ -151,7 +152,8 @@ class _Pushing:
 
     def __init__(self, stage: Stage):
         self._pusher = Pusher(stage)
-        self._thread = self._pusher.start()
+        self.trainer = Trainer()
+        self._thread = self._pusher.start(self.trainer)
 
     def end(self) -> None:
         self._pusher.end()
@@ -169,6 +171,10 @@ def root_out_of_reach(one: Node, monkeypatch) -> Iterator[None]:
 
     with monkeypatch.context() as patch:
         patch.setattr("deltackpt.tiers.running.Running.start", start)
+        patch.setattr(
+            "deltackpt.tiers.running.Running.wake",
+            lambda _: [each.trainer.wake() for each in pushing],
+        )
         try:
             yield
         finally:
@@ -371,7 +377,7 @@ def test_the_previous_trainer_is_locked_out(node, cluster, monkeypatch):
         other.restore(manager)
         with contextlib.closing(Neighbours(dataclasses.replace(before))) as late:
             assert late.labels() == []
-        assert staged(manager)._near.held()
+        assert staged(manager)._client.held()
 
 
 def test_extents_are_read_before_peers(node, cluster, tmp_path, monkeypatch):

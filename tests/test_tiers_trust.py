@@ -21,9 +21,10 @@ from deltackpt.storage import buckets
 from deltackpt.storage.kv_store import KvStore
 from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import Refused, StorePath, Unanswered
-from deltackpt.tiers import promoter, promotion
-from deltackpt.tiers.promotion import Promoter
+from deltackpt.tiers import cursor, replicator
+from deltackpt.tiers.cursor import Trainer
 from deltackpt.tiers.stage import default_stage
+from deltackpt.tiers.uploading import Uploader
 from deltackpt.upkeep.compact import compact
 
 __all__ = ["node", "s3"]
@@ -44,12 +45,12 @@ def place(one: Node) -> StorePath:
 
 def promote(one: Node) -> None:
     """Runs an uploader without a trainer until all is uploaded; fails if it does not end."""
-    work = Promoter(one.stage)
+    work = Uploader(one.stage)
     found: list[BaseException] = []
 
     def run() -> None:
         try:
-            work.run(promoter.NoTrainer(until_empty=True))
+            work.run(Trainer(is_gone=True))
         except BaseException as error:
             found.append(error)
 
@@ -101,7 +102,7 @@ def test_retention_continues_if_a_save_that_it_waited_for_was_rolled_back(node):
             one.save(manager, step, force_base=True)
             manager.wait_until_finished()
         eventually(lambda: one.root() == [2, 3], "the first ones come")
-        process = manager._root._running._process
+        process = manager._root._client._running._process
         os.kill(process.pid, signal.SIGSTOP)  # The bucket is slow.
         os.waitpid(process.pid, os.WUNTRACED)
         try:
@@ -200,7 +201,7 @@ def test_an_uploader_without_delete_permission_ends_and_reports_it(node, alone, 
         promote(one)
     assert one.root() == [1]
     assert sum(folder.endswith("saves") for folder in listed) == 1
-    status = promoter.status_of(one.stage)
+    status = replicator.status_of(one.stage)
     assert status is not None and status.waiting == 0 and "PERMISSION_DENIED" in str(status.problem)
 
 
@@ -238,7 +239,7 @@ def test_an_upload_that_fails_repeatedly_sends_each_file_once(node, alone, monke
         put(self, key, data, absent=absent)
 
     monkeypatch.setattr(KvStore, "put", breaking)
-    monkeypatch.setattr(promotion, "_BACK_OFF_SECS", (0.01, 0.02))
+    monkeypatch.setattr(cursor, "BACK_OFF_SECS", (0.01, 0.02))
     promote(one)
     assert broken == 3 and one.root() == [1]
     files_sent = [key for key in sent if key.startswith("saves/")]
@@ -252,7 +253,7 @@ def test_uploaded_files_of_a_rolled_back_save_are_swept(node, alone, monkeypatch
         one.save(manager, 1, force_base=True)
         one.save(manager, 2, force_base=True)
         manager.wait_until_finished()
-        work = Promoter(one.stage)
+        work = Uploader(one.stage)
         put = KvStore.put
 
         def breaking(self, key: str, data, *, absent: bool = False) -> None:
@@ -271,7 +272,7 @@ def test_uploaded_files_of_a_rolled_back_save_are_swept(node, alone, monkeypatch
             one.save(manager, 3, force_base=True)
         manager.wait_until_finished()
     promote(one)
-    work.run(promoter.NoTrainer(until_empty=True))
+    work.run(Trainer(is_gone=True))
     assert one.root() == [1, 3]
     assert not any(key.startswith("saves/2.") for key in place(one).keys())
 

@@ -41,18 +41,19 @@ def upload(stage: Path, until_empty: bool, only_status: bool, as_json: bool) -> 
     With --status, the exit code is 1 if saves are waiting or cannot be uploaded.
     """
     # Imported here: other commands need not pay for it.
-    from deltackpt.tiers import promoter
-    from deltackpt.tiers.promotion import Promoter
+    from deltackpt.tiers import replicator
+    from deltackpt.tiers.cursor import Trainer
     from deltackpt.tiers.stage import Stage
+    from deltackpt.tiers.uploading import Uploader
 
     found = Stage(stage.absolute())
     if not only_status:
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-        trainer = promoter.NoTrainer(until_empty=until_empty)
-        with promoter.only_one(found, trainer) as is_one:
+        trainer = Trainer(is_gone=until_empty)
+        with replicator.only_one(found, trainer) as is_one:
             if is_one:
-                Promoter(found).run(trainer, adopts=True)
-    status = promoter.status_of(found)
+                Uploader(found, adopts=True).run(trainer)
+    status = replicator.status_of(found)
     if as_json:
         terminal.print_json(status)
     elif status is None:

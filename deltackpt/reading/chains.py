@@ -51,7 +51,11 @@ _T = TypeVar("_T")
 
 
 def read_chain(
-    step_dir: Where, item: str = names.EMBEDDINGS_ITEM, *, compacted: bool = True
+    step_dir: Where,
+    item: str = names.EMBEDDINGS_ITEM,
+    *,
+    compacted: bool = True,
+    unusable: Collection[str] = (),
 ) -> tuple[StoredSave, ...]:
     """Returns the saves that restoring a step reads, base first.
 
@@ -60,6 +64,7 @@ def read_chain(
       item: name of our item in it.
       compacted: whether a compacted base may replace saves. One with a damaged manifest is skipped,
         with a warning, if those saves still exist.
+      unusable: names of the steps whose compacted bases are skipped.
 
     Raises:
       StepNotFound, ForeignDirectory, Damaged: as for ``read_save``.
@@ -71,7 +76,8 @@ def read_chain(
         for _ in range(_MOST_CHAINS):
             before = compacted_bases(step_dir.parent, item)
             try:
-                return _walked(step_dir, item, _among(before if compacted else ()))
+                usable = before.keys() - unusable if compacted else ()
+                return _walked(step_dir, item, _among(usable))
             except RestoreError:
                 # A compaction may have replaced it by a base after the lookup.
                 if not step_dir.is_dir() or compacted_bases(step_dir.parent, item) == before:

@@ -9,7 +9,6 @@ atomically, as in any store. Piece 3 of ``a/b`` is ``a/b~/ID-000003``, where eac
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import re
 import secrets
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import google_crc32c
 
 from deltackpt.errors import Damaged, OptionError
+from deltackpt.resources.runtime import Runtime
 from deltackpt.storage.nodes import Node, check_range
 from deltackpt.storage.placement import ranked
 from deltackpt.storage.store import (
@@ -321,16 +321,9 @@ class NodesStore:
         self, work: Callable[[Node, str, int], object], pieces: Sequence[tuple[Node, str, int]]
     ) -> None:
         """Transfers pieces concurrently; raises the first error."""
-        if not pieces:
-            return
-        threads = min(len(pieces), _THREADS_PER_NODE * len(self._nodes), _THREADS)
-        with concurrent.futures.ThreadPoolExecutor(threads, "deltackpt-nodes") as pool:
-            transfers = [pool.submit(work, *piece) for piece in pieces]
-            concurrent.futures.wait(transfers, return_when=concurrent.futures.FIRST_EXCEPTION)
-            pool.shutdown(wait=False, cancel_futures=True)
-        for transfer in transfers:
-            if not transfer.cancelled():
-                transfer.result()
+        threads = min(_THREADS_PER_NODE * len(self._nodes), _THREADS)
+        with Runtime(threads, name="deltackpt-nodes") as runtime:
+            runtime.map(lambda piece: work(*piece), pieces)
 
 
 def _object_key(key: str) -> str:

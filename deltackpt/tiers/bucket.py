@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from deltackpt.errors import Damaged, RestoreError, StorageError
 from deltackpt.format.chain import SaveInfo
@@ -17,7 +19,7 @@ from deltackpt.ledger.upload import Uploaded, upload
 from deltackpt.storage import buckets
 from deltackpt.storage.digests import Digest
 from deltackpt.storage.store import Missing, StorePath
-from deltackpt.tiers.places import differs, gone, pieces_of
+from deltackpt.tiers.places import Write, differs, gone, pieces_of
 
 
 class Bucket:
@@ -33,8 +35,6 @@ class Bucket:
         self._store = Committed(self._journal)
         #: Whether this copy has claimed it for writing.
         self._is_claimed = False
-        self._prefixes: dict[Unit, str] = {}
-        self._uploaded: dict[Unit, tuple[Uploaded, SaveInfo]] = {}
 
     def __enter__(self) -> Bucket:
         """Takes no lock: any other copy that claims the bucket fences this one."""
@@ -99,7 +99,10 @@ class Bucket:
             return False
         return True
 
-    def begin(self, unit: Unit, expected: Mapping[str, Digest]) -> None:
+    @contextlib.contextmanager
+    def writing(
+        self, unit: Unit, info: SaveInfo, expected: Mapping[str, Digest]
+    ) -> Iterator[Write]:
         """See ``Place``; claims the bucket if necessary."""
         if not self._is_claimed:
             if not self._journal.state().entry.number:
@@ -107,60 +110,28 @@ class Bucket:
             buckets.probe(self._root)
             self._journal.claim()
             self._is_claimed = True
-        self._prefixes[unit] = self._journal.prefix(unit)
+        prefix = self._journal.prefix(unit)
+        sent: list[Uploaded] = []
 
-    def discard(self, unit: Unit) -> None:
-        """See ``Place``."""
-        prefix = self._prefixes.pop(unit, None)
-        if prefix is not None:
+        def write(source: StorePath, workers: int, on_bytes: Callable[[int, int], None]) -> None:
+            target = self._root / prefix
+            on_sent = functools.partial(on_bytes, 0)
+            sent.append(upload(source, expected, target, workers=workers, on_bytes=on_sent))
+
+        try:
+            yield write
+        except RestoreError:
             self._journal.give_up(prefix)
-            self._journal.delete([prefix])
+            with contextlib.suppress(StorageError):  # It is swept later.
+                self._journal.delete([prefix])
+            raise
+        [put] = sent
+        self.publish(Standing.of(info, unit, prefix, stored_bytes=put.nbytes, crc32c=put.crc32c))
 
-    def take(
-        self,
-        unit: Unit,
-        info: SaveInfo,
-        source: StorePath,
-        expected: Mapping[str, Digest],
-        *,
-        workers: int,
-        on_bytes: Callable[[int], None],
-    ) -> None:
-        """Uploads the files of a unit after ``begin``.
-
-        Args:
-          unit: the unit.
-          info: its entry in the chain.
-          source: the folder with its files.
-          expected: their digests.
-          workers: number of concurrent uploads.
-          on_bytes: called with bytes uploaded, from several threads.
-
-        Raises:
-          Damaged: a source file is missing or altered.
-          StorageError: the source or the bucket reported an error.
-        """
-        target = self._root / self._prefixes[unit]
-        put = upload(source, expected, target, workers=workers, on_bytes=on_bytes)
-        self._uploaded[unit] = put, info
-
-    def publish(self, unit: Unit, expected: Mapping[str, Digest]) -> None:
-        """See ``Place``."""
-        put, info = self._uploaded.pop(unit)
-        prefix = self._prefixes.pop(unit)
-        standing = Standing.of(info, unit, prefix, stored_bytes=put.nbytes, crc32c=put.crc32c)
-        # A base can exist without its step being copied; a damaged unit is replaced.
+    def publish(self, standing: Standing) -> None:
+        """Commits an uploaded unit; one that is damaged is replaced."""
+        # A base can exist without its step being copied.
         self._journal.commit(standing, alone=True, anew=True)
-
-    def written(self, unit: Unit, name: str, expected: Digest) -> bool:
-        """See ``Place``: an interrupted copy used another prefix, which is swept later."""
-        return False
-
-    def write(self, unit: Unit, name: str, pieces: Iterable[bytes | bytearray]) -> None:
-        """Never called: ``take`` uploads all files of a unit."""
-        raise StorageError(
-            f"{self.name}/{unit.name}/{name}: expected complete units, found a single file"
-        )
 
 
 def _figures(digests: Mapping[str, Digest]) -> dict[str, tuple[int, int, int]]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 import threading
 import time
@@ -30,31 +29,21 @@ from deltackpt.errors import (
     InUse,
     RestoreError,
     StepNotFound,
-    StorageError,
     TargetDiffers,
 )
-from deltackpt.format import chain, names
-from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import ParentRef, SaveId
+from deltackpt.format import names
+from deltackpt.format.manifest import SaveId
 from deltackpt.ledger.entries import Unit
+from deltackpt.reading import chains
 from deltackpt.reading.reader import Progress
-from deltackpt.resources.runtime import Runtime
 from deltackpt.storage import buckets
 from deltackpt.storage.digests import Digest
 from deltackpt.tiers.bucket import Bucket
 from deltackpt.tiers.directory import Directory
-from deltackpt.tiers.places import (
-    PIECE_BYTES,
-    Place,
-    digests_bytes,
-    gone,
-    pieces_of,
-)
+from deltackpt.tiers.places import Place, digests_bytes, gone
 
 #: Concurrent files: enough to hide the latency of a bucket.
 WORKERS = 8
-#: Maximum bytes in flight; a larger file is copied alone.
-_MEMORY_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +54,7 @@ class Copied:
       steps: the requested steps that are now restorable at the target.
       copied: names of the copied units, in order.
       found: names of the units that the target already held.
-      file_count: number of files written.
+      file_count: number of files of the copied units.
       bytes_written: total size of those files.
       bytes_found: bytes that the target already held.
       seconds: wall-clock time.
@@ -177,7 +166,6 @@ def _copy_chains(run: _Run, source: Place, target: Place, steps: Sequence[int]) 
                 units = _units(source, steps, unusable)
             except RestoreError:
                 raise error from None
-            target.discard(base)
             events.warn(
                 f"{source.name}/{base.name}: expected an intact compacted base, found it damaged "
                 f"({error}); copying the saves that it replaces instead"
@@ -228,20 +216,20 @@ class _Run:
                     expected[unit] = self._source.digests(unit)
         self._total = self.bytes_written + self.bytes_found
         self._total += sum(digests_bytes(digests) for digests in expected.values())
-        with Runtime(self._workers, memory_bytes=_MEMORY_BYTES) as runtime:
-            for unit, digests in expected.items():
-                if self._target.holds(unit, digests, recheck=self._recheck):
-                    self.found.append(unit.name)
-                    self._done(0, digests_bytes(digests))
-                    continue
-                self._target.begin(unit, digests)
+        for unit, digests in expected.items():
+            if self._target.holds(unit, digests, recheck=self._recheck):
+                self.found.append(unit.name)
+                self._done(digests_bytes(digests), 0)
+                continue
+            with self._reading(unit, units[unit]):
+                info = self._source.info(unit)
+            if info is None:
+                raise gone(self._source, unit)
+            with self._target.writing(unit, info, digests) as write:
                 with self._reading(unit, units[unit]):
-                    if isinstance(self._target, Bucket):
-                        self._send(self._target, unit, digests)
-                    else:
-                        self._copy_files(runtime, unit, digests)
-                self._target.publish(unit, digests)
-                self.copied.append(unit.name)
+                    write(self._source.store_path(unit), self._workers, self._done)
+            self.file_count += len(digests)
+            self.copied.append(unit.name)
 
     @contextlib.contextmanager
     def _reading(self, unit: Unit, save_id: SaveId) -> Iterator[None]:
@@ -252,45 +240,8 @@ class _Run:
             self.damaged = unit
             raise
 
-    def _send(self, target: Bucket, unit: Unit, digests: Mapping[str, Digest]) -> None:
-        """Uploads a unit to a bucket, verifying it while it is read."""
-        info = self._source.info(unit)
-        if info is None:
-            raise gone(self._source, unit)
-        target.take(
-            unit,
-            info,
-            self._source.store_path(unit),
-            digests,
-            workers=self._workers,
-            on_bytes=lambda count: self._done(count, 0, files=0),
-        )
+    def _done(self, found: int, written: int) -> None:
         with self._lock:
-            self.file_count += len(digests)
-
-    def _copy_files(self, runtime: Runtime, unit: Unit, digests: Mapping[str, Digest]) -> None:
-        runtime.map(
-            lambda name: self._copy_file(unit, name, digests[name]),
-            digests,
-            cost=lambda name: min(digests[name].length, PIECE_BYTES),
-        )
-
-    def _copy_file(self, unit: Unit, name: str, expected: Digest) -> None:
-        if self._target.written(unit, name, expected):
-            self._done(0, expected.length)
-            return
-        pieces = pieces_of(self._source.store_path(unit) / name, expected)
-        self._target.write(unit, name, pieces)
-        if not self._target.written(unit, name, expected):
-            raise StorageError(
-                f"{self._target.name}/{unit.name}/{name}: expected to read back the written "
-                "bytes, found different bytes; check the store, then copy again"
-            )
-        self._done(expected.length, 0)
-
-    def _done(self, written: int, found: int, *, files: int | None = None) -> None:
-        with self._lock:
-            self.file_count += written > 0 if files is None else files
             self.bytes_written += written
             self.bytes_found += found
             if self._progress is not None:
@@ -335,44 +286,20 @@ def _units(source: Place, steps: Sequence[int], unusable: Collection[Unit]) -> d
 
 
 def _chain_units(source: Place, step: int, unusable: Collection[Unit]) -> dict[Unit, SaveId]:
-    """The units of one chain."""
+    """The units of one chain, and the step itself, which its compacted base does not replace."""
     own = source.info(Unit(step))
     if own is None:
         raise gone(source, Unit(step))
     with _standing(source, Unit(step), own.save_id):
-        return _chain_of(source, own, unusable)
-
-
-def _chain_of(source: Place, own: SaveInfo, unusable: Collection[Unit]) -> dict[Unit, SaveId]:
-    """The units of the chain of a step."""
-    units = {Unit(int(own.step_dir)): own.save_id}
-
-    def held(save: SaveInfo) -> SaveInfo:
-        base = _base(source, save.step_dir, save.save_id, unusable)
-        if base is None:
-            units[Unit(int(save.step_dir))] = save.save_id
-            return save
-        units[Unit(int(base.step_dir), source.item)] = base.save_id
-        return base
-
-    def find(parent: ParentRef) -> SaveInfo | None:
-        below = _base(source, parent.step_dir, parent.save_id, unusable)
-        below = below or source.info(Unit(int(parent.step_dir)))
-        return None if below is None else held(below)  # restore_chain names the missing part.
-
-    target = held(own)
-    saves: dict[str, SaveInfo] = {}
-    still = math.inf
-    for save in chain.walk(target, find):
-        saves[save.step_dir] = save
-        parent, still = save.parent, save.still(still)
-        if parent is None or not still or parent.step_dir in saves:
-            break
-        if names.step_number(parent.step_dir) is None:
-            raise Damaged(
-                f"{source.name}/{save.step_dir}", "a step as its parent", repr(parent.step_dir)
-            )
-    chain.restore_chain(target, saves)
+        saves = chains.read_chain(
+            source.store_path(Unit(step)),
+            source.item,
+            unusable=[str(unit.step) for unit in unusable],
+        )
+    units = {Unit(step): own.save_id}
+    for save in saves:
+        unit = Unit(int(save.info.step_dir), source.item if save.compacted else None)
+        units[unit] = save.info.save_id
     return units
 
 
@@ -398,17 +325,3 @@ def _standing(source: Place, unit: Unit, save_id: SaveId) -> Iterator[None]:
         raise gone(source, unit) from cause
     if cause is not None:
         raise cause
-
-
-def _base(
-    source: Place, step_dir: str, save_id: SaveId, unusable: Collection[Unit]
-) -> SaveInfo | None:
-    """The compacted base that replaces a save; a damaged one is ignored."""
-    unit = Unit(int(step_dir), source.item)
-    if unit in unusable:
-        return None
-    try:
-        base = source.info(unit)
-    except RestoreError:
-        return None
-    return base if base is not None and base.save_id == save_id else None

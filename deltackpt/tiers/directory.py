@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -22,17 +22,23 @@ from deltackpt.ledger.directory import Root
 from deltackpt.ledger.entries import Unit
 from deltackpt.ledger.lease import epochs
 from deltackpt.reading import inventory, saves
+from deltackpt.resources.runtime import Runtime
 from deltackpt.storage import digests, files
 from deltackpt.storage.digests import Digest
 from deltackpt.storage.posix import DirectFile, DurableDir, fsync_tree
 from deltackpt.storage.store import StorePath, store_path
 from deltackpt.tiers.places import (
+    PIECE_BYTES,
+    Write,
     differs,
     digests_bytes,
     head_name,
-    length,
+    pieces_of,
 )
 from deltackpt.upkeep import collect
+
+#: Maximum bytes in flight; a larger file is copied alone.
+_MEMORY_BYTES = 256 << 20
 
 
 class Directory:
@@ -97,13 +103,16 @@ class Directory:
             else:
                 return False
         self._require_same(unit, expected)
-        if any(length(folder / name) != digest.length for name, digest in expected.items()):
+        if any(_length(folder / name) != digest.length for name, digest in expected.items()):
             return False
         records = {name: digest for name, digest in expected.items() if name.endswith(".msgpack")}
         return not digests.check_files(folder, expected if recheck else records)
 
-    def begin(self, unit: Unit, expected: Mapping[str, Digest]) -> None:
-        """See ``Place``."""
+    @contextlib.contextmanager
+    def writing(
+        self, unit: Unit, info: SaveInfo, expected: Mapping[str, Digest]
+    ) -> Iterator[Write]:
+        """See ``Place``; an interrupted copy is continued."""
         staged = self._staged(unit)
         self._dir.make(staged)
         needed = digests_bytes(expected) - files.tree_bytes(staged)
@@ -113,17 +122,40 @@ class Directory:
                 f"{files.free_bytes(staged):,} free; make room, then copy again"
             )
 
-    def discard(self, unit: Unit) -> None:
-        """See ``Place``."""
-        self._dir.remove(self._staged(unit))
+        def write(source: StorePath, workers: int, on_bytes: Callable[[int, int], None]) -> None:
+            def copy(name: str) -> None:
+                digest = expected[name]
+                found = self._has_written(unit, name, digest)
+                if not found:
+                    self.write(unit, name, pieces_of(source / name, digest))
+                    if not self._has_written(unit, name, digest):
+                        raise StorageError(
+                            f"{self.name}/{unit.name}/{name}: expected to read back the written "
+                            "bytes, found different bytes; check the store, then copy again"
+                        )
+                on_bytes(*((digest.length, 0) if found else (0, digest.length)))
 
-    def written(self, unit: Unit, name: str, expected: Digest) -> bool:
-        """See ``Place``."""
+            with Runtime(workers, memory_bytes=_MEMORY_BYTES) as runtime:
+                runtime.map(
+                    copy, expected, cost=lambda name: min(expected[name].length, PIECE_BYTES)
+                )
+
+        try:
+            yield write
+        except Damaged:
+            self._dir.remove(staged)
+            raise
+        self.publish(unit, expected)
+
+    def _has_written(self, unit: Unit, name: str, expected: Digest) -> bool:
         path = self._staged(unit) / name
         return path.is_file() and digests.digest_file(path)[:3] == expected[:3]
 
     def write(self, unit: Unit, name: str, pieces: Iterable[bytes | bytearray]) -> None:
-        """See ``Place``; does not follow links, which could overwrite another file."""
+        """Writes a file of an incomplete unit.
+
+        It does not follow links, which could overwrite another file.
+        """
         path = self._staged(unit) / name
         with files.typed_errors(path, "write"), self._dir.opened(path.parent, make=True) as folder:
             with contextlib.suppress(FileNotFoundError):
@@ -135,7 +167,7 @@ class Directory:
                 file.sync()
 
     def publish(self, unit: Unit, expected: Mapping[str, Digest]) -> None:
-        """See ``Place``."""
+        """Makes a unit visible; nothing is removed before everything is durable."""
         staged, final = self._staged(unit), self._folder(unit)
         with files.typed_errors(final, "be published"), self._dir.opened(staged) as top:
             for folder, _, inside, descriptor in os.fwalk(".", dir_fd=top):
@@ -143,7 +175,7 @@ class Directory:
                     if Path(folder, name).as_posix() not in expected:
                         os.unlink(name, dir_fd=descriptor)  # Left by another attempt.
         fsync_tree(staged)  # Another attempt may have been killed before it fsynced its files.
-        missing = [name for name, of in expected.items() if length(staged / name) != of.length]
+        missing = [name for name, of in expected.items() if _length(staged / name) != of.length]
         if missing:
             raise StorageError(
                 f"{staged}: expected every written file, found {missing[0]} removed; stop the "
@@ -184,3 +216,11 @@ class Directory:
             raise differs(f"{self.name}/{unit.name}", f"no {head}") from error
         if digests.digest_bytes(data)[:3] != expected[head][:3]:
             raise differs(f"{self.name}/{unit.name}", f"another save, or damage, in {head}")
+
+
+def _length(path: Path) -> int:
+    """The length of a file, or -1 if it does not exist."""
+    try:
+        return path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return -1

@@ -11,7 +11,6 @@ import os
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from deltackpt import events
 from deltackpt.errors import Damaged, DeltackptError, InUse, OptionError
@@ -30,19 +29,16 @@ from deltackpt.storage import buckets, files, redaction
 from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import store_path
 from deltackpt.tiers import recall
+from deltackpt.tiers.client import FindPeers, ReplicationClient
 from deltackpt.tiers.extents import ExtentFile
 from deltackpt.tiers.keepers import Keepers
 from deltackpt.tiers.log_promotion import LogPromotion
-from deltackpt.tiers.near import FindNeighbours, Near
 from deltackpt.tiers.recall import Recalled
 from deltackpt.tiers.stage import Orders, RollBack, Stage, check_stage, default_stage
 from deltackpt.tiers.staged import StagedRoot
-from deltackpt.tiers.staged_jobs import StagedApart, StagedBeside
 
 #: Defines ``keepers(...)``.
 _DISCOVERY = "deltackpt.service.discovery"
-
-_Kind = TypeVar("_Kind", bound=StagedRoot)
 
 
 def saves_to(where: str | os.PathLike[str], options: ManagerOptions, process: int) -> Path:
@@ -111,51 +107,63 @@ def open_root(
             "Tiers(shared=False)"
         )
     stage = _stage_of(where, tiers, process)
-    count = 1 if tiers.shared else processes
-    if not writing and count > 1:
-        return _apart(stage, Journal(root), place.url, item, options, tiers, process, count, taking)
-    if not writing:
-        return _beside(stage, JournalView(root), tiers, processes)
+    part, parts = (0, 1) if tiers.shared else (process, processes)
+    if not writing and parts == 1:
+        return _beside(stage, JournalView(root), options, processes)
     journal = Journal(root)
-    if journal.state().entry.number or journal.problems:
-        find_item(BucketSteps(journal, item), item)
-    else:
-        refuse_foreign(root)
+    if writing:
+        if journal.state().entry.number or journal.problems:
+            find_item(BucketSteps(journal, item), item)
+        else:
+            refuse_foreign(root)
     check_stage(stage, place.url, tiers.endpoint)
-    buckets.probe(root)
-    if tiers.peers is not None:
-        importlib.import_module(_DISCOVERY).require_nodes(place.url, item, tiers.peers)
+    if writing:
+        buckets.probe(root)
+        if tiers.peers is not None:
+            importlib.import_module(_DISCOVERY).require_nodes(place.url, item, tiers.peers)
+    claim = None if writing else journal.resume()
     with contextlib.ExitStack() as opened:
         stage.make()
         # Before the leases: another manager of this process may have to commit before it closes.
         extents = _extents(tiers, process, opened, taking)
-        if extents is not None:
-            recall.refuse_another_root(extents, place.url, 0 if tiers.shared else process)
+        if extents is not None and writing:
+            recall.refuse_another_root(extents, place.url, part)
         local = Root.open(stage.steps, item=item, confirmed=False)
         opened.callback(local.abandon)
-        opened.callback(_withdraw, journal)
-        claim = journal.claim(pending=True)
+        if claim is None:
+            opened.callback(_withdraw, journal)
+            claim = journal.claim(pending=True)
         if not local.has_rival:
             local.confirm()  # Leftovers may fill the file system.
         # While this trainer holds the lease, no other trainer's orders take force.
-        before = check_stage(stage, place.url, tiers.endpoint)
-        old = _brought_up(stage, local, before, journal.known)
-        if count > 1:
-            # The other processes do not see this staging directory: they read the log state
-            # remotely.
-            LogPromotion(stage).bring_heads(journal)
-        return _held(
-            StagedRoot,
-            opened,
-            (stage, local, journal),
-            old,
-            extents,
-            claim,
-            place.url,
+        old = check_stage(stage, place.url, tiers.endpoint)
+        _drop_what_was_at_the_root(stage, local, journal.known)
+        if writing:
+            old = _brought_up(stage, local, old, journal.known)
+            if parts > 1:
+                # The other processes do not see this staging directory: they read the log state
+                # remotely.
+                LogPromotion(stage).bring_heads(journal)
+        client = ReplicationClient(
+            stage,
+            local,
+            journal,
             options,
-            process,
-            processes,
+            holder=claim.lease.holder,
+            part=part,
+            parts=parts,
+            extents=extents,
+            find_peers=_finder(place.url, item, tiers, claim),
         )
+        opened.callback(client.close)
+        recalled = client.recall(place.url, old)
+        if not tiers.shared:
+            old = _without_other_parts(stage, local, journal.known, parts, old)
+        orders = _orders(old, local, place.url, claim, options, part, parts, recalled)
+        stage.announce(orders)
+        held = StagedRoot(stage, local, journal, orders, options, client, processes=processes)
+        held.undo = opened.pop_all()
+        return held
 
 
 def _withdraw(journal: Journal) -> None:
@@ -169,7 +177,9 @@ def _withdraw(journal: Journal) -> None:
         )
 
 
-def _beside(stage: Stage, journal: JournalView, tiers: Tiers, processes: int) -> StagedBeside:
+def _beside(
+    stage: Stage, journal: JournalView, options: ManagerOptions, processes: int
+) -> StagedRoot:
     """The staging and remote directory that the first process of a job has just opened.
 
     Raises:
@@ -184,115 +194,8 @@ def _beside(stage: Stage, journal: JournalView, tiers: Tiers, processes: int) ->
             "processes see, or one per process: Tiers(shared=False)"
         )
     local = Root.open(stage.steps, item=orders.item, read_only=True)
-    near = Near(stage, local)
-    return StagedBeside(stage, local, journal, orders, tiers, near, processes=processes)
-
-
-def _apart(
-    stage: Stage,
-    journal: Journal,
-    url: str,
-    item: str,
-    options: ManagerOptions,
-    tiers: Tiers,
-    process: int,
-    processes: int,
-    taking: Callable[[], None],
-) -> StagedApart:
-    """The staging directory of a process other than the first, which has just taken the lease.
-
-    Raises:
-      OptionError, StorageError: the staging directory is unusable.
-    """
-    check_stage(stage, url, tiers.endpoint)
-    claim = journal.resume()
-    with contextlib.ExitStack() as opened:
-        stage.make()
-        extents = _extents(tiers, process, opened, taking)
-        local = Root.open(stage.steps, item=item, confirmed=False)
-        opened.callback(local.abandon)
-        if not local.has_rival:
-            local.confirm()
-        old = check_stage(stage, url, tiers.endpoint)
-        _drop_what_was_at_the_root(stage, local, journal.known)
-        return _held(
-            StagedApart,
-            opened,
-            (stage, local, journal),
-            old,
-            extents,
-            claim,
-            url,
-            options,
-            process,
-            processes,
-        )
-
-
-def _held(
-    kind: type[_Kind],
-    opened: contextlib.ExitStack,
-    places: tuple[Stage, Root, Journal],
-    old: Orders | None,
-    extents: ExtentFile | None,
-    claim: Claim,
-    url: str,
-    options: ManagerOptions,
-    process: int,
-    processes: int,
-) -> _Kind:
-    """A claimed remote directory with its staging directory, recovered saves and first orders.
-
-    Args:
-      kind: the class for the first process, or for another one with its own staging directory.
-      opened: closed if this fails.
-      places: the staging directory, its checkpoint directory, and the remote journal.
-      old: the previous orders, if still valid.
-      extents: this process's extents.
-      claim: the claim on the remote directory.
-      url: URL of the remote directory.
-      options: options of the manager.
-      process: index of this process.
-      processes: number of processes that save together.
-
-    Raises:
-      OptionError: a replica belongs to another checkpoint directory, or there are too few peers.
-      ServiceError: the peers cannot be queried.
-      StorageError: the staging directory is not writable.
-    """
-    tiers = options.tiers or Tiers()
-    stage, local, journal = places
-    part, parts = (0, 1) if tiers.shared else (process, processes)
-    near = Near(
-        stage,
-        local,
-        extents=extents,
-        find_neighbours=_finder(url, local.item, tiers, claim),
-        part=part,
-        parts=parts,
-        fsync=options.writes.durability == "power",
-    )
-    opened.callback(near.close)
-    recalled = near.recall(url, journal.known, old)
-    if not tiers.shared:
-        old = _without_other_parts(stage, local, local.item, journal.known, parts, old)
-    # If the leases of the staging directory were removed, their epochs begin again.
-    lease = max(local.epoch, 0 if old is None else old.lease + 1)
-    orders = _orders(old, lease, url, local.item, claim, options, part, parts, recalled)
-    stage.announce(orders)
-    held = kind(
-        stage,
-        local,
-        journal,
-        orders,
-        tiers,
-        near,
-        processes=processes,
-        readable_secs=options.timeouts.save_secs,
-        cpus=options.background.cpus,
-    )
-    held.undo = opened.pop_all()
-    return held
+    client = ReplicationClient(stage, local, journal, options, holder=orders.holder)
+    return StagedRoot(stage, local, journal, orders, options, client, processes=processes)
 
 
 def _extents(
@@ -324,7 +227,7 @@ def _extents(
     return found
 
 
-def _finder(url: str, item: str, tiers: Tiers, claim: Claim) -> FindNeighbours | None:
+def _finder(url: str, item: str, tiers: Tiers, claim: Claim) -> FindPeers | None:
     """A function that finds the requested peers through Ray, imported only on use."""
     how = tiers.peers
     if how is None:
@@ -340,9 +243,8 @@ def _finder(url: str, item: str, tiers: Tiers, claim: Claim) -> FindNeighbours |
 
 def _orders(
     old: Orders | None,
-    lease: int,
+    local: Root,
     url: str,
-    item: str,
     claim: Claim,
     options: ManagerOptions,
     process: int,
@@ -350,8 +252,7 @@ def _orders(
     recalled: Recalled,
 ) -> Orders:
     """The first orders under a claim, including unfinished earlier ones."""
-    tiers = options.tiers or Tiers()
-    number = 1 if old is None else old.number + 1
+    tiers, number = options.tiers or Tiers(), 1 if old is None else old.number + 1
     lines = [*recalled.lines, *(() if old is None else old.lines)]
     rolled_back = list(() if old is None else old.rolled_back)
     if recalled.left:
@@ -361,11 +262,12 @@ def _orders(
         rolled_back.append(RollBack(number=number, after=after, run=run, saves=recalled.left))
     return Orders(
         number=number,
-        lease=lease,
+        # If the leases of the staging directory were removed, their epochs begin again.
+        lease=max(local.epoch, 0 if old is None else old.lease + 1),
         stage=uuid.uuid4().hex if old is None else old.stage,
         url=url,
         endpoint=tiers.endpoint,
-        item=item,
+        item=local.item,
         holder=claim.lease.holder,
         epoch=claim.lease.epoch,
         lines=tuple({one.run: one for one in lines}.values()),
@@ -379,7 +281,7 @@ def _orders(
 
 
 def _without_other_parts(
-    stage: Stage, local: Root, item: str, state: State, processes: int, old: Orders | None
+    stage: Stage, local: Root, state: State, processes: int, old: Orders | None
 ) -> Orders | None:
     """Moves parts from jobs with another number of processes aside, since they are incomplete.
 
@@ -391,7 +293,7 @@ def _without_other_parts(
     for step, info in sorted(local.saves().items(), reverse=True):
         if info is None or state.held(info.save_id):
             continue
-        if saves.read_save(local.at(step), item).head.process_count != processes:
+        if saves.read_save(local.at(step), local.item).head.process_count != processes:
             local.set_aside(step, aside / str(step))
             moved[step] = info.save_id
     if moved:
@@ -426,7 +328,6 @@ def _brought_up(stage: Stage, local: Root, old: Orders | None, state: State) -> 
     """Updates a staging directory to remote changes; returns the old orders if still valid."""
     if old is None:
         return None
-    _drop_what_was_at_the_root(stage, local, state)
     if _is_of_another_root(old, state):
         expected = "the checkpoint directory that it was last used for, found another one"
         _move_aside(stage, local, old, state, expected)

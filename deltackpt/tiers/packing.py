@@ -29,12 +29,12 @@ from deltackpt.errors import Damaged
 from deltackpt.format import manifest, names
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.records import MOST_BYTES
-from deltackpt.reading import inventory
+from deltackpt.reading import inventory, saves
 from deltackpt.storage import crc, digests, files
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.digests import Digest, Streamed
 from deltackpt.storage.store import Missing, store_path
-from deltackpt.tiers.stage import Line
+from deltackpt.tiers.stage import Line, Orders, Stage
 
 _MAGIC = "deltackpt.pack"
 _PREFIX = struct.Struct("<8sQ")
@@ -309,6 +309,34 @@ def contents_of(
         parts=parts,
         files=found,
     )
+
+
+def pack_of(stage: Stage, save_id: SaveId, item: str, orders: Orders) -> FilePack:
+    """Returns the bundle of a staged save, under the current orders.
+
+    Raises:
+      Missing: it was evicted, or another save has its step.
+      Damaged: its manifest is not readable.
+      StorageError: reading failed.
+    """
+    step_dir = stage.steps / str(save_id.step)
+    contents = contents_of(
+        step_dir,
+        save_id,
+        item,
+        line=orders.line(save_id.run) or _unknown(save_id, orders),
+        root=orders.url,
+        part=orders.process if orders.apart else 0,
+        parts=orders.processes if orders.apart else 1,
+    )
+    if saves.read_info(store_path(step_dir), item).save_id != save_id:
+        raise Missing(str(step_dir), "another save in its place")
+    return FilePack(step_dir, contents)
+
+
+def _unknown(save_id: SaveId, orders: Orders) -> Line:
+    """Lineage for an unknown run: no known ancestors."""
+    return Line(run=save_id.run, epoch=orders.epoch, holder=orders.holder, era=orders.era, past={})
 
 
 def whole_crc32c(digest: Digest) -> int:

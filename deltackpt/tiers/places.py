@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from deltackpt.errors import (
@@ -20,13 +20,13 @@ from deltackpt.storage import digests
 from deltackpt.storage.digests import Digest
 from deltackpt.storage.store import StorePath
 
+#: Copies all files of a unit from a folder, each verified. Called with the folder, the number of
+#: concurrent files, and a function that receives bytes written and bytes found, in several threads.
+Write = Callable[[StorePath, int, Callable[[int, int], None]], None]
+
 
 class Place(Protocol):
-    """A copy source or target, a directory or a bucket, that holds the units of one item.
-
-    Methods are called from several threads. ``write`` makes nothing visible; ``publish`` does,
-    atomically, after everything before it is durable. All methods are idempotent.
-    """
+    """A copy source or target, a directory or a bucket, that holds the units of one item."""
 
     name: str
     item: str
@@ -67,31 +67,13 @@ class Place(Protocol):
         """
         ...
 
-    def begin(self, unit: Unit, expected: Mapping[str, Digest]) -> None:
-        """Prepares writing a unit.
+    def writing(
+        self, unit: Unit, info: SaveInfo, expected: Mapping[str, Digest]
+    ) -> AbstractContextManager[Write]:
+        """Makes a unit visible, atomically, after the context has written all its files.
 
         Raises:
           TargetDiffers: another save has its name.
-        """
-        ...
-
-    def discard(self, unit: Unit) -> None:
-        """Removes what was written of an incomplete unit that will not be copied."""
-        ...
-
-    def written(self, unit: Unit, name: str, expected: Digest) -> bool:
-        """Returns whether a file of an incomplete unit exists as expected."""
-        ...
-
-    def write(self, unit: Unit, name: str, pieces: Iterable[bytes | bytearray]) -> None:
-        """Writes a file of an incomplete unit; an interrupted write is not ``written``."""
-        ...
-
-    def publish(self, unit: Unit, expected: Mapping[str, Digest]) -> None:
-        """Makes a unit visible after all its files were written.
-
-        Raises:
-          TargetDiffers: another save has taken its name.
         """
         ...
 
@@ -99,7 +81,6 @@ class Place(Protocol):
 #: Bytes of a file in memory at a time.
 PIECE_BYTES = SEGMENT_BYTES
 _MEND = "copy another step, or restore this one from a backup"
-OTHER_COPY = "copy it there again from an intact source"
 
 
 def head_name(unit: Unit, item: str) -> str:
@@ -143,14 +124,6 @@ def pieces_of(at: StorePath, expected: Digest) -> Iterator[bytes | bytearray]:
         came.check(shown, expected)
     except Damaged as error:  # May name an object.
         raise Damaged(shown, error.expected, error.found, _MEND) from None
-
-
-def length(path: Path) -> int:
-    """Returns the length of a file, or -1 if it does not exist."""
-    try:
-        return path.stat().st_size
-    except (FileNotFoundError, NotADirectoryError):
-        return -1
 
 
 def digests_bytes(digests: Mapping[str, Digest]) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts and wakes a trainer's uploader process, which finishes pending uploads on its own."""
+"""Starts and wakes a trainer's replicator, which finishes pending uploads on its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from deltackpt.errors import StorageError
 from deltackpt.storage import files
-from deltackpt.tiers import promoter
+from deltackpt.tiers.cursor import HURRY, WAKE
 from deltackpt.tiers.stage import Stage
 
 #: Seconds between two starts of an uploader that exits unexpectedly.
@@ -23,8 +23,8 @@ _LOG_BYTES = 2000
 #: Imports nothing from the trainer's working directory, whatever its name, but finds the package
 #: even if it is not installed.
 _PROGRAM = (
-    "import sys; sys.path.append(sys.argv[2]); from deltackpt.tiers import promoter; "
-    "raise SystemExit(promoter.main(sys.argv[3:]))"
+    "import sys; sys.path.append(sys.argv[2]); from deltackpt.tiers import replicator; "
+    "raise SystemExit(replicator.main(sys.argv[3:]))"
 )
 _PACKAGES = Path(__file__).parent.parent.parent
 #: Uploaders of closed managers that finish pending uploads: no caller waits for them.
@@ -63,7 +63,7 @@ class Running:
                 f"and is restarted; its output: {self._said()}"
             )
         self.close()
-        arguments = ["deltackpt.tiers.promoter", str(_PACKAGES), str(self._stage.path)]
+        arguments = ["deltackpt.tiers.replicator", str(_PACKAGES), str(self._stage.path)]
         if self._cpus is not None:
             arguments += ["--cpus", *map(str, sorted(self._cpus))]
         with files.typed_errors(self._stage.log, "start an uploader that writes"):
@@ -82,11 +82,11 @@ class Running:
 
     def wake(self) -> None:
         """Notifies it of new work."""
-        self._tell(promoter.WAKE)
+        self._tell(WAKE)
 
     def hurry(self) -> None:
         """Notifies it that a caller is waiting, until the next ``wake``."""
-        self._tell(promoter.HURRY)
+        self._tell(HURRY)
 
     def _tell(self, word: bytes) -> None:
         if self._process is not None and self._process.stdin is not None:

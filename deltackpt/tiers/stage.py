@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The staging directory, where saves are made, and the records that trainer and uploader share.
+"""The staging directory, where saves are made, and the records that trainer and replicator share.
 
 A staging directory is local to a node::
 
-    stage.lock              held by the uploader, of which there is one
+    stage.lock              held by the replicator, of which there is one
     orders.<lease>.msgpack  written by the trainer: its claim, and what to do remotely
     starting.msgpack        the same by a trainer that starts, for the other processes of its job
-    progress.msgpack        written by the uploader: what is done, and what blocks it
     neighbours.msgpack      written by the trainer: peer addresses and their token
-    pushed.msgpack          written by the uploader: what peers hold
+    progress.msgpack        written by the replicator: what is uploaded, and what blocks it
+    pushed.msgpack          the same for peers
     entry.msgpack           and the newest entry of the remote journal
-    promoter.log            the uploader's log
+    promoter.log            the replicator's log
     steps/                  the saves: a checkpoint directory like any other
     aside/                  superseded and damaged saves
 
@@ -32,7 +32,7 @@ import os
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from deltackpt.errors import Damaged, OptionError, RestoreError, StorageError
 from deltackpt.format import manifest
@@ -44,11 +44,13 @@ from deltackpt.storage.posix import DurableDir
 
 _ORDERS = "deltackpt.stage.orders"
 _PROGRESS = "deltackpt.stage.progress"
-_PUSHED = "deltackpt.stage.pushed"
 #: Number of earlier runs that a lineage records.
 _MOST_RUNS = 256
 #: Number of uploads that the progress records.
 MOST_RECENT = 256
+#: The tiers that a replicator fills.
+Tier = Literal["remote", "peers"]
+_PROGRESS_NAMES: dict[Tier, str] = {"remote": "progress.msgpack", "peers": "pushed.msgpack"}
 _NAMES = {
     *("steps", "stage.lock", "promoter.log", "aside", "fetched"),
     *("progress.msgpack", "entry.msgpack", "neighbours.msgpack", "pushed.msgpack"),
@@ -133,7 +135,7 @@ class Retired:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Orders:
-    """What a trainer orders the uploader to do remotely.
+    """What a trainer orders the replicator to do.
 
     Attributes:
       number: increases with every write.
@@ -211,52 +213,22 @@ class Promoted:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Progress of an uploader.
+    """Which staged saves have reached a tier; the fields from ``pid`` on are for the remote one.
 
     Attributes:
-      holder: holder of its claim.
-      pid: its process id.
+      holder: holder of the claim under which the replicator runs.
+      saves: saves that peers hold completely, by ``key_of``.
+      damaged: saves that cannot reach the tier, by ``key_of``, with the reason.
+      problem: why nothing reaches the tier; None if nothing blocks it.
+      code: code of that error.
+      problem_unix_secs: since when, in seconds since 1970.
+      pid: id of the replicator's process.
       orders: number of the newest orders carried out, except for their retirements.
       retired: retirements of orders up to this number are done.
       entry: number of the newest remote journal entry that it has seen.
       held: for each staged run, the greatest attempt that was ever committed remotely.
-      damaged: saves that cannot be uploaded, by ``key_of``, with the reason.
       recent: the newest uploads; their numbers count all uploads of this holder.
-      problem: why the upload is blocked; None if it is not.
-      code: code of that error.
-      problem_unix_secs: since when, in seconds since 1970.
       fenced: message about the trainer that took the remote directory, if any.
-    """
-
-    holder: str
-    pid: int = 0
-    orders: int = 0
-    retired: int = 0
-    entry: int = 0
-    held: dict[str, int] = dataclasses.field(default_factory=dict)
-    damaged: dict[str, str] = dataclasses.field(default_factory=dict)
-    recent: tuple[Promoted, ...] = ()
-    problem: str | None = None
-    code: str = ""
-    problem_unix_secs: float = 0.0
-    fenced: str | None = None
-
-    def is_at_root(self, save_id: SaveId) -> bool:
-        """Returns whether a save was ever committed remotely, even if it has been removed since."""
-        return self.held.get(save_id.run, -1) >= save_id.attempt
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pushed:
-    """What peers hold.
-
-    Attributes:
-      holder: holder of the uploader's claim.
-      saves: saves that they hold completely, by ``key_of``.
-      damaged: staged saves that cannot be pushed, by ``key_of``, with the reason.
-      problem: why replication is blocked; None if it is not.
-      code: code of that error.
-      problem_unix_secs: since when, in seconds since 1970.
     """
 
     holder: str
@@ -265,6 +237,18 @@ class Pushed:
     problem: str | None = None
     code: str = ""
     problem_unix_secs: float = 0.0
+    pid: int = 0
+    orders: int = 0
+    retired: int = 0
+    entry: int = 0
+    held: dict[str, int] = dataclasses.field(default_factory=dict)
+    recent: tuple[Promoted, ...] = ()
+    fenced: str | None = None
+
+    def has(self, save_id: SaveId) -> bool:
+        """Returns whether a save has reached the tier, even if it has been removed since."""
+        is_committed = self.held.get(save_id.run, -1) >= save_id.attempt
+        return is_committed or key_of(save_id.step, save_id) in self.saves
 
 
 def key_of(step: int, save_id: SaveId | None) -> str:
@@ -291,12 +275,12 @@ class Stage:
 
     @property
     def lock(self) -> Path:
-        """The lock file that the uploader holds."""
+        """The lock file that the replicator holds."""
         return self.path / "stage.lock"
 
     @property
     def log(self) -> Path:
-        """The uploader's log file."""
+        """The replicator's log file."""
         return self.path / "promoter.log"
 
     def make(self) -> None:
@@ -337,9 +321,8 @@ class Stage:
     def _entry(self) -> Path:
         return self.path / "entry.msgpack"
 
-    @property
-    def _progress(self) -> Path:
-        return self.path / "progress.msgpack"
+    def _progress(self, tier: Tier) -> Path:
+        return self.path / _PROGRESS_NAMES[tier]
 
     def orders(self) -> Orders | None:
         """Returns the orders of the newest trainer that has started; None if there were never any.
@@ -392,22 +375,19 @@ class Stage:
                 return leases[-1], _stamp(self._orders(leases[-1]))
         return None
 
-    def progress(self, holder: str) -> Progress:
-        """Returns the upload progress under a claim; empty if it is missing or unreadable."""
+    def progress(self, holder: str, tier: Tier = "remote") -> Progress:
+        """Returns what has reached a tier under a claim; empty if it is missing or unreadable."""
+        path = self._progress(tier)
         try:
-            data = files.read_bytes(self._progress)
-            found = manifest.from_bytes(data, Progress, name=self._progress.name, magic=_PROGRESS)
-        except RestoreError:  # None yet, or lost in a power cut: the uploader rebuilds it.
+            data = files.read_bytes(path)
+            found = manifest.from_bytes(data, Progress, name=path.name, magic=_PROGRESS)
+        except RestoreError:  # None yet, or lost in a power cut: the replicator rebuilds it.
             return Progress(holder=holder)
         return found if found.holder == holder else Progress(holder=holder)
 
     @property
     def _keepers(self) -> Path:
         return self.path / "neighbours.msgpack"
-
-    @property
-    def _pushed(self) -> Path:
-        return self.path / "pushed.msgpack"
 
     def keepers(self) -> bytes | None:
         """Returns the peers that the trainer has found, or None."""
@@ -431,25 +411,8 @@ class Stage:
         """Returns a value that changes with the recorded peers; cheap."""
         return _stamp(self._keepers)
 
-    def pushed(self, holder: str) -> Pushed:
-        """Returns what peers hold under a claim; empty if unknown."""
-        try:
-            data = files.read_bytes(self._pushed)
-            found = manifest.from_bytes(data, Pushed, name=self._pushed.name, magic=_PUSHED)
-        except RestoreError:
-            return Pushed(holder=holder)
-        return found if found.holder == holder else Pushed(holder=holder)
-
-    def report_pushed(self, pushed: Pushed) -> None:
-        """Reports to the trainer what peers hold.
-
-        Raises:
-          StorageError: writing failed.
-        """
-        self._write(self._pushed, manifest.to_bytes(pushed, _PUSHED))
-
     def entry(self) -> bytes | None:
-        """Returns the newest remote journal entry that the uploader has seen, or None."""
+        """Returns the newest remote journal entry that the replicator has seen, or None."""
         try:
             return files.read_bytes(self._entry)
         except RestoreError:
@@ -463,13 +426,13 @@ class Stage:
         """
         self._write(self._entry, entries.to_bytes(entry))
 
-    def report(self, progress: Progress) -> None:
-        """Reports the progress to the trainer.
+    def report(self, progress: Progress, tier: Tier = "remote") -> None:
+        """Reports the progress of a tier to the trainer.
 
         Raises:
           StorageError: writing failed.
         """
-        self._write(self._progress, manifest.to_bytes(progress, _PROGRESS))
+        self._write(self._progress(tier), manifest.to_bytes(progress, _PROGRESS))
 
     def _write(self, path: Path, data: bytes, *, fsync: bool = False) -> None:
         """Writes a record that only this user can read."""

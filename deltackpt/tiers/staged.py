@@ -24,7 +24,6 @@ from deltackpt.errors import (
     DeltackptError,
     FencedError,
     RestoreError,
-    SaveFailed,
     StorageError,
     WaitTimeout,
 )
@@ -41,17 +40,15 @@ from deltackpt.ledger.kept import Kept
 from deltackpt.ledger.lease import Lease
 from deltackpt.ledger.promoted_log import JournaledLogs
 from deltackpt.ledger.view import JournalView
-from deltackpt.options import Tiers
+from deltackpt.options import ManagerOptions, Tiers
 from deltackpt.reading import inventory
 from deltackpt.reading.wal_locations import WalLocation, WalLocations
 from deltackpt.storage import files
 from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import FileStore, Missing, StorePath
 from deltackpt.tiers import eviction
-from deltackpt.tiers.lag import Lag
+from deltackpt.tiers.client import ReplicationClient
 from deltackpt.tiers.layers import Layers
-from deltackpt.tiers.near import Near
-from deltackpt.tiers.running import Running
 from deltackpt.tiers.stage import (
     Line,
     Orders,
@@ -61,12 +58,14 @@ from deltackpt.tiers.stage import (
     key_of,
 )
 
-#: Seconds between two polls of the uploader's progress.
-_POLL_SECS = 0.02
-
 
 class StagedRoot(Held):
-    """A trainer's staging directory and the remote directory."""
+    """A trainer's staging directory and the remote directory, in one process of a job.
+
+    The first process *leads*: it holds the claim, and orders all remote changes. The others share
+    its staging directory, and only save their parts there; or each has one of its own, whose
+    replicator uploads the parts.
+    """
 
     def __init__(
         self,
@@ -74,37 +73,37 @@ class StagedRoot(Held):
         local: Root,
         journal: JournalView,
         orders: Orders,
-        tiers: Tiers,
-        near: Near,
+        options: ManagerOptions,
+        client: ReplicationClient,
         *,
-        processes: int = 1,
-        readable_secs: float = 0.0,
-        cpus: Collection[int] | None = None,
+        processes: int,
     ):
         """Created by ``opening.open_root``.
 
         Args:
           stage: the staging directory.
-          local: its checkpoint directory, whose lease this process holds.
+          local: its checkpoint directory, whose lease this process holds, unless it shares it.
           journal: journal of the remote directory, which is claimed.
           orders: the current orders under that claim.
-          tiers: the user's options.
-          near: local replicas and peers.
+          options: the user's options.
+          client: the replicas.
           processes: number of processes that save together.
-          readable_secs: maximum wait in seconds for a step that is being uploaded.
-          cpus: CPUs that the uploader may use.
         """
-        self._readable_secs = readable_secs
+        self._readable_secs = options.timeouts.save_secs
         self._stage = stage
         self._local = local
-        self._near = near
+        self._client = client
         #: Closes everything that is open, and releases the claim; for ``abandon``.
         self.undo = contextlib.ExitStack()
         self._journal = journal
         self._orders = orders
         #: Whether ``confirm`` was called; before, the orders are only announced.
         self._is_confirmed = False
-        self._tiers = tiers
+        self._tiers = options.tiers or Tiers()
+        #: Whether another process holds the lease of the staging directory.
+        self._is_beside = local.epoch == 0
+        self._leads = orders.process == 0 and not self._is_beside
+        self.tells = not self._is_beside
         #: Units that still exist remotely until the orders are carried out, but are hidden here.
         self._hidden = _gone(orders)
         #: Number of processes that write into the staging directory.
@@ -114,22 +113,18 @@ class StagedRoot(Held):
             FileStore(local.path), self._at_remote(), orders.url, apart=orders.apart
         )
         super().__init__(StorePath(self._layers, ""), local.item, local.path, orders.url)
-        self._running = Running(stage, cpus=cpus)
-        self._lag = Lag(stage, local, journal, orders.holder, orders.process)
         #: Held while a step is evicted, and while one is chosen for reading.
         self._leaving = threading.Lock()
         #: Number of readers of each step, which prevent its eviction.
         self._readers: collections.Counter[int] = collections.Counter()
-        #: Serializes writing orders and starting the uploader.
+        #: Serializes writing orders.
         self._ordering = threading.RLock()
         self._metadata: dict[SaveId, bytes] = {}
-        self._warnings: list[str] = []
-        self._given_up = threading.Event()
         self._tended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._tended.set_result(None)
         self._tender = concurrent.futures.ThreadPoolExecutor(1, "deltackpt-tiers")
         #: Whether there are saves that no ``settle`` call has covered.
-        self._is_unconfirmed = bool(self._lag.behind())
+        self._is_unconfirmed = bool(self._client.lag())
 
     @property
     def epoch(self) -> int:
@@ -148,6 +143,8 @@ class StagedRoot(Held):
           FencedError: a newer trainer has started, or a newer start of this process supersedes this
             one. In the staging directory, the orders of a newer trainer stay in force.
         """
+        if self._is_beside:
+            return
         self._local.check_start()
         self._is_confirmed = True
         self._stage.order(self._orders)
@@ -167,14 +164,16 @@ class StagedRoot(Held):
         is_recorded = self._start_claim()
         self.undo.pop_all()
         try:
-            self._near.confirm()
-            if not is_recorded or self._lag.behind() or (self.log_dir.exists() and not self.apart):
-                self._start()
+            self._client.confirm()
+            if not is_recorded or self._client.lag() or (self.log_dir.exists() and not self.apart):
+                self._client.start()
         except StorageError as error:  # Each save retries.
             events.warn(str(error))
 
     def _start_claim(self) -> bool:
         """Records that the claim is not pending; returns whether the uploader need not do so."""
+        if not self._leads:
+            return True
         assert isinstance(self._journal, Journal)
         try:
             self._journal.start()
@@ -207,7 +206,7 @@ class StagedRoot(Held):
                 f"{aside}"
             )
             gone = {infos[step].save_id for step in lost}
-            self._near.forget(gone)
+            self._client.forget(gone)
             with self._ordering:
                 self._orders = self._orders.without(gone)
                 self._order()
@@ -222,17 +221,15 @@ class StagedRoot(Held):
             self._bring_near(step)
             return
         deadline = time.monotonic() + self._readable_secs
-        self._running.hurry()
+        self._client.hurry()
         while (info := self._local.saves().get(step)) is not None:
             self._look()
-            progress = self._lag.progress
+            progress = self._client.progress()
             if self._journal.known.held(info.save_id):
                 return
             if (problem := progress.damaged.get(key_of(step, info.save_id))) is not None:
                 raise Damaged(f"step {step}", "an uploaded save", problem)
-            self._require_claim()
-            self._start()
-            if time.monotonic() >= deadline:
+            if not self._client.go_on(deadline):
                 raise WaitTimeout(
                     f"step {step}: expected it to be uploaded to {self} within "
                     f"{self._readable_secs:g} s (Timeouts.save_secs), since each process has a "
@@ -240,7 +237,6 @@ class StagedRoot(Held):
                     f"{progress.problem or 'the upload in progress'}; restore again, or check the "
                     "network"
                 )
-            time.sleep(_POLL_SECS)
 
     def _bring_near(self, step: int) -> None:
         local, bases = self._local.saves(), self.compacted()
@@ -249,26 +245,28 @@ class StagedRoot(Held):
         newest_base = max((one for one in chain_of if infos[one].save_id in bases), default=0)
         missing = [one for one in chain_of if one >= newest_base and one not in local]
         with self._leaving:
-            self._near.bring([infos[one].save_id for one in sorted(missing)])
+            self._client.recover([infos[one].save_id for one in sorted(missing)])
 
     def source_of(self, save_id: SaveId) -> str:
         """See ``Steps``."""
         info = None if self.apart else self._local.saves().get(save_id.step)
         if info is None or info.save_id != save_id:
             return super().source_of(save_id)
-        return self._near.source_of(save_id)
+        return self._client.source_of(save_id)
 
     def unusable(self) -> Mapping[int, RestoreError]:
         """See ``Steps``: saves in replicas that could not be recovered."""
-        return self._near.unusable
+        return self._client.unusable
 
     def _at_remote(self) -> Committed:
         """The remote directory's contents, for readers.
 
-        Only the trainer, its uploader and a compactor change it, so all but the newest uploads and
-        bases is known.
+        Only the leading process, its uploader and a compactor change it, so that process knows all
+        but the newest uploads and bases.
         """
-        return Committed(self._journal, hidden=lambda: self._hidden, asks=False)
+        if self._leads:
+            return Committed(self._journal, hidden=lambda: self._hidden, asks=False)
+        return Committed(self._journal)
 
     @property
     def log_at(self) -> WalLocation:
@@ -276,11 +274,14 @@ class StagedRoot(Held):
 
         A single staging directory may lack part of the log, so it is read remotely.
         """
-        at_root = JournaledLogs(self._journal.root, self._log_state)
+        at_root = JournaledLogs(self._journal.root, self._remote)
         return at_root if self.apart else WalLocations([super().log_at, at_root])
 
-    def _log_state(self) -> State:
-        """The remote log state, as far as known."""
+    def _remote(self) -> State:
+        """The remote state: as far as known, but at least what the leading process has seen."""
+        if not self._leads:
+            with contextlib.suppress(StorageError):
+                return self._journal.state()
         return self._journal.known
 
     # ---- committed saves
@@ -297,8 +298,8 @@ class StagedRoot(Held):
         return frozenset(one.save_id for one in self._bases_at_root())
 
     def stands(self, save_id: SaveId) -> bool:
-        """See ``Held``."""
-        shown = self._journal.known.uploads - self._hidden
+        """See ``Held``; the answer is the same in every process."""
+        shown = self._remote().uploads - self._hidden
         return any(found == save_id for _, found in shown)
 
     def base_of(self, save_id: SaveId) -> BaseRef | None:
@@ -341,7 +342,7 @@ class StagedRoot(Held):
         at_root, local = self._at_root(), self._local.saves()
         infos = {number: one.info for number, one in at_root.items()}
         infos |= {number: info for number, info in local.items() if info is not None}
-        near = self._near.held()
+        near = self._client.held()
         found = False
         for number in eviction.chain_steps(step, infos) & local.keys():
             save_id = infos[number].save_id if number in infos else None
@@ -354,7 +355,7 @@ class StagedRoot(Held):
                     "was moved to aside/damaged and is read from another copy"
                 )
                 if save_id in near and save_id is not None:
-                    self._near.bring([save_id])
+                    self._client.recover([save_id])
                 found = True
         return found
 
@@ -399,24 +400,21 @@ class StagedRoot(Held):
     def check_lease(self, *, ask: bool = False) -> None:
         """See ``Held``."""
         self._local.check_lease()
-        self._lag.require_claim()
+        self._client.require_claim()
         if ask and isinstance(self._journal, Journal):
             self._journal.check()
 
-    def _require_claim(self) -> None:
-        """Checks, without waiting, that no newer trainer has started."""
-        self._local.check_held()
-        self._lag.require_claim()
-
     def begin(self, goes_on: SaveId | None, run: str) -> None:
         """See ``Held``."""
+        if self._is_beside:
+            return
         with self._ordering:
             orders = self._orders
             if not orders.began:
                 self._order(began=True, goes_on=goes_on)
             if orders.line(run) is None:
                 self._order(lines=self._lines(goes_on, run))
-                self._start()
+                self._client.start()
 
     def _lines(self, goes_on: SaveId | None, run: str) -> tuple[Line, ...]:
         """Lineages of the staged runs, and of a run that begins."""
@@ -438,7 +436,9 @@ class StagedRoot(Held):
     # ---- rollback and removal
 
     def roll_back(self, step: int, run: str) -> list[int]:
-        """See ``Held``."""
+        """See ``Held``; the leading process rolls the remote directory back."""
+        if self._is_beside:
+            return []
         with self._ordering:
             later = {
                 number: info.save_id
@@ -456,22 +456,24 @@ class StagedRoot(Held):
             # Orders first: they tell the next start which replicas do not count.
             self._order(rolled_back=[one], gone=one.saves, **self._orders.next_era(run))
             self._hide(_given_up(one, self.item))
-            self._near.forget(one.saves)
-        if at_root := sorted(later.keys() - {*moved}):
+            self._client.forget(one.saves)
+        if self._leads and (at_root := sorted(later.keys() - {*moved})):
             events.warn(
                 f"{self}: resuming from step {step}, the later steps {at_root} are rolled back"
             )
         return sorted({*later, *moved})
 
     def remove_steps(self, steps: Collection[int]) -> None:
-        """See ``Held``."""
+        """See ``Held``; the leading process retires saves, and the others evict their parts."""
+        if not self._leads:
+            return
         with self._ordering:
             infos = self.saves()
             ids = {step: info.save_id for step in steps if (info := infos.get(step)) is not None}
             # Otherwise the other processes' parts would wait for this one forever.
             if not self.apart:
                 self._local.remove_steps(steps)
-                self._near.forget({*ids.values()})
+                self._client.forget({*ids.values()})
             every = [
                 Retired(number=0, step=step, item=None, save_id=save_id)
                 for step, save_id in ids.items()
@@ -496,6 +498,8 @@ class StagedRoot(Held):
 
     def collect(self, protected: Callable[[], frozenset[SaveId]] = frozenset) -> None:
         """See ``Held``: also evicts from the staging directory."""
+        if self._is_beside:
+            return
         self._local.collect(protected)
         if self._tended.done():
             before = self._tended
@@ -515,12 +519,13 @@ class StagedRoot(Held):
     def _tidy(self) -> None:
         """Evicts what the staging directory no longer needs, as far as known."""
         self._look()
-        with self._leaving:
-            self._evict()
+        if not self._is_beside:
+            with self._leaving:
+                self._evict()
 
     def _look(self) -> None:
         """Reads the uploader's progress; does not query the remote directory."""
-        if self._lag.progress.entry <= self._journal.known.entry.number:
+        if self._client.progress().entry <= self._journal.known.entry.number:
             return
         data = self._stage.entry()
         # A record torn by a power cut is replaced by the next one; the uploader reports remote
@@ -543,11 +548,16 @@ class StagedRoot(Held):
         for step in surplus:
             with contextlib.suppress(DeltackptError):
                 self.metadata(step)
-        self._local.remove_steps(surplus)
+        self._remove_evicted(surplus)
+
+    def _remove_evicted(self, steps: Collection[int]) -> None:
+        self._local.remove_steps(steps)
+        if steps:
+            self._client.wake()  # Peers drop their copies.
 
     def _evict_parts(self) -> None:
         """Evicts parts of saves that were uploaded, or never will be."""
-        progress, newest = self._lag.progress, max(self._local.steps(), default=None)
+        progress, newest = self._client.progress(), max(self._local.steps(), default=None)
         surplus = [
             step
             for step, info in self._local.saves().items()
@@ -555,16 +565,16 @@ class StagedRoot(Held):
             and step != newest
             and not self._readers[step]
             and (
-                self._lag.is_held(info.save_id, progress)
+                self._client.is_uploaded(info.save_id, progress)
                 or key_of(step, info.save_id) in progress.damaged
             )
         ]
-        self._local.remove_steps(surplus)
+        self._remove_evicted(surplus)
 
     def _drop_bases(self, protected: Callable[[], frozenset[SaveId]]) -> None:
         """Retires compacted bases that no chain uses."""
         bases = self._bases_at_root()
-        if not bases:
+        if not bases or not self._leads:
             return
         # As for a directory: computed after the bases were listed.
         in_flight, infos = protected(), self.saves().values()
@@ -582,103 +592,26 @@ class StagedRoot(Held):
 
     def make_room(self, nbytes: int) -> str | None:
         """See ``Held``."""
-        most, nbytes = self._tiers.max_staging_bytes, nbytes * self._processes
-        while (behind := sum(self._lag.behind().values())) and behind + nbytes > most:
-            self._require_claim()
-            self._start()
-            if self._given_up.wait(_POLL_SECS):
-                raise StorageError(
-                    f"{self._stage.path}: expected room for a save of {nbytes:,} bytes in addition "
-                    f"to {behind:,} that are not uploaded to {self} yet "
-                    f"(Tiers.max_staging_bytes={most:,}), found none when the manager was "
-                    "closed; the uploader continues, save again later"
-                )
-        if nbytes <= most:
-            return None
-        return (
-            f"a save of {nbytes:,} bytes exceeds Tiers.max_staging_bytes={most:,}; it was staged "
-            "alone"
-        )
+        return self._client.make_room(nbytes * self._processes)
 
     def give_up(self) -> None:
         """See ``Held``."""
-        self._given_up.set()
+        self._client.give_up()
 
     def committed(self) -> None:
         """See ``Held``."""
         self._is_unconfirmed = True
-        self._start()
-        self._running.wake()
-        self._meet_again()
-        self._near.hold(
-            self._local.saves().values(),
-            self.item,
-            self._orders,
-            may_go=self._may_go,
-            wait=self._wait_for_root,
-        )
-
-    def _meet_again(self) -> None:
-        """Searches for peers again if they do not accept pushes."""
-        if self._lag.pushed.problem is not None:
-            with contextlib.suppress(DeltackptError):  # The problem persists and has been reported.
-                self._near.find_again()
-
-    def _may_go(self, save_id: SaveId) -> bool:
-        """Whether the extents may drop a save to make room.
-
-        It was uploaded, can never be, or was removed deliberately.
-        """
-        infos = self._local.saves()
-        info = infos.get(save_id.step)
-        if info is None or info.save_id != save_id:
-            # A save with an unreadable manifest may be this one.
-            return info is not None or save_id.step not in infos
-        progress = self._lag.progress
-        return self._lag.is_held(save_id, progress) or (
-            key_of(save_id.step, save_id) in progress.damaged
-        )
-
-    def _wait_for_root(self) -> None:
-        self._require_claim()
-        self._start()
-        if self._given_up.wait(_POLL_SECS):
-            raise StorageError(
-                f"{self._stage.path}: expected room in Tiers.extents for a save, found only saves "
-                f"that were not uploaded to {self} yet when the manager was closed; the uploader "
-                "continues, save again later"
-            )
+        self._client.committed(self._orders)
 
     def settle(self, timeout_secs: float) -> None:
         """See ``Held``."""
-        if self._tiers.wait_for == "staging":
+        tier = self._tiers.wait_for
+        if tier == "staging":
             return
-        deadline = time.monotonic() + timeout_secs
-        if self._tiers.wait_for == "remote":
-            self._running.hurry()
-        while behind := self._lag.short_of(self._tiers.wait_for):
-            self._require_claim()
-            self._start()
-            self._meet_again()
-            if time.monotonic() >= deadline:
-                problem = self._lag.problem(self._tiers.wait_for) or self._running.ended
-                raise WaitTimeout(
-                    f"{self}: expected every save to reach tier {self._tiers.wait_for!r} within "
-                    f"{timeout_secs} s (ManagerOptions.timeouts), found {len(behind)} saves of "
-                    f"{sum(behind.values()):,} bytes only in the staging directory "
-                    f"{self._stage.path}"
-                    f"{f', because {problem}' if problem else ''}; the uploader continues: call "
-                    "wait_until_finished() again, or check the network"
-                )
-            time.sleep(_POLL_SECS)
-        if self._tiers.wait_for == "remote":
+        self._client.wait(tier, timeout_secs)
+        if tier == "remote":
             self._confirm()
-        problem = self._lag.newly_damaged(self._tiers.wait_for)
-        if problem is not None:
-            where = str(self) if self._tiers.wait_for == "remote" else "peers"
-            raise SaveFailed(
-                f"a staged save cannot reach {where}: {problem}; the next save is a base"
-            )
+        self._client.check_damaged(tier)
         with contextlib.suppress(StorageError):  # Retried after the next save.
             self._tidy()
 
@@ -700,19 +633,16 @@ class StagedRoot(Held):
 
     def news(self) -> list[Event]:
         """See ``Held``."""
-        for text in self._drain():
-            events.warn(text)
-        return self._lag.news()
+        return self._client.news()
 
     def abandon(self) -> None:
         """See ``Steps``."""
         self.give_up()
         self._tender.shutdown()
         with contextlib.ExitStack() as parts:
-            parts.callback(self._running.close)
+            parts.callback(self._client.close)
             parts.callback(self.undo.close)
             if self._is_in_force():
-                parts.callback(self._near.close)
                 parts.callback(self._local.abandon)
                 with contextlib.suppress(FencedError, StorageError):
                     self._finish_start()  # An interrupt may have ended ``confirm``.
@@ -727,25 +657,13 @@ class StagedRoot(Held):
                 self._tidy()
             self._local.close()
         finally:
-            self._near.close()
-            self._running.close()
+            self._client.close()
 
     def _newest_local(self) -> SaveId | None:
         """The newest staged save."""
         infos = self._local.saves()
         known = [info.save_id for _, info in sorted(infos.items()) if info is not None]
         return known[-1] if known else None
-
-    def _start(self) -> None:
-        with self._ordering:
-            warning = self._running.start()
-            if warning is not None:
-                self._warnings.append(warning)
-
-    def _drain(self) -> list[str]:
-        with self._ordering:
-            found, self._warnings = self._warnings, []
-        return found
 
     def _order(
         self,
@@ -766,7 +684,7 @@ class StagedRoot(Held):
         """
         # The orders may be those of the next trainer on this staging directory.
         self._local.check_lease()
-        old, progress = self._orders, self._lag.progress
+        old, progress = self._orders, self._client.progress()
         number, newest = old.number + 1, self._newest_local()
         self._orders = dataclasses.replace(
             old,
@@ -787,7 +705,7 @@ class StagedRoot(Held):
         )
         if self._is_confirmed:
             self._stage.order(self._orders)
-            self._running.wake()
+            self._client.wake()
         else:
             self._stage.announce(self._orders)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The uploader program: uploads staged saves, in a process of its own.
+"""The replicator: the process that brings staged saves to the remote directory and to peers.
 
 It does not contend for the trainer's GIL or cores, and it finishes the uploads of a killed trainer:
-the staging directory records the work, and the remote journal what is done. A staging directory has
-at most one uploader at a time.
+the staging directory records the work, and the tiers what is done. A staging directory has at most
+one replicator at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import select
 import sys
 import time
 from collections.abc import Iterator
@@ -23,60 +22,24 @@ from deltackpt.errors import InUse, StorageError
 from deltackpt.ledger import locks
 from deltackpt.resources import memory, priority
 from deltackpt.storage import files
-from deltackpt.tiers.promotion import Promoter, Trainer
+from deltackpt.tiers.cursor import Trainer
 from deltackpt.tiers.pushing import Pusher
 from deltackpt.tiers.stage import Stage
+from deltackpt.tiers.uploading import Uploader
 
 _logger = logging.getLogger(__name__)
 
 _LOCK_SECS = 0.2
 _NICE = 10
 _MOST_LOG_BYTES = 1 << 20
-#: Bytes that a trainer writes to the pipe: there is work; a caller is waiting.
-WAKE, HURRY = b".", b"!"
-
-
-class PipeTrainer:
-    """A trainer at the other end of a pipe, which writes to it when there is work."""
-
-    def __init__(self, descriptor: int):
-        """Reads from a file descriptor."""
-        self._descriptor = descriptor
-        self.is_gone = False
-        self.is_waiting = False
-
-    def wait(self, secs: float) -> None:
-        """See ``Trainer``."""
-        if self.is_gone:
-            time.sleep(secs)
-            return
-        # Unlike select(), poll() takes descriptors of 1,024 and more.
-        polled = select.poll()
-        polled.register(self._descriptor, select.POLLIN)
-        if polled.poll(secs * 1000):
-            told = os.read(self._descriptor, 1 << 16)
-            self.is_gone, self.is_waiting = not told, told.endswith(HURRY)
-
-
-class NoTrainer:
-    """No trainer: the uploader runs until it is stopped, or everything is uploaded."""
-
-    def __init__(self, *, until_empty: bool):
-        """For a trainer that has ended, or may start at any time."""
-        self.is_gone = until_empty
-        self.is_waiting = True
-
-    def wait(self, secs: float) -> None:
-        """See ``Trainer``."""
-        time.sleep(min(secs, 1.0))
 
 
 @contextlib.contextmanager
 def only_one(stage: Stage, trainer: Trainer) -> Iterator[bool]:
-    """Waits until no other uploader works on a staging directory.
+    """Waits until no other replicator works on a staging directory.
 
     Yields:
-      Whether this is the uploader; False if the trainer ended first and left nothing to do.
+      Whether this is the one; False if the trainer ended first and left nothing to do.
     """
     refusal = InUse(f"{stage.path}: expected no other uploader, found one running; it continues")
     while True:
@@ -84,13 +47,12 @@ def only_one(stage: Stage, trainer: Trainer) -> Iterator[bool]:
             try:
                 stack.enter_context(locks.held(stage.lock, refusal, private=True))
             except InUse:
-                trainer.wait(_LOCK_SECS)
-                status = status_of(stage) if trainer.is_gone else None
-                if trainer.is_gone and (status is None or not status.waiting):
-                    yield False
-                    return
+                time.sleep(_LOCK_SECS)
                 if trainer.is_gone:
-                    time.sleep(_LOCK_SECS)
+                    status = status_of(stage)
+                    if status is None or not status.waiting:
+                        yield False
+                        return
                 continue
             yield True
             return
@@ -127,8 +89,7 @@ def status_of(stage: Stage) -> Status | None:
     if orders is None:
         return None
     progress = stage.progress(orders.holder)
-    promoter = Promoter(stage, orders, progress)
-    waiting = promoter.waiting()
+    waiting = Uploader(stage, orders, progress).waiting()
     return Status(
         url=orders.url,
         waiting=len(waiting),
@@ -141,7 +102,7 @@ def status_of(stage: Stage) -> Status | None:
 
 def main(arguments: list[str] | None = None) -> int:
     """The program that a manager starts; its standard input is the trainer's pipe."""
-    parser = argparse.ArgumentParser(prog="deltackpt.tiers.promoter", description=__doc__)
+    parser = argparse.ArgumentParser(prog="deltackpt.tiers.replicator", description=__doc__)
     parser.add_argument("stage", type=Path)
     parser.add_argument("--cpus", type=int, nargs="+", help="where it runs")
     options = parser.parse_args(arguments)
@@ -153,24 +114,24 @@ def main(arguments: list[str] | None = None) -> int:
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     memory.keep_little()
-    trainer = PipeTrainer(sys.stdin.fileno())
+    trainer = Trainer(sys.stdin.fileno())
     with only_one(stage, trainer) as is_one:
         if is_one:
             _shorten(stage.log)
-            with _pushing(stage):
-                Promoter(stage).run(trainer)
+            with _pushing(stage, trainer):
+                Uploader(stage).run(trainer)
     _logger.info("ended; peak memory %s, %.2f s of CPU", _most_memory(), time.process_time())
     return 0
 
 
 @contextlib.contextmanager
-def _pushing(stage: Stage) -> Iterator[None]:
+def _pushing(stage: Stage, trainer: Trainer) -> Iterator[None]:
     """Replicates saves to peers in a second thread, if the trainer has found any."""
     if stage.keepers_stamp() is None:
         yield
         return
     pusher = Pusher(stage)
-    thread = pusher.start()
+    thread = pusher.start(trainer)
     try:
         yield
     finally:

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings the saves of a staging directory to one tier: the loop that all tiers share.
+
+The replicator process runs one cursor per tier, each in a thread of its own, so an outage of one
+tier does not delay the other. A cursor sleeps until the trainer wakes it.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Hashable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from deltackpt.errors import DeltackptError, RestoreError, StorageError
+from deltackpt.format import names
+from deltackpt.format.chain import SaveInfo
+from deltackpt.reading import saves
+from deltackpt.storage.store import Stamp, StorePath, store_path
+from deltackpt.tiers.stage import Progress, Stage, Tier, key_of
+
+_logger = logging.getLogger(__name__)
+
+#: Bytes that a trainer writes to the pipe: there is work; a caller is waiting.
+WAKE, HURRY = b".", b"!"
+#: Seconds after which an idle cursor looks again: WAL records arrive without a wake-up.
+IDLE_SECS = 5.0
+#: The same without a pipe.
+_UNTOLD_SECS = 1.0
+#: Shortest and longest back-off before a retry, with random jitter.
+BACK_OFF_SECS = (0.1, 30.0)
+
+
+class Trainer:
+    """The process that makes the saves, as the replicator sees it; thread-safe.
+
+    Attributes:
+      is_gone: whether no more orders or saves will come.
+      is_waiting: whether a caller is waiting for the pending saves.
+      signals: number of wake-ups so far.
+    """
+
+    def __init__(self, pipe: int | None = None, *, is_gone: bool = False):
+        """Listens to a pipe that the trainer writes to and closes; without one, cursors poll."""
+        self.is_gone = is_gone
+        self.is_waiting = pipe is None
+        self.signals = 0
+        self._most_secs = _UNTOLD_SECS if pipe is None else float("inf")
+        self._changed = threading.Condition()
+        if pipe is not None:
+            threading.Thread(target=self._listen, args=(pipe,), daemon=True).start()
+
+    def _listen(self, pipe: int) -> None:
+        while words := os.read(pipe, 1 << 16):
+            self.wake(is_waiting=words.endswith(HURRY))
+        self.is_gone = True
+        self.wake(is_waiting=False)
+
+    def wake(self, *, is_waiting: bool = False) -> None:
+        """Wakes all cursors."""
+        with self._changed:
+            self.is_waiting = is_waiting
+            self.signals += 1
+            self._changed.notify_all()
+
+    def wait(self, seen: int, secs: float) -> None:
+        """Waits for a time, or until there were more than ``seen`` wake-ups."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.signals > seen, min(secs, self._most_secs))
+
+
+class StagedSave(NamedTuple):
+    """A save in the staging directory.
+
+    Attributes:
+      step: its step.
+      info: its entry in the chain; None if its manifest is unreadable.
+      at: its folder.
+      identity: distinguishes the folder from a replacement.
+    """
+
+    step: int
+    info: SaveInfo | None
+    at: StorePath
+    identity: Hashable
+
+    @property
+    def key(self) -> str:
+        """Its name in the progress."""
+        return key_of(self.step, self.info and self.info.save_id)
+
+
+class Cursor(abc.ABC):
+    """What one tier holds of a staging directory, and what is next; used by one thread.
+
+    Attributes:
+      stage: the staging directory.
+      progress: the last reported progress.
+      trainer: wakes the cursor.
+    """
+
+    tier: ClassVar[Tier]
+
+    def __init__(self, stage: Stage, progress: Progress | None = None):
+        """Reads and writes nothing yet."""
+        self.stage = stage
+        self.progress = progress or Progress(holder="")
+        self.trainer = Trainer()
+        self._infos: dict[tuple[int, Stamp], SaveInfo | None] = {}
+        #: Identifies the folder of each damaged save, by key.
+        self._damaged_at: dict[str, Hashable] = {}
+
+    def run(self, trainer: Trainer) -> None:
+        """Brings saves to the tier until there is nothing left to do."""
+        self.trainer = trainer
+        failures = 0
+        while True:
+            seen = trainer.signals  # A wake-up during the step is not lost.
+            try:
+                has_more, failures = self.step(), 0
+                if not has_more and self.is_done():
+                    return
+                rest = 0.0 if has_more else self.rest_secs()
+            except Exception as error:
+                failures += 1
+                if not self.is_retried(error):
+                    return
+                most = min(BACK_OFF_SECS[0] * 2 ** min(failures, 20), BACK_OFF_SECS[1])
+                rest = most * random.uniform(0.5, 1.0)
+            if rest:
+                trainer.wait(seen, rest)
+
+    @abc.abstractmethod
+    def step(self) -> bool:
+        """Brings the oldest save that the tier lacks.
+
+        Returns:
+          Whether there may be more to do at once.
+
+        Raises:
+          StorageError: the tier reported an error or did not answer; retry.
+          RestoreError: the staging directory is not readable.
+        """
+
+    @abc.abstractmethod
+    def is_done(self) -> bool:
+        """Returns whether to end; called when there is nothing to do."""
+
+    def rest_secs(self) -> float:
+        """Returns how long to wait for a wake-up when there is nothing to do."""
+        return IDLE_SECS
+
+    def is_retried(self, error: Exception) -> bool:
+        """Reports a failed step; returns whether to try again.
+
+        Raises:
+          Exception: the error, if retrying is useless.
+        """
+        self.report_failure(error)
+        return True
+
+    def scan(self, item: str) -> list[StagedSave]:
+        """Returns the staged saves, oldest first; each manifest is read once."""
+        at, found = store_path(self.stage.steps), dict[tuple[int, Stamp], SaveInfo | None]()
+        for name in at.folders():
+            step = names.step_number(name)
+            stamp = None if step is None else (at / name).stamp()
+            if step is None or stamp is None:
+                continue
+            info = self._infos.get((step, stamp))
+            try:
+                info = info or saves.read_info(at / name, item)
+            except RestoreError:
+                if not (at / name).is_dir():
+                    continue  # It was removed concurrently.
+            found[step, stamp] = info
+        self._infos = found
+        staged = (
+            StagedSave(step, info, at / str(step), stamp.identity)
+            for (step, stamp), info in found.items()
+        )
+        return sorted(staged, key=lambda one: one.step)
+
+    def forget_replaced(self, found: Sequence[StagedSave]) -> None:
+        """Forgets damaged saves if another copy of one was staged: others may have depended on it.
+
+        Args:
+          found: the staged saves.
+        """
+        there = {one.key: one.identity for one in found}
+        known = {key: one for key, one in self._damaged_at.items() if key in self.progress.damaged}
+        if any(there.get(key, one) != one for key, one in known.items()):
+            known.clear()
+            self.report(damaged={})
+        damaged = self.progress.damaged
+        self._damaged_at = {key: one for key, one in there.items() if key in damaged} | known
+
+    def report_damaged(self, save: StagedSave, problem: str) -> None:
+        """Reports why a save cannot reach the tier."""
+        _logger.error("step %d cannot reach tier %r: %s", save.step, self.tier, problem)
+        self.report(damaged={**self.progress.damaged, save.key: problem})
+
+    def report_unreadable(self, save: StagedSave, item: str) -> None:
+        """Reports a save that cannot be identified, if it is still there."""
+        try:
+            saves.read_info(save.at, item)
+        except RestoreError as error:
+            if save.key not in self.progress.damaged and save.at.is_dir():
+                self.report_damaged(save, f"step {save.step}: {error}")
+
+    def report(self, **changes: Any) -> None:
+        """Reports changes of the progress to the trainer, if any.
+
+        Raises:
+          StorageError: writing failed.
+        """
+        progress = dataclasses.replace(self.progress, **changes)
+        if progress != self.progress:
+            self.stage.report(progress, self.tier)
+            self.progress = progress
+
+    def report_failure(self, error: Exception, **changes: Any) -> None:
+        """Reports what blocks the tier; the first report of a kind sets the time."""
+        is_typed = isinstance(error, DeltackptError)
+        if self.progress.problem is None:
+            _logger.warning("%s", error, exc_info=not is_typed)
+        try:
+            self.report(
+                problem=str(error) if is_typed else f"{type(error).__name__}: {error}",
+                code=error.code if is_typed else DeltackptError.code,
+                problem_unix_secs=self.progress.problem_unix_secs or time.time(),
+                **changes,
+            )
+        except StorageError as refused:
+            # The staging directory may be full; the work continues regardless.
+            _logger.warning("%s", refused)
