@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fake manifests of saves, with only what lineage and rendezvous read."""
+"""Fake manifests of saves, with only what lineage and process 0 read."""
 
 from __future__ import annotations
 
