@@ -38,6 +38,8 @@ from deltackpt.errors import (
 
 #: Size limit of a value; longer messages are sent in pieces.
 _PIECE_BYTES = 64 << 10
+#: Limit for the text of an error, so that it is sent in one piece.
+_MOST_CHARACTERS = 8 << 10
 #: Timeout for a value that already exists.
 _GET_SECS = 10.0
 #: Longest time between two looks for failures.
@@ -183,7 +185,7 @@ class Coordinator:
     def send_failure(self, topic: str, error: BaseException) -> None:
         """Sends an error in place of this process's message; never raises."""
         note = {
-            "error": f"{type(error).__name__}: {error}",
+            "error": f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS],
             "missing": error.processes if isinstance(error, ProcessMissing) else None,
             "doubt": isinstance(error, DeltackptError) and error.leaves_doubt,
         }
@@ -208,6 +210,8 @@ class Coordinator:
           StorageError: the service does not answer.
         """
         missing, limit = {*senders}, self.timeout_secs
+        # Process 0 may be waiting for others itself.
+        most = (1 if self.index == 0 else 2) * _MOST_TIMEOUTS * limit
         started = looked = beaten = time.monotonic()
         heard = dict.fromkeys(missing, started)
         beats: dict[str, bytes] = {}
@@ -226,13 +230,16 @@ class Coordinator:
                 self._beat()
             if now - looked >= limit / _LOOKS:
                 last, beats = beats, self.folder(_ALIVE)
-                changed = {name for name, beat in beats.items() if last.get(name, beat) != beat}
-                heard |= {int(name): looked for name in changed}
+                # What the first look finds may be old.
+                changed = {name for name, beat in beats.items() if last and last.get(name) != beat}
+                heard |= {int(name): max(looked, now - limit / _LOOKS) for name in changed}
+                if now - looked >= limit / 2:  # This process stood still: it heard nobody.
+                    heard = {process: max(at, now - limit / 2) for process, at in heard.items()}
                 looked = now
             if late := {process for process in missing if now - heard[process] >= limit}:
                 raise self._missing(what, late, f"to {deed}, or to show that it is alive,", limit)
-            if missing and now - started >= _MOST_TIMEOUTS * limit:
-                raise self._missing(what, missing, f"to {deed}", _MOST_TIMEOUTS * limit)
+            if missing and now - started >= most:
+                raise self._missing(what, missing, f"to {deed}", most)
 
     @contextlib.contextmanager
     def alive(self) -> Iterator[None]:
@@ -435,12 +442,12 @@ class Coordinator:
     def _show(self) -> None:
         """Beats as long as this process works; ends in a pause, until the next work."""
         while True:
+            self._beat()
             time.sleep(self.timeout_secs / _BEATS)
             with self._lock:
                 if not self._working:
                     self._is_beating = False
                     return
-            self._beat()
 
     def _missing(self, what: str, late: set[int], deed: str, secs: float) -> ProcessMissing:
         named = sorted(late)

@@ -551,8 +551,10 @@ class CheckpointManager:
         deadline = time.monotonic() + limit
         with self._use(writing=True):
             assert self._recorder is not None
+            # If the save commits during the wait, what the wait returns may not know of it.
+            is_anchored = self._recorder.is_anchored
             found = self._recorder.wait(limit)
-            if self._recorder.is_anchored:
+            if is_anchored:
                 return found
             failure = self._saver.settle(max(0.0, deadline - time.monotonic()))
             if failure is not None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ from deltackpt.save.flight import (
 )
 from deltackpt.save.lineage import UNTRACKED
 from deltackpt.save.step import Item, Step
+from deltackpt.save.writers import StepWriters
 from deltackpt.state import contexts, tables
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import TouchState
@@ -341,8 +343,9 @@ class Saver:
         run, begun = self._run, time.perf_counter()
         warnings: list[str] = []
         try:
-            if (warning := run.held.make_room(nbytes)) is not None:
-                warnings.append(f"step {planned.final.name}: {warning}")
+            with _told(planned.others), run.among.alive():
+                if (warning := run.held.make_room(nbytes)) is not None:
+                    warnings.append(f"step {planned.final.name}: {warning}")
             room_secs = time.perf_counter() - begun
             committed = steps.write(planned, run.runtime)
         except BaseException:
@@ -351,7 +354,8 @@ class Saver:
             run.held.remove_remade(planned.others.temporary)
             raise
         self._keep_references(planned)
-        run.held.committed()
+        with run.among.alive():
+            run.held.committed()
         if run.among.index == 0:
             try:
                 # After the commit, since the policy counts this step.
@@ -607,6 +611,16 @@ class Saver:
             dense=report.dense,
         )
         self._run.emit(event)
+
+
+@contextlib.contextmanager
+def _told(others: StepWriters) -> Iterator[None]:
+    """Reports an error of the block to the other processes."""
+    try:
+        yield
+    except BaseException as error:
+        others.fail(error)
+        raise
 
 
 def _release(items: Mapping[str, Item]) -> None:

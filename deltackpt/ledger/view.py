@@ -16,7 +16,7 @@ from deltackpt.ledger import entries
 from deltackpt.ledger.entries import Entry, State
 from deltackpt.storage.store import Missing, StorePath
 
-#: Folder of entries and pages, below the root.
+#: Folder of the entries, below the root.
 JOURNAL = "journal"
 #: Digits of a number in a key, so that keys sort by number.
 _DIGITS = 20

@@ -131,8 +131,9 @@ def _write(step: Step, batch: FileBatch) -> Committed:
         others.report("written", others.records(_descriptions(step)))
         try:
             others.wait("done")
-        except ProcessMissing:
-            # Process 0 may have died between the commit and its report.
+        except (ProcessMissing, StorageError):
+            # Process 0, which runs the coordination service, may have died between the commit and
+            # its report.
             if temporary.exists() or not step.final.is_dir():
                 raise
         if others.shared_fs:

@@ -83,18 +83,23 @@ class FileBatch:
                 folder.mkdir(exist_ok=True)
                 self._directories[folder] = None
 
-    def write(self, path: Path, data: bytes) -> None:
+    def write(self, path: Path, data: bytes, *, at_once: bool = False) -> None:
         """Writes a file in an existing directory.
 
         Args:
           path: the file.
           data: its contents.
+          at_once: whether processes on other hosts read it before ``force``: it is closed, since
+            network file systems show others only what was closed.
 
         Raises:
           StorageError: writing failed, or the name exists.
         """
-        with self.new(path, direct=len(data) >= _DIRECT_BYTES) as file:
-            file.append(np.frombuffer(data, np.uint8))
+        if at_once:
+            DurableDir(path.parent, fsync=self._fsync).write(path, data)
+        else:
+            with self.new(path, direct=len(data) >= _DIRECT_BYTES) as file:
+                file.append(np.frombuffer(data, np.uint8))
         self._note(path, digests.digest_bytes(data, blocks=len(data) >= _BLOCKS_BYTES))
 
     def below(self, directory: Path, *, relative_to: Path) -> dict[str, Digest]:

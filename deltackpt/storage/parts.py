@@ -281,7 +281,7 @@ def finish(
         batch.force()  # While the others write.
         record = dataclasses.replace(record, parts=index(record), shared_stamps={})
     manifest_bytes = manifest.to_bytes(record)
-    batch.write(item_dir / names.manifest_name(process), manifest_bytes)
+    batch.write(item_dir / names.manifest_name(process), manifest_bytes, at_once=process > 0)
     nbytes += len(manifest_bytes)
     return WrittenPart(record, nbytes, google_crc32c.value(manifest_bytes))
 

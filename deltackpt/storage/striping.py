@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import google_crc32c
 
-from deltackpt.errors import Damaged, OptionError
+from deltackpt.errors import Damaged, OptionError, StorageError
 from deltackpt.resources.runtime import Runtime
 from deltackpt.storage.nodes import Node, check_range
 from deltackpt.storage.placement import ranked
@@ -127,14 +127,20 @@ class NodesStore:
     def get(self, key: str) -> bytes:
         """See ``Store``."""
         data = self._of(key).get(self._inside + key)
-        head = _Head.of(data, self._shown(key))
-        if head is None:
-            return data
-        # A length is trusted only if the last piece is there.
-        self._check_last(key, head)
-        found = bytearray(head.nbytes)
-        self._read_pieces(key, head, 0, [memoryview(found)], whole=True)
-        return bytes(found)
+        while (head := _Head.of(data, self._shown(key))) is not None:
+            try:
+                # A length is trusted only if the last piece is there.
+                self._check_last(key, head)
+                found = bytearray(head.nbytes)
+                self._read_pieces(key, head, 0, [memoryview(found)], whole=True)
+            except Damaged:
+                newer = self._of(key).get(self._inside + key)
+                if newer == data:
+                    raise
+                data = newer  # It was replaced during the read.
+            else:
+                return bytes(found)
+        return data
 
     def read_into(
         self, key: str, start: int, parts: Sequence[memoryview], *, whole: bool = False
@@ -146,10 +152,16 @@ class NodesStore:
         except Damaged as damage:  # A head is shorter than its object.
             error = damage
         head = self._head(key) if nbytes == HEAD_BYTES else None
-        if head is not None:
+        if head is None:
+            if error is not None:
+                raise error
+            return
+        try:
             self._read_pieces(key, head, start, parts, whole=whole)
-        elif error is not None:
-            raise error
+        except Damaged:
+            if self._head(key) == head:
+                raise
+            self.read_into(key, start, parts, whole=whole)  # It was replaced during the read.
 
     def length(self, key: str) -> int:
         """See ``Store``."""
@@ -190,7 +202,10 @@ class NodesStore:
             self._each(put_piece, self._pieces(key, head))
             self._of(key).put(self._inside + key, [head.packed()], absent=absent)
         except Exists:
-            self._delete_pieces(key, head)
+            # It may be this object: a retry after a lost answer finds the first write.
+            with contextlib.suppress(StorageError, Damaged):
+                if self._head(key) != head:
+                    self._delete_pieces(key, head)
             raise
         if replaced is not None:
             self._delete_pieces(key, replaced)
@@ -224,9 +239,10 @@ class NodesStore:
                 node.delete([name])
             except Missing:  # A writer may have died before it wrote the head.
                 nbytes = HEAD_BYTES
-            if nbytes == HEAD_BYTES:
-                for node in self._nodes.values():
-                    node.delete(node.keys(f"{name}~"))
+            # A small object may have replaced a striped one, whose first piece is on this node.
+            if nbytes == HEAD_BYTES or node.keys(f"{name}~"):
+                for other in self._nodes.values():
+                    other.delete(other.keys(f"{name}~"))
 
     def stamp(self, folder: str) -> Stamp | None:
         """See ``Store``."""

@@ -142,6 +142,10 @@ class ReplicationClient:
         """Notifies the replicator of new work."""
         self._running.wake()
 
+    def look(self) -> None:
+        """Notifies the replicator of another change; a caller may still be waiting."""
+        self._running.look()
+
     def hurry(self) -> None:
         """Notifies the replicator that a caller is waiting, until the next ``wake``."""
         self._running.hurry()
@@ -350,7 +354,7 @@ class ReplicationClient:
         self._keepers, self._neighbours = keepers, Neighbours(keepers)
         if self._is_confirmed:
             self._stage.note_keepers(keepers.to_bytes())
-            self.wake()
+            self.look()
 
     def recall(self, root: str, old: Orders | None) -> Recalled:
         """Recovers the saves that count; see ``recall.recall``.

@@ -26,8 +26,9 @@ from deltackpt.tiers.stage import Progress, Stage, Tier, key_of
 
 _logger = logging.getLogger(__name__)
 
-#: Bytes that a trainer writes to the pipe: there is work; a caller is waiting.
-WAKE, HURRY = b".", b"!"
+#: Bytes that a trainer writes to the pipe: there is a save or an order; a caller is waiting, until
+#: the next save or order; something else has changed.
+WAKE, HURRY, LOOK = b".", b"!", b"?"
 #: Seconds after which an idle cursor looks again: WAL records arrive without a wake-up.
 IDLE_SECS = 5.0
 #: The same without a pipe.
@@ -56,10 +57,13 @@ class Trainer:
             threading.Thread(target=self._listen, args=(pipe,), daemon=True).start()
 
     def _listen(self, pipe: int) -> None:
-        while words := os.read(pipe, 1 << 16):
-            self.wake(is_waiting=words.endswith(HURRY))
-        self.is_gone = True
-        self.wake(is_waiting=False)
+        try:
+            while words := os.read(pipe, 1 << 16):
+                last = words.rstrip(LOOK)[-1:]
+                self.wake(is_waiting=last == HURRY if last else self.is_waiting)
+        finally:
+            self.is_gone = True
+            self.wake(is_waiting=False)
 
     def wake(self, *, is_waiting: bool = False) -> None:
         """Wakes all cursors."""

@@ -82,9 +82,16 @@ class Pusher(Cursor):
         self.report(holder=orders.holder)
         self.forget_replaced(found)
         staged = {one.info.save_id for one in found if one.info is not None}
+        #: A peer may have the only intact copy of these.
+        unreadable = {one.step for one in found if one.info is None}
         if orders.began:
-            known = {*self._held.values(), *self._parts}
-            self._drop({one for one in known if packing.save_of(one) not in staged}, neighbours)
+            known = {one: packing.save_of(one) for one in (*self._held.values(), *self._parts)}
+            gone = {
+                one
+                for one, save_id in known.items()
+                if save_id not in staged and (save_id is None or save_id.step not in unreadable)
+            }
+            self._drop(gone, neighbours)
         for save in found:
             if save.key in self.progress.damaged:
                 continue
@@ -92,7 +99,7 @@ class Pusher(Cursor):
                 self.report_unreadable(save, orders.item)
             elif save.info.save_id not in self._held:
                 self._push(save, save.info.save_id, orders, neighbours)
-                return True
+                return not self._is_ended
         if orders.began:
             self._drop(self._parts - {*self._held.values()}, neighbours)
             self._parts.clear()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from deltackpt.errors import StorageError
 from deltackpt.storage import files
-from deltackpt.tiers.cursor import HURRY, WAKE
+from deltackpt.tiers.cursor import HURRY, LOOK, WAKE
 from deltackpt.tiers.stage import Stage
 
 #: Seconds between two starts of an uploader that exits unexpectedly.
@@ -84,15 +84,20 @@ class Running:
         """Notifies it of new work."""
         self._tell(WAKE)
 
+    def look(self) -> None:
+        """Notifies it of another change; a caller may still be waiting."""
+        self._tell(LOOK)
+
     def hurry(self) -> None:
         """Notifies it that a caller is waiting, until the next ``wake``."""
         self._tell(HURRY)
 
     def _tell(self, word: bytes) -> None:
-        if self._process is not None and self._process.stdin is not None:
+        process = self._process  # Another thread may start a new one.
+        if process is not None and process.stdin is not None:
             with contextlib.suppress(OSError, ValueError):  # It has exited; ``start`` reports it.
-                self._process.stdin.write(word)
-                self._process.stdin.flush()
+                process.stdin.write(word)
+                process.stdin.flush()
 
     def close(self) -> None:
         """Signals that no more saves will come; the uploader then exits after its last upload."""

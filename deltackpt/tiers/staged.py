@@ -553,7 +553,7 @@ class StagedRoot(Held):
     def _remove_evicted(self, steps: Collection[int]) -> None:
         self._local.remove_steps(steps)
         if steps:
-            self._client.wake()  # Peers drop their copies.
+            self._client.look()  # Peers drop their copies.
 
     def _evict_parts(self) -> None:
         """Evicts parts of saves that were uploaded, or never will be."""
@@ -651,13 +651,12 @@ class StagedRoot(Held):
         """Closes everything that is open; the uploader continues until nothing is left."""
         self.give_up()
         self._tender.shutdown()
-        try:
+        with contextlib.ExitStack() as parts:
+            parts.callback(self._client.close)
+            parts.callback(self._local.close)
             self._tended.result()
             with contextlib.suppress(StorageError):
                 self._tidy()
-            self._local.close()
-        finally:
-            self._client.close()
 
     def _newest_local(self) -> SaveId | None:
         """The newest staged save."""

@@ -439,7 +439,7 @@ class Uploader(Cursor):
             return True
         if orders.process > 0 or len(parts) < orders.processes:
             return not is_sent
-        if self._has_waiting_parent(info, found):
+        if self._must_wait(info, found):
             return False
         try:
             digests = digests or inventory.every_digest(save.at, orders.item)
@@ -537,12 +537,18 @@ class Uploader(Cursor):
                 )
         return None
 
-    def _has_waiting_parent(self, info: SaveInfo, found: Sequence[StagedSave]) -> bool:
-        """Whether a save's parent is staged and may still be uploaded."""
-        parent = info.parent
-        return parent is not None and any(
-            one.info is not None and one.info.save_id == parent.save_id and self._is_waiting(one)
+    def _must_wait(self, info: SaveInfo, found: Sequence[StagedSave]) -> bool:
+        """Whether a save's parent, or an earlier save of its run, may still be uploaded.
+
+        Once a save of a run is committed, the earlier ones of the run count as uploaded.
+        """
+        parent, own = info.parent, info.save_id
+        return any(
+            (parent is not None and other == parent.save_id)
+            or (other.run == own.run and other.attempt < own.attempt)
             for one in found
+            if one.info is not None and self._is_waiting(one)
+            for other in (one.info.save_id,)
         )
 
     def _give_up(

@@ -386,7 +386,13 @@ class Recorder:
             memory.release(reserved)
             raise
         batch.blocked_secs = time.perf_counter() - started
-        writer.submit(batch, chain.root, losses)
+        try:
+            writer.submit(batch, chain.root, losses)
+        except BaseException:
+            batch.release()
+            writer.owe(owed)
+            memory.release(nbytes)
+            raise
         return True
 
     def _is_restored(self, step: int, split: Split, touched: TouchState | None) -> bool:

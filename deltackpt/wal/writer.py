@@ -272,7 +272,11 @@ class WalWriter:
             # Not even the failure of a record could be handled: what is in the files is unknown.
             with self._changed:
                 self._died, self._busy = error, False
+                lost = self._undurable()
+                self._queue.clear()
+                self._written.clear()
                 self._changed.notify_all()
+            self._drop(lost)
 
     def _write_all(self) -> None:
         while True:
