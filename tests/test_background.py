@@ -266,7 +266,8 @@ def test_only_the_newest_save_is_delayed_and_only_if_the_trainer_does_not_wait(t
     assert secs(2, process=0) is None
 
 
-def test_a_part_that_arrives_during_a_poll_is_not_reported_as_missing(tmp_path, monkeypatch):
+def two_parts(tmp_path: Path, monkeypatch) -> Any:
+    """Two staged saves of a run, each without a parent, and the uploader of process 0 of two."""
     root = store_path(tmp_path / "root")
     journal: Any = types.SimpleNamespace(
         root=root, prefix=lambda unit, token: f"saves/{1:020}/{unit.step}-{token}"
@@ -283,6 +284,37 @@ def test_a_part_that_arrives_during_a_poll_is_not_reported_as_missing(tmp_path, 
     def advance(save: StagedSave) -> bool:
         return work._advance(save, infos[save.step], found, orders_of(0), journal)
 
+    return root, work, found, advance
+
+
+def test_a_base_is_not_committed_before_an_earlier_save_of_its_run(tmp_path, monkeypatch):
+    _, work, found, advance = two_parts(tmp_path, monkeypatch)
+    assert advance(found[0]) and advance(found[1])
+    work._uploads[found[1].key].parts.publish(Part(process=1))
+    assert not advance(found[1])  # There is no journal to commit to.
+
+
+def test_a_change_that_is_no_save_does_not_end_the_haste_of_a_waiting_caller():
+    readable, writable = os.pipe()
+    trainer = Trainer(readable)
+    for words, is_waiting in (
+        (b"!", True),
+        (b"?", True),
+        (b".", False),
+        (b"?", False),
+        (b".!?", True),
+    ):
+        seen = trainer.signals
+        os.write(writable, words)
+        trainer.wait(seen, 60)
+        assert trainer.is_waiting == is_waiting
+    os.close(writable)
+    trainer.wait(trainer.signals, 60) if not trainer.is_gone else None
+    assert trainer.is_gone
+
+
+def test_a_part_that_arrives_during_a_poll_is_not_reported_as_missing(tmp_path, monkeypatch):
+    root, work, found, advance = two_parts(tmp_path, monkeypatch)
     assert advance(found[0]) and advance(found[1])
     real = Parts.read
 
