@@ -308,8 +308,9 @@ def test_a_change_that_is_no_save_does_not_end_the_haste_of_a_waiting_caller():
         os.write(writable, words)
         trainer.wait(seen, 60)
         assert trainer.is_waiting == is_waiting
+    seen = trainer.signals
     os.close(writable)
-    trainer.wait(trainer.signals, 60) if not trainer.is_gone else None
+    trainer.wait(seen, 60)
     assert trainer.is_gone
 
 
