@@ -9,6 +9,7 @@ the training state, for a base or for a delta larger than the staging budget): s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -277,22 +278,16 @@ class PendingSave:
             temporary=item_dir.parent,
             runtime=self._runtime,
         )
-        batch = FileBatch(item_dir, fsync=self._fsync, runtime=self._runtime)
-        try:
-            with coordinator.alive():
-                self.write(item_dir, batch, others)
-                batch.force()
+        files = FileBatch(item_dir, fsync=self._fsync, runtime=self._runtime)
+        with others.working(), contextlib.closing(files) as batch:
+            self.write(item_dir, batch, others)
+            batch.force()
             if others.process > 0:
                 others.wait("done")
             elif others.count > 1:
                 others.report("done", {})
                 # No later save of this coordinator does it.
                 coordinator.delete(f"{others.prefix}/shard")
-        except BaseException as error:
-            others.fail(error)
-            raise
-        finally:
-            batch.close()
 
     def abandon(self) -> None:
         """Abandons a save that will not be written. Idempotent."""

@@ -102,16 +102,13 @@ def write(step: Step, runtime: Runtime) -> Committed:
     """
     others, temporary = step.others, step.others.temporary
     try:
-        with files.typed_errors(temporary, "make a directory"):
-            temporary.mkdir(exist_ok=True)
-        batch = FileBatch(temporary, fsync=step.fsync, runtime=runtime)
-        try:
-            with others.coordinator.alive():
+        with others.working():
+            with files.typed_errors(temporary, "make a directory"):
+                temporary.mkdir(exist_ok=True)
+            made = FileBatch(temporary, fsync=step.fsync, runtime=runtime)
+            with contextlib.closing(made) as batch:
                 return _write(step, batch)
-        finally:
-            batch.close()
-    except BaseException as error:
-        others.fail(error)
+    except BaseException:
         if others.count == 1:
             DurableDir(step.final.parent).remove(temporary)
         raise

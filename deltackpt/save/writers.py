@@ -15,9 +15,10 @@ the step's name. Rows and values stay where they were written, until they are up
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,6 +115,16 @@ class StepWriters:
             self._reported.add(phase)
             packed: Any = msgpack.packb(records)
             self.coordinator.send(f"{self.prefix}/{phase}", packed)
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Shows during a block that this process is alive; reports an error of the block."""
+        try:
+            with self.coordinator.alive():
+                yield
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     def fail(self, error: BaseException) -> None:
         """Reports that this process failed, unless it has committed the step; never raises.
