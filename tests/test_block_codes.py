@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +13,7 @@ from hypothesis import strategies as st
 from deltackpt import codecs
 from deltackpt.codecs import logarithms, of_blocks
 from deltackpt.format.dense_blocks import BLOCK
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import block_codes
 from deltackpt.save.block_codes import LeafDelta
 
@@ -26,7 +25,7 @@ SPECIAL += [3.4e38, -3.4e38, np.inf, -np.inf, np.nan]
 
 @pytest.fixture(scope="module")
 def pool():
-    with concurrent.futures.ThreadPoolExecutor(2) as found:
+    with Runtime(2) as found:
         yield found
 
 

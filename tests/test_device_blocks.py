@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -17,10 +16,11 @@ from hypothesis import strategies as st
 import deltackpt
 from deltackpt.codecs import of_blocks
 from deltackpt.format.dense_blocks import BLOCK
+from deltackpt.resources.runtime import Runtime
 from deltackpt.save import device_blocks, extract
 from deltackpt.save.block_codes import encode_leaf
 
-POOL = ThreadPoolExecutor(2)
+POOL = Runtime(2)
 DTYPES = ("float32", "bfloat16", "float16")
 
 

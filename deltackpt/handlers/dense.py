@@ -28,10 +28,13 @@ from deltackpt.errors import TemplateMismatch
 from deltackpt.reading.orbax_values import ARRAY_METADATAS, key_impls
 from deltackpt.restore import mismatch
 from deltackpt.state import paths, placement
+from deltackpt.state.remembered import ByLayout
+from deltackpt.state.tables import Split
 
 _EMPTY = "deltackpt:empty"
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray)
 _MISSING = object()
+_nbytes: ByLayout[int] = ByLayout()
 #: What a key of a text must not hold: Orbax takes it for a JSON pointer, and escapes nothing.
 _NO_POINTER = re.compile("~(?![01])")
 
@@ -51,9 +54,13 @@ def storable(dense: dict[str, Any]) -> dict[str, Any]:
     return jax.tree.map(_storable, dense, is_leaf=_is_none)
 
 
-def nbytes(tree: Any) -> int:
-    """Returns the bytes of the arrays among dense leaves."""
-    return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(tree))
+def nbytes(split: Split) -> int:
+    """Returns the bytes of the arrays among the dense leaves of a state."""
+
+    def count() -> int:
+        return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(split.dense))
+
+    return _nbytes.get(split.layout, None, count)
 
 
 def fault(leaf: Any, key: Sequence[str] = ()) -> str | None:

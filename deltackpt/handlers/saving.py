@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,6 @@ from deltackpt.save.flight import (
 )
 from deltackpt.save.lineage import UNTRACKED
 from deltackpt.save.step import Item, Step
-from deltackpt.save.writers import StepWriters
 from deltackpt.state import contexts, tables
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import TouchState
@@ -230,8 +228,8 @@ class Saver:
             ),
             runtime=run.runtime,
             force_base=arguments.force_base,
-            dense_bytes=0 if run.dense is None else dense.nbytes(split.dense),
-            copied_bytes=0 if run.dense is not None else dense.nbytes(split.dense),
+            dense_bytes=0 if run.dense is None else dense.nbytes(split),
+            copied_bytes=0 if run.dense is not None else dense.nbytes(split),
             tracking=run.tracking.name(split, arguments.touched),
         )
         return snapshot.take(embeddings, step, run.held.step_dir(step))
@@ -343,7 +341,7 @@ class Saver:
         run, begun = self._run, time.perf_counter()
         warnings: list[str] = []
         try:
-            with _told(planned.others), run.among.alive():
+            with planned.others.working():
                 if (warning := run.held.make_room(nbytes)) is not None:
                     warnings.append(f"step {planned.final.name}: {warning}")
             room_secs = time.perf_counter() - begun
@@ -611,16 +609,6 @@ class Saver:
             dense=report.dense,
         )
         self._run.emit(event)
-
-
-@contextlib.contextmanager
-def _told(others: StepWriters) -> Iterator[None]:
-    """Reports an error of the block to the other processes."""
-    try:
-        yield
-    except BaseException as error:
-        others.fail(error)
-        raise
 
 
 def _release(items: Mapping[str, Item]) -> None:

@@ -270,9 +270,11 @@ class Runtime:
           Exception: the first error, once no call is running any more.
         """
         requests = [*items]
+        helpers = min(len(requests) - 1, (threads or self.threads) - 1, self._size)
+        if helpers < 1:
+            return [call(item) for item in requests]
         results: list[Any] = [None] * len(requests)
         left = collections.deque(enumerate(requests))
-        helpers = min(len(requests) - 1, (threads or self.threads) - 1, self._size)
 
         def work() -> None:
             try:
@@ -281,7 +283,7 @@ class Runtime:
                         number, item = left.popleft()
                     except IndexError:  # Another thread was faster.
                         return
-                    if cost is None or helpers < 1:
+                    if cost is None:
                         results[number] = call(item)
                     else:
                         with self.memory.reserved(cost(item)):

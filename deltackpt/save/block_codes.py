@@ -124,7 +124,7 @@ def encode_leaf(
                 return found._replace(squared_norm=encode_blocks.squares(leaf[part]))
             return _lossy(codec, leaf[part], before, start, decoded[part], skip_unchanged)
 
-        found = [*runtime.map(of_span, spans)]
+        found = runtime.map(of_span, spans)
         pieces = _joined(piece for span in found for piece in span.pieces)
         if not pieces and reference is not None:
             decoded = reference

@@ -350,7 +350,7 @@ class Recorder:
             )
             nbytes = sum(one.nbytes for one in segments)
             if full:
-                nbytes += writer.dense_bytes or dense.nbytes(split.dense)
+                nbytes += writer.dense_bytes or dense.nbytes(split)
             writer.require_thread()
             coalesces = options.when_full == "coalesce"
             if not memory.reserve(nbytes, 0 if coalesces else options.deadline_secs):
