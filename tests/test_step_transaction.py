@@ -24,6 +24,7 @@ from job import MemoryService, coordinators, step_writers
 
 import deltackpt
 from deltackpt.errors import DeltackptError, OutOfSpace, SaveFailed, StorageError
+from deltackpt.format import names
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save import step as steps
 from deltackpt.save.step import Step
@@ -282,7 +283,7 @@ def test_nothing_is_reported_before_it_is_fsynced_even_if_a_process_is_late(tmp_
             tables="embeddings",
             others=step_writers(connected[process], temporary),
             fsync=True,
-            metadata=lambda: b"{}",
+            own_files=lambda: {names.STEP_METADATA: b"{}"},
             check=lambda: None,
         )
         return steps.write(step, runtime)

@@ -322,7 +322,7 @@ class Saver:
             tables=run.item,
             others=run.writers(temporary, attempt),
             fsync=run.fsync,
-            metadata=lambda: self._metadata(items, arguments, begun_ns),
+            own_files=lambda: self._own_files(number, items, arguments, begun_ns),
             check=run.held.check_lease,
         )
         nbytes = 0 if isinstance(pending, RefusedSave) else pending.nbytes
@@ -375,10 +375,14 @@ class Saver:
             save_id = pending.intent.save_id
             run.dense.references.committed(save_id, run.lineage.next_parent(save_id))
 
-    def _metadata(
-        self, items: Mapping[str, Item], arguments: SaveArguments, begun_ns: int
-    ) -> bytes:
-        """Returns Orbax's metadata of the step, which lets Orbax restore it without arguments."""
+    def _own_files(
+        self, number: int, items: Mapping[str, Item], arguments: SaveArguments, begun_ns: int
+    ) -> dict[str, bytes]:
+        """Returns Orbax's metadata of the step, which lets Orbax restore it without arguments.
+
+        Orbax opens the copy of a step in a bucket only with ``commit_success.txt``. It cannot open
+        a delta: there the file would only cost an fsync.
+        """
         handlers = {
             self._run.item: DeltaCheckpointableHandler,
             names.DENSE_ITEM: ocp.PyTreeCheckpointHandler,
@@ -393,7 +397,12 @@ class Saver:
             "commit_timestamp_nsecs": time.time_ns(),
             "custom_metadata": dict(arguments.custom_metadata or {}),
         }
-        return json.dumps(told).encode()
+        found = {names.STEP_METADATA: json.dumps(told).encode()}
+        tables = items[self._run.item]
+        if not (isinstance(tables, PendingSave) and tables.intent.kind == "delta"):
+            text = f"Checkpoint commit was successful to {self._run.held.step_dir(number).name}"
+            found[names.COMMIT_SUCCESS] = text.encode()
+        return found
 
     # On the training thread again.
 

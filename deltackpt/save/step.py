@@ -54,7 +54,7 @@ class Step:
       tables: name of the item whose shards have their own digests.
       others: the processes that write the step.
       fsync: whether the committed step survives a power cut.
-      metadata: returns the contents of Orbax's step metadata, just before the commit.
+      own_files: returns the files of the step's directory, by name, just before the commit.
       check: called before the commit; an exception prevents the commit.
     """
 
@@ -63,7 +63,7 @@ class Step:
     tables: str
     others: StepWriters
     fsync: bool
-    metadata: Callable[[], bytes]
+    own_files: Callable[[], Mapping[str, bytes]]
     check: Callable[[], None]
 
 
@@ -155,9 +155,8 @@ def _write(step: Step, batch: FileBatch) -> Committed:
 def _commit(step: Step, batch: FileBatch) -> None:
     """Metadata and digests of the whole step, all of it forced; then the rename."""
     temporary = step.others.temporary
-    batch.write(temporary / names.STEP_METADATA, step.metadata())
-    text = f"Checkpoint commit was successful to {step.final.name}"
-    batch.write(temporary / names.COMMIT_SUCCESS, text.encode())
+    for name, data in step.own_files().items():
+        batch.write(temporary / name, data)
     _write_digests(step, batch, temporary / names.STEP_DIGESTS)
     batch.force()
     step.check()
