@@ -59,7 +59,9 @@ _COPIERS = 8
 class Bucketed:
     """deltackpt with a staging directory."""
 
-    def __init__(self, url: str, stage: Path, endpoint: str):
+    def __init__(
+        self, url: str, stage: Path, endpoint: str, wal: deltackpt.WalOptions | None = None
+    ):
         self.stage = stage
         #: Seconds that uploads took, the newest last.
         self.promoted: list[float] = []
@@ -70,6 +72,7 @@ class Bucketed:
             options=deltackpt.ManagerOptions(
                 deltas=deltackpt.DeltaOptions(policy=policy),
                 tiers=deltackpt.Tiers(staging_dir=str(stage), endpoint=endpoint),
+                wal=wal,
             ),
             event_handlers=(self,),
         )
@@ -81,8 +84,14 @@ class Bucketed:
     def save(self, step: int, state: Any) -> None:
         self._manager.save(step, state)
 
+    def log(self, step: int, state: Any, ids: Any = None) -> None:
+        """Appends a WAL record of this step."""
+        self._manager.append(step, state, ids=ids)
+
     def wait(self) -> None:
         self._manager.wait_until_finished()
+        if self._manager.options.wal is not None:
+            self._manager.wait_appended()
 
     def restore(self, template: Any) -> Any:
         result = self._manager.restore_latest(template)
@@ -137,7 +146,7 @@ def put(folder: Path, bucket: Any, pool: ThreadPoolExecutor) -> int:
 
 
 @contextlib.contextmanager
-def google(folder: Path) -> Iterator[tuple[str, str]]:
+def google(folder: Path, bytes_per_sec: float = BYTES_PER_SEC) -> Iterator[tuple[str, str]]:
     """Runs fake-gcs-server and a slow link to it; yields the addresses of link and server."""
     direct, linked = _free_port(), _free_port()
     address = f"http://127.0.0.1:{linked}"
@@ -148,7 +157,7 @@ def google(folder: Path) -> Iterator[tuple[str, str]]:
         *("-external-url", address, "-public-host", f"127.0.0.1:{linked}"),
     ]
     link = [sys.executable, str(Path(__file__).with_name("link.py"))]
-    link += [str(linked), str(direct), str(BYTES_PER_SEC)]
+    link += [str(linked), str(direct), str(bytes_per_sec)]
     with open(folder / "gcs.log", "wb") as log:
         running = [subprocess.Popen(each, stdout=log, stderr=log) for each in (server, link)]
     try:

@@ -4,9 +4,8 @@
 The thesis DLRM (8 tables of 80,000 x 64, MLPs 512-512-64 and 1024-1024-1024-1 with Adam, 30 MB of
 dense leaves) trains with soft and full records, with delta saves, with Orbax, and without saves, in
 turn. The time that `append()` blocks is compared with `np.take` of the same rows and slots into
-warm memory and a copy of the dense leaves. The thesis's own table has full saves as slow as it
-reports them (20 MB/s), and synchronous Orbax at every step, for one, two and four processes. State
-W is recovered from a base and a WAL.
+warm memory and a copy of the dense leaves. State W is recovered from a base and a WAL.
+The comparison of the thesis is in ``thesis.py``.
 
 python benchmarks/log.py --json log.json
 python benchmarks/log.py --quick                      # a smoke test
@@ -46,12 +45,6 @@ from deltackpt.storage.store import store_path
 
 #: Bars on the time, relative to training without saves.
 TRAINING = {"soft": 1.05, "full": 1.15}
-#: Number of processes to the wanted time saving, compared with full saves as in the thesis.
-LESS = {1: 0.38, 2: 0.47, 4: 0.40}
-#: Bar on the time, as a share of what synchronous Orbax saves cost.
-LEFT = 0.1
-#: Bytes per second of the thesis's full saves, and samples in an epoch.
-THESIS_BYTES_PER_SEC, EPOCH_SAMPLES = 20e6, 50_000
 #: Rows that one core should replay in a second.
 REPLAY_ROWS = 5_000_000
 #: For W: lookups of a record, as a share of all rows; bytes of the WAL, as a share of the base.
@@ -183,39 +176,6 @@ def _blocked(loop: Loop, log: deltackpt.WalOptions, ids: bool, place: Path) -> t
     return median(ours), median(takes)
 
 
-def thesis(report: Report, options: argparse.Namespace, root: Path) -> None:
-    """The thesis's own table: rows at every step and a full point at the end of the epoch."""
-    steps = max(1, round(options.epoch / options.batch))
-    nbytes = sum(data.table_rows("thesis", options.scale).values()) * 64 * 4
-    modelled = nbytes / THESIS_BYTES_PER_SEC
-    given = argparse.Namespace(**{**vars(options), "steps": steps, "every": steps})
-    for count in options.processes:
-        place = root / f"thesis-{count}"
-        place.mkdir()
-        modes = ["none", "soft", "full", "orbax", "orbax-tuned"]
-        found = log_job.launch(given, count, modes, place)
-        title = f"{count} process{'es' if count > 1 else ''}"
-        nothing, ours = sample(found["none"]), sample(found["soft"])
-        full = Sample(tuple(value + modelled for value in nothing.values))
-        bar = 1 - LESS[count] if count in LESS else None
-        epoch = f"{title}: an epoch, logged"
-        report.compare(epoch, ours, "saved at 20 MB/s", full, secs, bar=bar)
-        report.compare(epoch, ours, "no saves", nothing, secs)
-        mine = _costs(sample(found["full"]), nothing)
-        for name, most in (("orbax", LEFT), ("orbax-tuned", None)):
-            theirs = _costs(sample(found[name]), nothing)
-            what = f"{title}: what full records cost"
-            report.compare(what, mine, MODES[name].name, theirs, secs, bar=most)
-        report.state(f"{title}: durable after", sample(found["full"], "durable"), secs)
-    report.section()
-
-
-def _costs(runs: Sample, nothing: Sample) -> Sample:
-    """Seconds more than without saves; at least 1 ms, because they are divided by."""
-    pairs = zip(runs.values, nothing.values, strict=True)
-    return Sample(tuple(max(1e-3, value - bare) for value, bare in pairs))
-
-
 def recovery(report: Report, options: argparse.Namespace, root: Path) -> None:
     """State W from a base and a WAL of half its bytes, against a full load by Orbax."""
     way, state = _logged(options.scale, root / "log")
@@ -294,7 +254,7 @@ def replay(report: Report, options: argparse.Namespace, place: Path) -> None:
     report.note(f"The log of W holds {rows:,} rows, {distinct:,} different ones.")
 
 
-PARTS = {"training": training, "blocked": blocked, "thesis": thesis, "recovery": recovery}
+PARTS = {"training": training, "blocked": blocked, "recovery": recovery}
 
 
 def main() -> int:
@@ -306,15 +266,12 @@ def main() -> int:
     add("--steps", type=int, default=32, help="of one training")
     add("--every", type=int, default=16, help="N, steps from full point to full point")
     add("--hidden", type=int, default=1024, help="columns of the largest layers")
-    add("--epoch", type=int, default=EPOCH_SAMPLES, help="samples in an epoch of the thesis")
-    add("--processes", type=int, nargs="+", default=list(LESS), help="of the thesis")
-    add("--limit", type=int, default=1800, help="seconds for a set of processes")
     add("--only", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
     add("--quick", action="store_true", help="everything small, which measures nothing")
     options = parser.parse_args()
     if options.quick:
         options.scale, options.repeats, options.batch, options.steps = 0.01, 1, 64, 4
-        options.every, options.epoch, options.processes, options.hidden = 2, 128, [1, 2], 32
+        options.every, options.hidden = 2, 32
     rows = max(data.table_rows("thesis", options.scale).values())
     report = Report(
         "The log",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training runs of the thesis DLRM for ``log.py``, in this process or in a multi-process job.
+"""Training runs of the thesis DLRM, in this process or in a multi-process job.
 
 Each run begins with a durable base, and ends when its last WAL record or save is durable.
 """
@@ -23,6 +23,7 @@ from statistics import median
 from typing import Any
 
 import jax
+import numpy as np
 import scaling
 import ways
 from dlrm_jax import data, trainer
@@ -32,8 +33,8 @@ import deltackpt
 
 #: Steps to run so that everything is compiled: from a fresh state, and from the next ones.
 _COMPILES = 3
-#: Options of ``log.py`` that are passed to its jobs.
-_PASSED = ("scale", "batch", "steps", "every", "hidden", "repeats", "limit")
+#: Options that are passed to jobs.
+_PASSED = ("scale", "batch", "steps", "every", "hidden", "lookups", "repeats", "limit")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +46,14 @@ class Mode:
       make: makes its way from a directory and the steps between full points; None saves nothing.
       each: whether to save every step instead of every N; ignored if the way appends to a WAL.
       waits: whether to wait for each save.
+      restores: whether to restore at the end, outside the training time.
     """
 
     name: str
     make: Callable[[Path, int], ways.Way] | None = None
     each: bool = False
     waits: bool = False
+    restores: bool = False
 
 
 def _logs(**options: Any) -> Callable[[Path, int], ways.Way]:
@@ -71,10 +74,15 @@ MODES = {
     "delta": Mode('full records, dense="delta"', _logs(dense="delta")),
     "deltas": Mode("a delta every step", _way("power"), each=True),
     "orbax-n": Mode("Orbax tuned every N", _way("orbax-tuned")),
-    "orbax": Mode("Orbax every step, synchronous", _way("orbax"), each=True, waits=True),
-    "orbax-tuned": Mode(
-        "Orbax tuned every step, synchronous", _way("orbax-tuned"), each=True, waits=True
+    "epoch-wal": Mode(
+        "rows each step, dense leaves each epoch",
+        lambda root, every: ways.Logs(root, deltackpt.WalOptions(dense_every=every)),
+        restores=True,
     ),
+    "epoch-full": Mode("rows and dense leaves each step", _logs(), restores=True),
+    "epoch-pickle": Mode("pickle each epoch", _way("pickle"), waits=True, restores=True),
+    "epoch-orbax": Mode("Orbax each epoch", _way("orbax"), waits=True, restores=True),
+    "epoch-tuned": Mode("Orbax tuned each epoch", _way("orbax-tuned"), waits=True, restores=True),
 }
 
 
@@ -89,6 +97,9 @@ class Training:
       syncs: fsyncs of the WAL.
       record_bytes: mean size of a record.
       durable: median seconds from ``append()`` until a record was durable.
+      durable_p99: 99th percentile of these.
+      saved_bytes: bytes written since the base: records, or saves.
+      recovery: seconds of a restore onto the devices; 0 if there was none.
     """
 
     secs: float
@@ -97,6 +108,9 @@ class Training:
     syncs: float = 0.0
     record_bytes: float = 0.0
     durable: float = 0.0
+    durable_p99: float = 0.0
+    saved_bytes: float = 0.0
+    recovery: float = 0.0
 
 
 class Loop:
@@ -111,6 +125,7 @@ class Loop:
         every: int,
         hidden: int,
         exponent: float,
+        lookups: int = 1,
         placement: Placement | None = None,
     ):
         """Draws the batches beforehand, so that only training and saving are timed.
@@ -122,13 +137,14 @@ class Loop:
           every: steps between full points.
           hidden: width of the top MLP's layers; the bottom MLP's are half as wide.
           exponent: exponent of the distribution of ids.
+          lookups: rows of each table that a sample uses.
           placement: see ``trainer.train_step``.
         """
         self.rows = data.table_rows("thesis", scale)
         half, whole = (hidden // 2,) * 2, (hidden,) * 3
         self.sizes = trainer.ModelOptions(rows=self.rows, row_multiple=8, bottom=half, top=whole)
         self.every, self.placement = every, placement
-        self._batch, self._steps = batch, steps
+        self._batch, self._steps, self._lookups = batch, steps, lookups
         self.draw(exponent)
         self.step = trainer.train_step(self.sizes, placement=placement)
         state = self.start()
@@ -137,7 +153,9 @@ class Loop:
 
     def draw(self, exponent: float) -> None:
         """Draws batches from another distribution of ids."""
-        traffic = data.ZipfTraffic(self.rows, self._batch, exponent=exponent, seed=0)
+        traffic = data.ZipfTraffic(
+            self.rows, self._batch, exponent=exponent, seed=0, lookups=self._lookups
+        )
         self.batches = [traffic.batch(step) for step in range(self._steps)]
 
     def start(self) -> trainer.TrainState:
@@ -170,20 +188,44 @@ class Loop:
             way.wait()
         _meet()
         secs, cpu = time.perf_counter() - started, _cpu() - before
-        threads = len(os.listdir("/proc/self/task"))
-        if way is not None:
-            way.close()
+        found = Training(secs, cpu, len(os.listdir("/proc/self/task")))
+        if way is None:
+            return found
+        if mode.restores:
+            found = dataclasses.replace(found, **_restored(way, state))
+        way.close()
         if not isinstance(way, ways.Logs):
-            return Training(secs, cpu, threads)
+            return found
         appends = way.appends
-        return Training(
-            secs,
-            cpu,
-            threads,
+        durable = [event.durable_secs for event in appends]
+        return dataclasses.replace(
+            found,
             syncs=sum(1 / event.batches_in_sync for event in appends),
             record_bytes=sum(event.bytes_written for event in appends) / len(appends),
-            durable=median(event.durable_secs for event in appends),
+            durable=median(durable),
+            durable_p99=float(np.percentile(durable, 99)),
+            saved_bytes=sum(event.bytes_written for event in appends),
         )
+
+
+def _restored(way: ways.Way, state: trainer.TrainState) -> dict[str, float]:
+    """Restores the newest state, and returns the seconds and the bytes of the newest save."""
+    mine = (path for path in way.root.iterdir() if not path.name.endswith(".part"))
+    saved = max(mine, key=lambda path: path.stat().st_mtime)
+    nbytes = ways.tree_bytes(saved) if saved.is_dir() else saved.stat().st_size
+    _meet()
+    started = time.perf_counter()
+    found = way.restore(state)
+    _meet()
+    secs = time.perf_counter() - started
+    equal = jax.tree.map(_equal, found._replace(touched=()), state._replace(touched=()))
+    assert all(jax.tree.leaves(equal)), f"{way.root}: the restored state differs"
+    return {"recovery": secs, "saved_bytes": nbytes}
+
+
+def _equal(one: jax.Array, other: jax.Array) -> bool:
+    pairs = zip(one.addressable_shards, other.addressable_shards, strict=True)
+    return all(np.array_equal(mine.data, theirs.data) for mine, theirs in pairs)
 
 
 def rounds(
@@ -234,6 +276,7 @@ def work(options: argparse.Namespace) -> None:
         every=options.every,
         hidden=options.hidden,
         exponent=0.0,
+        lookups=options.lookups,
         placement=Placement.over_all_devices(),
     )
     found = rounds(loop, options.modes.split(","), options.repeats, options.directory)

@@ -119,6 +119,7 @@ def test_markdown_has_a_line_for_each_row_and_no_markup():
             "tiers.py",
             ["--scale", "0.01", "--repeats", "1", "--iterations", "2", "--processes", "1", "2"],
         ),
+        ("thesis.py", ["--quick"]),
         ("tracking.py", ["--scale", "0.01", "--repeats", "2", "--batch", "64"]),
         (
             "training.py",

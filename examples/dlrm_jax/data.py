@@ -37,7 +37,8 @@ class Batch(NamedTuple):
 
     Attributes:
       numeric: (batch, 13) float32, of order 1.
-      ids: for each table, the row index of each sample, (batch,) int32.
+      ids: for each table, the row of each sample, (batch,) int32, or its rows, (batch, lookups),
+        which the model adds up.
       labels: clicks, (batch,) float32, 0 or 1.
     """
 
@@ -166,7 +167,15 @@ class ZipfTraffic:
     rows and of its numeric features.
     """
 
-    def __init__(self, rows: Mapping[str, int], batch_size: int, *, exponent: float, seed: int):
+    def __init__(
+        self,
+        rows: Mapping[str, int],
+        batch_size: int,
+        *,
+        exponent: float,
+        seed: int,
+        lookups: int = 1,
+    ):
         """Draws the hidden weights of the numeric features.
 
         Args:
@@ -174,8 +183,10 @@ class ZipfTraffic:
           batch_size: samples in each batch.
           exponent: exponent of the Zipf law; 0 draws ids uniformly.
           seed: seed of all random numbers.
+          lookups: rows of each table that a sample uses.
         """
         self._rows = dict(rows)
+        self._lookups = lookups
         self._batch_size = batch_size
         self._exponent = exponent
         self._seed = seed
@@ -188,8 +199,11 @@ class ZipfTraffic:
         odds = numeric @ self._weights - 0.7
         ids = {}
         for number, (name, count) in enumerate(self._rows.items()):
-            ids[name] = zipf_rows(random, count, self._batch_size, self._exponent)
-            odds += _hidden_weights(ids[name], number) * 2 / np.sqrt(len(self._rows))
+            drawn = zipf_rows(random, count, self._batch_size * self._lookups, self._exponent)
+            rows = drawn.reshape(self._batch_size, self._lookups)
+            weights = _hidden_weights(rows, number).sum(1) / np.sqrt(self._lookups)
+            odds += weights * 2 / np.sqrt(len(self._rows))
+            ids[name] = rows if self._lookups > 1 else drawn
         clicks = random.random(self._batch_size) < 1 / (1 + np.exp(-odds))
         return Batch(numeric, ids, clicks.astype(np.float32))
 

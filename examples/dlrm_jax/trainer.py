@@ -160,7 +160,8 @@ def train_step(
         looked_up = [placed(rows, "split") for rows in found]
 
         def loss_of(dense: model.Dense, rows: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-            logits = model.logits(dense, numeric, rows)
+            pooled = [each.reshape(len(numeric), -1, options.width).sum(1) for each in rows]
+            logits = model.logits(dense, numeric, pooled)
             return model.cross_entropy(logits, labels), logits
 
         gradient = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
@@ -173,8 +174,8 @@ def train_step(
             tables[name], accumulators[name] = row_wise_adagrad(
                 tables[name],
                 accumulators[name],
-                ids,
-                placed(gradients, "whole"),
+                ids.reshape(-1),
+                placed(gradients, "whole").reshape(-1, options.width),
                 learning_rate=options.table_rate,
             )
         touched = state.touched
