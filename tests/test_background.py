@@ -20,7 +20,7 @@ import pytest
 from hypothesis import strategies
 
 import deltackpt
-from deltackpt.errors import OptionError
+from deltackpt.errors import OptionError, StorageError
 from deltackpt.format.manifest import SaveId
 from deltackpt.options import Background, ManagerOptions
 from deltackpt.resources.pace import Pace
@@ -28,8 +28,8 @@ from deltackpt.resources.runtime import Runtime
 from deltackpt.storage.batch import FileBatch
 from deltackpt.storage.crc import joined
 from deltackpt.storage.store import store_path
-from deltackpt.tiers import running
-from deltackpt.tiers.cursor import HURRY, WAKE, StagedSave, Trainer
+from deltackpt.tiers import cursor, running
+from deltackpt.tiers.cursor import HURRY, WAKE, Cursor, StagedSave, Trainer
 from deltackpt.tiers.stage import Orders, Stage
 from deltackpt.tiers.uploading import (
     MEETING,
@@ -192,6 +192,36 @@ def test_a_wake_up_before_the_wait_is_not_lost():
     started = time.monotonic()
     trainer.wait(seen, 60.0)
     assert time.monotonic() - started < 0.5
+
+
+class Untidy(Cursor):
+    """Has nothing to bring, and fails to tidy the tier a number of times."""
+
+    tier = "remote"
+
+    def __init__(self, stage: Stage, failures: int):
+        super().__init__(stage)
+        self.failures = failures
+
+    def step(self) -> bool:
+        return False
+
+    def is_done(self) -> bool:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise StorageError("the bucket does not answer")
+        return True
+
+
+def test_the_back_off_grows_if_only_tidying_fails(tmp_path, monkeypatch):
+    rests = list[float]()
+    trainer = Trainer()
+    monkeypatch.setattr(trainer, "wait", lambda seen, secs: rests.append(secs))
+    monkeypatch.setattr(cursor.random, "uniform", lambda low, high: high)
+    stage = Stage(tmp_path)
+    stage.path.mkdir(exist_ok=True)
+    Untidy(stage, 5).run(trainer)
+    assert rests == [0.2, 0.4, 0.8, 1.6, 3.2]
 
 
 def test_uploads_are_spread_over_the_save_interval():

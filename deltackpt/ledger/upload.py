@@ -48,13 +48,11 @@ def upload(
     files: Mapping[str, Digest],
     target: StorePath,
     *,
-    done: set[str] | None = None,
     workers: int = WORKERS,
-    pace: Pace | None = None,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Uploaded:
     """Uploads files, then their digests: ``send``, then ``describe``."""
-    objects = send(source, files, target, done=done, workers=workers, pace=pace, on_bytes=on_bytes)
+    objects = send(source, files, target, workers=workers, on_bytes=on_bytes)
     return describe(files, target, objects)
 
 

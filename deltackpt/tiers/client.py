@@ -5,7 +5,7 @@ The thread that commits a save to the staging directory also writes it to the ex
 for the save includes that. It is dropped from the extents when space is needed and it was uploaded,
 or at once on a rollback. The replicator process uploads saves and pushes them to peers; here, peers
 are only read, if something is missing in the staging directory. Its progress is read from the
-staging directory: no method but ``recover`` and ``find_peers`` sends a request.
+staging directory; only a recovery, and a search for new peers, send requests.
 """
 
 from __future__ import annotations
@@ -349,11 +349,12 @@ class ReplicationClient:
         self._found_at = time.monotonic()
         if keepers == self._keepers:
             return
+        if self._is_confirmed:
+            self._stage.note_keepers(keepers.to_bytes())  # If this fails, the next search retries.
         if self._neighbours is not None:
             self._neighbours.close()
         self._keepers, self._neighbours = keepers, Neighbours(keepers)
         if self._is_confirmed:
-            self._stage.note_keepers(keepers.to_bytes())
             self.look()
 
     def recall(self, root: str, old: Orders | None) -> Recalled:

@@ -126,9 +126,10 @@ class Cursor(abc.ABC):
         while True:
             seen = trainer.signals  # A wake-up during the step is not lost.
             try:
-                has_more, failures = self.step(), 0
+                has_more = self.step()
                 if not has_more and self.is_done():
                     return
+                failures = 0
                 rest = 0.0 if has_more else self.rest_secs()
             except Exception as error:
                 failures += 1
