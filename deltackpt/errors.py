@@ -295,6 +295,12 @@ class ServiceMismatch(ServiceError):
     code = "service-mismatch"
 
 
+class VersionExpired(ServiceError):
+    """A version of served rows was kept open for too long and has been replaced."""
+
+    code = "version-expired"
+
+
 class TooLittleMemory(ServiceError):
     """The rows of a replica do not fit into its memory."""
 
