@@ -307,6 +307,12 @@ class TooLittleMemory(ServiceError):
     code = "too-little-memory"
 
 
+class PatchMismatch(DeltackptError, ValueError):
+    """A patch is for another version, or for other tensors."""
+
+    code = "patch-mismatch"
+
+
 def without_frames(error: _Error) -> _Error:
     """Removes the tracebacks of an error and its causes, whose frames keep buffers alive."""
     found: BaseException | None = error

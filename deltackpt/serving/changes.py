@@ -162,6 +162,7 @@ class Changes(Iterator[ChangeBatch]):
     Attributes:
       consumer: name of the consumer, in ``Live.status``.
       position: the step or recovery point that the consumer has completely received; None before.
+      completed: number of that version, or 0.
     """
 
     def __init__(
@@ -190,18 +191,13 @@ class Changes(Iterator[ChangeBatch]):
         self._log, self._opened, self._wait = log, opened, wait
         self._patterns, self._batch_rows = tables, batch_rows
         self._after: int | None = None if after is None else log.number_of(after)
+        self.completed = self.number
         self._pending: dict[str, _Pending] = {}
         self._ready: collections.deque[ChangeBatch] = collections.deque()
 
     @property
-    def pending_rows(self) -> int:
-        """Rows that are known to have changed and were not sent."""
-        read = sum(len(batch.rows) for batch in [*self._ready])
-        return read + sum(map(len, [*self._pending.values()]))
-
-    @property
     def number(self) -> int:
-        """Number of the newest version whose changes were looked up."""
+        """Number of the newest version whose changes were looked up; 0 before the first."""
         return self._after or 0
 
     def __next__(self) -> ChangeBatch:
@@ -211,7 +207,7 @@ class Changes(Iterator[ChangeBatch]):
                 raise StopIteration
         batch = self._ready.popleft()
         if batch.complete:
-            self.position = batch.position
+            self.position, self.completed = batch.position, self.number
         return batch
 
     def _read(self) -> None:
@@ -244,7 +240,7 @@ class Changes(Iterator[ChangeBatch]):
                 if found:
                     found[-1] = dataclasses.replace(found[-1], complete=True)
                 else:
-                    self.position = shown.position
+                    self.position, self.completed = shown.position, shown.number
             self._ready.extend(found)
 
     def _add(self, changed: ChangedTables, held: Rows) -> None:

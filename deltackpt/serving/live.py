@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -180,7 +181,7 @@ class Live(Versions):
         self._shown: Shown | None = None
         self._shared: SharedVersion | None = None
         self._server: StatusServer | None = None
-        self._consumers: list[Changes] = []
+        self._consumers: weakref.WeakSet[Changes] = weakref.WeakSet()
         self._on_device: dict[str, tuple[Any, Any]] = {}
         self._tables_on_device: dict[tuple[str, Any], DeviceRows] = {}
         self._advancing, self._placing = threading.Lock(), threading.Lock()
@@ -277,7 +278,7 @@ class Live(Versions):
     def changes(
         self,
         *,
-        consumer: str = "",
+        consumer: str = "changes",
         tables: str | Sequence[str] = "**",
         after: Position | None = None,
         batch_rows: int = 1 << 16,
@@ -318,7 +319,7 @@ class Live(Versions):
             batch_rows=batch_rows,
         )
         with self._changed:
-            self._consumers.append(found)
+            self._consumers.add(found)
         return found
 
     def on_device(self, table: str, sharding: Any = None) -> DeviceTable:
@@ -408,15 +409,18 @@ class Live(Versions):
         lag = None if shown is None else self.staleness()
         counts, changed = self._lookups.by_table(), self._holder.changes.changed_rows()
         rows, dense = (None, None) if shown is None else (shown.rows, shown.dense)
+        newest, behind = 0 if shown is None else shown.number, dict[str, int]()
         with self._changed:
-            consumers = [*self._consumers]
+            for one in self._consumers:
+                versions = max(0, newest - one.completed)
+                behind[one.consumer] = max(versions, behind.get(one.consumer, 0))
         return FollowerStatus(
             directory=self._directory,
             position=None if shown is None else str(shown.position),
             step=None if shown is None else shown.step,
             newest_step=self._newest,
             age_secs=None if lag is None else lag.secs,
-            versions=0 if shown is None else shown.number,
+            versions=newest,
             problem=None if problem is None else str(problem),
             unix_secs=time.time(),
             tables={
@@ -430,10 +434,7 @@ class Live(Versions):
             },
             dense_leaves=0 if dense is None else len(dense),
             dense_bytes=0 if dense is None else dense.nbytes,
-            consumers={
-                one.consumer or f"consumer {at}": one.pending_rows
-                for at, one in enumerate(consumers)
-            },
+            consumers=behind,
         )
 
     def serve_status(self, port: int = 0, host: str = "127.0.0.1") -> str:

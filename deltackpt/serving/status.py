@@ -46,7 +46,7 @@ class FollowerStatus:
       tables: table name to its figures.
       dense_leaves: number of dense leaves.
       dense_bytes: their size.
-      consumers: name of each consumer of changes to the rows that it has not received.
+      consumers: name of each consumer of changes to the versions that it is behind.
     """
 
     directory: str
@@ -160,12 +160,14 @@ class _Collector:
             size.add_metric([name], table.nbytes)
             asked.add_metric([name], table.looked_up)
             changed.add_metric([name], table.changed)
-        pending = GaugeMetricFamily(
-            "deltackpt_serving_pending_rows", "Rows to send to a consumer", labels=["consumer"]
+        behind = GaugeMetricFamily(
+            "deltackpt_serving_consumer_behind",
+            "Versions that a consumer of changes is behind",
+            labels=["consumer"],
         )
         for name, count in status.consumers.items():
-            pending.add_metric([name], count)
-        yield from (rows, size, asked, changed, pending)
+            behind.add_metric([name], count)
+        yield from (rows, size, asked, changed, behind)
 
 
 _PAGE = """<!doctype html>
@@ -230,8 +232,8 @@ function show(now) {
       short.format(t.nbytes), count.format(t.looked_up),
       short.format(rate(now, one => one.tables[name]?.looked_up ?? 0)), count.format(t.changed),
       short.format(rate(now, one => one.tables[name]?.changed ?? 0))]))
-  fill($("consumers"), ["consumer", "rows to send"],
-    Object.entries(now.consumers).map(([name, rows]) => [name, count.format(rows)]))
+  fill($("consumers"), ["consumer", "versions behind"],
+    Object.entries(now.consumers).map(([name, behind]) => [name, count.format(behind)]))
   before = now
 }
 async function poll() {
