@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,6 +49,7 @@ from deltackpt.reading import saves
 from deltackpt.reading.wal_index import newest_plan
 from deltackpt.serving import ChangeBatch, Changes, Live, Version
 from deltackpt.serving import changes as changes_module
+from deltackpt.serving.rows import Rows
 from deltackpt.testing import stored_chunks
 
 #: Guards against hangs only.
@@ -646,6 +648,29 @@ def test_batches_are_bounded_and_complete_although_versions_change_in_between(tm
         assert completed and completed[-1].step == trainer.step
 
 
+def test_values_that_changed_while_they_were_copied_are_copied_again(tmp_path, monkeypatch):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        live = opened(tmp_path, hold_secs=0.01)
+        live.advance()
+        real, updates = Rows.gather, [None, None]
+
+        def gather(self: Rows, *how: Any) -> Any:
+            found = real(self, *how)
+            if updates:
+                updates.pop()
+                trainer.log()
+                assert live.advance()
+            return found
+
+        monkeypatch.setattr(Rows, "gather", gather)
+        copy = Copy(live, batch_rows=100)
+        copy.catch_up()
+        with live.version() as version:
+            assert version.step == trainer.step and not updates
+            copy.assert_equals(version)
+
+
 def test_changes_wait_for_a_version_and_end_when_the_follower_is_closed(tmp_path):
     with Trainer(tmp_path) as trainer:
         live = opened(tmp_path, poll_secs=0.01)
@@ -729,3 +754,47 @@ def test_the_status_is_served_as_a_page_as_json_and_as_metrics(tmp_path):
             del copy
         with pytest.raises(urllib.error.URLError):
             get("")
+
+
+def test_a_browser_shows_the_page_without_complaint(tmp_path):
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no Chromium is installed")
+    with Trainer(tmp_path / "run") as trainer:
+        trainer.save()
+    with opened(tmp_path / "run") as live:
+        live.advance()
+        shown = subprocess.run(
+            [
+                *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"),
+                *(f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000"),
+                *("--enable-logging=stderr", live.serve_status()),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "HOME": str(tmp_path)},
+        )
+    assert shown.returncode == 0 and "CONSOLE" not in shown.stderr
+    for text in (USERS, f"<td>{model.ROWS['users']}</td>", "rows looked up per second"):
+        assert text in shown.stdout
+
+
+def test_the_command_line_follows_and_shares_until_it_is_told_to_end(tmp_path):
+    with Trainer(tmp_path / "run") as trainer:
+        trainer.save()
+        command = [sys.executable, "-m", "deltackpt.cli", "follow", tmp_path / "run", "--json"]
+        follower = subprocess.Popen(
+            [*command, "--tables", "**", "--share", tmp_path / "address", "--poll-secs", "0.01"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert follower.stdout is not None
+        url = json.loads(follower.stdout.readline())["url"]
+        reader = serving.attach(tmp_path / "address")
+        with reader.version() as version:
+            assert np.array_equal(rows_of(version, USERS), trainer.state["tables"]["users"])
+        with urllib.request.urlopen(f"{url}status.json", timeout=HANG_SECS) as answer:
+            assert json.loads(answer.read())["step"] == trainer.step
+        follower.send_signal(signal.SIGTERM)
+        assert follower.wait(HANG_SECS) == 0

@@ -31,7 +31,6 @@ _MAGIC = "deltackpt.serving"
 _MOST_BYTES = 16 << 20
 _LENGTH = np.dtype(np.int64)
 _RETRY_SECS = 1e-4
-_READ_SECS = 5.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,11 +132,11 @@ class Attached(Versions):
         self._known: tuple[int, Shown] | None = None
         self._reading = threading.Lock()
 
-    def _current(self) -> Shown:
+    def _current(self, end: float) -> Shown:
         with self._reading:
-            return self._newest()
+            return self._newest(end)
 
-    def _newest(self) -> Shown:
+    def _newest(self, end: float) -> Shown:
         with self._unavailable():
             stat = os.stat(self._path)
             if (stamp := (stat.st_ino, stat.st_mtime_ns)) != self._stamp:
@@ -148,7 +147,6 @@ class Attached(Versions):
                 self._stamp = stamp
         described = self._described
         assert described is not None
-        end = time.monotonic() + _READ_SECS
         while True:
             sequence = described.sequence
             known = self._known

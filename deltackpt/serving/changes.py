@@ -235,6 +235,10 @@ class Changes(Iterator[ChangeBatch]):
                             table, wanted, values, shown.position, pending.reset, complete=False
                         )
                     )
+            if not shown.is_current():  # This thread was suspended for longer than ``hold_secs``.
+                for batch in found:
+                    self._pending[batch.table].add(batch.rows)
+                return
             self._pending = {name: one for name, one in self._pending.items() if len(one)}
             if not self._pending:
                 if found:

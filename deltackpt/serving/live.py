@@ -225,17 +225,11 @@ class Live(Versions):
             except DeltackptError as error:
                 self._tell(without_frames(error))
                 raise
+            finally:
+                changed = self._show()
             self._tell(self._candidates.problem)
             self._newest = self._candidates.newest_step()
-            shown = self._holder.shown
-            if shown is None or shown is self._shown:
-                return False
-            with self._changed:
-                self._shown = shown
-                if self._shared is not None:
-                    self._shared.write(shown)
-                self._changed.notify_all()
-            return True
+            return changed
 
     def wait_ready(self, timeout_secs: float, step: int = 0) -> None:
         """Waits for a version.
@@ -270,7 +264,7 @@ class Live(Versions):
         Raises:
           ServiceUnavailable: no version is available yet.
         """
-        shown = self._current()
+        shown = self._newest_shown()
         newest = shown.step if self._newest is None else self._newest
         secs = max(0.0, time.time() - shown.unix_secs)
         return Staleness(max(0, newest - shown.step), secs, shown.point)
@@ -335,6 +329,7 @@ class Live(Versions):
         Raises:
           ServiceUnavailable: no version is available yet.
           OptionError: the table is not followed.
+          VersionExpired: transferring all rows took longer than ``hold_secs``.
           MissingExtra: jax cannot be imported.
         """
         with self._placing, self._opened(_OPEN_SECS) as shown:
@@ -346,9 +341,14 @@ class Live(Versions):
             array = shown.rows.array(name)
             if changed is None:
                 placed.put(shown.number, array)
+                if not shown.is_current():
+                    del self._tables_on_device[name, sharding]
+                shown.check_current()
             else:
                 at = changed.get(name, NO_ROWS) - shown.rows.tables[name].held[0]
-                placed.change(shown.number, at, array[at])
+                values = array[at]
+                shown.check_current()
+                placed.change(shown.number, at, values)
             return DeviceTable(shown.step, shown.point, placed.array)
 
     def dense_on_device(self, shardings: Any | Mapping[str, Any] = None) -> DeviceWeights:
@@ -367,7 +367,7 @@ class Live(Versions):
           MissingExtra: jax cannot be imported.
         """
         jax = device.jax_module()
-        dense = Version(self._current(), self._lookups).dense
+        dense = Version(self._newest_shown(), self._lookups).dense
         with self._placing, device.neutral():
             placed: dict[str, tuple[Any, Any]] = {}
             for path in dense:
@@ -465,7 +465,22 @@ class Live(Versions):
         with self._changed:
             self._changed.notify_all()
 
-    def _current(self) -> Shown:
+    def _show(self) -> bool:
+        """Shows the held state to readers; returns whether it is another one."""
+        shown = self._holder.shown
+        if shown is None or shown is self._shown:
+            return False
+        with self._changed:
+            self._shown = shown
+            if self._shared is not None:
+                self._shared.write(shown)
+            self._changed.notify_all()
+        return True
+
+    def _current(self, end: float) -> Shown:
+        return self._newest_shown()
+
+    def _newest_shown(self) -> Shown:
         shown = self._shown
         if shown is None:
             problem = self.problem or "wait_ready() waits for the first"

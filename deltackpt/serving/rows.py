@@ -116,6 +116,8 @@ class Rows:
         Raises:
           OptionError: it is not held.
         """
+        if table in self.tables:
+            return table
         name = globs.meant(table, self.tables, OptionError)
         if name not in self.tables:
             raise OptionError(

@@ -56,11 +56,8 @@ class StateHolder:
         return self._rows is not None
 
     def is_at(self, plan: ReplayPlan | None) -> bool:
-        """See ``Holder``."""
-        full = None if plan is None else self._wal.full(plan)
-        return (self._leaves is None or self._leaves.is_at(full)) and (
-            self._rows is None or self._rows.is_at(plan)
-        )
+        """See ``Holder``; also whether readers can open the held state."""
+        return self._holds(plan) and self.shown is not None and self._is_held(self.shown)
 
     def take(self, step_dir: StorePath, plan: ReplayPlan | None) -> bool:
         """See ``Holder``."""
@@ -73,29 +70,38 @@ class StateHolder:
             holding = self._rows.holding
             self.changes.add(None if holding is None else holding.changed)
             changed = True
-        if self.is_at(plan):
+        if self._holds(plan) and (self.shown is None or not self._is_held(self.shown)):
             self.shown = self._complete()
         return changed
 
-    def _complete(self) -> Shown | None:
-        """Returns the held state; the last one if it is the same."""
+    def _holds(self, plan: ReplayPlan | None) -> bool:
+        full = None if plan is None else self._wal.full(plan)
+        return (self._leaves is None or self._leaves.is_at(full)) and (
+            self._rows is None or self._rows.is_at(plan)
+        )
+
+    def _is_held(self, shown: Shown) -> bool:
+        """Returns whether a state is the one in memory."""
+        if self._leaves is not None and not (shown.dense and shown.dense.is_of(self._leaves.held)):
+            return False
+        tables = None if self._rows is None else self._rows.tables
+        if tables is None:
+            return self._rows is None
+        return shown.rows is not None and shown.rows.memory is tables.memory and shown.is_current()
+
+    def _complete(self) -> Shown:
+        """Returns the held state for readers."""
         held = None if self._leaves is None else self._leaves.held
-        before = self.shown
-        dense = None if before is None else before.dense
+        dense = None if self.shown is None else self.shown.dense
         if held is not None and (dense is None or not dense.is_of(held)):
             dense = DenseLeaves(held)
         if self._rows is None:
             assert held is not None
-            if before is not None and dense is before.dense:
-                return before
             save_id, point = held.save.save_id, held.point
             number = self.changes.complete(save_id if point is None else point)
             return Shown(save_id, point, held.unix_secs, number, dense)
         holding, tables = self._rows.holding, self._rows.tables
         assert holding is not None and tables is not None
-        if before is not None and before.is_current() and dense is before.dense:
-            if before.rows is not None and before.rows.memory is tables.memory:
-                return before
         if self._known is None or self._known[0] is not tables:
             found = held_tables(tables, self._choice)
             self._choice.check(tables.layout)

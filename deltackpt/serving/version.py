@@ -61,6 +61,18 @@ class Shown:
         """Returns whether the memory still holds these rows."""
         return self.rows is None or self.rows.memory.sequence == self.sequence
 
+    def check_current(self) -> None:
+        """Checks that rows that were read are those of this state.
+
+        Raises:
+          VersionExpired: a newer state has replaced it.
+        """
+        if not self.is_current():
+            raise VersionExpired(
+                f"version of step {self.step}: expected it to be closed within hold_secs, found "
+                "that a newer one has replaced it; open the newest version, and close it sooner"
+            )
+
 
 class LookupCounts:
     """Counts rows that were looked up, by table. Thread-safe."""
@@ -162,11 +174,7 @@ class Version:
         """
         name, source = self._name_of(table)
         values, found = source.gather(name, rows, slot)
-        if not self._shown.is_current():
-            raise VersionExpired(
-                f"version of step {self.step}: expected it to be closed within hold_secs, found "
-                "that a newer one has replaced it; open the newest version, and close it sooner"
-            )
+        self._shown.check_current()
         self._counts.add(name, len(found))
         return values, found
 
@@ -193,8 +201,15 @@ class Versions:
         """Nothing has been looked up yet."""
         self._lookups = LookupCounts()
 
-    def _current(self) -> Shown:
-        """Returns the newest state; raises ServiceUnavailable without one."""
+    def _current(self, end: float) -> Shown:
+        """Returns the newest state.
+
+        Args:
+          end: when to give up if it is being written, on the monotonic clock.
+
+        Raises:
+          ServiceUnavailable: there is none.
+        """
         raise NotImplementedError
 
     @contextlib.contextmanager
@@ -226,7 +241,7 @@ class Versions:
         """Keeps the newest state from being changed."""
         end = time.monotonic() + timeout_secs
         while True:
-            shown = self._current()
+            shown = self._current(end)
             readers = None if shown.rows is None else shown.rows.memory.readers
             if readers is None or readers.acquire(end):
                 if shown.is_current():
