@@ -26,7 +26,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTHONS := 3.12 3.13
 SMOKE_PYTHONS := 3.11 $(PYTHONS)
 
-.PHONY: help demo demo-s3 demo-multi demo-ray demo-t5 demo-loops demo-log test test-processes test-long test-without-jax bench lint types layers notebook docs format clean
+.PHONY: help demo demo-s3 demo-multi demo-ray demo-t5 demo-loops demo-log demo-serving test test-processes test-long test-without-jax bench lint types layers notebook docs format clean
 .PHONY: servers afresh newest test-pythons $(PYTHONS:%=newest-%) $(PYTHONS:%=test-python-%)
 .PHONY: generated smoke $(SMOKE_PYTHONS:%=smoke-%)
 
@@ -36,6 +36,7 @@ help:
 	@echo "make demo-s3           the same against an S3 server; the node is lost in an upload"
 	@echo "make demo-multi        the same with 2 processes, resumed on 1 and on 4"
 	@echo "make demo-ray          a Ray job on 2 workers: kills, and recovery from memory"
+	@echo "make demo-serving      lookups over HTTP while training is killed: no mixed version"
 	@echo "make demo-t5           make demo with a T5 on span corruption of text"
 	@echo "make demo-loops        optax and NNX loops with Grain data; no sample trained twice"
 	@echo "make test              the test suite without further processes"
@@ -86,6 +87,9 @@ demo-multi: $(READY)
 
 demo-ray: $(READY)
 	$(BIN)/python examples/dlrm_jax/demo_ray.py $(ARGS)
+
+demo-serving: $(READY)
+	$(BIN)/python examples/dlrm_jax/demo_serving.py $(ARGS)
 
 demo-t5: $(READY)
 	$(BIN)/python examples/t5x/demo.py $(ARGS)

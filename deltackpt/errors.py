@@ -295,10 +295,22 @@ class ServiceMismatch(ServiceError):
     code = "service-mismatch"
 
 
+class VersionExpired(ServiceError):
+    """A version of served rows was kept open for too long and has been replaced."""
+
+    code = "version-expired"
+
+
 class TooLittleMemory(ServiceError):
     """The rows of a replica do not fit into its memory."""
 
     code = "too-little-memory"
+
+
+class PatchMismatch(DeltackptError, ValueError):
+    """A patch is for another version, or for other tensors."""
+
+    code = "patch-mismatch"
 
 
 def without_frames(error: _Error) -> _Error:

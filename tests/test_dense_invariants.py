@@ -154,7 +154,7 @@ def assert_is(found: dict[str, Any], expected: dict[str, Any]) -> None:
             assert (have[finite & (want > 0)] <= 0).mean() <= 0.011, name
 
 
-def assert_shown(version: serving.Version, state: dict[str, Any]) -> None:
+def assert_shown(dense: serving.DenseLeaves, state: dict[str, Any]) -> None:
     """Asserts that a version has all arrays with elements, and no others."""
     wanted = {
         f"{kind}/{name}": host(leaf)
@@ -162,10 +162,10 @@ def assert_shown(version: serving.Version, state: dict[str, Any]) -> None:
         for name, leaf in state[kind].items()
         if isinstance(leaf, (np.ndarray, jax.Array, bool, int, float)) and np.size(leaf)
     }
-    assert version.keys() == wanted.keys()
+    assert dense.keys() == wanted.keys()
     for name, leaf in wanted.items():
-        assert (version[name].dtype, version[name].shape) == (leaf.dtype, leaf.shape), name
-        assert version[name].tobytes() == leaf.tobytes(), name
+        assert (dense[name].dtype, dense[name].shape) == (leaf.dtype, leaf.shape), name
+        assert dense[name].tobytes() == leaf.tobytes(), name
 
 
 @pytest.mark.filterwarnings("ignore:step .*dense leaves are saved whole")
@@ -219,7 +219,7 @@ def test_every_reader_finds_what_was_given(seed, policy, logged, room, skip, tmp
                 live.advance()
                 with live.version() as version:
                     assert version.step == step
-                    assert_shown(version, found.state)
+                    assert_shown(version.dense, found.state)
                 if rng.random() < 0.5:  # Otherwise, training ignores the restore.
                     state, marks = found.state, found.touched
             state = moved(rng, copied(state))

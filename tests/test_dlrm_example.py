@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import servers
-from dlrm_jax import data, demo, demo_log, demo_s3, main, model, optimizer, trainer
+from dlrm_jax import data, demo, demo_log, demo_s3, demo_serving, main, model, optimizer, trainer
 from running import demonstration, journal
 
 import deltackpt
@@ -276,6 +276,19 @@ def test_wal_demo_loses_no_acknowledged_step(tmp_path):
     )
     assert done.returncode == 0
     assert b"no acknowledged step was lost" in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.drawn("demos", 2)
+def test_serving_demo_answers_with_no_mixed_version(tmp_path):
+    arguments = ["--scale", "0.1", "--steps=24", f"--directory={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, demo_serving.__file__, *arguments],
+        env=os.environ | {"XLA_FLAGS": ""},
+        stdout=subprocess.PIPE,
+    )
+    assert done.returncode == 0
+    assert b"none is mixed or wrong" in b" ".join(done.stdout.split())
 
 
 @pytest.mark.long

@@ -201,7 +201,10 @@ def _served(stored: Any, root: Path) -> dict[str, Any]:
     with serving.follow(stored._root.path, poll_secs=None) as live:
         live.advance()
         with live.version() as version:
-            return {path.removeprefix("leaves/"): np.array(version[path]) for path in version}
+            return {
+                path.removeprefix("leaves/"): np.array(version.dense[path])
+                for path in version.dense
+            }
 
 
 def _rows(stored: Any, root: Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from deltackpt.errors import (
     ServiceUnavailable,
     WaitTimeout,
 )
-from deltackpt.serving import Live, Version
+from deltackpt.serving import DenseLeaves, Live
 from deltackpt.storage.store import FileStore
 from deltackpt.testing import Disk, StoredChunk, stored_chunks
 from deltackpt.upkeep.compact import compact
@@ -118,10 +118,10 @@ def opened(root: Path, leaves: Any = "params/**", **options: Any) -> Live:
 def assert_shows(live: Live, state: dict[str, Any], step: int) -> None:
     with live.version() as version:
         assert version.step == step
-        assert_is(version, state["params"])
+        assert_is(version.dense, state["params"])
 
 
-def assert_is(version: Version, params: dict[str, Any]) -> None:
+def assert_is(dense: DenseLeaves, params: dict[str, Any]) -> None:
     expected = {
         "params/w": params["w"],
         "params/odd": params["odd"],
@@ -129,11 +129,11 @@ def assert_is(version: Version, params: dict[str, Any]) -> None:
         "params/layers/0": params["layers"][0],
         "params/layers/1": params["layers"][1],
     }
-    assert {*version} == {*expected}
+    assert {*dense} == {*expected}
     for path, leaf in expected.items():
-        found = version[path]
+        found = dense[path]
         assert (found.shape, found.dtype.name) == (leaf.shape, leaf.dtype.name), path
-        assert found.tobytes() == np.asarray(leaf).tobytes(), (path, version.step)
+        assert found.tobytes() == np.asarray(leaf).tobytes(), (path, dense.step)
         assert not found.flags.writeable
 
 
@@ -174,7 +174,7 @@ def test_a_tree_is_nested_like_the_state(tmp_path):
     live = opened(tmp_path, ["params/layers/*", "params/b", "step"])
     live.advance()
     with live.version() as version:
-        tree = version.tree()
+        tree = version.dense.tree()
     assert {*tree} == {"params", "step"} and {*tree["params"]} == {"b", "layers"}
     assert tree["params"]["layers"][0] == 1.0 and tree["step"].shape == ()
 
@@ -186,13 +186,13 @@ def test_only_blocks_that_changed_are_read(tmp_path):
         live.advance()
         with live.version() as version:
             # The whole base, in Orbax's layout.
-            assert version.bytes_read >= version.nbytes
+            assert version.dense.bytes_read >= version.dense.nbytes
         for _ in range(3):
             trainer.save()
             live.advance()
             with live.version() as version:
-                assert 0 < version.bytes_read < version.nbytes / 40
-                assert_is(version, trainer.state["params"])
+                assert 0 < version.dense.bytes_read < version.dense.nbytes / 40
+                assert_is(version.dense, trainer.state["params"])
 
 
 @pytest.mark.parametrize(("deltas", "dense"), [("whole", "whole"), ("blocks", "delta")])
@@ -216,8 +216,10 @@ def test_following_a_short_leaf_does_not_read_a_long_one(tmp_path, monkeypatch, 
             read.clear()
             assert live.advance()
             with live.version() as version:
-                assert [*version] == ["short"] and np.array_equal(version["short"], short)
-                assert version.bytes_read < long.nbytes / 16
+                assert [*version.dense] == ["short"] and np.array_equal(
+                    version.dense["short"], short
+                )
+                assert version.dense.bytes_read < long.nbytes / 16
             # Includes headers and manifests.
             assert sum(read) < long.nbytes / 8
 
@@ -251,9 +253,16 @@ def test_versions_share_the_memory_of_unchanged_leaves(tmp_path):
             trainer.save()
             live.advance()
             with live.version() as after:
-                assert after["params/layers/1"].ctypes.data == before["params/layers/1"].ctypes.data
-                assert after["params/w"].ctypes.data != before["params/w"].ctypes.data
-                changed = [path for path in after if after.content(path) != before.content(path)]
+                assert (
+                    after.dense["params/layers/1"].ctypes.data
+                    == before.dense["params/layers/1"].ctypes.data
+                )
+                assert after.dense["params/w"].ctypes.data != before.dense["params/w"].ctypes.data
+                changed = [
+                    path
+                    for path in after.dense
+                    if after.dense.content(path) != before.dense.content(path)
+                ]
         assert sorted(changed) == ["nu", "params/layers/0", "params/odd", "params/w"]
 
 
@@ -265,7 +274,7 @@ def test_memory_without_readers_is_reused(tmp_path):
         for _ in range(6):
             live.advance()
             with live.version() as version:
-                places.append(version["params/w"].ctypes.data)
+                places.append(version.dense["params/w"].ctypes.data)
             del version
             gc.collect()
             trainer.save()
@@ -279,7 +288,7 @@ def test_an_array_that_is_kept_does_not_change(tmp_path):
         live = opened(tmp_path)
         live.advance()
         with live.version() as version:
-            kept = version["params/w"][3:5]
+            kept = version.dense["params/w"][3:5]
         del version
         expected = np.asarray(trainer.state["params"]["w"])[3:5].tobytes()
         for _ in range(4):
@@ -303,8 +312,8 @@ def test_a_concurrent_reader_sees_only_complete_versions(tmp_path):
                     with live.version() as version:
                         step = version.step
                         # From the same step, even during an update.
-                        number = float(version["params/layers/0"])
-                        seen[step] = hash(version["params/w"].tobytes())
+                        number = float(version.dense["params/layers/0"])
+                        seen[step] = hash(version.dense["params/w"].tobytes())
                         if number != step:
                             wrong.append(step)
 
@@ -346,10 +355,10 @@ def test_leaves_that_orbax_writes_are_read_by_orbax(tmp_path):
             live.advance()
             with live.version() as version:
                 assert (
-                    version["params/w"].tobytes()
+                    version.dense["params/w"].tobytes()
                     == np.asarray(trainer.state["params"]["w"]).tobytes()
                 )
-                assert version["number"] == 3
+                assert version.dense["number"] == 3
 
 
 def test_leaves_that_only_orbax_can_write_are_shown_unchanged(tmp_path):
@@ -361,9 +370,9 @@ def test_leaves_that_only_orbax_can_write_are_shown_unchanged(tmp_path):
             trainer.save()
             live.advance()
             with live.version() as version:
-                assert version.keys() == {"complex", "c/d"}
-                assert version["complex"].shape == version["c/d"].shape == ()
-                assert version["complex"] == 1j and version["c/d"] == 1
+                assert version.dense.keys() == {"complex", "c/d"}
+                assert version.dense["complex"].shape == version.dense["c/d"].shape == ()
+                assert version.dense["complex"] == 1j and version.dense["c/d"] == 1
 
 
 def test_two_leaves_with_the_same_path_are_not_confused(tmp_path):
@@ -389,10 +398,10 @@ def test_leaves_that_appear_or_become_arrays_between_two_deltas_are_shown(tmp_pa
             trainer.save()
             live.advance()
             with live.version() as version:
-                assert version.step == step and ("late" in version) == (step >= 3)
+                assert version.step == step and ("late" in version.dense) == (step >= 3)
         with live.version() as version:
-            assert np.array_equal(version["late"], np.arange(700))
-            assert np.array_equal(version.tree()["late"], np.arange(700))
+            assert np.array_equal(version.dense["late"], np.arange(700))
+            assert np.array_equal(version.dense.tree()["late"], np.arange(700))
 
 
 @pytest.mark.parametrize("deltas", ["blocks", "whole"])
@@ -455,7 +464,7 @@ def test_nothing_is_shown_before_the_first_step(tmp_path):
     with Trainer(tmp_path) as trainer:
         live = opened(tmp_path)
         assert not live.advance()
-        for ask in (live.staleness, live.on_device, live.version().__enter__):
+        for ask in (live.staleness, live.dense_on_device, live.version().__enter__):
             with pytest.raises(ServiceUnavailable):
                 ask()
         with pytest.raises(WaitTimeout):
@@ -507,7 +516,7 @@ def test_a_failure_midway_does_not_change_a_version_in_use(tmp_path):
                 disk.fail("read", rf"^{trainer.step}/.*/layer", times=None)
                 assert live.advance() and live.problem is not None
                 assert disk.failures
-            assert_is(version, shown)
+            assert_is(version.dense, shown)
         assert_shows(live, state, middle)
         trainer.save()
         assert live.advance()
@@ -539,7 +548,7 @@ def test_a_rollback_is_followed(tmp_path):
             trainer.save()
         live.advance()
         with live.version() as version:
-            assert_is(version, trainer.state["params"])
+            assert_is(version.dense, trainer.state["params"])
         trainer.save()
         assert live.advance()
         assert_shows(live, trainer.state, trainer.step)
@@ -579,19 +588,19 @@ def test_a_compacted_chain_is_read_through_its_new_base(tmp_path):
         live = opened(tmp_path)
         live.advance()
         with live.version() as version:
-            expected = {path: array.tobytes() for path, array in version.items()}
+            expected = {path: array.tobytes() for path, array in version.dense.items()}
         compact(tmp_path)
         late = opened(tmp_path)
         late.advance()
         with late.version() as version:
-            assert {path: array.tobytes() for path, array in version.items()} == expected
+            assert {path: array.tobytes() for path, array in version.dense.items()} == expected
         for _ in range(2):
             trainer.save()
             assert live.advance() and late.advance()
             with live.version() as one, late.version() as other:
                 assert one.step == other.step == trainer.step
-                assert {path: array.tobytes() for path, array in one.items()} == {
-                    path: array.tobytes() for path, array in other.items()
+                assert {path: array.tobytes() for path, array in one.dense.items()} == {
+                    path: array.tobytes() for path, array in other.dense.items()
                 }
 
 
@@ -625,7 +634,7 @@ def test_wal_records_are_followed(tmp_path, dense):
             steps_alone.advance()
             with steps_alone.version() as version:
                 assert version.step == (1 if number < 3 else 5)
-                assert_is(version, trainer.states[version.step]["params"])
+                assert_is(version.dense, trainer.states[version.step]["params"])
 
 
 # On devices.
@@ -636,15 +645,15 @@ def test_only_changed_leaves_are_placed_again(tmp_path):
         trainer.save()
         live = opened(tmp_path)
         live.advance()
-        first = live.on_device()
-        again = live.on_device()
+        first = live.dense_on_device()
+        again = live.dense_on_device()
         assert again.tree["params"]["w"] is first.tree["params"]["w"]
         kept = np.asarray(first.tree["params"]["w"]).tobytes()
         for _ in range(3):
             trainer.save()
             live.advance()
         device = jax.devices()[1]
-        last = live.on_device({"params/w": device})
+        last = live.dense_on_device({"params/w": device})
         assert last.step == trainer.step
         assert last.tree["params"]["layers"][1] is first.tree["params"]["layers"][1]
         assert last.tree["params"]["w"].devices() == {device}
@@ -667,16 +676,16 @@ def test_a_typed_key_is_shown_with_its_implementation(tmp_path, dense):
             save()
             live.advance()
             with live.version() as version:
-                assert version.prng_impls == {"rng/one": "threefry2x32", "rng/more": impl}
+                assert version.dense.prng_impls == {"rng/one": "threefry2x32", "rng/more": impl}
                 for name, key in keys.items():
                     data = np.asarray(jax.random.key_data(key))
-                    np.testing.assert_array_equal(version[f"rng/{name}"], data)
-            found = live.on_device().tree
+                    np.testing.assert_array_equal(version.dense[f"rng/{name}"], data)
+            found = live.dense_on_device().tree
             assert found["params"]["b"].dtype == jnp.bfloat16
             for name, key in keys.items():
                 assert found["rng"][name].dtype == key.dtype
                 assert (found["rng"][name] == key).all()
-            assert live.on_device().tree["rng"]["more"] is found["rng"]["more"]
+            assert live.dense_on_device().tree["rng"]["more"] is found["rng"]["more"]
 
 
 # Processes.
@@ -692,7 +701,7 @@ READER = """
         while True:
             with live.version() as version:
                 import hashlib
-                digest = hashlib.sha256(version["params/w"].tobytes()).hexdigest()
+                digest = hashlib.sha256(version.dense["params/w"].tobytes()).hexdigest()
                 found.append((version.step, digest))
                 if version.step >= last:
                     break

@@ -16,6 +16,7 @@ from deltackpt.__about__ import __version__
 from deltackpt.cli import (
     doctoring,
     exchange,
+    following,
     keepers,
     keeping,
     looking,
@@ -70,6 +71,7 @@ for command in (
     keeping.compact,
     promoting.upload,
     nodes.node_store,
+    following.follow,
     doctoring.doctor,
     exchange.export,
     exchange.import_,

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import stat
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -73,7 +71,7 @@ def node_store(
         raise click.UsageError("expected DIRECTORY or --memory, found both or neither; pass one")
     token = _token(token_file)
     with contextlib.ExitStack() as stack:
-        wait = stack.enter_context(_termination())
+        wait = stack.enter_context(terminal.termination())
         others = None
         if peers is not None:
             others = stack.enter_context(contextlib.closing(Elsewhere(addresses_of(peers), token)))
@@ -97,33 +95,6 @@ def node_store(
         else:
             click.echo(f"{server.address}: {held}")
         wait()
-
-
-@contextlib.contextmanager
-def _termination() -> Iterator[Callable[[], None]]:
-    """Yields a function that waits until SIGTERM or SIGINT has arrived.
-
-    Python runs handlers between two instructions of the main thread, so a handler does not run if
-    the signal arrives just before that thread blocks. The file descriptor is written at once.
-    """
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    readable, writable = os.pipe()
-    os.set_blocking(writable, False)
-    former_descriptor = signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
-    former = {number: signal.signal(number, lambda *_: None) for number in numbers}
-
-    def wait() -> None:
-        while os.read(readable, 1)[0] not in numbers:
-            pass  # Another signal with a handler.
-
-    try:
-        yield wait
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(former_descriptor)
-        os.close(readable)
-        os.close(writable)
 
 
 def own_address() -> str:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -113,3 +115,30 @@ def _cell(value: Any) -> str:
 def _is_number(value: Any) -> bool:
     """Whether a value is a number, or a string that starts with one: a size, a time."""
     return isinstance(value, (int, float)) or str(value)[:1].isdigit()
+
+
+@contextlib.contextmanager
+def termination() -> Iterator[Callable[[], None]]:
+    """Yields a function that waits until SIGTERM or SIGINT has arrived.
+
+    Python runs handlers between two instructions of the main thread, so a handler does not run if
+    the signal arrives just before that thread blocks. The file descriptor is written at once.
+    """
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    readable, writable = os.pipe()
+    os.set_blocking(writable, False)
+    former_descriptor = signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
+    former = {number: signal.signal(number, lambda *_: None) for number in numbers}
+
+    def wait() -> None:
+        while os.read(readable, 1)[0] not in numbers:
+            pass  # Another signal with a handler.
+
+    try:
+        yield wait
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(former_descriptor)
+        os.close(readable)
+        os.close(writable)

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exports a step in the safetensors format, with Hugging Face's conventions for shards.
 
-The format is the header's length as 8 little-endian bytes, the header as JSON padded to a multiple
-of 8, then the tensors' bytes in the header's order, without gaps. The safetensors library writes
-whole files from memory. This module streams rows instead, so it writes the format itself.
+Rows are streamed; see ``format.safetensors``.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -22,31 +20,14 @@ import numpy as np
 from deltackpt import inspect
 from deltackpt.__about__ import __version__
 from deltackpt.errors import OptionError
+from deltackpt.format import safetensors
+from deltackpt.format.safetensors import Tensor
 from deltackpt.inspect import DenseLeaf, LazyArray, Step
 from deltackpt.inspect.dense import PLACEHOLDERS
 from deltackpt.interchange.target import Exported, chosen, exported, local_path, published
 from deltackpt.reading.reader import Progress
 
-_METADATA = "__metadata__"
 _SHARD_BYTES = 4 << 30
-_NAMES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "complex64": "C64",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 _WITHOUT_TENSOR = (*PLACEHOLDERS, "string")
 
 
@@ -164,12 +145,12 @@ def _tensors(step: Step, wanted: Collection[str]) -> Iterator[_Tensor]:
 
 
 def _stored_dtype(name: str, dtype: np.dtype) -> np.dtype:
-    if name == _METADATA:
+    if name == safetensors.METADATA:
         raise OptionError(
             f"{name}: expected another leaf name, found the name of safetensors' metadata entry; "
             "rename the leaf, or export to Orbax"
         )
-    if dtype.name in _NAMES:
+    if dtype.name in safetensors.NAMES:
         return dtype
     if dtype.itemsize == 1:
         for wide in (np.int8, np.uint8, np.float32):
@@ -215,18 +196,8 @@ def _write(
 ) -> None:
     # Wide types first, so that each tensor is aligned.
     ordered = sorted(shard, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
-    header: dict[str, Any] = {_METADATA: metadata}
-    at = 0
-    for tensor in ordered:
-        header[tensor.name] = {
-            "dtype": _NAMES[tensor.dtype.name],
-            "shape": list(tensor.array.shape),
-            "data_offsets": [at, at + tensor.nbytes],
-        }
-        at += tensor.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
+    listed = {one.name: Tensor(one.dtype, tuple(one.array.shape)) for one in ordered}
+    file.write(safetensors.header(listed, metadata))
     for tensor in ordered:
         for piece in tensor.pieces():
             data = np.ascontiguousarray(piece.astype(tensor.dtype, copy=False))

@@ -24,8 +24,8 @@ from deltackpt.reading.stored_dense import DenseValues
 from deltackpt.reading.wal_index import ReplayPlan
 from deltackpt.serving import leaves as serving_leaves
 from deltackpt.serving.buffers import Buffers
+from deltackpt.serving.dense import HeldLeaves
 from deltackpt.serving.leaves import LeafArray, name_of
-from deltackpt.serving.version import Held
 from deltackpt.standby.publish import committed_secs
 from deltackpt.storage.ocdbt import ZARRAY
 from deltackpt.storage.store import StorePath
@@ -38,8 +38,8 @@ _ARRAYS = ("array", "key", "scalar")
 _COMPARED_BYTES = 1 << 20
 
 
-class Holder:
-    """The next version; see ``candidates.Holder``. Used by one thread.
+class LeafHolder:
+    """The dense leaves of the next version; see ``candidates.Holder``. Used by one thread.
 
     The last step is kept even if a recovery point is newer: the next step's deltas apply to it.
     """
@@ -51,8 +51,8 @@ class Holder:
           item: name of deltackpt's item in the steps.
           patterns: globs over the paths of the leaves.
         """
-        self.held: Held | None = None
-        self._step: Held | None = None
+        self.held: HeldLeaves | None = None
+        self._step: HeldLeaves | None = None
         self._item, self._patterns = item, patterns
         self._buffers = Buffers()
         self._known: KnownStates = {}
@@ -83,7 +83,7 @@ class Holder:
             self.held = self._step = self._after(newest) or self._whole(newest)
         return True
 
-    def _after(self, newest: StoredSave) -> Held | None:
+    def _after(self, newest: StoredSave) -> HeldLeaves | None:
         """Reads a step by applying deltas to the one before; None if that is not possible."""
         before = self._step
         if before is None or not before.goes_on:
@@ -111,7 +111,7 @@ class Holder:
             # A newer compacted base replaces the damaged saves.
             return None
 
-    def _whole(self, newest: StoredSave) -> Held:
+    def _whole(self, newest: StoredSave) -> HeldLeaves:
         chain = chains.read_chain(newest.step_dir, self._item)
         leaves, meter = self._chosen(chain[-1].layout), _Bytes()
         found = stored_dense.of_step(
@@ -119,7 +119,7 @@ class Holder:
         )
         return self._version(chain[-1], leaves, found, self.held, meter)
 
-    def _at_point(self, save: StoredSave, plan: ReplayPlan) -> Held:
+    def _at_point(self, save: StoredSave, plan: ReplayPlan) -> HeldLeaves:
         leaves, meter = self._chosen(save.layout), _Bytes()
         found = dense_state.at_point(
             plan, self._known, _wanted(leaves), room=self._buffers.room, on_bytes=meter.add
@@ -144,12 +144,12 @@ class Holder:
         save: StoredSave,
         leaves: Sequence[DenseLeaf],
         found: DenseValues,
-        before: Held | None,
+        before: HeldLeaves | None,
         meter: _Bytes,
         plan: ReplayPlan | None = None,
         *,
         compare: bool = True,
-    ) -> Held:
+    ) -> HeldLeaves:
         """Makes a version from values, which share memory with equal ones before if compared."""
         values, numbers, goes_on = dict(found.values), dict[str, int](), True
         arrays: dict[DenseLeaf, LeafArray] = {}
@@ -180,7 +180,7 @@ class Holder:
                 numbers[key] = next(self._numbers)
         self._buffers.trim(data.nbytes for data in values.values())
         saves.check_stands(save)
-        return Held(
+        return HeldLeaves(
             save=save.info,
             layout=save.layout,
             point=None if plan is None else plan.point,

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The newest intact version of dense leaves, kept in the memory of this process."""
+"""The newest intact tables and dense leaves of a run, kept in the memory of this process."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from deltackpt.errors import (
@@ -23,9 +24,16 @@ from deltackpt.errors import (
 from deltackpt.format.manifest import path_name
 from deltackpt.ledger.opening import open_steps
 from deltackpt.reading.wal_index import RecoveryPoint
-from deltackpt.serving.holder import Holder
-from deltackpt.serving.version import Version
+from deltackpt.serving import device
+from deltackpt.serving.attach import SharedVersion
+from deltackpt.serving.changes import NO_ROWS, Changes
+from deltackpt.serving.device import DeviceRows
+from deltackpt.serving.holder import LeafHolder
+from deltackpt.serving.states import StateHolder, TableChoice
+from deltackpt.serving.status import FollowerStatus, StatusServer, TableStatus
+from deltackpt.serving.version import Position, Shown, Version, Versions
 from deltackpt.standby.candidates import Candidates
+from deltackpt.standby.follower import RowHolder
 from deltackpt.standby.wal import FollowedWal
 from deltackpt.state import nesting
 
@@ -34,6 +42,10 @@ _logger = logging.getLogger(__name__)
 #: Longest pause between attempts to read a checkpoint directory that fails.
 _REST_SECS = 5.0
 _STOP_SECS = 10.0
+#: Between two checks of a consumer whether this object was closed.
+_CHECK_SECS = 0.5
+#: How long the methods of this module wait while rows change.
+_OPEN_SECS = 30.0
 
 
 class Staleness(NamedTuple):
@@ -43,14 +55,30 @@ class Staleness(NamedTuple):
       steps: number of training steps behind the newest committed step, intact or not, at the last
         poll.
       secs: seconds since the version's step was committed, or its recovery point appended.
+      point: the version's recovery point; None for a step.
     """
 
     steps: int
     secs: float
+    point: RecoveryPoint | None
+
+
+class DeviceTable(NamedTuple):
+    """The rows of a table on devices.
+
+    Attributes:
+      step: the training step.
+      point: the recovery point; None for a step.
+      array: ``jax.Array`` of the rows that this shard holds.
+    """
+
+    step: int
+    point: RecoveryPoint | None
+    array: Any
 
 
 class DeviceWeights(NamedTuple):
-    """A version on devices.
+    """Dense leaves on devices.
 
     Attributes:
       step: the training step.
@@ -67,20 +95,34 @@ def follow(
     directory: str | os.PathLike[str],
     leaves: str | Sequence[str] = "**",
     *,
+    tables: str | Sequence[str] = (),
+    slots: str | Sequence[str] = (),
+    shard: int = 0,
+    shards: int = 1,
     wal: bool = True,
+    soft: bool = True,
     poll_secs: float | None = 1.0,
+    hold_secs: float = 5.0,
+    memory_bytes: int | None = None,
     item: str | None = None,
     endpoint: str | None = None,
 ) -> Live:
-    """Follows the newest dense leaves of a run.
+    """Follows the newest tables and dense leaves of a run.
 
     Args:
       directory: the checkpoint directory: a path, or a bucket URL. It is only read.
-      leaves: globs over the '/'-joined paths of the leaves, at least one of which must match.
-        ``*`` matches within a path component, ``**`` across components. Tables, leaves that are
-        not arrays, and arrays without elements are ignored.
+      leaves: globs over the '/'-joined paths of the dense leaves, at least one of which must match;
+        none for no dense leaves. ``*`` matches within a path component, ``**`` across components.
+        Leaves that are not arrays, and arrays without elements, are ignored.
+      tables: globs over the names of tables, or ends of names such as ``users``.
+      slots: globs over the names of the tables' optimizer slots to hold; by default none.
+      shard: which part of the rows of each table to hold.
+      shards: number of parts.
       wal: whether to also follow recovery points above the newest step.
+      soft: whether rows also follow WAL records without dense leaves; see ``Version.dense``.
       poll_secs: seconds between polls by a background thread; None polls only in ``advance``.
+      hold_secs: how long the next version waits for readers of rows to close theirs.
+      memory_bytes: maximum bytes of rows; by default, what the machine has.
       item: name of deltackpt's item in the steps; detected in the newest step by default.
       endpoint: address of a bucket's server, if it is not the provider's own.
 
@@ -88,32 +130,60 @@ def follow(
       A ``Live``, initially without a version; close it after use.
 
     Raises:
+      OptionError: nothing is to be followed, or the shard does not exist.
       StorageError, ForeignDirectory, UnsupportedRoot: the directory cannot be used.
     """
+    patterns, chosen, of_slots = _several(leaves), _several(tables), _several(slots)
+    if not patterns and not chosen:
+        raise OptionError("follow: expected leaves or tables to follow, found neither")
+    if not 0 <= shard < shards:
+        raise OptionError(f"follow: expected a shard in [0, {shards}), found {shard}")
+    if hold_secs <= 0:
+        raise OptionError(f"follow: expected positive hold_secs, found {hold_secs}")
     opened = open_steps(directory, item=item, endpoint=endpoint)
-    patterns = (leaves,) if isinstance(leaves, str) else tuple(leaves)
-    followed = FollowedWal(opened, opened.item, soft=False) if wal else None
-    return Live(Holder(opened.item, patterns), Candidates(opened, followed), poll_secs)
+    followed = FollowedWal(opened, opened.item, soft=soft and bool(chosen))
+    choice, rows = TableChoice(chosen, of_slots), None
+    if chosen:
+        rows = RowHolder(
+            followed,
+            item=opened.item,
+            shard=shard,
+            shards=shards,
+            choice=choice,
+            with_files=False,
+            reader_secs=hold_secs,
+            memory_bytes=memory_bytes,
+        )
+    of_leaves = LeafHolder(opened.item, patterns) if patterns else None
+    holder = StateHolder(followed, of_leaves, rows, choice)
+    return Live(str(directory), holder, Candidates(opened, followed if wal else None), poll_secs)
 
 
-class Live:
-    """Provides the newest version of the followed leaves. Every method is thread-safe.
+class Live(Versions):
+    """Provides the newest version of the followed tables and leaves. Every method is thread-safe.
 
-    Versions are immutable: a reader never sees a mix of two, never waits for the next, and never
-    delays it. This costs memory: leaves that change are in memory twice, and once more for each
-    older version that is still referenced. Leaves that do not change are in memory once.
+    A reader never sees a mix of two versions. Rows change in place: they are in memory once, and a
+    change waits for the open versions. Dense leaves never change: those that differ are in memory
+    twice, and once more for each older version that is still referenced.
 
     Attributes:
       problem: why a version newer than the current one cannot be read, or None.
     """
 
-    def __init__(self, holder: Holder, candidates: Candidates, poll_secs: float | None):
+    def __init__(
+        self, directory: str, holder: StateHolder, candidates: Candidates, poll_secs: float | None
+    ):
         """Internal: call ``follow``."""
+        super().__init__()
         self.problem: DeltackptError | None = None
-        self._holder, self._candidates = holder, candidates
+        self._directory, self._holder, self._candidates = directory, holder, candidates
         self._newest: int | None = None
-        self._shown: Version | None = None
+        self._shown: Shown | None = None
+        self._shared: SharedVersion | None = None
+        self._server: StatusServer | None = None
+        self._consumers: weakref.WeakSet[Changes] = weakref.WeakSet()
         self._on_device: dict[str, tuple[Any, Any]] = {}
+        self._tables_on_device: dict[tuple[str, Any], DeviceRows] = {}
         self._advancing, self._placing = threading.Lock(), threading.Lock()
         self._changed = threading.Condition()
         self._closing = threading.Event()
@@ -141,8 +211,9 @@ class Live:
 
         Raises:
           RestoreError: no step is intact; the current version stays.
-          OptionError: the patterns match no dense leaf with elements, or two matching leaves have
-            the same path because a key contains a slash.
+          OptionError: the patterns match no dense leaf with elements, no table or no slot, or two
+            matching leaves have the same path because a key contains a slash.
+          TooLittleMemory: the rows do not fit.
           StorageError: the directory cannot be read; the current version stays.
           ClosedError: this object was closed.
         """
@@ -154,15 +225,11 @@ class Live:
             except DeltackptError as error:
                 self._tell(without_frames(error))
                 raise
+            finally:
+                changed = self._show()
             self._tell(self._candidates.problem)
             self._newest = self._candidates.newest_step()
-            held = self._holder.held
-            if held is None or (self._shown is not None and self._shown.is_of(held)):
-                return False
-            with self._changed:
-                self._shown = Version(held)
-                self._changed.notify_all()
-            return True
+            return changed
 
     def wait_ready(self, timeout_secs: float, step: int = 0) -> None:
         """Waits for a version.
@@ -191,27 +258,101 @@ class Live:
                         f"{self.problem or 'wait for the next save, or check the trainer'}"
                     ) from self.problem
 
-    @contextlib.contextmanager
-    def version(self) -> Iterator[Version]:
-        """Yields the current version, which never changes.
-
-        Raises:
-          ServiceUnavailable: no version is available yet.
-        """
-        yield self._version()
-
     def staleness(self) -> Staleness:
         """Returns how far the current version lags behind training, as of the last poll.
 
         Raises:
           ServiceUnavailable: no version is available yet.
         """
-        shown = self._version()
+        shown = self._newest_shown()
         newest = shown.step if self._newest is None else self._newest
-        return Staleness(max(0, newest - shown.step), max(0.0, time.time() - shown.unix_secs))
+        secs = max(0.0, time.time() - shown.unix_secs)
+        return Staleness(max(0, newest - shown.step), secs, shown.point)
 
-    def on_device(self, shardings: Any | Mapping[str, Any] = None) -> DeviceWeights:
-        """Returns the current version as ``jax.Array``s; transfers only leaves that changed.
+    def changes(
+        self,
+        *,
+        consumer: str = "changes",
+        tables: str | Sequence[str] = "**",
+        after: Position | None = None,
+        batch_rows: int = 1 << 16,
+        wait_secs: float | None = None,
+    ) -> Changes:
+        """Returns an endless iterator of the rows that change.
+
+        Each consumer has its own position; a slow one delays neither versions nor other consumers.
+        Without ``after``, or if it is not known any more, the tables are sent whole first.
+
+        Args:
+          consumer: a name for ``status``.
+          tables: globs over followed tables, or ends of their names.
+          after: continue after this step or recovery point: ``position`` of a complete batch.
+          batch_rows: maximum rows per batch.
+          wait_secs: end the iteration if nothing new arrives for so long, in seconds; None waits
+            until this object is closed.
+
+        Raises:
+          OptionError: no tables are followed, or ``batch_rows`` is not positive. The iterator
+            raises it if no followed table matches.
+        """
+        if not self._holder.has_tables:
+            raise OptionError("changes: expected followed tables, found none; pass tables=")
+        if batch_rows < 1:
+            raise OptionError(f"changes: expected at least 1 row per batch, found {batch_rows}")
+
+        def opened() -> contextlib.AbstractContextManager[Shown | None]:
+            return contextlib.nullcontext() if self._shown is None else self._opened(_OPEN_SECS)
+
+        found = Changes(
+            self._holder.changes,
+            opened,
+            lambda number: self._wait_for_other(number, wait_secs),
+            consumer=consumer,
+            tables=_several(tables),
+            after=after,
+            batch_rows=batch_rows,
+        )
+        with self._changed:
+            self._consumers.add(found)
+        return found
+
+    def on_device(self, table: str, sharding: Any = None) -> DeviceTable:
+        """Returns the held rows of a table as a ``jax.Array`` of the newest version.
+
+        The first call transfers all rows; later ones transfer only changed rows, and scatter them
+        into the array. **This donates the array of the call before: use only the newest one.**
+
+        Args:
+          table: name of the table, or the end of exactly one name.
+          sharding: a sharding or device; by default, the default device. Each one has an array.
+
+        Raises:
+          ServiceUnavailable: no version is available yet.
+          OptionError: the table is not followed.
+          VersionExpired: transferring all rows took longer than ``hold_secs``.
+          MissingExtra: jax cannot be imported.
+        """
+        with self._placing, self._opened(_OPEN_SECS) as shown:
+            if shown.rows is None:
+                raise OptionError("on_device: expected followed tables, found none; pass tables=")
+            name = shown.rows.name_of(table)
+            placed = self._tables_on_device.setdefault((name, sharding), DeviceRows(sharding))
+            changed = None if placed.number is None else self._holder.changes.since(placed.number)
+            array = shown.rows.array(name)
+            if changed is None:
+                placed.put(shown.number, array)
+                if not shown.is_current():
+                    del self._tables_on_device[name, sharding]
+                shown.check_current()
+            else:
+                at = changed.get(name, NO_ROWS) - shown.rows.tables[name].held[0]
+                values = array[at]
+                shown.check_current()
+                placed.change(shown.number, at, values)
+            return DeviceTable(shown.step, shown.point, placed.array)
+
+    def dense_on_device(self, shardings: Any | Mapping[str, Any] = None) -> DeviceWeights:
+        """Returns the dense leaves as ``jax.Array``s; transfers only leaves that changed.
 
         Typed PRNG keys stay typed. The arrays are cached for the next call: do not donate
         them.
@@ -222,37 +363,124 @@ class Live:
 
         Raises:
           ServiceUnavailable: no version is available yet.
+          OptionError: no dense leaves are followed.
           MissingExtra: jax cannot be imported.
         """
-        # Imported here: other methods need no jax.
-        jax = importlib.import_module("jax")
-        contexts = importlib.import_module("deltackpt.state.contexts")
-        shown = self._version()
-        with self._placing, contexts.neutral():
+        jax = device.jax_module()
+        dense = Version(self._newest_shown(), self._lookups).dense
+        with self._placing, device.neutral():
             placed: dict[str, tuple[Any, Any]] = {}
-            for path in shown:
+            for path in dense:
                 sharding = shardings.get(path) if isinstance(shardings, Mapping) else shardings
-                content = shown.content(path), shown.prng_impls.get(path), sharding
+                content = dense.content(path), dense.prng_impls.get(path), sharding
                 known = self._on_device.get(path)
                 if known is None or known[0] != content:
-                    value = shown[path]
-                    if (impl := shown.prng_impls.get(path)) is not None:
+                    value = dense[path]
+                    if (impl := dense.prng_impls.get(path)) is not None:
                         value = jax.random.wrap_key_data(value, impl=impl)
                     known = content, jax.device_put(value, sharding)
                 placed[path] = known
             self._on_device = placed
-        tree = nesting.nested_at((path, placed[path_name(path)][1]) for path in shown.paths)
-        return DeviceWeights(shown.step, shown.point, tree)
+        tree = nesting.nested_at((path, placed[path_name(path)][1]) for path in dense.paths)
+        return DeviceWeights(dense.step, dense.point, tree)
+
+    def share(self, path: str | os.PathLike[str]) -> None:
+        """Lets other processes of this machine look up rows: they call ``attach(path)``.
+
+        Args:
+          path: file for the address of the memory; replaced.
+
+        Raises:
+          OptionError: no tables are followed.
+          OSError: the file cannot be written.
+        """
+        if not self._holder.has_tables:
+            raise OptionError("share: expected followed tables, found none; pass tables=")
+        with self._changed:
+            if self._shared is None:
+                self._shared = SharedVersion()
+            self._shared.publish(Path(path))
+            if self._shown is not None:
+                self._shared.write(self._shown)
+
+    def status(self) -> FollowerStatus:
+        """Returns the state of the follower, as the status page shows it."""
+        shown, problem = self._shown, self.problem
+        lag = None if shown is None else self.staleness()
+        counts, changed = self._lookups.by_table(), self._holder.changes.changed_rows()
+        rows, dense = (None, None) if shown is None else (shown.rows, shown.dense)
+        newest, behind = 0 if shown is None else shown.number, dict[str, int]()
+        with self._changed:
+            for one in self._consumers:
+                versions = max(0, newest - one.completed)
+                behind[one.consumer] = max(versions, behind.get(one.consumer, 0))
+        return FollowerStatus(
+            directory=self._directory,
+            position=None if shown is None else str(shown.position),
+            step=None if shown is None else shown.step,
+            newest_step=self._newest,
+            age_secs=None if lag is None else lag.secs,
+            versions=newest,
+            problem=None if problem is None else str(problem),
+            unix_secs=time.time(),
+            tables={
+                name: TableStatus(
+                    rows=table.held[1] - table.held[0],
+                    nbytes=table.nbytes,
+                    looked_up=counts.get(name, 0),
+                    changed=changed.get(name, 0),
+                )
+                for name, table in ({} if rows is None else rows.tables).items()
+            },
+            dense_leaves=0 if dense is None else len(dense),
+            dense_bytes=0 if dense is None else dense.nbytes,
+            consumers=behind,
+        )
+
+    def serve_status(self, port: int = 0, host: str = "127.0.0.1") -> str:
+        """Serves a web page, ``/status.json`` and Prometheus's ``/metrics`` until ``close``.
+
+        There is no authentication: bind only to addresses that you trust.
+
+        Args:
+          port: the port; 0 for any free one.
+          host: the address to bind.
+
+        Returns:
+          URL of the page.
+
+        Raises:
+          OSError: the port is not available.
+        """
+        self._server = StatusServer(self.status, host, port)
+        return self._server.url
 
     def close(self) -> None:
         """Stops following. Versions that are still referenced stay valid. Idempotent."""
         self._closing.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_STOP_SECS)
+        if self._server is not None:
+            self._server.close()
         with self._changed:
             self._changed.notify_all()
 
-    def _version(self) -> Version:
+    def _show(self) -> bool:
+        """Shows the held state to readers; returns whether it is another one."""
+        shown = self._holder.shown
+        if shown is None or shown is self._shown:
+            return False
+        with self._changed:
+            self._shown = shown
+            if self._shared is not None:
+                self._shared.write(shown)
+            self._changed.notify_all()
+        return True
+
+    def _current(self, end: float) -> Shown:
+        return self._newest_shown()
+
+    def _newest_shown(self) -> Shown:
         shown = self._shown
         if shown is None:
             problem = self.problem or "wait_ready() waits for the first"
@@ -260,6 +488,17 @@ class Live:
                 f"serving: expected a version, found none yet; {problem}"
             ) from self.problem
         return shown
+
+    def _wait_for_other(self, number: int, wait_secs: float | None) -> bool:
+        """Waits for another version; returns whether there is one."""
+        end = None if wait_secs is None else time.monotonic() + wait_secs
+        with self._changed:
+            while self._shown is None or self._shown.number == number:
+                left = _CHECK_SECS if end is None else min(_CHECK_SECS, end - time.monotonic())
+                if self._closing.is_set() or left <= 0:
+                    return False
+                self._changed.wait(left)
+        return True
 
     def _tell(self, problem: DeltackptError | None) -> None:
         if problem is not None and str(problem) != str(self.problem):
@@ -287,3 +526,7 @@ class Live:
                 )
                 self.problem.__cause__ = without_frames(error)
                 rest = min(max(_REST_SECS, poll_secs), 2 * rest + poll_secs)
+
+
+def _several(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)

@@ -1,167 +1,261 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An immutable version of the followed leaves, of one step or recovery point."""
+"""A version: the rows and dense leaves of one step or recovery point, open for a while."""
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
-import functools
-import json
-import math
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any
+import time
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from deltackpt.errors import Damaged
-from deltackpt.format.chain import SaveInfo
-from deltackpt.format.manifest import DenseLeaf, KeyPath, Layout, SaveId, path_name
-from deltackpt.reading.orbax_values import ARRAY_METADATAS, key_impls
-from deltackpt.reading.stored_dense import DenseValues
+from deltackpt.errors import ClosedError, OptionError, ServiceUnavailable, VersionExpired
+from deltackpt.format.manifest import SaveId
 from deltackpt.reading.wal_index import RecoveryPoint
-from deltackpt.serving.leaves import LeafArray
-from deltackpt.state import nesting
-from deltackpt.storage.ocdbt import ZARRAY
+from deltackpt.serving.dense import DenseLeaves
+from deltackpt.serving.rows import Rows
+
+#: A step or recovery point; two states never share one.
+Position = SaveId | RecoveryPoint
+
+#: Pause before a reader that met a change looks again.
+_RETRY_SECS = 1e-4
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Held:
-    """The contents of a version.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shown:
+    """The newest state for readers.
 
     Attributes:
-      save: the step.
-      layout: layout of its state.
+      save_id: id of its step.
       point: the recovery point above the step; None for a step.
-      dense: the values of the leaves, their Zarr metadata, and Orbax's files; never written.
-      numbers: number of the content of each value: equal in two versions only if it is equal.
-      leaves: the leaves and the layouts of their arrays.
-      goes_on: whether a delta of the step can be applied to the values.
-      unix_secs: time of the step's commit, or of the recovery point, in seconds since 1970.
-      bytes_read: bytes of stored arrays and values that were read for it.
+      unix_secs: when the step was committed, or the point captured, in seconds since 1970.
+      number: number of the version, ascending; see ``ChangeLog``.
+      dense: the dense leaves; None if none are followed.
+      rows: the rows; None if no tables are followed.
+      sequence: the memory's sequence number while it holds these rows.
     """
 
-    save: SaveInfo
-    layout: Layout
+    save_id: SaveId
     point: RecoveryPoint | None
-    dense: DenseValues
-    numbers: Mapping[str, int]
-    leaves: Mapping[DenseLeaf, LeafArray]
-    goes_on: bool
     unix_secs: float
-    bytes_read: int
+    number: int
+    dense: DenseLeaves | None = None
+    rows: Rows | None = None
+    sequence: int = 0
 
     @property
-    def impls(self) -> dict[str, str]:
-        """Returns PRNG implementations of typed keys, by array name.
-
-        Raises:
-          Damaged: a file about the arrays is not one of Orbax's.
-        """
-        found: dict[str, str] = {}
-        for name, data in self.dense.files.items():
-            if not name.startswith(f"{ARRAY_METADATAS}/process_"):
-                continue
-            try:
-                found |= key_impls(json.loads(bytes(data)))
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                shown = f"step {self.save.save_id.step}, {name}"
-                raise Damaged(shown, "a file of Orbax's about arrays", str(error)) from error
-        return found
-
-    def is_at(self, save_id: SaveId, point: RecoveryPoint | None) -> bool:
-        """Returns whether the version is exactly this step, or this recovery point above it."""
-        if self.save.save_id != save_id or (self.point is None) != (point is None):
-            return False
-        return self.point is None or self.point[:2] == (point and point[:2])
-
-
-class Version(Mapping[str, np.ndarray]):
-    """The followed leaves at one step or recovery point, by '/'-joined path.
-
-    Arrays are read-only and never change. A leaf that is sharded in storage is assembled on first
-    access; others are not copied.
-    """
-
-    def __init__(self, held: Held):
-        """Internal: call ``Live.version``."""
-        self._held = held
-        self._leaves = {path_name(leaf.path): found for leaf, found in held.leaves.items()}
-        self._arrays: dict[str, np.ndarray] = {}
-        self._lock = threading.Lock()
-
-    def is_of(self, held: Held) -> bool:
-        """Returns whether the version was read from these contents."""
-        return self._held is held
+    def position(self) -> Position:
+        """The step or recovery point."""
+        return self.save_id if self.point is None else self.point
 
     @property
     def step(self) -> int:
         """The training step."""
-        return self._held.save.save_id.step if self.point is None else self.point.step
+        return self.position.step
+
+    def is_current(self) -> bool:
+        """Returns whether the memory still holds these rows."""
+        return self.rows is None or self.rows.memory.sequence == self.sequence
+
+    def check_current(self) -> None:
+        """Checks that rows that were read are those of this state.
+
+        Raises:
+          VersionExpired: a newer state has replaced it.
+        """
+        if not self.is_current():
+            raise VersionExpired(
+                f"version of step {self.step}: expected it to be closed within hold_secs, found "
+                "that a newer one has replaced it; open the newest version, and close it sooner"
+            )
+
+
+class LookupCounts:
+    """Counts rows that were looked up, by table. Thread-safe."""
+
+    def __init__(self) -> None:
+        """Starts at zero."""
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._lock = threading.Lock()
+
+    def add(self, table: str, rows: int) -> None:
+        """Counts the rows of one lookup."""
+        with self._lock:
+            self._counts[table] += rows
+
+    def by_table(self) -> dict[str, int]:
+        """Returns table name to its rows so far."""
+        with self._lock:
+            return dict(self._counts)
+
+
+class Version:
+    """One step or recovery point: its rows while it is open, and its dense leaves.
+
+    All lookups return rows of the same step or recovery point.
+    """
+
+    def __init__(self, shown: Shown, counts: LookupCounts):
+        """Internal: call ``Live.version`` or ``Attached.version``."""
+        self._shown, self._counts = shown, counts
+        self._open = True
+
+    @property
+    def step(self) -> int:
+        """The training step."""
+        return self._shown.step
 
     @property
     def save_id(self) -> SaveId:
         """Id of the save, or of the recovery point's WAL record."""
-        return self._held.save.save_id if self.point is None else self.point.save_id
+        position = self._shown.position
+        return position if isinstance(position, SaveId) else position.save_id
 
     @property
     def point(self) -> RecoveryPoint | None:
         """The recovery point; None for a step."""
-        return self._held.point
+        return self._shown.point
+
+    @property
+    def position(self) -> Position:
+        """The recovery point, or the id of the step's save; see ``Live.changes``."""
+        return self._shown.position
 
     @property
     def unix_secs(self) -> float:
         """Time of the step's commit, or of the recovery point, in seconds since 1970."""
-        return self._held.unix_secs
+        return self._shown.unix_secs
 
     @property
-    def bytes_read(self) -> int:
-        """Bytes of stored arrays and values that were read for this version."""
-        return self._held.bytes_read
+    def dense(self) -> DenseLeaves:
+        """The dense leaves, which stay valid afterwards.
+
+        At a recovery point without dense leaves, they are those of the newest full one below it, or
+        of the step; ``dense.step`` and ``dense.point`` identify it.
+
+        Raises:
+          OptionError: no dense leaves are followed.
+        """
+        if self._shown.dense is None:
+            raise OptionError(
+                "dense: expected followed dense leaves, found none; pass leaves= to follow(), and "
+                "look up dense leaves in the process that called it"
+            )
+        return self._shown.dense
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all leaves."""
-        return sum(math.prod(one.shape) * one.dtype.itemsize for one in self._leaves.values())
+    def tables(self) -> dict[str, range]:
+        """The followed tables: name to the row indices that this shard holds."""
+        rows = self._shown.rows
+        return {} if rows is None else {n: range(*one.held) for n, one in rows.tables.items()}
 
-    def __getitem__(self, path: str) -> np.ndarray:
-        if path not in self._leaves:
-            raise KeyError(f"expected one of {sorted(self._leaves)}, found {path!r}")
-        with self._lock:
-            if path not in self._arrays:
-                self._arrays[path] = self._leaves[path].of(self._held.dense.values)
-            return self._arrays[path]
+    def lookup(
+        self, table: str, rows: np.ndarray | Sequence[int], *, slot: str | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns some rows of a table.
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._leaves)
+        Args:
+          table: name of the table, or the end of exactly one name.
+          rows: (n,) row indices, integers of any size and order.
+          slot: name of a followed slot; None for the values.
 
-    def __len__(self) -> int:
-        return len(self._leaves)
+        Returns:
+          (n, *row shape) values of the table's or slot's dtype, and (n,) bool, whether the row
+          exists and belongs to this shard. Other rows are zero.
+
+        Raises:
+          OptionError: the table or slot is not followed, or the indices are not integers.
+          VersionExpired: the version was open for too long, and has been replaced.
+          ClosedError: the version is not open any more.
+        """
+        name, source = self._name_of(table)
+        values, found = source.gather(name, rows, slot)
+        self._shown.check_current()
+        self._counts.add(name, len(found))
+        return values, found
+
+    def _name_of(self, table: str) -> tuple[str, Rows]:
+        if not self._open:
+            raise ClosedError(
+                f"version of step {self.step}: expected an open version, found it closed; look up "
+                "rows inside of 'with live.version()'"
+            )
+        if self._shown.rows is None:
+            raise OptionError(
+                f"table {table!r}: expected followed tables, found none; pass tables= to follow()"
+            )
+        return self._shown.rows.name_of(table), self._shown.rows
 
     def __repr__(self) -> str:
-        return f"<Version of step {self.step}: {len(self)} leaves>"
+        return f"<Version of {self.position}: {len(self.tables)} tables>"
 
-    def tree(self) -> Any:
-        """Returns the leaves in nested dicts and lists, with the structure of the state."""
-        return nesting.nested_at((path, self[path_name(path)]) for path in self.paths)
 
-    @property
-    def paths(self) -> tuple[KeyPath, ...]:
-        """Typed key paths of the leaves in the state."""
-        return tuple(leaf.path for leaf in self._held.leaves)
+class Versions:
+    """Opens versions of a state that changes meanwhile."""
 
-    @functools.cached_property
-    def prng_impls(self) -> Mapping[str, str]:
-        """Implementation of each typed PRNG key among the leaves, such as ``threefry2x32``.
+    def __init__(self) -> None:
+        """Nothing has been looked up yet."""
+        self._lookups = LookupCounts()
 
-        The array of such a leaf is its key data; get the keys from
-        ``jax.random.wrap_key_data(version[path], impl=version.prng_impls[path])``.
+    def _current(self, end: float) -> Shown:
+        """Returns the newest state.
+
+        Args:
+          end: when to give up if it is being written, on the monotonic clock.
+
+        Raises:
+          ServiceUnavailable: there is none.
         """
-        impls = self._held.impls
-        return {path: impls[leaf.name] for path, leaf in self._leaves.items() if leaf.name in impls}
+        raise NotImplementedError
 
-    def content(self, path: str) -> tuple[int, ...]:
-        """Returns an id of a leaf's contents: equal in two versions only if the leaf is equal."""
-        leaf, numbers = self._leaves[path], self._held.numbers
-        return tuple(
-            numbers[key] for key in (f"{leaf.name}/{ZARRAY}", *leaf.keys) if key in numbers
-        )
+    @contextlib.contextmanager
+    def version(self, *, timeout_secs: float = 30.0) -> Iterator[Version]:
+        """Opens the newest version.
+
+        If tables are followed, the next version waits until this one is closed, for at most
+        ``hold_secs``; so close it before you compute. Without tables, versions wait for nothing. Do
+        not open a version inside of another one.
+
+        Args:
+          timeout_secs: maximum time to wait while the rows change, in seconds.
+
+        Yields:
+          The version.
+
+        Raises:
+          ServiceUnavailable: no version is available, or none within the timeout.
+        """
+        with self._opened(timeout_secs) as shown:
+            version = Version(shown, self._lookups)
+            try:
+                yield version
+            finally:
+                version._open = False
+
+    @contextlib.contextmanager
+    def _opened(self, timeout_secs: float) -> Iterator[Shown]:
+        """Keeps the newest state from being changed."""
+        end = time.monotonic() + timeout_secs
+        while True:
+            shown = self._current(end)
+            readers = None if shown.rows is None else shown.rows.memory.readers
+            if readers is None or readers.acquire(end):
+                if shown.is_current():
+                    break
+                if readers is not None:
+                    readers.release()
+            if time.monotonic() >= end:
+                raise ServiceUnavailable(
+                    f"serving: expected rows that do not change within {timeout_secs:g} s, found "
+                    "that they still do; retry, or wait for the next save"
+                )
+            time.sleep(_RETRY_SECS)
+        try:
+            yield shown
+        finally:
+            if readers is not None:
+                readers.release()

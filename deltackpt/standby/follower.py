@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follower: keeps some rows of the newest committed state merged in memory. No Ray.
+"""Keeps some rows of the newest committed state merged in memory. No Ray.
+
+``RowHolder`` holds the rows of one step or recovery point; ``Follower`` gives it the newest one.
 
 It loads a base and its deltas, then applies each new delta as it commits. If there is a WAL, it
 also applies the records above the newest step, up to the newest recovery point. A save or record is
@@ -54,6 +56,7 @@ from deltackpt.standby.gate import Gate
 from deltackpt.standby.holding import Goal, Holding
 from deltackpt.standby.memory import MemoryAddress, SharedMemory
 from deltackpt.standby.publish import Publish
+from deltackpt.standby.shards import Choice, Region, everything
 from deltackpt.standby.wal import FollowedWal
 from deltackpt.storage.store import StorePath
 
@@ -62,58 +65,65 @@ _STAGING_SHARE, _LEAST_STAGING_BYTES = 1 / 8, 64 << 20
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Tables:
-    """Memory for the rows of a layout."""
+class HeldTables:
+    """Memory for the rows of a layout.
+
+    Attributes:
+      layout: the layout.
+      memory: the memory.
+      regions: the held rows.
+      targets: the same as targets of a merge.
+    """
 
     layout: Layout
     memory: SharedMemory
+    regions: tuple[Region, ...]
     targets: Targets
 
     @property
     def staging_bytes(self) -> int:
+        """Maximum size of rows that are decoded but not applied."""
         return max(_LEAST_STAGING_BYTES, int(self.memory.nbytes * _STAGING_SHARE))
 
 
-class Follower:
-    """Holds one shard's rows of a directory's newest intact step.
+class RowHolder:
+    """Holds one shard's rows of a step, or of a recovery point above it.
 
-    One thread calls ``advance``; any thread may call the other methods.
+    One thread calls ``take``; any thread may call the other methods.
     """
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        wal: FollowedWal,
         *,
         item: str,
         shard: int = 0,
         shards: int = 1,
+        choice: Choice = everything,
+        with_files: bool = True,
+        reader_secs: float = 0.0,
         memory_bytes: int | None = None,
-        endpoint: str | None = None,
-        soft: bool = True,
     ):
-        """Opens a directory read-only; loads nothing yet.
+        """Holds nothing yet.
 
         Args:
-          directory: path or bucket URL of the checkpoint directory.
+          wal: the WAL of the directory.
           item: name of the deltackpt item in a step.
           shard: which shard of the rows of each table to hold.
           shards: number of shards.
+          choice: which fields of which tables to hold.
+          with_files: whether to hold the other files of a state, for restores, and otherwise which
+            rows the last change concerned.
+          reader_secs: how long a change waits for ``ReadLock``s.
           memory_bytes: maximum memory in bytes (default: what the machine has).
-          endpoint: address of the bucket's server, if it is not the provider's default.
-          soft: whether to apply WAL records without dense leaves as well; a recovery point with
-            dense leaves is then soon superseded.
-
-        Raises:
-          StorageError, ForeignDirectory, UnsupportedRoot: the directory is unusable.
         """
-        self._root = open_steps(directory, item=item, endpoint=endpoint)
+        self._wal = wal
         self._item, self._shard, self._shards = item, shard, shards
+        self._choice, self._with_files, self._reader_secs = choice, with_files, reader_secs
         self._memory_bytes = memory_bytes
-        self._wal = FollowedWal(self._root, item, soft=soft)
         self._dense: KnownStates = {}
-        self._candidates = Candidates(self._root, self._wal)
         self._gate = Gate()
-        self._tables: _Tables | None = None
+        self._tables: HeldTables | None = None
         self._holding: Holding | None = None
         self._health = "starting"
 
@@ -121,6 +131,11 @@ class Follower:
     def holding(self) -> Holding | None:
         """The held state; None before the first load and during a load."""
         return self._holding
+
+    @property
+    def tables(self) -> HeldTables | None:
+        """The memory of the held rows."""
+        return self._tables
 
     @property
     def health(self) -> str:
@@ -138,29 +153,6 @@ class Follower:
         """Address of the memory for processes on the same machine."""
         tables = self._tables
         return None if tables is None else tables.memory.place
-
-    def advance(self) -> bool:
-        """Polls the directory once, and applies new saves and records.
-
-        Returns:
-          Whether the held state has changed.
-
-        Raises:
-          RestoreError: no step is intact.
-          TooLittleMemory: the rows do not fit.
-          StorageError: the directory is not readable.
-        """
-        taken = self._candidates.give(self)
-        problem = self._candidates.problem
-        if taken is None:
-            self._health = "waiting for a first step"
-        else:
-            self._health = "follows" if problem is None else f"follows; {problem}"
-        return bool(taken)
-
-    def newest_step(self) -> int | None:
-        """Newest committed step on disk, or None."""
-        return self._root.newest_step()
 
     def pin(
         self, save_id: SaveId, timeout_secs: float, point: RecoveryPoint | None = None
@@ -381,10 +373,13 @@ class Follower:
 
         staged: list[RowBlock] = []
         staged_bytes = 0
+        changed = None if self._with_files else ChangedRows()
         with contextlib.ExitStack() as stack:
             beside = stack.enter_context(self._beside(goal, further if before else ()))
             publish = None
             for number, found in enumerate(rows(seen)):
+                if changed is not None:
+                    changed.add(found)
                 staged += found
                 staged_bytes += sum(one.nbytes for one in found)
                 if staged_bytes <= tables.staging_bytes:
@@ -408,7 +403,8 @@ class Follower:
             publish = publish or stack.enter_context(self._changing(tables, beside.files))
             _merge(staged, publish.targets)
             chain = (*before, *(save.info for save in further))
-            publish(chain, goal, beside, seen, lossless=lossless)
+            by_table = None if changed is None else changed.by_table(tables.regions)
+            publish(chain, goal, beside, seen, lossless=lossless, changed=by_table)
         return True
 
     @contextlib.contextmanager
@@ -421,7 +417,9 @@ class Follower:
         """
         held, most_bytes = self._holding, self._bytes_beside(goal.save.layout)
         files = None
-        if held is not None and held.is_beside(goal):
+        if not self._with_files:
+            goal = dataclasses.replace(goal, full=None)
+        elif held is not None and held.is_beside(goal):
             files = held.files
         elif goal.full is None:
             before = None if held is None or held.files_of is not None else held.files
@@ -436,14 +434,14 @@ class Follower:
 
     def _bytes_beside(self, layout: Layout) -> int:
         """Memory available for everything except rows."""
-        regions = shards.regions(layout, self._shard, self._shards)
+        regions = shards.regions(layout, self._shard, self._shards, self._choice)
         if self._memory_bytes is None:
             wanted = 0 if self._tables is not None else _needed(shards.nbytes(regions))
             return available_bytes() - wanted
         return self._memory_bytes - _needed(shards.nbytes(regions))
 
     @contextlib.contextmanager
-    def _changing(self, tables: _Tables, kept: HeldFiles | None = None) -> Iterator[Publish]:
+    def _changing(self, tables: HeldTables, kept: HeldFiles | None = None) -> Iterator[Publish]:
         """Context in which the memory may change; what it publishes at the end is held afterwards.
 
         Args:
@@ -474,14 +472,14 @@ class Follower:
             held.close()
         self._holding = None
 
-    def _new_tables(self, layout: Layout, previous: int) -> _Tables:
+    def _new_tables(self, layout: Layout, previous: int) -> HeldTables:
         """Memory for other tables; if it does not fit next to the old one, that is released first.
 
         Args:
           layout: the tables.
           previous: bytes of the old memory that this process owns.
         """
-        regions = shards.regions(layout, self._shard, self._shards)
+        regions = shards.regions(layout, self._shard, self._shards, self._choice)
         wanted = shards.nbytes(regions)
         limit = available_bytes() if self._memory_bytes is None else self._memory_bytes - previous
         needed = _needed(wanted)
@@ -494,7 +492,7 @@ class Follower:
                 f"its rows and pending data, found {max(0, limit):,}; start the "
                 "service with more shards on more nodes, or with more memory"
             )
-        memory = SharedMemory(wanted)
+        memory = SharedMemory(wanted, reader_secs=self._reader_secs)
         targets = [
             Target(
                 group=region.group,
@@ -509,7 +507,7 @@ class Follower:
             )
             for region in regions
         ]
-        return _Tables(layout, memory, Targets(targets, layout))
+        return HeldTables(layout, memory, regions, Targets(targets, layout))
 
     def _let_go(self) -> None:
         """Releases the memory; nothing is held afterwards."""
@@ -518,6 +516,95 @@ class Follower:
             previous, self._tables = self._tables, None
             if previous is not None:
                 previous.memory.close()
+
+
+class Follower(RowHolder):
+    """Holds one shard's rows of a directory's newest intact step or recovery point.
+
+    One thread calls ``advance``; any thread may call the other methods.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        item: str,
+        shard: int = 0,
+        shards: int = 1,
+        memory_bytes: int | None = None,
+        endpoint: str | None = None,
+        soft: bool = True,
+    ):
+        """Opens a directory read-only; loads nothing yet.
+
+        Args:
+          directory: path or bucket URL of the checkpoint directory.
+          item: name of the deltackpt item in a step.
+          shard: as for ``RowHolder``.
+          shards: as for ``RowHolder``.
+          memory_bytes: as for ``RowHolder``.
+          endpoint: address of the bucket's server, if it is not the provider's default.
+          soft: whether to apply WAL records without dense leaves as well; a recovery point with
+            dense leaves is then soon superseded.
+
+        Raises:
+          StorageError, ForeignDirectory, UnsupportedRoot: the directory is unusable.
+        """
+        self._root = open_steps(directory, item=item, endpoint=endpoint)
+        wal = FollowedWal(self._root, item, soft=soft)
+        super().__init__(wal, item=item, shard=shard, shards=shards, memory_bytes=memory_bytes)
+        self._candidates = Candidates(self._root, wal)
+
+    def advance(self) -> bool:
+        """Polls the directory once, and applies new saves and records.
+
+        Returns:
+          Whether the held state has changed.
+
+        Raises:
+          RestoreError: no step is intact.
+          TooLittleMemory: the rows do not fit.
+          StorageError: the directory is not readable.
+        """
+        taken = self._candidates.give(self)
+        problem = self._candidates.problem
+        if taken is None:
+            self._health = "waiting for a first step"
+        else:
+            self._health = "follows" if problem is None else f"follows; {problem}"
+        return bool(taken)
+
+    def newest_step(self) -> int | None:
+        """Newest committed step on disk, or None."""
+        return self._root.newest_step()
+
+
+class ChangedRows:
+    """The rows of some blocks."""
+
+    def __init__(self) -> None:
+        """Creates an empty set."""
+        self._rows: dict[str, list[np.ndarray]] = {}
+
+    def add(self, found: Iterable[RowBlock]) -> None:
+        """Adds the rows of blocks."""
+        for block in found:
+            if len(block.rows):
+                self._rows.setdefault(block.group, []).append(np.asarray(block.rows))
+
+    def by_table(self, regions: Iterable[Region]) -> dict[str, np.ndarray]:
+        """Returns the name of each table with regions to its rows in the set, int64, ascending."""
+        rows = {
+            group: np.unique(np.concatenate(parts)) if len(parts) > 1 else parts[0]
+            for group, parts in self._rows.items()
+        }
+        none = np.empty(0, np.int64)
+        found: dict[str, np.ndarray] = {}
+        for region in regions:
+            of_group = rows.get(region.group, none)
+            part = of_group[slice(*np.searchsorted(of_group, region.rows))]
+            found[region.table.name] = part.astype(np.int64) - region.table.offset
+        return found
 
 
 def _needed(wanted: int) -> int:

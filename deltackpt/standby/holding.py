@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
 
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import Layout, SaveId
@@ -30,6 +33,9 @@ class Holding:
         for the files of the save.
       replayed: the rows of all applied records.
       lossless: whether all its saves and records are lossless, so they agree on unchanged rows.
+      changed: table name to the row indices, int64 and ascending, that may differ from the state
+        held before; None if any may.
+      unix_secs: when the save was committed, or the record captured, in seconds since 1970.
     """
 
     chain: tuple[SaveInfo, ...]
@@ -41,6 +47,8 @@ class Holding:
     files_of: RecoveryPoint | None = None
     replayed: SeenRows | None = None
     lossless: bool = False
+    changed: Mapping[str, np.ndarray] | None = None
+    unix_secs: float = 0.0
 
     @property
     def save(self) -> SaveInfo:

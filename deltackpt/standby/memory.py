@@ -11,18 +11,26 @@ A sequence number distinguishes complete contents from half-written ones: it is 
 change. A reader that maps the memory and then finds the number even may keep its mapping. The owner
 first makes the number odd, and then asks the kernel whether another process has the memory open (a
 killed process no longer does). If so, it leaves that memory unchanged and writes to a copy.
+
+A reader that needs the memory only for a moment takes a shared lock (``ReadLock``), and the owner
+waits for it. The kernel releases the locks of a killed reader. The owner does not wait forever: a
+reader compares the sequence number after it has read.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import functools
 import math
 import mmap
 import os
 import secrets
+import threading
+import time
 import weakref
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -31,7 +39,9 @@ from deltackpt.standby import leases
 
 _HEADER_BYTES = 4096
 _TOKEN_BYTES = 16
-_SEQUENCE_BYTES = 8
+_WORD_BYTES = 8
+#: Pause between two attempts to lock the memory.
+_RETRY_SECS = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,16 +61,65 @@ class MemoryAddress:
     token: str
 
 
-class SharedMemory:
-    """Shared memory of this process, initially zero."""
+class ReadLock:
+    """A lock that the threads of one process share; it delays the owner's next change.
 
-    def __init__(self, nbytes: int):
+    While the owner waits for it, no thread enters.
+    """
+
+    def __init__(self, descriptor: int, header: np.ndarray):
+        """Takes nothing yet.
+
+        Args:
+          descriptor: the memory, opened separately for this object.
+          header: the memory's header.
+        """
+        self._descriptor, self._waiting = descriptor, _word(header, 1)
+        self._count, self._counting = 0, threading.Lock()
+
+    def acquire(self, end: float) -> bool:
+        """Waits until the owner neither changes the memory nor waits to change it.
+
+        Args:
+          end: when to give up, on the monotonic clock.
+
+        Returns:
+          Whether this thread may read, until ``release``.
+        """
+        while True:
+            with self._counting:
+                if not self._waiting[0] and (self._count or _flock(self._descriptor, "read")):
+                    self._count += 1
+                    return True
+            if time.monotonic() >= end:
+                return False
+            time.sleep(_RETRY_SECS)
+
+    def release(self) -> None:
+        """Ends what ``acquire`` began."""
+        with self._counting:
+            self._count -= 1
+            if not self._count:
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+
+class SharedMemory:
+    """Shared memory of this process, initially zero.
+
+    Attributes:
+      nbytes: size in bytes, without the header.
+      readers: the lock for readers in this process.
+    """
+
+    def __init__(self, nbytes: int, *, reader_secs: float = 0.0):
         """Creates it; pages are allocated on first write.
 
         Args:
           nbytes: size in bytes, without the header.
+          reader_secs: how long a change waits for the locks of readers.
         """
         self.nbytes = nbytes
+        self._reader_secs = reader_secs
         self._handed = False
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._descriptor = os.memfd_create("deltackpt", os.MFD_CLOEXEC)
@@ -73,8 +132,10 @@ class SharedMemory:
         memory.advise_huge_pages(mapping)
         self._bytes = np.frombuffer(mapping, np.uint8)
         self._bytes[:_TOKEN_BYTES] = np.frombuffer(self._token, np.uint8)
-        self._sequence = _sequence(self._bytes)
+        self._sequence, self._waiting = _word(self._bytes, 0), _word(self._bytes, 1)
         self._sequence[0] = 1  # Nothing has been written yet.
+        # Not another opening of the file: see ``leases``.
+        self.readers = ReadLock(self._leased, self._bytes)
 
     @property
     def place(self) -> MemoryAddress:
@@ -91,23 +152,29 @@ class SharedMemory:
         self._handed = True
 
     def begin_write(self) -> bool:
-        """Marks the contents as changing; idempotent.
+        """Marks the contents as changing, once readers have released their locks; idempotent.
 
         Returns:
           Whether the contents may change; False if a reader keeps a mapping, and then nothing is
           marked.
         """
+        end = time.monotonic() + self._reader_secs
+        self._waiting[0] = 1
+        while not _flock(self._descriptor, "write") and time.monotonic() < end:
+            time.sleep(_RETRY_SECS)
         before = self._sequence[0]
         self._sequence[0] |= np.uint64(1)
         # Only now: a process that maps it later sees the odd number.
         if not self._handed or not leases.is_open_elsewhere(self._leased):
             return True
         self._sequence[0] = before
+        self._admit_readers()
         return False
 
     def end_write(self) -> None:
         """Marks the contents as complete."""
         self._sequence[0] += np.uint64(1)
+        self._admit_readers()
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Returns a part of the memory as an array."""
@@ -119,15 +186,32 @@ class SharedMemory:
         self._sequence[0] = other._sequence[0] | np.uint64(1)
 
     def close(self) -> None:
-        """Closes the descriptors, as dropping it does; the memory is freed with its last array."""
-        self._release()
+        """Closes the descriptors, as dropping it does; the memory is freed with its last array.
+
+        If readers may lock it, only dropping it does: one may be about to.
+        """
+        if not self._reader_secs:
+            self._release()
+
+    def _admit_readers(self) -> None:
+        self._waiting[0] = 0
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
 
 class MemoryReader:
-    """Shared memory of any process on the machine, mapped copy-on-write."""
+    """Shared memory of any process on the machine.
 
-    def __init__(self, place: MemoryAddress):
+    Attributes:
+      readers: the lock for readers in this process; None if the memory is mapped copy-on-write.
+    """
+
+    def __init__(self, place: MemoryAddress, *, follow: bool = False):
         """Opens it.
+
+        Args:
+          place: the memory.
+          follow: whether to map it read-only, so that changes are seen; otherwise it is mapped
+            copy-on-write.
 
         Raises:
           OSError: the owner is on another machine, in another container, or has exited.
@@ -138,14 +222,22 @@ class MemoryReader:
         try:
             if os.pread(descriptor, _TOKEN_BYTES, 0).hex() != place.token:
                 raise OSError(f"process {place.pid} has other memory there")
-            header = mmap.mmap(descriptor, _HEADER_BYTES, prot=mmap.PROT_READ)
-            mapping = mmap.mmap(
-                descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            header = np.frombuffer(
+                mmap.mmap(descriptor, _HEADER_BYTES, prot=mmap.PROT_READ), np.uint8
             )
+            flags, writable = (
+                (mmap.MAP_SHARED, 0) if follow else (mmap.MAP_PRIVATE, mmap.PROT_WRITE)
+            )
+            mapping = mmap.mmap(descriptor, 0, flags=flags, prot=mmap.PROT_READ | writable)
+            self.readers = None
+            if follow:
+                held = os.dup(descriptor)
+                weakref.finalize(self, os.close, held)
+                self.readers = ReadLock(held, header)
         finally:
             os.close(descriptor)
         self._bytes = np.frombuffer(mapping, np.uint8)
-        self._sequence = _sequence(np.frombuffer(header, np.uint8))
+        self._sequence = _word(header, 0)
 
     @property
     def sequence(self) -> int:
@@ -166,8 +258,18 @@ def _close(*descriptors: int) -> None:
         os.close(descriptor)
 
 
-def _sequence(memory: np.ndarray) -> np.ndarray:
-    return memory[_TOKEN_BYTES:][:_SEQUENCE_BYTES].view(np.uint64)
+def _flock(descriptor: int, how: Literal["read", "write"]) -> bool:
+    """Locks a file unless others have it locked; returns whether it did."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_NB | (fcntl.LOCK_SH if how == "read" else fcntl.LOCK_EX))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _word(memory: np.ndarray, number: int) -> np.ndarray:
+    """A number in the header: 0 is the sequence number, 1 whether the owner waits for readers."""
+    return memory[_TOKEN_BYTES:][number * _WORD_BYTES :][:_WORD_BYTES].view(np.uint64)
 
 
 def _part(memory: np.ndarray, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

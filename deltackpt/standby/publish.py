@@ -7,6 +7,9 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Mapping
+
+import numpy as np
 
 from deltackpt.errors import RestoreError
 from deltackpt.format import names
@@ -29,7 +32,17 @@ class Publish:
           targets: the memory that changes.
         """
         self.targets = targets
-        self._found: tuple[tuple[SaveInfo, ...], Goal, Beside, SeenRows | None, bool] | None = None
+        self._found: (
+            tuple[
+                tuple[SaveInfo, ...],
+                Goal,
+                Beside,
+                SeenRows | None,
+                bool,
+                Mapping[str, np.ndarray] | None,
+            ]
+            | None
+        ) = None
 
     def __call__(
         self,
@@ -39,6 +52,7 @@ class Publish:
         replayed: SeenRows | None = None,
         *,
         lossless: bool,
+        changed: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Records the new contents.
 
@@ -48,13 +62,14 @@ class Publish:
           beside: its files.
           replayed: rows of the applied records.
           lossless: see ``Holding``.
+          changed: see ``Holding``.
         """
-        self._found = chain, goal, beside, replayed, lossless
+        self._found = chain, goal, beside, replayed, lossless, changed
 
     def holding(self, sequence: int) -> Holding:
         """Returns the new state, in memory with the given sequence number."""
         assert self._found is not None
-        chain, goal, beside, replayed, lossless = self._found
+        chain, goal, beside, replayed, lossless, changed = self._found
         made_secs = committed_secs(goal.save) if goal.point is None else goal.point.unix_secs
         return Holding(
             chain=chain,
@@ -66,6 +81,8 @@ class Publish:
             files_of=goal.files_of,
             replayed=None if goal.plan is None else replayed,
             lossless=lossless,
+            changed=changed,
+            unix_secs=made_secs,
         )
 
 

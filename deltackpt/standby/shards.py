@@ -9,6 +9,7 @@ nodes that need them.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -57,7 +58,18 @@ class Region(NamedTuple):
         return (self.rows[1] - self.rows[0]) * self.row_bytes
 
 
-def regions(target: Layout, shard: int, shards: int) -> tuple[Region, ...]:
+#: Whether to hold a field of a table.
+Choice = Callable[[TableEntry, str], bool]
+
+
+def everything(table: TableEntry, field: str) -> bool:
+    """Chooses every field of every table."""
+    return True
+
+
+def regions(
+    target: Layout, shard: int, shards: int, choice: Choice = everything
+) -> tuple[Region, ...]:
     """Returns the regions of a shard in memory order, without empty ones."""
     groups = target.group_by_name
     found: list[Region] = []
@@ -66,6 +78,8 @@ def regions(target: Layout, shard: int, shards: int) -> tuple[Region, ...]:
         group = groups[table.group]
         first, last = (table.rows * number // shards for number in (shard, shard + 1))
         for spec in group.fields if first < last else ():
+            if not choice(table, spec.name):
+                continue
             region = Region(
                 table=table,
                 field=spec.name,

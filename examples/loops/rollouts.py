@@ -36,14 +36,14 @@ def main() -> None:
         live.wait_ready(_READY_SECS)
         for number, _ in enumerate(sys.stdin):
             with live.version() as version:
-                weights = jax.device_put(version.tree()["rollout"])
+                weights = jax.device_put(version.dense.tree()["rollout"])
                 contexts = rng.integers(0, policy.CONTEXTS, options.batch).astype(np.int32)
                 actions = policy.act(weights, jax.random.fold_in(key, number), contexts)
                 answer = {
                     "step": version.step,
-                    "digest": policy.digest_of(version),
-                    "bytes_read": version.bytes_read,
-                    "weight_bytes": version.nbytes,
+                    "digest": policy.digest_of(version.dense),
+                    "bytes_read": version.dense.bytes_read,
+                    "weight_bytes": version.dense.nbytes,
                     "contexts": contexts.tolist(),
                     "actions": np.asarray(actions).tolist(),
                 }

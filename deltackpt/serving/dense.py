@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The followed dense leaves of one step or recovery point; they never change."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from deltackpt.errors import Damaged
+from deltackpt.format.chain import SaveInfo
+from deltackpt.format.manifest import DenseLeaf, KeyPath, Layout, SaveId, path_name
+from deltackpt.reading.orbax_values import ARRAY_METADATAS, key_impls
+from deltackpt.reading.stored_dense import DenseValues
+from deltackpt.reading.wal_index import RecoveryPoint
+from deltackpt.serving.leaves import LeafArray
+from deltackpt.state import nesting
+from deltackpt.storage.ocdbt import ZARRAY
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class HeldLeaves:
+    """Dense leaves in memory.
+
+    Attributes:
+      save: the step.
+      layout: layout of its state.
+      point: the recovery point above the step; None for a step.
+      dense: the values of the leaves, their Zarr metadata, and Orbax's files; never written.
+      numbers: number of the content of each value: equal in two versions only if it is equal.
+      leaves: the leaves and the layouts of their arrays.
+      goes_on: whether a delta of the step can be applied to the values.
+      unix_secs: time of the step's commit, or of the recovery point, in seconds since 1970.
+      bytes_read: bytes of stored arrays and values that were read for it.
+    """
+
+    save: SaveInfo
+    layout: Layout
+    point: RecoveryPoint | None
+    dense: DenseValues
+    numbers: Mapping[str, int]
+    leaves: Mapping[DenseLeaf, LeafArray]
+    goes_on: bool
+    unix_secs: float
+    bytes_read: int
+
+    @property
+    def impls(self) -> dict[str, str]:
+        """Returns PRNG implementations of typed keys, by array name.
+
+        Raises:
+          Damaged: a file about the arrays is not one of Orbax's.
+        """
+        found: dict[str, str] = {}
+        for name, data in self.dense.files.items():
+            if not name.startswith(f"{ARRAY_METADATAS}/process_"):
+                continue
+            try:
+                found |= key_impls(json.loads(bytes(data)))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                shown = f"step {self.save.save_id.step}, {name}"
+                raise Damaged(shown, "a file of Orbax's about arrays", str(error)) from error
+        return found
+
+    def is_at(self, save_id: SaveId, point: RecoveryPoint | None) -> bool:
+        """Returns whether the leaves are of exactly this step, or this recovery point above it."""
+        if self.save.save_id != save_id or (self.point is None) != (point is None):
+            return False
+        return self.point is None or self.point[:2] == (point and point[:2])
+
+
+class DenseLeaves(Mapping[str, np.ndarray]):
+    """The followed dense leaves at one step or recovery point, by '/'-joined path.
+
+    Arrays are read-only and never change. A leaf that is sharded in storage is assembled on first
+    access; others are not copied.
+    """
+
+    def __init__(self, held: HeldLeaves):
+        """Internal: see ``Version.dense``."""
+        self._held = held
+        self._leaves = {path_name(leaf.path): found for leaf, found in held.leaves.items()}
+        self._arrays: dict[str, np.ndarray] = {}
+        self._lock = threading.Lock()
+
+    def is_of(self, held: HeldLeaves | None) -> bool:
+        """Returns whether these are the leaves in some memory."""
+        return self._held is held
+
+    @property
+    def step(self) -> int:
+        """The training step."""
+        return self._held.save.save_id.step if self.point is None else self.point.step
+
+    @property
+    def save_id(self) -> SaveId:
+        """Id of the save, or of the recovery point's WAL record."""
+        return self._held.save.save_id if self.point is None else self.point.save_id
+
+    @property
+    def point(self) -> RecoveryPoint | None:
+        """The recovery point; None for a step."""
+        return self._held.point
+
+    @property
+    def unix_secs(self) -> float:
+        """Time of the step's commit, or of the recovery point, in seconds since 1970."""
+        return self._held.unix_secs
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of stored arrays and values that were read for these leaves."""
+        return self._held.bytes_read
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves."""
+        return sum(math.prod(one.shape) * one.dtype.itemsize for one in self._leaves.values())
+
+    def __getitem__(self, path: str) -> np.ndarray:
+        if path not in self._leaves:
+            raise KeyError(f"expected one of {sorted(self._leaves)}, found {path!r}")
+        with self._lock:
+            if path not in self._arrays:
+                self._arrays[path] = self._leaves[path].of(self._held.dense.values)
+            return self._arrays[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._leaves)
+
+    def __len__(self) -> int:
+        return len(self._leaves)
+
+    def __repr__(self) -> str:
+        return f"<DenseLeaves of step {self.step}: {len(self)} leaves>"
+
+    def tree(self) -> Any:
+        """Returns the leaves in nested dicts and lists, with the structure of the state."""
+        return nesting.nested_at((path, self[path_name(path)]) for path in self.paths)
+
+    @property
+    def paths(self) -> tuple[KeyPath, ...]:
+        """Typed key paths of the leaves in the state."""
+        return tuple(leaf.path for leaf in self._held.leaves)
+
+    @functools.cached_property
+    def prng_impls(self) -> Mapping[str, str]:
+        """Implementation of each typed PRNG key among the leaves, such as ``threefry2x32``.
+
+        The array of such a leaf is its key data; get the keys from
+        ``jax.random.wrap_key_data(dense[path], impl=dense.prng_impls[path])``.
+        """
+        impls = self._held.impls
+        return {path: impls[leaf.name] for path, leaf in self._leaves.items() if leaf.name in impls}
+
+    def content(self, path: str) -> tuple[int, ...]:
+        """Returns an id of a leaf's contents: equal in two versions only if the leaf is equal."""
+        leaf, numbers = self._leaves[path], self._held.numbers
+        return tuple(
+            numbers[key] for key in (f"{leaf.name}/{ZARRAY}", *leaf.keys) if key in numbers
+        )

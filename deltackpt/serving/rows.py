@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of tables in shared memory, looked up by this process or by another one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from deltackpt import codecs
+from deltackpt.errors import OptionError
+from deltackpt.format import globs
+from deltackpt.format.blocks import Span
+from deltackpt.standby.follower import HeldTables
+from deltackpt.standby.memory import MemoryAddress, MemoryReader, SharedMemory
+from deltackpt.standby.shards import Choice
+
+VALUES = "values"
+_SLOT = "slot."
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldField:
+    """Rows of the values or of one slot of a table.
+
+    Attributes:
+      offset: offset in memory, in bytes.
+      trailing: shape of one row.
+      dtype: name of the dtype.
+    """
+
+    offset: int
+    trailing: tuple[int, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldTable:
+    """One table in memory.
+
+    Attributes:
+      rows: number of rows of the whole table.
+      held: the held row indices, half-open.
+      fields: ``values``, or ``slot.<name>``, to its rows.
+    """
+
+    rows: int
+    held: Span
+    fields: dict[str, HeldField]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the held rows in bytes."""
+        return (self.held[1] - self.held[0]) * sum(
+            math.prod(field.trailing) * codecs.dtype_of(field.dtype).itemsize
+            for field in self.fields.values()
+        )
+
+
+def held_tables(tables: HeldTables, choice: Choice) -> dict[str, HeldTable]:
+    """Returns the chosen tables, by name; those without rows in the shard, too."""
+    groups, found = tables.layout.group_by_name, dict[str, HeldTable]()
+    regions = {(region.table.name, region.field): region for region in tables.regions}
+    for table in tables.layout.tables:
+        held, fields = (0, 0), dict[str, HeldField]()
+        for spec in groups[table.group].fields:
+            if not choice(table, spec.name):
+                continue
+            offset = 0
+            if (region := regions.get((table.name, spec.name))) is not None:
+                offset = region.offset
+                held = region.rows[0] - table.offset, region.rows[1] - table.offset
+            fields[spec.name] = HeldField(offset, spec.trailing, spec.dtype)
+        if fields:
+            found[table.name] = HeldTable(table.rows, held, fields)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsPlace:
+    """What another process needs to look up rows.
+
+    Attributes:
+      memory: address of the memory.
+      tables: the tables in it.
+    """
+
+    memory: MemoryAddress
+    tables: dict[str, HeldTable]
+
+
+class Rows:
+    """Rows in the memory of this process or of another one.
+
+    Attributes:
+      memory: the memory.
+      tables: the tables in it, by name.
+    """
+
+    def __init__(self, memory: SharedMemory | MemoryReader, tables: Mapping[str, HeldTable]):
+        """Reads nothing yet."""
+        self.memory, self.tables = memory, tables
+        self._arrays = {
+            (name, field): memory.array(
+                at.offset, (table.held[1] - table.held[0], *at.trailing), codecs.dtype_of(at.dtype)
+            )
+            for name, table in tables.items()
+            for field, at in table.fields.items()
+        }
+
+    def name_of(self, table: str) -> str:
+        """Returns the full name of a table.
+
+        Raises:
+          OptionError: it is not held.
+        """
+        if table in self.tables:
+            return table
+        name = globs.meant(table, self.tables, OptionError)
+        if name not in self.tables:
+            raise OptionError(
+                f"table {table!r}: expected a followed table, found none; "
+                f"choose one of\n{globs.listed(self.tables)}"
+            )
+        return name
+
+    def array(self, table: str, slot: str | None = None) -> np.ndarray:
+        """Returns all held rows of a table or of one of its slots, in the memory itself.
+
+        Args:
+          table: full name of the table.
+          slot: name of the slot; None for the values.
+
+        Raises:
+          OptionError: the slot is not held.
+        """
+        found = self._arrays.get((table, VALUES if slot is None else _SLOT + slot))
+        if found is None:
+            slots = [one.removeprefix(_SLOT) for one in self.tables[table].fields if one != VALUES]
+            raise OptionError(
+                f"table {table!r}: expected one of the followed slots {slots}, found {slot!r}; "
+                "name it in follow(slots=...)"
+            )
+        return found
+
+    def gather(
+        self, table: str, rows: np.ndarray | Sequence[int], slot: str | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Copies some rows; see ``Version.lookup``."""
+        name = self.name_of(table)
+        first, stop = self.tables[name].held
+        array = self.array(name, slot)
+        wanted = np.asarray(rows)
+        if wanted.ndim != 1 or wanted.dtype.kind not in "iu":
+            raise OptionError(
+                f"table {table!r}: expected row indices as integers in one dimension, found "
+                f"{wanted.dtype.name} of shape {wanted.shape}"
+            )
+        found = (wanted >= first) & (wanted < stop)
+        if found.all():
+            # Without "clip", numpy gathers through a second copy.
+            return np.take(array, wanted - first, axis=0, mode="clip"), found
+        values = np.zeros((len(wanted), *array.shape[1:]), array.dtype)
+        values[found] = array[wanted[found] - first]
+        return values, found
+
+
+def is_meant(pattern: str, table: str) -> bool:
+    """Returns whether a glob matches the name of a table, or the end of it after a slash."""
+    return globs.matches(pattern, table) or globs.matches(f"**/{pattern}", table)
+
+
+def choose(patterns: Sequence[str], tables: Mapping[str, object]) -> list[str]:
+    """Returns the tables that one of some globs means.
+
+    Raises:
+      OptionError: a glob means no table.
+    """
+    for pattern in patterns:
+        if not any(is_meant(pattern, name) for name in tables):
+            raise OptionError(
+                f"tables: expected {pattern!r} to match a table, found none; the tables are\n"
+                f"{globs.listed(tables)}"
+            )
+    return [name for name in tables if any(is_meant(one, name) for one in patterns)]

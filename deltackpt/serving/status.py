@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A web page and Prometheus metrics of a follower, by the standard library's server."""
+
+from __future__ import annotations
+
+import dataclasses
+import http.server
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+_STOP_SECS = 5.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableStatus:
+    """One followed table.
+
+    Attributes:
+      rows: rows that this shard holds.
+      nbytes: their size in bytes, with slots.
+      looked_up: rows that this process has looked up.
+      changed: rows that changed since the first version, without whole reloads.
+    """
+
+    rows: int
+    nbytes: int
+    looked_up: int
+    changed: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FollowerStatus:
+    """The state of a follower.
+
+    Attributes:
+      directory: the checkpoint directory.
+      position: the version: a step's save id, or a recovery point; None before the first.
+      step: its training step.
+      newest_step: newest committed training step at the last poll, intact or not.
+      age_secs: seconds since the version was committed or captured.
+      versions: number of versions so far.
+      problem: why a newer version cannot be read, or None.
+      unix_secs: time of this status, in seconds since 1970.
+      tables: table name to its figures.
+      dense_leaves: number of dense leaves.
+      dense_bytes: their size.
+      consumers: name of each consumer of changes to the versions that it is behind.
+    """
+
+    directory: str
+    position: str | None
+    step: int | None
+    newest_step: int | None
+    age_secs: float | None
+    versions: int
+    problem: str | None
+    unix_secs: float
+    tables: Mapping[str, TableStatus]
+    dense_leaves: int
+    dense_bytes: int
+    consumers: Mapping[str, int]
+
+
+class StatusServer:
+    """Answers HTTP requests for a status until it is closed.
+
+    Attributes:
+      url: URL of the page.
+    """
+
+    def __init__(self, status: Callable[[], FollowerStatus], host: str, port: int):
+        """Starts the server.
+
+        Args:
+          status: returns the status.
+          host: the address to bind.
+          port: the port; 0 for any free one.
+
+        Raises:
+          OSError: the port is not available.
+        """
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                code, kind, body = _answer(self.path.partition("?")[0], status)
+                self.send_response(code)
+                self.send_header("Content-Type", f"{kind}; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+                self.send_header("Cache-Control", "no-store")
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Requests are not logged."""
+
+        self._server = http.server.ThreadingHTTPServer((host, port), Handler)
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._server.server_port}/"
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="deltackpt-status", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops the server."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(_STOP_SECS)
+
+
+def _answer(path: str, status: Callable[[], FollowerStatus]) -> tuple[int, str, bytes]:
+    if path == "/":
+        return 200, "text/html", _PAGE.encode()
+    if path == "/status.json":
+        return 200, "application/json", json.dumps(dataclasses.asdict(status())).encode()
+    if path != "/metrics":
+        return 404, "text/plain", b"not found; see / or /status.json or /metrics\n"
+    try:
+        import prometheus_client
+    except ImportError:
+        text = b'prometheus_client is missing; run: pip install "deltackpt[metrics]"\n'
+        return 501, "text/plain", text
+    registry = prometheus_client.CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(status()))
+    return 200, "text/plain; version=0.0.4", prometheus_client.generate_latest(registry)
+
+
+class _Collector:
+    """The metrics of one status; see ``prometheus_client.registry.Collector``."""
+
+    def __init__(self, status: FollowerStatus):
+        self._status = status
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        status = self._status
+        for name, text, value in (
+            ("step", "Training step of the version", status.step),
+            ("newest_step", "Newest committed training step", status.newest_step),
+            ("age_seconds", "Time since the version was committed", status.age_secs),
+            ("healthy", "1 unless a newer version cannot be read", int(not status.problem)),
+            ("dense_bytes", "Bytes of dense leaves", status.dense_bytes),
+        ):
+            if value is not None:
+                yield GaugeMetricFamily(f"deltackpt_serving_{name}", text, value)
+        yield CounterMetricFamily("deltackpt_serving_versions", "Versions", status.versions)
+        rows = GaugeMetricFamily("deltackpt_serving_rows", "Rows held", labels=["table"])
+        size = GaugeMetricFamily("deltackpt_serving_bytes", "Bytes of rows", labels=["table"])
+        asked = CounterMetricFamily(
+            "deltackpt_serving_looked_up_rows", "Rows looked up", labels=["table"]
+        )
+        changed = CounterMetricFamily(
+            "deltackpt_serving_changed_rows", "Rows that changed", labels=["table"]
+        )
+        for name, table in status.tables.items():
+            rows.add_metric([name], table.rows)
+            size.add_metric([name], table.nbytes)
+            asked.add_metric([name], table.looked_up)
+            changed.add_metric([name], table.changed)
+        behind = GaugeMetricFamily(
+            "deltackpt_serving_consumer_behind",
+            "Versions that a consumer of changes is behind",
+            labels=["consumer"],
+        )
+        for name, count in status.consumers.items():
+            behind.add_metric([name], count)
+        yield from (rows, size, asked, changed, behind)
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>deltackpt follower</title>
+<meta name="viewport" content="width=device-width,initial-scale=1">
+<style>
+:root { color-scheme: light dark }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.3rem; margin: 0 } h2 { font-size: 1rem; margin: 2rem 0 .5rem }
+#directory, .unit { opacity: .65 }
+#figures { display: flex; flex-wrap: wrap; gap: 1rem; margin: 1.5rem 0 }
+#figures div { border: 1px solid #8886; border-radius: .5rem; padding: .6rem 1rem; min-width: 8rem }
+#figures b { display: block; font-size: 1.5rem; font-weight: 600 }
+table { border-collapse: collapse; width: 100% } th, td { padding: .3rem .6rem; text-align: right }
+th:first-child, td:first-child { text-align: left } tr + tr { border-top: 1px solid #8884 }
+#problem { border-left: 4px solid #d33; padding: .5rem 1rem; white-space: pre-wrap }
+#problem:empty { display: none }
+</style></head><body>
+<h1>deltackpt follower</h1><div id="directory"></div>
+<div id="figures"></div><div id="problem" role="alert"></div>
+<h2>Tables</h2><table id="tables"></table>
+<h2>Consumers of changes</h2><table id="consumers"></table>
+<script>
+const count = new Intl.NumberFormat("en"), $ = id => document.getElementById(id)
+const short = new Intl.NumberFormat("en", {notation: "compact", maximumFractionDigits: 1})
+let before = null
+function fill(table, head, rows) {
+  table.replaceChildren(...[head, ...rows].map((cells, at) => {
+    const row = document.createElement("tr")
+    row.append(...cells.map(text => {
+      const cell = document.createElement(at ? "td" : "th"); cell.textContent = text; return cell
+    }))
+    return row
+  }))
+}
+function rate(now, pick) {
+  const secs = before && now.unix_secs - before.unix_secs
+  return secs > 0 ? (pick(now) - pick(before)) / secs : 0
+}
+function show(now) {
+  $("directory").textContent = now.directory
+  const total = field => one => Object.values(one.tables).reduce((sum, t) => sum + t[field], 0)
+  const behind = now.step === null ? "-" : Math.max(0, (now.newest_step ?? now.step) - now.step)
+  const figures = [
+    [now.step === null ? "-" : count.format(now.step), "training step"],
+    [behind, "steps behind"],
+    [now.age_secs === null ? "-" : now.age_secs.toFixed(1) + " s", "age"],
+    [rate(now, one => one.versions).toFixed(1), "versions per second"],
+    [short.format(rate(now, total("looked_up"))), "rows looked up per second"],
+    [short.format(rate(now, total("changed"))), "rows changed per second"],
+    [short.format(total("nbytes")(now) + now.dense_bytes), "bytes held"],
+  ]
+  $("figures").replaceChildren(...figures.map(([value, name]) => {
+    const box = document.createElement("div"), bold = document.createElement("b")
+    const unit = document.createElement("span")
+    bold.textContent = value; unit.textContent = name; unit.className = "unit"
+    box.append(bold, unit); return box
+  }))
+  $("problem").textContent = now.problem ?? ""
+  fill($("tables"), ["table", "rows", "bytes", "looked up", "per second", "changed", "per second"],
+    Object.entries(now.tables).map(([name, t]) => [name, count.format(t.rows),
+      short.format(t.nbytes), count.format(t.looked_up),
+      short.format(rate(now, one => one.tables[name]?.looked_up ?? 0)), count.format(t.changed),
+      short.format(rate(now, one => one.tables[name]?.changed ?? 0))]))
+  fill($("consumers"), ["consumer", "versions behind"],
+    Object.entries(now.consumers).map(([name, behind]) => [name, count.format(behind)]))
+  before = now
+}
+async function poll() {
+  try { show(await (await fetch("status.json")).json()) }
+  catch (error) { $("problem").textContent = "The follower does not answer." }
+  setTimeout(poll, 1000)
+}
+poll()
+</script></body></html>
+"""

@@ -1,0 +1,800 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Served rows: each version is exactly one step or recovery point, for every reader.
+
+The state machine is that of the WAL (``test_log_invariants``), with followers that look in between
+and copies that apply their changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import urllib.error
+import urllib.request
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import hypothesis.strategies as st
+import jax
+import model
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import rule
+from test_follower_log import FollowedMachine, Trainer, from_storage, logs_of
+from test_log_invariants import COLLECTOR
+
+from deltackpt import serving, touched
+from deltackpt.errors import (
+    ClosedError,
+    DamagedWal,
+    DeltackptError,
+    OptionError,
+    ServiceUnavailable,
+    StepNotFound,
+    StorageError,
+    VersionExpired,
+)
+from deltackpt.reading import saves
+from deltackpt.reading.wal_index import newest_plan
+from deltackpt.serving import ChangeBatch, Changes, Live, Version
+from deltackpt.serving import changes as changes_module
+from deltackpt.serving.rows import Rows
+from deltackpt.testing import stored_chunks
+
+#: Guards against hangs only.
+HANG_SECS = 60.0
+USERS = "tables/users"
+
+pytestmark = pytest.mark.usefixtures("nobody_removes_steps")
+
+
+def opened(root: Path, **options: Any) -> Live:
+    return serving.follow(root, **{"tables": "**", "poll_secs": None, **options})
+
+
+def rows_of(version: Version, table: str, slot: str | None = None) -> np.ndarray:
+    """Returns all rows of a table that a version holds."""
+    held = version.tables[table]
+    values, found = version.lookup(table, np.arange(held.start, held.stop), slot=slot)
+    assert found.all()
+    return values
+
+
+def assert_shows(live: Live, trainer: Trainer) -> None:
+    """Asserts that the newest version equals the newest state of a trainer, bit for bit."""
+    live.advance()
+    with live.version() as version:
+        assert version.step == trainer.step
+        for name, table in trainer.state["tables"].items():
+            held = version.tables[f"tables/{name}"]
+            expected = np.asarray(table)[held.start : held.stop]
+            assert rows_of(version, f"tables/{name}").tobytes() == expected.tobytes(), name
+        kernel = trainer.states[version.dense.step]["dense"]["kernel"]
+        assert np.array_equal(version.dense["dense/kernel"], kernel)
+
+
+class Copy:
+    """A consumer's copy of the tables, from changes alone."""
+
+    def __init__(self, live: Live, after: Any = None, **options: Any):
+        self.tables: dict[str, dict[int, bytes]] = {}
+        self.resets = 0
+        self._changes: Changes = live.changes(wait_secs=0, after=after, **options)
+
+    @property
+    def position(self) -> Any:
+        return self._changes.position
+
+    def catch_up(self) -> list[ChangeBatch]:
+        found = [*self._changes]
+        for batch in found:
+            self.resets += batch.reset
+            assert len({*batch.rows.tolist()}) == len(batch.rows)
+            table = self.tables.setdefault(batch.table, {})
+            table.update(zip(batch.rows.tolist(), map(np.ndarray.tobytes, batch.values)))
+        return found
+
+    def assert_equals(self, version: Version) -> None:
+        assert self.position == version.position
+        for table, held in version.tables.items():
+            rows = rows_of(version, table)
+            assert self.tables.get(table, {}) == dict(zip(held, map(np.ndarray.tobytes, rows)))
+
+
+class ServedMachine(FollowedMachine):
+    """Drives a trainer like ``FollowedMachine``; ``Live``s read its directory."""
+
+    def opened(self, shard, soft):
+        key = shard, soft
+        if key not in self.followers:
+            with contextlib.suppress(StorageError):
+                live = serving.follow(
+                    self.root,
+                    tables="**",
+                    slots="*",
+                    shard=shard[0],
+                    shards=shard[1],
+                    soft=soft,
+                    poll_secs=None,
+                )
+                self.followers[key] = live, Copy(live, batch_rows=97)
+        return self.followers.get(key)
+
+    @rule(soft=st.booleans())
+    def look_when_all_is_written(self, soft):
+        self.quietly(self.manager.wait_until_finished)
+        self.quietly(self.manager.wait_appended)
+        for shard in ((0, 1), (1, 2), (5, 7)):
+            one = self.opened(shard, soft)
+            if one is not None and self.advance(one) and one[0].problem is None:
+                steps = {}
+                for path in self.root.iterdir():
+                    if path.name.isdecimal():
+                        steps[int(path.name)] = saves.read_info(path, "embeddings").save_id
+                plan = newest_plan(logs_of(self.root).read(), steps, soft=soft)
+                newest = steps[max(steps)] if plan is None else plan.point
+                with one[0].version() as version:
+                    assert version.position == newest
+
+    def advance(self, one) -> bool:
+        live, copy = one
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.quietly(self.manager.wait_until_finished)
+            with contextlib.suppress(DeltackptError):
+                live.advance()
+        try:
+            with live.version(timeout_secs=0) as version:
+                step = version._shown.save_id
+                known = version.point is None or version.point in logs_of(self.root).read().points()
+                # See ``FollowedMachine.advance``.
+                with contextlib.suppress(FileNotFoundError, StepNotFound, DamagedWal):
+                    if known:
+                        expected = from_storage(self.root, step, version.point).fields
+                        self.assert_equal(version, expected)
+                self.assert_dense_given(version)
+        except ServiceUnavailable:
+            return False
+        copy.catch_up()
+        with live.version() as version:
+            copy.assert_equals(version)
+        return True
+
+    def assert_equal(self, version, expected):
+        for table, held in version.tables.items():
+            for field, rows in expected[table].items():
+                slot = None if field == "values" else field.removeprefix("slot.")
+                same = rows[held.start : held.stop]
+                assert rows_of(version, table, slot).tobytes() == same.tobytes(), (table, field)
+
+    def assert_dense_given(self, version):
+        """Asserts that the dense leaves are those of one state that was given at their step."""
+        states = [
+            *self.given.get(version.dense.step, ()),
+            *getattr(self, "left", {}).get(version.dense.step, ()),
+        ]
+        found = {path: version.dense[path] for path in ("weights/whole", "weights/half")}
+        assert not states or any(
+            all(
+                np.array_equal(found[f"weights/{name}"], np.asarray(leaf))
+                for name, leaf in state["weights"].items()
+            )
+            for state in states
+        )
+
+
+TestServed = ServedMachine.TestCase
+TestServed.pytestmark = [COLLECTOR]
+TestServed.settings = settings(FollowedMachine.TestCase.settings, max_examples=8)
+
+
+# Versions.
+
+
+def test_each_step_and_each_record_is_a_version_of_rows_and_dense_leaves(tmp_path):
+    with Trainer(tmp_path, dense_every=3) as trainer, opened(tmp_path) as live:
+        trainer.save()
+        for number in range(12):
+            assert_shows(live, trainer)
+            with live.version() as version:
+                assert (version.point is None) == (number % 5 == 0)
+                is_full = version.point is None or version.point.full
+                assert (version.dense.step == version.step) == is_full
+            trainer.save() if number % 5 == 4 else trainer.log()
+
+
+def test_without_soft_records_rows_and_dense_leaves_are_of_the_same_step(tmp_path):
+    with Trainer(tmp_path, dense_every=3) as trainer, opened(tmp_path, soft=False) as live:
+        trainer.save()
+        for _ in range(7):
+            trainer.log()
+            live.advance()
+            with live.version() as version:
+                assert version.dense.step == version.step
+
+
+def test_shards_hold_each_row_once(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        trainer.log()
+        lives = [opened(tmp_path, shard=shard, shards=3) for shard in range(3)]
+        for live in lives:
+            assert_shows(live, trainer)
+        for name, table in trainer.state["tables"].items():
+            asked = np.arange(-2, len(table) + 2)
+            held = np.zeros(len(asked), int)
+            for live in lives:
+                with live.version() as version:
+                    values, found = version.lookup(name, asked)
+                held += found
+                assert np.array_equal(values[found], np.asarray(table)[asked[found]])
+                assert not values[~found].any()
+            assert held.tolist() == [0, 0] + [1] * len(table) + [0, 0]
+
+
+def test_slots_are_held_only_if_they_are_asked_for(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        trainer.log()
+        slots, values = (
+            opened(tmp_path, tables="users", slots="*"),
+            opened(tmp_path, tables="users"),
+        )
+        for live in (slots, values):
+            live.advance()
+        with slots.version() as version:
+            rows = rows_of(version, USERS, "accumulator")
+            assert np.array_equal(rows, trainer.state["slots"]["users"])
+        with values.version() as version:
+            with pytest.raises(OptionError, match="slots"):
+                version.lookup("users", [0], slot="accumulator")
+        assert slots.status().tables[USERS].nbytes > (values.status().tables[USERS].nbytes)
+
+
+def test_a_lookup_takes_indices_in_any_order_and_of_any_integer_dtype(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+    live = opened(tmp_path)
+    live.advance()
+    table = np.asarray(trainer.state["tables"]["users"])
+    with live.version() as version:
+        for dtype in (np.int8, np.uint8, np.int32, np.uint64):
+            asked = np.array([7, 3, 3, 100, 0], dtype)
+            assert np.array_equal(version.lookup("users", asked)[0], table[asked])
+        values, found = version.lookup("users", np.array([2**63 + 5, 1], np.uint64))
+        assert found.tolist() == [False, True] and np.array_equal(values[1], table[1])
+        assert version.lookup("users", np.empty(0, np.int64))[0].shape == (0, *table.shape[1:])
+        for bad in (np.zeros(2), np.zeros((2, 2), int), np.array(["a"])):
+            with pytest.raises(OptionError, match="integers in one dimension"):
+                version.lookup("users", bad)
+        with pytest.raises(OptionError, match="expected a followed table"):
+            version.lookup("nothing", [0])
+    with pytest.raises(ClosedError):
+        version.lookup("users", [0])
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"tables": "nothing"}, "'nothing' to match a table"),
+        ({"slots": "nothing"}, "'nothing' to match a slot"),
+    ],
+)
+def test_missing_tables_and_slots_are_an_error(tmp_path, options, match):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+    with pytest.raises(OptionError, match=match):
+        opened(tmp_path, **options).advance()
+    with opened(tmp_path, poll_secs=0.01, **options) as live:
+        with pytest.raises(OptionError, match=match):
+            live.wait_ready(HANG_SECS)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"leaves": (), "tables": ()}, {"shard": 2, "shards": 2}, {"shard": -1}, {"hold_secs": 0}],
+)
+def test_options_without_meaning_are_refused(tmp_path, options):
+    with pytest.raises(OptionError):
+        opened(tmp_path, **options)
+
+
+def test_tables_are_followed_without_dense_leaves(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        trainer.log()
+        live = opened(tmp_path, leaves=())
+        live.advance()
+        with live.version() as version:
+            assert np.array_equal(rows_of(version, USERS), trainer.state["tables"]["users"])
+            with pytest.raises(OptionError, match="dense"):
+                _ = version.dense
+
+
+def test_a_table_that_grows_is_followed(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        live = opened(tmp_path)
+        copy = Copy(live)
+        assert_shows(live, trainer)
+        copy.catch_up()
+        for kind in ("tables", "slots"):
+            leaf = np.asarray(trainer.state[kind]["items"])
+            more = np.full((37, *leaf.shape[1:]), 5, leaf.dtype)
+            leaves = {
+                **trainer.state[kind],
+                "items": jax.numpy.asarray(np.concatenate([leaf, more])),
+            }
+            trainer.state = {**trainer.state, kind: leaves}
+        trainer.touched = model.new_touched(trainer.state)
+        with live.version() as before:
+            old = rows_of(before, "tables/items")
+        trainer.save()
+        assert_shows(live, trainer)
+        copy.catch_up()
+        with live.version() as version:
+            assert len(rows_of(version, "tables/items")) == len(old) + 37
+            copy.assert_equals(version)
+
+
+def test_a_damaged_delta_changes_nothing_and_the_next_base_is_shown(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        live = opened(tmp_path)
+        assert_shows(live, trainer)
+        step, state = trainer.step, trainer.state
+        trainer.save()
+        stored_chunks(tmp_path / str(trainer.step), "*")[0].flip()
+        live.advance()
+        assert live.problem is not None and live.staleness().steps == 1
+        with live.version() as version:
+            assert version.step == step
+            assert np.array_equal(rows_of(version, USERS), state["tables"]["users"])
+        trainer.train()
+        trainer.manager.save(trainer.step, trainer.state, touched=trainer.touched, force_base=True)
+        trainer.manager.wait_until_finished()
+        assert_shows(live, trainer)
+        assert live.problem is None
+
+
+# Concurrent readers.
+
+
+def test_an_open_version_delays_the_next_one(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        live = opened(tmp_path, hold_secs=HANG_SECS)
+        live.advance()
+        trainer.log()
+        advancing = threading.Thread(target=live.advance)
+        with live.version() as version:
+            before = rows_of(version, USERS)
+            advancing.start()
+            for _ in range(20):
+                time.sleep(0.005)
+                assert rows_of(version, USERS).tobytes() == before.tobytes()
+            assert advancing.is_alive()
+        advancing.join()
+        assert_shows(live, trainer)
+
+
+def test_a_version_that_is_open_for_too_long_expires(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        live = opened(tmp_path, hold_secs=0.01)
+        live.advance()
+        with live.version() as version:
+            version.lookup("users", [1])
+            dense = version.dense
+            trainer.log()
+            assert live.advance()
+            with pytest.raises(VersionExpired):
+                version.lookup("users", [1])
+            assert version.dense is dense
+        assert_shows(live, trainer)
+
+
+READER = """
+    import json, sys, time
+    import numpy as np
+    from deltackpt import serving
+
+    path, rows, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    assert not {"jax", "ray", "orbax"} & {*sys.modules}
+    reader, steps, mixed, lookups = serving.attach(path), set(), 0, 0
+    rng = np.random.default_rng(rows)
+    while not steps or max(steps) < last:
+        with reader.version() as version:
+            seen = set()
+            for table in ("users", "items", "users"):
+                values, found = version.lookup(table, rng.integers(0, rows, 256))
+                seen |= set(values[:, 0].tolist())
+                lookups += 1
+            mixed += seen != {float(version.step)}
+            steps.add(version.step)
+    print(json.dumps([mixed, lookups, len(steps)]))
+"""
+
+
+def fill(trainer: Trainer, rows: int) -> None:
+    """Sets every element of the first rows of two tables to the step."""
+    trainer.step += 1
+    tables = dict(trainer.state["tables"])
+    for name in ("users", "items"):
+        table = np.array(tables[name])
+        table[:rows] = trainer.step
+        tables[name] = jax.numpy.asarray(table)
+    trainer.state = {**trainer.state, "tables": tables}
+    ids = {f"tables/{name}": jax.numpy.arange(rows) for name in ("users", "items")}
+    trainer.touched = touched.mark(trainer.touched, ids)
+    trainer.states[trainer.step] = trainer.state
+
+
+def test_other_processes_never_see_a_mixed_version(tmp_path):
+    root, rows, last = tmp_path / "run", 200, 40
+    with Trainer(root) as trainer:
+        fill(trainer, rows)
+        trainer.manager.save(trainer.step, trainer.state, touched=trainer.touched)
+        trainer.manager.wait_until_finished()
+        with opened(root, poll_secs=0.001) as live:
+            live.wait_ready(HANG_SECS)
+            live.share(tmp_path / "address")
+            readers = [
+                subprocess.Popen(
+                    [
+                        *(sys.executable, "-c", textwrap.dedent(READER)),
+                        *(tmp_path / "address", str(rows), str(last)),
+                    ],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                for _ in range(2)
+            ]
+            while trainer.step < last:
+                fill(trainer, rows)
+                trainer.mark()
+            for reader in readers:
+                told, _ = reader.communicate(timeout=2 * HANG_SECS)
+                assert reader.returncode == 0
+                mixed, lookups, steps = json.loads(told)
+                assert mixed == 0 and lookups and steps
+
+
+def test_a_killed_reader_does_not_stop_the_follower(tmp_path):
+    root = tmp_path / "run"
+    code = """
+        import sys
+        from deltackpt import serving
+        with serving.attach(sys.argv[1]).version() as version:
+            version.lookup("users", [0])
+            print("open", flush=True)
+            sys.stdin.read()
+    """
+    with Trainer(root) as trainer:
+        trainer.save()
+        live = opened(root, hold_secs=10 * HANG_SECS)
+        live.advance()
+        live.share(tmp_path / "address")
+        reader = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(code), tmp_path / "address"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert reader.stdout is not None and reader.stdout.readline() == "open\n"
+        trainer.log()
+        advancing = threading.Thread(target=live.advance, daemon=True)
+        advancing.start()
+        time.sleep(0.05)
+        assert advancing.is_alive()
+        os.kill(reader.pid, signal.SIGKILL)
+        advancing.join(HANG_SECS)
+        assert not advancing.is_alive()
+        reader.communicate()
+        assert_shows(live, trainer)
+
+
+FOLLOWER = """
+    import sys, time
+    from deltackpt import serving
+    live = serving.follow(sys.argv[1], tables="**", poll_secs=0.01)
+    live.wait_ready(60)
+    live.share(sys.argv[2])
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_readers_outlive_a_killed_follower_and_find_the_next_one(tmp_path):
+    root, address = tmp_path / "run", tmp_path / "address"
+
+    def started() -> subprocess.Popen[str]:
+        found = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(FOLLOWER), root, address],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert found.stdout is not None and found.stdout.readline() == "ready\n"
+        return found
+
+    reader = serving.attach(address)
+    with pytest.raises(ServiceUnavailable, match="running follower"), reader.version():
+        pass
+    with Trainer(root) as trainer:
+        trainer.save()
+        for _ in range(2):
+            follower = started()
+            try:
+                with reader.version() as version:
+                    assert version.step == trainer.step
+                    expected = np.asarray(trainer.state["tables"]["users"])
+                    assert np.array_equal(rows_of(version, USERS), expected)
+            finally:
+                follower.kill()
+                follower.communicate()
+            with reader.version() as version:  # Its memory is still mapped.
+                assert np.array_equal(rows_of(version, USERS), expected)
+            trainer.log()
+
+
+# Changes.
+
+
+def test_changes_are_those_rows_that_changed(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        live = opened(tmp_path)
+        copy = Copy(live, tables=["users"])
+        live.advance()
+        found = copy.catch_up()
+        assert {batch.table for batch in found} == {USERS} and copy.resets
+        assert [batch.complete for batch in found] == [False] * (len(found) - 1) + [True]
+        copy.resets = 0
+        for number in range(6):
+            before = trainer.state
+            trainer.save() if number == 2 else trainer.log()
+            live.advance()
+            rows = [batch.rows for batch in copy.catch_up()]
+            found = {*np.concatenate(rows).tolist()} if rows else set()
+            assert found >= {*model.moved(before, trainer.state)["users"].tolist()}
+            assert len(found) < 100
+        assert not copy.resets
+
+
+def test_consumers_have_positions_of_their_own_and_continue_after_them(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        live = opened(tmp_path)
+        live.advance()
+        fast = Copy(live, consumer="fast")
+        slow = Copy(live, consumer="slow")
+        for copy in (fast, slow):
+            copy.catch_up()
+            copy.resets = 0
+        for _ in range(3):
+            trainer.log()
+            live.advance()
+            fast.catch_up()
+        continued = Copy(live, after=slow.position)
+        continued.tables = slow.tables
+        continued.catch_up()
+        with live.version() as version:
+            for copy in (fast, continued):
+                copy.assert_equals(version)
+        assert not fast.resets and not continued.resets
+        restarted = opened(tmp_path)
+        restarted.advance()
+        unknown = Copy(restarted, after=slow.position)
+        unknown.catch_up()
+        assert unknown.resets
+        assert live.status().consumers == {"fast": 0, "slow": 3, "changes": 0}
+
+
+def test_a_consumer_that_is_too_far_behind_gets_the_whole_table_and_is_told(tmp_path):
+    with mock.patch.object(changes_module, "_MOST_INDEX_BYTES", 2000), Trainer(tmp_path) as trainer:
+        trainer.save()
+        live = opened(tmp_path)
+        copy = Copy(live)
+        live.advance()
+        copy.catch_up()
+        copy.resets = 0
+        trainer.log()
+        live.advance()
+        copy.catch_up()
+        assert not copy.resets
+        for _ in range(30):
+            trainer.log()
+            live.advance()
+        found = copy.catch_up()
+        assert all(batch.reset for batch in found)
+        assert sum(len(batch.rows) for batch in found) == sum(
+            len(table) for table in trainer.state["tables"].values()
+        )
+        with live.version() as version:
+            copy.assert_equals(version)
+
+
+def test_batches_are_bounded_and_complete_although_versions_change_in_between(tmp_path):
+    with mock.patch.object(changes_module, "_PIECE_BYTES", 1000), Trainer(tmp_path) as trainer:
+        trainer.save()
+        live = opened(tmp_path)
+        live.advance()
+        changes, tables = live.changes(wait_secs=0, batch_rows=50), {}
+        completed = []
+        for number, batch in enumerate(changes):
+            assert len(batch.rows) <= 50 and batch.values.nbytes <= 1000
+            table = tables.setdefault(batch.table, {})
+            table.update(zip(batch.rows.tolist(), map(np.ndarray.tobytes, batch.values)))
+            if number % 20 == 0 and trainer.step < 8:
+                trainer.log()
+                live.advance()
+            if batch.complete:
+                completed.append(batch.position)
+                state = trainer.states[batch.position.step]
+                for name, rows in state["tables"].items():
+                    expected = dict(enumerate(map(np.ndarray.tobytes, np.asarray(rows))))
+                    assert tables[f"tables/{name}"] == expected
+        assert completed and completed[-1].step == trainer.step
+
+
+def test_values_that_changed_while_they_were_copied_are_copied_again(tmp_path, monkeypatch):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        live = opened(tmp_path, hold_secs=0.01)
+        live.advance()
+        real, updates = Rows.gather, [None, None]
+
+        def gather(self: Rows, *how: Any) -> Any:
+            found = real(self, *how)
+            if updates:
+                updates.pop()
+                trainer.log()
+                assert live.advance()
+            return found
+
+        monkeypatch.setattr(Rows, "gather", gather)
+        copy = Copy(live, batch_rows=100)
+        copy.catch_up()
+        with live.version() as version:
+            assert version.step == trainer.step and not updates
+            copy.assert_equals(version)
+
+
+def test_changes_wait_for_a_version_and_end_when_the_follower_is_closed(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        live = opened(tmp_path, poll_secs=0.01)
+        found: list[ChangeBatch] = []
+
+        def consume() -> None:
+            found.extend(live.changes())
+
+        consumer = threading.Thread(target=consume)
+        consumer.start()
+        trainer.save()
+        live.wait_ready(HANG_SECS)
+        end = time.monotonic() + HANG_SECS
+        while not (found and found[-1].complete):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        live.close()
+        consumer.join(HANG_SECS)
+        assert not consumer.is_alive()
+
+
+# On devices.
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_table_on_devices_equals_each_version(tmp_path, sharded):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        live = opened(tmp_path)
+        name = next(n for n in model.WIDTH if model.WIDTH[n] % 2 == 0)
+        array = None
+        for number in range(6):
+            live.advance()
+            before = array
+            found = live.on_device(name, sharding if sharded else None)
+            array = found.array
+            assert found.step == trainer.step
+            assert (
+                np.asarray(array).tobytes() == np.asarray(trainer.state["tables"][name]).tobytes()
+            )
+            if sharded:
+                assert array.sharding == sharding
+            assert before is None or before.is_deleted()
+            trainer.save() if number == 3 else trainer.log()
+
+
+# Status.
+
+
+def test_the_status_is_served_as_a_page_as_json_and_as_metrics(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        with opened(tmp_path) as live:
+            url = live.serve_status()
+            assert url.startswith("http://127.0.0.1:")
+
+            def get(path: str) -> str:
+                with urllib.request.urlopen(url + path, timeout=HANG_SECS) as answer:
+                    return answer.read().decode()
+
+            assert json.loads(get("status.json"))["step"] is None
+            live.advance()
+            trainer.log()
+            live.advance()
+            copy = Copy(live, consumer='a "cache"')
+            with live.version() as version:
+                version.lookup("users", [1, 2, 3])
+            found = json.loads(get("status.json"))
+            assert found["step"] == trainer.step and found["problem"] is None
+            assert found["tables"][USERS]["looked_up"] == 3
+            assert found["tables"][USERS]["rows"] == model.ROWS["users"]
+            metrics = get("metrics")
+            assert f"deltackpt_serving_step {float(trainer.step)}\n" in metrics
+            assert f'deltackpt_serving_looked_up_rows_total{{table="{USERS}"}} 3.0\n' in metrics
+            assert 'deltackpt_serving_consumer_behind{consumer="a \\"cache\\""}' in metrics
+            assert "<!doctype html>" in get("")
+            with pytest.raises(urllib.error.HTTPError):
+                get("nothing")
+            del copy
+        with pytest.raises(urllib.error.URLError):
+            get("")
+
+
+def test_a_browser_shows_the_page_without_complaint(tmp_path):
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no Chromium is installed")
+    with Trainer(tmp_path / "run") as trainer:
+        trainer.save()
+    with opened(tmp_path / "run") as live:
+        live.advance()
+        shown = subprocess.run(
+            [
+                *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"),
+                *(f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000"),
+                *("--enable-logging=stderr", live.serve_status()),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "HOME": str(tmp_path)},
+        )
+    assert shown.returncode == 0 and "CONSOLE" not in shown.stderr
+    for text in (USERS, f"<td>{model.ROWS['users']}</td>", "rows looked up per second"):
+        assert text in shown.stdout
+
+
+def test_the_command_line_follows_and_shares_until_it_is_told_to_end(tmp_path):
+    with Trainer(tmp_path / "run") as trainer:
+        trainer.save()
+        command = [sys.executable, "-m", "deltackpt.cli", "follow", tmp_path / "run", "--json"]
+        follower = subprocess.Popen(
+            [*command, "--tables", "**", "--share", tmp_path / "address", "--poll-secs", "0.01"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert follower.stdout is not None
+        url = json.loads(follower.stdout.readline())["url"]
+        reader = serving.attach(tmp_path / "address")
+        with reader.version() as version:
+            assert np.array_equal(rows_of(version, USERS), trainer.state["tables"]["users"])
+        with urllib.request.urlopen(f"{url}status.json", timeout=HANG_SECS) as answer:
+            assert json.loads(answer.read())["step"] == trainer.step
+        follower.send_signal(signal.SIGTERM)
+        assert follower.wait(HANG_SECS) == 0
