@@ -306,7 +306,9 @@ class RowKeys:
         return (at + 1) & (len(self._table) - 1)
 
 
-def lowest(ids: np.ndarray, count: int, *scores: np.ndarray) -> np.ndarray:
+def lowest(
+    ids: np.ndarray, count: int, *scores: np.ndarray, keep: np.ndarray | None = None
+) -> np.ndarray:
     """Returns the rows with the lowest scores, as eviction policies need them.
 
     With the step of the last use as the score, these are the least recently used rows; with the
@@ -316,6 +318,7 @@ def lowest(ids: np.ndarray, count: int, *scores: np.ndarray) -> np.ndarray:
       ids: key column; see ``ids_of``. Rows without an id are never returned.
       count: number of rows to return; all rows with an id if there are fewer.
       *scores: at least one, (rows,) each: ties in one are decided by the next, then by the row.
+      keep: rows that are not returned, such as those of the next batch; -1 is ignored.
 
     Returns:
       int64, ascending.
@@ -327,8 +330,10 @@ def lowest(ids: np.ndarray, count: int, *scores: np.ndarray) -> np.ndarray:
       >>> lowest(np.array([70, 7, 8, -1]), 1, uses, last_used)
       array([2])
     """
-    rows = np.flatnonzero(ids_of(ids) != NO_ID)
-    found = []
+    eligible = ids_of(ids) != NO_ID
+    if keep is not None:
+        eligible[keep[keep >= 0]] = False
+    rows, found = np.flatnonzero(eligible), []
     for score in scores:
         if not 0 < count < len(rows):
             break
@@ -410,11 +415,14 @@ def column_fault(shape: Sequence[int], dtype: np.dtype) -> str | None:
     )
 
 
-def check_unique(ids: np.ndarray, name: str = "key column") -> None:
+def check_unique(
+    ids: np.ndarray, rows: np.ndarray | None = None, *, name: str = "key column"
+) -> None:
     """Checks that no id but -1 has two rows.
 
     Args:
-      ids: (rows,) int64.
+      ids: (n,) int64.
+      rows: (n,) the row of each id; by default its position.
       name: of the column, for the error.
 
     Raises:
@@ -423,7 +431,8 @@ def check_unique(ids: np.ndarray, name: str = "key column") -> None:
     ordered = np.sort(ids)
     twice = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] != NO_ID)]
     if len(twice):
-        first, second = np.flatnonzero(ids == twice[0])[:2].tolist()
+        at = np.flatnonzero(ids == twice[0])[:2]
+        first, second = (at if rows is None else rows[at]).tolist()
         raise DamagedKeys(
             name, "one row for each id", f"id {twice[0]} in rows {first} and {second}"
         )

@@ -149,3 +149,6 @@ def test_eviction_takes_the_lowest_scores_and_breaks_ties_by_row(rows, count):
     assert vocab.lowest(ids, count, uses, last_used).tolist() == sorted(lfu[:count])
     expired = [row for row in held if last_used[row] < 2]
     assert vocab.expired(ids, last_used, 2).tolist() == expired
+    kept = vocab.lowest(ids, count, uses, keep=np.array([-1, *held[:3]]))
+    rest = sorted(held[3:], key=lambda row: (uses[row], row))
+    assert kept.tolist() == sorted(rest[:count])
