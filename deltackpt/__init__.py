@@ -4,7 +4,7 @@
 The public names are imported when they are first used, so ``import deltackpt`` is fast and reading
 a checkpoint needs neither jax nor Orbax. Policies are in ``deltackpt.policies``, Orbax handlers in
 ``deltackpt.handlers``, settings of replication in ``deltackpt.tiers`` and of the write-ahead log in
-``deltackpt.wal``.
+``deltackpt.wal``, vocabularies that change in ``deltackpt.vocab``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from deltackpt import handlers as handlers
     from deltackpt import policies as policies
     from deltackpt import tiers as tiers
+    from deltackpt import vocab as vocab
     from deltackpt import wal as wal
     from deltackpt.manager import CheckpointManager
     from deltackpt.options import (
@@ -36,7 +37,17 @@ if TYPE_CHECKING:
     from deltackpt.state.choice import Tables
     from deltackpt.touched import TouchState
 
-_MODULES = ("errors", "fingerprint", "handlers", "policies", "serving", "tiers", "touched", "wal")
+_MODULES = (
+    "errors",
+    "fingerprint",
+    "handlers",
+    "policies",
+    "serving",
+    "tiers",
+    "touched",
+    "vocab",
+    "wal",
+)
 _NAMES = {
     "Appended": "outcomes",
     "Background": "options",

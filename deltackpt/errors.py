@@ -46,6 +46,12 @@ class TrackingError(DeltackptError):
     leaves_doubt = True
 
 
+class VocabularyFull(DeltackptError, ValueError):
+    """There are more new ids than free rows; nothing was assigned."""
+
+    code = "vocabulary-full"
+
+
 class ClosedError(DeltackptError, RuntimeError):
     """The manager was closed, or is used in a forked child or in its own event handler."""
 
@@ -213,6 +219,12 @@ class Damaged(RestoreError):
 
     def __reduce__(self):
         return type(self), (self.object_name, self.expected, self.found, self.action)
+
+
+class DamagedKeys(Damaged):
+    """An id has two rows in the key column of a table."""
+
+    code = "damaged-keys"
 
 
 class DamagedWal(Damaged):

@@ -217,14 +217,22 @@ def diff(
 @click.command(
     epilog="\b\nExamples:\n"
     "  deltackpt history /data/run-17 users 4711\n"
-    "  deltackpt history /data/run-17 users 4711 4712 --field slot.accumulator --json"
+    "  deltackpt history /data/run-17 users 4711 4712 --field slot.accumulator --json\n"
+    "  deltackpt history /data/run-17 users --id 8123456789012"
 )
 @arguments.root
 @click.argument("table")
-@click.argument("rows", metavar="ROW...", type=click.IntRange(min=0), nargs=-1, required=True)
+@click.argument("rows", metavar="[ROW]...", type=click.IntRange(min=0), nargs=-1)
 @arguments.item
 @arguments.endpoint
 @_field
+@click.option(
+    "--id",
+    "ids",
+    type=int,
+    multiple=True,
+    help="An id instead of rows, in tables with a key column; repeatable.",
+)
 @click.option("--step", "steps", type=arguments.STEP, multiple=True, help="A step; repeatable.")
 @click.option("--no-wal", is_flag=True, help="Only steps, without recovery points.")
 @click.option(
@@ -238,6 +246,7 @@ def history(
     item: str | None,
     endpoint: str | None,
     field: str,
+    ids: tuple[int, ...],
     steps: tuple[int, ...],
     no_wal: bool,
     columns: int,
@@ -246,10 +255,18 @@ def history(
     """Show the values of rows at each step, and at the recovery points between steps.
 
     The column `written` shows whether that save or WAL record contains the row: a base contains
-    every row, a delta or a WAL record the touched ones.
+    every row, a delta or a WAL record the touched ones. With --id, steps at which the row of the id
+    had another id are omitted.
     """
+    if bool(rows) == bool(ids):
+        raise click.UsageError("Name rows, or ids with --id.")
     found = _open(directory, item, endpoint).history(
-        table, list(rows), field=field, steps=steps or None, wal=not no_wal
+        table,
+        list(rows) or None,
+        ids=list(ids) or None,
+        field=field,
+        steps=steps or None,
+        wal=not no_wal,
     )
     if as_json:
         terminal.print_json(_history(found))
@@ -257,6 +274,8 @@ def history(
     flat = found.values.reshape(len(found.steps), len(found.rows), -1)
     count = min(columns, flat.shape[2])
     names = ["step", "row", "written", "norm", *map(str, range(count))]
+    if found.ids is not None:
+        names[1:2] = ["id", "row"]
     if any(found.point_kinds):
         names.insert(1, "recovery point")
     lines = [
@@ -278,7 +297,8 @@ def _history_line(found: History, flat: Any, number: int, place: int, count: int
     norm = float(np.linalg.norm(wide))
     first = wide[:count].tolist()
     mark = [found.point_kinds[number] or ""] if any(found.point_kinds) else []
-    return [int(found.steps[number]), *mark, int(found.rows[place]), written, norm, *first]
+    own = [] if found.ids is None else [int(found.ids[place])]
+    return [int(found.steps[number]), *mark, *own, int(found.rows[place]), written, norm, *first]
 
 
 def _epoch(epoch: WalEpoch) -> dict[str, Any]:
@@ -374,6 +394,7 @@ def _history(found: History) -> list[dict[str, Any]]:
             "step": int(step),
             "recovery_point": found.point_kinds[number],
             "row": int(row),
+            **({} if found.ids is None else {"id": int(found.ids[place])}),
             "written": bool(found.written[number, place]),
             "values": found.values[number, place],
         }

@@ -88,6 +88,8 @@ class StoredRows(NamedTuple):
 
 #: Name of the field that holds the rows of the tables themselves.
 VALUES = "values"
+#: Name of the slot that ``Tables(key=...)`` selects.
+KEY_SLOT = "key"
 
 
 def slot_field(slot: str) -> str:

@@ -19,6 +19,7 @@ class FieldSpec:
 
     ``trailing`` is the shape of one row; ``always`` fields are written whole in every delta.
     ``codec`` is the one planned for a save; a segment may have another: ``Segment.spec``.
+    ``key`` is whether it holds the id of each row; see ``deltackpt.vocab``.
     """
 
     name: str
@@ -26,6 +27,7 @@ class FieldSpec:
     dtype: str
     codec: str = "raw"
     always: bool = False
+    key: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -50,6 +52,11 @@ class GroupEntry:
     def row_bytes(self) -> int:
         """Bytes of one row of all fields, unencoded."""
         return sum(spec.row_bytes for spec in self.fields)
+
+    @property
+    def key(self) -> FieldSpec | None:
+        """The field with the id of each row; None if rows have no ids."""
+        return next((spec for spec in self.fields if spec.key), None)
 
     def columns(self, spec: FieldSpec) -> tuple[int, int] | None:
         """Returns all columns of a field; None if it is not as wide as the tables."""

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from deltackpt import vocab
 from deltackpt.errors import (
     BrokenChain,
+    OptionError,
     RestoreError,
     StepGone,
     StepNotFound,
@@ -281,8 +284,9 @@ class Checkpoints:
     def history(
         self,
         table: str,
-        rows: int | Sequence[int] | np.ndarray,
+        rows: int | Sequence[int] | np.ndarray | None = None,
         *,
+        ids: int | Sequence[int] | np.ndarray | None = None,
         field: str = blocks.VALUES,
         steps: Sequence[int] | None = None,
         wal: bool = True,
@@ -292,27 +296,39 @@ class Checkpoints:
         Args:
           table: name of the table.
           rows: row indices.
+          ids: ids of rows, instead of ``rows``: the rows that they have at the newest of the steps.
           field: ``values``, or ``slot.<name>``.
           steps: which steps; all by default.
           wal: whether to include the recovery points; has no effect if ``steps`` is given.
 
         Raises:
-          TemplateMismatch: no step has such a table, field or row.
+          OptionError: both or neither of ``rows`` and ``ids`` were given.
+          TemplateMismatch: no step has such a table, field, row or id.
           Damaged, BrokenChain, StepGone: a step, or a WAL record, cannot be read.
         """
+        if (rows is None) == (ids is None):
+            raise OptionError("history: expected either rows or ids, found both or neither")
         for _ in range(_MOST_TRIES):
             wanted = self.steps if steps is None else sorted(set(steps))
             places = {step: self._at(step).stamp() for step in self.steps}
-            found = history.history(
+            read = functools.partial(
+                history.history,
                 self._read,
                 self._saves,
                 wanted,
-                table,
-                np.atleast_1d(rows),
-                field,
                 all_steps=steps is None,
                 log=WalReader(self._root.log_at).read() if wal and steps is None else None,
             )
+            if rows is not None:
+                found = read(table, np.atleast_1d(rows), field)
+            else:
+                assert ids is not None
+                asked = vocab.ids_of(np.atleast_1d(ids))
+                held = self.at(wanted[-1] if wanted else None)
+                own = held.tables[changes.named(table, held.tables)]
+                of_ids = own.rows_of(asked)
+                keys = read(table, of_ids, own.key_field)
+                found = read(table, of_ids, field).of_ids(asked, keys)
             now = {step: self._at(step).stamp() for step in places}
             # Never mix rolled-back steps with those that replaced them.
             if all(now[step] in (None, place) for step, place in places.items()):

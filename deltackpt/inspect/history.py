@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from deltackpt import codecs
+from deltackpt import codecs, vocab
 from deltackpt.errors import BrokenChain, RestoreError, StepGone, StepNotFound, TemplateMismatch
 from deltackpt.format import blocks
 from deltackpt.format.manifest import SaveId, TableEntry
@@ -40,11 +40,12 @@ class History:
       point_kinds: for each of the steps, ``full`` or ``soft`` if it is a recovery point, and None
         if it is a committed step.
       rows: int64 (rows,), in the requested order.
+      ids: int64 (rows,), the ids that were requested; None if rows were.
       values: (steps, rows, *trailing) of the table's dtype; 0 if the table did not have the row
         yet.
       written: bool (steps, rows): whether the step's save, or WAL record, contains the row; a base
         contains all rows.
-      present: bool (steps, rows): whether the table had the row.
+      present: bool (steps, rows): whether the table had the row, and the row the requested id.
     """
 
     table: str
@@ -55,6 +56,21 @@ class History:
     values: np.ndarray
     written: np.ndarray
     present: np.ndarray
+    ids: np.ndarray | None = None
+
+    def of_ids(self, ids: np.ndarray, keys: History) -> History:
+        """Returns the history of ids: a row is present only at the steps at which it had its id.
+
+        Args:
+          ids: int64 (rows,).
+          keys: the history of the key column, for the same rows.
+        """
+        numbers = {step: number for number, step in enumerate(keys.steps.tolist())}
+        same = np.zeros(self.present.shape, bool)
+        for number, step in enumerate(self.steps.tolist()):
+            if step in numbers:
+                same[number] = vocab.ids_of(keys.values[numbers[step]]) == ids
+        return dataclasses.replace(self, ids=ids, present=self.present & same)
 
     def to_pandas(self) -> Any:
         """Returns a ``pandas.DataFrame``: a row per step and table row, a column per element.
@@ -64,7 +80,8 @@ class History:
         """
         steps, rows = len(self.steps), len(self.rows)
         flat = self.values.reshape(steps * rows, math.prod(self.values.shape[2:]))
-        index = pandas().MultiIndex.from_product([self.steps, self.rows], names=["step", "row"])
+        what, shown = ("row", self.rows) if self.ids is None else ("id", self.ids)
+        index = pandas().MultiIndex.from_product([self.steps, shown], names=["step", what])
         frame = pandas().DataFrame(flat, index=index)
         frame.insert(0, "written", self.written.reshape(-1))
         return frame[self.present.reshape(-1)]

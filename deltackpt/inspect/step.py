@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
+from deltackpt import vocab
 from deltackpt.errors import RestoreError, TemplateMismatch
 from deltackpt.format import blocks, globs, manifest, names
 from deltackpt.format.manifest import TableEntry
@@ -40,6 +43,8 @@ class Table(LazyArray):
     Attributes:
       name, shape, dtype: as in ``LazyArray``.
       slots: lazy arrays of its optimizer slots, (rows, *trailing), by name.
+      key: the slot with the id of each row, and ``key_field`` its field; None and empty if rows
+        have no ids.
       leaves: '/'-joined path of each field's leaf in the state, by field name.
     """
 
@@ -53,7 +58,36 @@ class Table(LazyArray):
                 for name, spec in specs.items()
             }
         )
+        self.key_field = next((name for name, spec in specs.items() if spec.key), "")
+        self.key = self.field(self.key_field) if self.key_field else None
         self.leaves = {field: manifest.path_name(path) for field, path in table.leaves.items()}
+
+    def rows_of(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Returns the rows of some ids; reads the whole key column.
+
+        Args:
+          ids: (n,) integers.
+
+        Returns:
+          int64 (n,).
+
+        Raises:
+          TemplateMismatch: the table has no key column, or no row of an id.
+          DamagedKeys: an id has two rows.
+          Damaged, StepGone: as for ``__getitem__``.
+        """
+        if self.key is None:
+            raise TemplateMismatch(
+                f"table {self.name}: expected a key column, found none; name rows, or save the "
+                "table with Tables(key=...)"
+            )
+        rows = vocab.RowKeys.index(np.asarray(self.key)).find(ids)
+        if (missing := np.flatnonzero(rows < 0)).size:
+            raise TemplateMismatch(
+                f"table {self.name}: expected ids that have a row, found "
+                f"{np.asarray(ids)[missing[0]]}, which has none; choose another step or id"
+            )
+        return rows
 
     def field(self, name: str) -> LazyArray:
         """Returns the lazy array of a field: ``values`` or ``slot.<name>``.

@@ -12,7 +12,7 @@ import collections
 import math
 from collections.abc import Collection, Iterator, Mapping
 
-from deltackpt import codecs
+from deltackpt import codecs, vocab
 from deltackpt.errors import Damaged, FormatTooNew, OptionError
 from deltackpt.format import blocks, manifest, names, records
 from deltackpt.format.manifest import KeyPath, Layout, Manifest
@@ -209,6 +209,12 @@ def _check_groups(head: Manifest | EpochHeader, name: str) -> None:
             itemsize = codecs.dtype_of(spec.dtype).itemsize
             # A table has columns; a slot may have none.
             row_bytes += max(1, math.prod(spec.trailing)) * itemsize
+        for spec in (spec for spec in group.fields if spec.key):
+            dtype = codecs.dtype_of(spec.dtype)
+            fault = vocab.column_fault((group.rows, *spec.trailing), dtype)
+            require(fault is None, "a key column", f"{fault}", f"{place}.{spec.name}")
+        keys = [spec.name for spec in group.fields if spec.key]
+        require(len(keys) <= 1, "at most one key column", keys, f"{place}.fields")
         require(group.width > 0, "a column or more", group.width, f"{place}.{blocks.VALUES}")
         nbytes = group.rows * row_bytes
         require(nbytes <= MOST, f"at most {MOST} bytes", nbytes, place)

@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from deltackpt import vocab
 from deltackpt.errors import Damaged, DamagedWal, RestoreError
 from deltackpt.format import blocks
 from deltackpt.format.blocks import Box, Rows, Span, StoredRows
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import Layout
-from deltackpt.format.segments import Segment
+from deltackpt.format.segments import Segment, width
 from deltackpt.layers import merge
 from deltackpt.layers.merge import RowIndices
 from deltackpt.layers.targets import Targets, Wanted, empty_buffers
@@ -129,6 +130,28 @@ def _restored(
         bytes_read=bytes_read,
         seconds=time.perf_counter() - started,
     )
+
+
+def check_keys(restored: RestoredTables) -> None:
+    """Checks that ids are unique in the rows that this process has of each key column.
+
+    Raises:
+      DamagedKeys: an id has two rows; the message names the table, the id and both rows.
+    """
+    groups, step = restored.layout.group_by_name, restored.chain[-1].save_id.step
+    for table in restored.layout.tables:
+        key = groups[table.group].key
+        if key is None:
+            continue
+        ids, rows = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for box, part in restored.buffers.get(table.name, {}).get(key.name, {}).items():
+            if box.columns == (0, width(key.trailing)):
+                start = box.rows[0]
+                # A template that has grown has further rows, which the step does not have.
+                ids.append(vocab.ids_of(part)[: max(0, table.rows - start)])
+                rows.append(np.arange(start, start + len(ids[-1])))
+        name = f"step {step}: key column of table {table.name}"
+        vocab.check_unique(np.concatenate(ids), np.concatenate(rows), name=name)
 
 
 def fill(

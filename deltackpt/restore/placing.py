@@ -18,7 +18,7 @@ from deltackpt.format.blocks import VALUES, Box
 from deltackpt.format.manifest import KeyPath, Layout, path_name
 from deltackpt.layers.targets import Wanted
 from deltackpt.reading.chains import read_chain
-from deltackpt.reading.reader import RestoredTables, restore_tables
+from deltackpt.reading.reader import RestoredTables, check_keys, restore_tables
 from deltackpt.reading.saves import StoredSave
 from deltackpt.restore import mismatch
 from deltackpt.state import contexts, ownership, paths, placement
@@ -63,6 +63,7 @@ def load_item(item_dir: Path, abstract: AbstractEmbeddings | None) -> RestoredTa
             _check_leaf(name, field, leaf, stored.get(name, {}).get(field))
             _check_width(f"table {name}, {field}", leaf)
     merged = restore_tables(saves, wanted=wanted_of(tables))
+    check_keys(merged)
     return dataclasses.replace(merged, placed=place(merged, tables))
 
 

@@ -343,9 +343,11 @@ class StepReader:
                 if replay_from is not None and point is not None:
                     point = point._replace(rows=seen.by_table())
                 if found.plan is None:
+                    reader.check_keys(merged)
                     dense = leaves.result()
                 else:
                     with damage_of(found.plan.last_records[0]):
+                        reader.check_keys(merged)
                         dense = leaves.result()
             found.check_stays(agreed, merged.chain[-1].save_id)
         return Loaded(merged, dense.leaves, dense.chunks, problem, files, point)

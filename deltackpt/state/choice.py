@@ -30,6 +30,12 @@ class Tables:
         table path pattern to slot name to the slot's path, in which ``{table}`` is replaced by the
         table's path and ``{name}`` by its last component; tables that no pattern matches keep the
         slots that are found.
+      key: path of the key column of each table, in which ``{table}`` and ``{name}`` are replaced as
+        for ``slots``; a mapping from table path pattern to such a path if only some tables have
+        one. It holds the id of each row, -1 for a row without one: integers of 32 or 64 bits,
+        (rows,), or (rows, 2) int32 or uint32 for 64-bit ids without ``jax_enable_x64``. It is saved
+        with its row as slot ``key``, uncompressed. A restore checks that ids are unique. Mark the
+        rows whose ids change. See ``deltackpt.vocab``.
       always: names of slots whose rows all move at every step; each save writes them whole. A
         pattern matches the whole name or its last component. Adafactor's are known.
       codec: how the tables' values are stored: the name of a codec for the rows of deltas, a
@@ -50,6 +56,7 @@ class Tables:
 
     select: Select
     slots: Mapping[str, Mapping[str, Select]] | None = None
+    key: str | Mapping[str, Select] | None = None
     always: Sequence[str] = ()
     codec: CodecOption = "raw"
     slot_codec: CodecOption = "raw"
@@ -61,3 +68,5 @@ class Tables:
                 CodecChoice.of(given)
         if self.slots is not None and not isinstance(self.slots, Mapping):
             raise OptionError(f"slots: expected a mapping or None, found {self.slots!r}")
+        if self.key is not None and not isinstance(self.key, (str, Mapping)):
+            raise OptionError(f"key: expected a path, a mapping or None, found {self.key!r}")

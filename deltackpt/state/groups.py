@@ -35,10 +35,12 @@ class TableFields:
     Attributes:
       name: name of the table.
       fields: field name to the position of its leaf, and whether it is always written whole.
+      key: the field with the id of each row; None without one.
     """
 
     name: str
     fields: dict[str, tuple[int, bool]]
+    key: str | None = None
 
 
 class Grouped(NamedTuple):
@@ -73,12 +75,15 @@ def group_tables(
         for field, (i, _) in table.fields.items():
             _check_dtype(f"table {table.name}, {field}", np.dtype(flat.leaves[i].dtype))
         specs = tuple(
-            _field_spec(field, flat.leaves[i], always)
+            _field_spec(field, flat.leaves[i], always, key=field == table.key)
             for field, (i, always) in sorted(table.fields.items(), key=_values_first)
         )
         _check_array_names(table.name, specs)
         choices = tuple(
-            (values_of if spec.name == blocks.VALUES else slots_of)[table.name] for spec in specs
+            CodecChoice()
+            if spec.key
+            else (values_of if spec.name == blocks.VALUES else slots_of)[table.name]
+            for spec in specs
         )
         for spec, choice in zip(specs, choices, strict=True):
             _check_fit(table.name, spec, choice)
@@ -162,12 +167,13 @@ def _check_fit(table: str, spec: FieldSpec, choice: CodecChoice) -> None:
             raise OptionError(f"table {table}, {spec.name}: {error}") from error
 
 
-def _field_spec(field: str, leaf: Any, always: bool) -> FieldSpec:
+def _field_spec(field: str, leaf: Any, always: bool, *, key: bool) -> FieldSpec:
     return FieldSpec(
         name=field,
         trailing=tuple(int(size) for size in leaf.shape[1:]),
         dtype=np.dtype(leaf.dtype).name,
         always=always,
+        key=key,
     )
 
 

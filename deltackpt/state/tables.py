@@ -21,7 +21,7 @@ import jax
 from jax import tree_util
 from jax.core import Tracer
 
-from deltackpt import events
+from deltackpt import events, vocab
 from deltackpt.errors import (
     TableSelectionError,
     TemplateMismatch,
@@ -433,6 +433,7 @@ def _choose(
             if slot.leaf not in tracked:
                 always = slots.is_always(slot, tables.always)
                 found[slot.table].fields[blocks.slot_field(slot.name)] = (slot.leaf, always)
+    _add_keys(tables, found, flat, names, usable)
     _check_always(tables.always, found)
     _check_taken_once(found, names)
     _check_names([names[i] for table in found.values() for i, _ in table.fields.values()], names)
@@ -483,6 +484,39 @@ def _explicit_slots(
                 always = slots.is_always(candidate, tables.always)
                 found[i].fields[blocks.slot_field(slot)] = (leaf, always)
     return concerned
+
+
+def _add_keys(
+    tables: Tables, found: dict[int, TableFields], flat: Flat, names: list[str], usable: list[int]
+) -> None:
+    """Gives tables the key columns that the user declared."""
+    if tables.key is None:
+        return
+    field = blocks.slot_field(blocks.KEY_SLOT)
+    declared = {"**": tables.key} if isinstance(tables.key, str) else tables.key
+    for pattern, select in declared.items():
+        matched = [i for i, table in found.items() if paths.matches(pattern, table.name)]
+        if not matched:
+            raise TableSelectionError(
+                f"key: pattern {pattern!r} matches no table; the tables are\n"
+                f"{paths.listed(table.name for table in found.values())}"
+            )
+        for i in matched:
+            table = found[i]
+            if field in table.fields:
+                raise TableSelectionError(
+                    f"key: expected one key column and no slot {blocks.KEY_SLOT!r} of table "
+                    f"{table.name}, found two; name one of them"
+                )
+            leaf = _declared_leaf(table.name, blocks.KEY_SLOT, select, flat, names, usable)
+            rows, column = flat.leaves[i].shape[0], flat.leaves[leaf]
+            fault = paths.table_fault(column) or vocab.column_fault(column.shape, column.dtype)
+            if fault or column.shape[0] != rows:
+                raise TableSelectionError(
+                    f"key: table {table.name}, {names[leaf]}: "
+                    f"{fault or f'expected {rows} rows, found {column.shape[0]}'}"
+                )
+            table.fields[field], table.key = (leaf, False), field
 
 
 def _declared_leaf(
