@@ -20,6 +20,7 @@ import numpy as np
 from deltackpt.coordination import Coordinator
 from deltackpt.handlers import dense
 from deltackpt.restore.placing import same_bits
+from deltackpt.state.stacks import array_of
 from deltackpt.state.tables import Split
 
 #: Read there, a leaf takes no memory of the accelerator.
@@ -84,7 +85,7 @@ def same_leaves(found: dict[str, Any], leaves: dict[str, Any]) -> bool:
 
 
 def _fields_of(split: Split) -> Iterator[Any]:
-    return (leaf for fields in split.fields.values() for leaf in fields.values())
+    return (array_of(leaf) for fields in split.fields.values() for leaf in fields.values())
 
 
 def _reference(leaf: Any) -> Callable[[], Any]:

@@ -53,6 +53,7 @@ from deltackpt.save.flight import (
 from deltackpt.save.lineage import UNTRACKED
 from deltackpt.save.step import Item, Step
 from deltackpt.state import contexts, tables
+from deltackpt.state.stacks import array_of
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import TouchState
 from deltackpt.storage.posix import DurableDir
@@ -632,7 +633,7 @@ def _release(items: Mapping[str, Item]) -> None:
 def _has_host_arrays(split: Split) -> bool:
     """Returns whether a table or slot can change in place while a base is written."""
     return any(
-        not isinstance(leaf, jax.Array)
+        not isinstance(array_of(leaf), jax.Array)
         for fields in split.fields.values()
         for leaf in fields.values()
     )

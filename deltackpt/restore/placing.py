@@ -22,6 +22,7 @@ from deltackpt.reading.reader import RestoredTables, check_keys, restore_tables
 from deltackpt.reading.saves import StoredSave
 from deltackpt.restore import mismatch
 from deltackpt.state import contexts, ownership, paths, placement
+from deltackpt.state.stacks import MemberRows, RestoredMember, array_of
 
 _logger = logging.getLogger(__name__)
 
@@ -104,7 +105,10 @@ def wanted_of(templates: Mapping[str, Mapping[str, Any]]) -> Wanted:
       templates: table name to field name to the template's leaf.
     """
     return {
-        name: {field: sorted(set(_boxes(leaf).values())) for field, leaf in fields.items()}
+        name: {
+            field: sorted(set(ownership.device_boxes(leaf).values()))
+            for field, leaf in fields.items()
+        }
         for name, fields in templates.items()
     }
 
@@ -117,7 +121,7 @@ def place(
     Args:
       merged: the result of ``restore_tables`` for ``wanted_of(templates)``.
       templates: table name to field name to the template's leaf; a numpy leaf returns the buffer
-        itself.
+        itself, a table of a stacked array a ``RestoredMember``, which ``tables.join`` needs.
     """
     rows = {table.name: table.rows for table in merged.layout.tables}
     placed: dict[str, dict[str, Any]] = {}
@@ -156,32 +160,24 @@ def report_grown(step: int, tables: GrownTables) -> None:
 
 def _keep_further_rows(held: Mapping[Box, np.ndarray], template: Any, stored: int) -> None:
     """Copies the rows of a template that has grown from ``stored`` rows on."""
-    if isinstance(template, np.ndarray):
+    if not isinstance(template, jax.Array):
         [buffer] = held.values()
         buffer[stored:] = template[stored:]
         return
     data = {shard.device: shard.data for shard in template.addressable_shards}
-    for device, box in _boxes(template).items():
+    for device, box in ownership.device_boxes(template).items():
         first = max(0, stored - box.rows[0])
         if first < box.rows[1] - box.rows[0]:
             rows = template if device is None else data[device]
             held[box][first:] = np.asarray(rows)[first:]
 
 
-def _boxes(leaf: Any) -> dict[Any, Box]:
-    """The box of each device of this process; the whole leaf if no device must hold it."""
-    sharding = placement.sharding_of(leaf)
-    if sharding is None:
-        return {None: ownership.whole(leaf.shape)}
-    return ownership.boxes(sharding, leaf.shape)
-
-
 def _placed(held: Mapping[Box, np.ndarray], template: Any) -> Any:
-    if isinstance(template, np.ndarray):
+    if isinstance(template, (np.ndarray, MemberRows)):
         [buffer] = held.values()
-        return buffer
+        return buffer if isinstance(template, np.ndarray) else RestoredMember(buffer, template)
     # The buffer is not shared, and is aligned.
-    return placement.assembled(template, _boxes(template), held, may_alias=True)
+    return placement.assembled(template, ownership.device_boxes(template), held, may_alias=True)
 
 
 def same_bits(one: Any, two: Any) -> bool:
@@ -213,10 +209,10 @@ def _parts(leaf: Any) -> Iterator[tuple[Box, Any]]:
     """The boxes of an array with their rows, one for each device of this process."""
     held = (
         {}
-        if isinstance(leaf, np.ndarray)
+        if not isinstance(leaf, jax.Array)
         else {shard.device: shard.data for shard in leaf.addressable_shards}
     )
-    for device, box in _boxes(leaf).items():
+    for device, box in ownership.device_boxes(leaf).items():
         yield box, leaf if device is None else held[device]
 
 
@@ -251,7 +247,7 @@ def check_template(
         why = _advice(name, expected, save.layout)
         if have is not None and want is not None and have[1:] == want[1:] and have[0] < want[0]:
             table, field = name
-            if isinstance(fields[table][field], (jax.Array, np.ndarray)):
+            if isinstance(array_of(fields[table][field]), (jax.Array, np.ndarray)):
                 continue
             why = (
                 "to resume with a table that has grown, pass a template of arrays, whose "

@@ -31,6 +31,7 @@ from deltackpt.format.blocks import Rows
 from deltackpt.format.manifest import Kind
 from deltackpt.save.pieces import AHEAD, DevicePiece, HostPiece, Piece
 from deltackpt.state import contexts, placement
+from deltackpt.state.stacks import MemberRows, array_of
 
 _SMALLEST_BUCKET = 1024
 _DEVICE_PIECE_BYTES = 64 << 20
@@ -50,9 +51,13 @@ class FieldShard:
         """Returns the virtual row of the first row of ``data``."""
         return self.start - self.skip
 
-    def host(self) -> np.ndarray:
-        """Returns ``data`` in host memory; a zero-copy view on the CPU backend."""
-        return np.asarray(self.data)
+    def take(self, rows: np.ndarray, out: np.ndarray) -> None:
+        """Copies some rows of ``data`` into ``out``, (len(rows), *trailing)."""
+        if isinstance(self.data, MemberRows):
+            self.data.take(rows, out)
+        else:
+            # mode="clip" lets numpy write straight into `out`; the rows are in range.
+            np.asarray(self.data).take(rows, 0, out, "clip")
 
 
 @dataclasses.dataclass(eq=False)
@@ -77,6 +82,11 @@ class FieldSource:
         return all(on_host(shard.data) for shard in self.shards)
 
     @property
+    def in_order(self) -> bool:
+        """Returns whether rows are adjacent in memory, so that views of them can be written."""
+        return not any(isinstance(shard.data, MemberRows) for shard in self.shards)
+
+    @property
     def row_bytes(self) -> int:
         """Returns the bytes of one row."""
         return math.prod(self.trailing) * self.dtype.itemsize
@@ -88,9 +98,7 @@ class FieldSource:
                 self.shards, np.searchsorted(rows, self._bounds).tolist()
             ):
                 if low < high:
-                    # mode="clip" lets numpy write straight into `out`; the rows are in range.
-                    local = rows[low:high] - shard.first
-                    np.asarray(shard.data).take(local, 0, out[low:high], "clip")
+                    shard.take(rows[low:high] - shard.first, out[low:high])
             return
         for shard in self.shards:
             part = blocks.row_slice(rows, shard.start, shard.stop)
@@ -99,7 +107,10 @@ class FieldSource:
             chosen = rows[part]
             assert isinstance(chosen, range)
             held = slice(chosen.start - shard.first, chosen.stop - shard.first)
-            np.copyto(out[part], shard.host()[held])
+            if isinstance(shard.data, MemberRows):
+                shard.data.copy(held.start, held.stop, out[part])
+            else:
+                np.copyto(out[part], np.asarray(shard.data)[held])
 
     def bits(self, rows: np.ndarray) -> np.ndarray:
         """Returns the bits of a few rows, ascending: (len(rows), row_bytes) uint8."""
@@ -161,11 +172,12 @@ class FieldSource:
                 chosen = np.asarray(rows[start : min(start + limit, part.stop)])
                 local = np.zeros(bucket(len(chosen)), np.int32)
                 local[: len(chosen)] = chosen - shard.first
-                if _in_host_memory(shard.data):  # A table, whose slots are on the device.
-                    piece = np.asarray(shard.data).take(local, 0)
+                if placement.in_host_memory(
+                    array_of(shard.data)
+                ):  # A table, whose slots are on the device.
+                    piece = _take_on_host(shard.data, local)
                 else:
-                    with contexts.beside(shard.data):
-                        piece = _take(shard.data, local)
+                    piece = _take(shard.data, local)
                 if codec.lossless:
                     if isinstance(piece, jax.Array):
                         piece = placement.host_copy(piece)
@@ -243,18 +255,9 @@ class SegmentSource:
         return dataclasses.replace(self, fields=fields)
 
 
-def on_host(array: Any) -> bool:
-    """Returns whether an array is in host memory, even if devices cannot compute there."""
-    if not isinstance(array, jax.Array):
-        return True
-    if all(device.platform == "cpu" for device in array.devices()):
-        return True
-    return _in_host_memory(array)
-
-
-def _in_host_memory(array: Any) -> bool:
-    """Whether a device's array is in host memory, from which device programs cannot gather rows."""
-    return isinstance(array, jax.Array) and array.sharding.memory_kind in placement.HOST_MEMORY
+def on_host(leaf: Any) -> bool:
+    """Returns whether a leaf, or the stacked array that holds it, is in host memory."""
+    return placement.on_host(array_of(leaf))
 
 
 def bucket(count: int) -> int:
@@ -262,13 +265,20 @@ def bucket(count: int) -> int:
     return max(_SMALLEST_BUCKET, 1 << max(0, count - 1).bit_length())
 
 
+def _take(data: Any, rows: np.ndarray) -> jax.Array:
+    if isinstance(data, MemberRows):
+        return data.on_device(rows)
+    with contexts.beside(data):
+        return _gathered(data, rows)
+
+
 @jax.jit
-def _take(data: jax.Array, rows: np.ndarray) -> jax.Array:
+def _gathered(data: jax.Array, rows: np.ndarray) -> jax.Array:
     return data.at[rows].get(mode="clip")
 
 
 def _take_on_host(data: Any, rows: np.ndarray) -> np.ndarray:
-    return np.asarray(data).take(rows, 0)
+    return data.take(rows) if isinstance(data, MemberRows) else np.asarray(data).take(rows, 0)
 
 
 def few(data: Any, rows: np.ndarray) -> Any:
@@ -277,7 +287,7 @@ def few(data: Any, rows: np.ndarray) -> Any:
         return _take_on_host(data, rows)
     padded = np.zeros(bucket(len(rows)), np.int32)
     padded[: len(rows)] = rows
-    with contexts.neutral(), contexts.beside(data):
+    with contexts.neutral():
         return placement.host_copy(_take(data, padded))
 
 

@@ -23,6 +23,7 @@ from deltackpt.save import extract
 from deltackpt.save.extract import FieldSource, SegmentSource
 from deltackpt.save.pieces import DevicePiece, HostPiece, Piece, piece_rows
 from deltackpt.state import contexts
+from deltackpt.state.stacks import MemberRows
 from deltackpt.storage import arrays
 
 #: Rows of held state are encoded in pieces of about this size.
@@ -174,7 +175,7 @@ class HeldRows:
         if not codec.lossless:
             on_host = piece_rows(source.trailing)
             return source.pieces(rows, on_host if source.on_host else chunk_rows)
-        in_place = codec.name == "raw" and not isinstance(rows, np.ndarray)
+        in_place = codec.name == "raw" and not isinstance(rows, np.ndarray) and source.in_order
         return source.pieces(rows, max(1, len(rows)) if in_place else chunk_rows)
 
     def release(self) -> None:
@@ -195,7 +196,11 @@ def _device_copy(arrays: list[jax.Array]) -> list[jax.Array]:
 def _hold(segment: SegmentSource) -> None:
     for source in segment.fields.values():
         for shard in source.shards:
-            if isinstance(shard.data, jax.Array):
+            if isinstance(shard.data, MemberRows):
+                every = np.arange(len(shard.data))
+                on_host = extract.on_host(shard.data)
+                shard.data = shard.data.held() if on_host else shard.data.on_device(every)
+            elif isinstance(shard.data, jax.Array):
                 if extract.on_host(shard.data):
                     shard.data = np.asarray(shard.data)
                 else:

@@ -13,6 +13,7 @@ from deltackpt.policies import CodecChoice
 from deltackpt.state import paths
 from deltackpt.state.groups import CodecOption
 from deltackpt.state.paths import Select
+from deltackpt.state.stacks import StackedTable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,6 +44,9 @@ class Tables:
         pattern (the first match applies; ``raw`` without a match). A lossy codec is used only if
         you name it.
       slot_codec: the same for the tables' slots.
+      stacks: table path pattern to the layout of arrays in which jax-tpu-embedding stacked tables.
+        Such an array and its slots are saved as one table for each member, of logical rows, whose
+        paths are below that of the array.
 
     Examples:
       >>> import deltackpt
@@ -60,6 +64,7 @@ class Tables:
     always: Sequence[str] = ()
     codec: CodecOption = "raw"
     slot_codec: CodecOption = "raw"
+    stacks: Mapping[str, StackedTable] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         paths.check_select(self.select)

@@ -23,6 +23,7 @@ import numpy as np
 from deltackpt import processes
 from deltackpt.errors import TrackingError
 from deltackpt.format.blocks import Box, Span
+from deltackpt.state import placement
 
 #: A device writes at least so much of a box, where the box has it: slivers of a small table would
 #: cost a restore one request each.
@@ -116,6 +117,19 @@ def boxes(sharding: Any, shape: tuple[int, ...]) -> dict[Any, Box]:
         for device, index in sharding.addressable_devices_indices_map(shape).items()
         if processes.of(device) == processes.index()
     }
+
+
+def device_boxes(leaf: Any) -> dict[Any, Box]:
+    """Returns the box of each device of this process, for a leaf that is to be placed.
+
+    Args:
+      leaf: (rows, *trailing), abstract or not. The key of the only box is None if no device must
+        hold it.
+    """
+    sharding = placement.sharding_of(leaf)
+    if sharding is None:
+        return {None: whole(leaf.shape)}
+    return boxes(sharding, leaf.shape)
 
 
 def shared_rows(stamps: Any) -> frozenset[Span]:

@@ -34,6 +34,21 @@ def sharding_of(leaf: Any) -> jax.sharding.Sharding | None:
     return getattr(leaf, "sharding", None)
 
 
+def on_host(array: Any) -> bool:
+    """Returns whether an array is in host memory, even if devices cannot compute there."""
+    if not isinstance(array, jax.Array):
+        return True
+    return all(device.platform == "cpu" for device in array.devices()) or in_host_memory(array)
+
+
+def in_host_memory(array: Any) -> bool:
+    """Returns whether a device's array is in host memory.
+
+    Device programs cannot gather rows there.
+    """
+    return isinstance(array, jax.Array) and array.sharding.memory_kind in HOST_MEMORY
+
+
 def resolved(template: Any, error: type[DeltackptError] = TemplateMismatch) -> Any:
     """Returns a template whose abstract leaves name existing devices, or no device.
 

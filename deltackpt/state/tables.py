@@ -31,7 +31,7 @@ from deltackpt.errors import (
 from deltackpt.format import blocks
 from deltackpt.format.manifest import DenseLeaf, KeyPath, Layout, path_name
 from deltackpt.policies import CodecChoice
-from deltackpt.state import averages, paths, slots, touch_state
+from deltackpt.state import averages, paths, slots, stacks, touch_state
 from deltackpt.state.averages import Average
 from deltackpt.state.choice import Tables
 from deltackpt.state.groups import TableFields, group_tables
@@ -86,6 +86,8 @@ class _Plan:
     averages: tuple[Average, ...]
     codecs: dict[str, dict[str, CodecChoice]]
     fields: dict[str, dict[str, int]]
+    #: Their positions follow those of the leaves.
+    views: tuple[stacks.View, ...]
     dense: tuple[tuple[tuple[str, ...], int], ...]
     places: tuple[TouchSite, ...]
     windows: tuple[tuple[int, int], ...]
@@ -129,8 +131,9 @@ def split(state: Any, tables: Tables, *, dense_fault: DenseFault | None = None) 
         _tell_dense_slots(plan, leaves, tables)
         _tell_averages(plan, leaves, tables)
         _report_default(plan, tables)
+    held = [*leaves, *(view.of(leaves) for view in plan.views)] if plan.views else leaves
     fields = {
-        name: {field: leaves[i] for field, i in positions.items()}
+        name: {field: held[i] for field, i in positions.items()}
         for name, positions in plan.fields.items()
     }
     dense: dict[str, Any] = {}
@@ -176,6 +179,9 @@ def join(
     }
     if template is None:
         return nested(layout, by_name, dense)
+    by_name |= {
+        name: stacks.assembled(parts) for name, parts in stacks.by_leaf(by_name.items()).items()
+    }
     flat = paths.flatten_with_paths(template, touch_state.is_touch_state)
     _, treedef = paths.flatten(template, touch_state.is_touch_state)
     leaves: list[Any] = list(flat.leaves)
@@ -349,14 +355,15 @@ def _find_plan(state: Any, tables: Tables) -> _Plan:
     found = _choose(flat, tables, tracked, optimizer)
     taken = {i for table in found for i, _ in table.fields.values()} | tracked
     dense = [i for i in range(len(flat.leaves)) if i not in taken]
-    grouped = group_tables(found, flat, tables.codec, tables.slot_codec)
+    members, expanded, views = stacks.expanded(found, flat, tables.stacks)
+    grouped = group_tables(members, expanded, tables.codec, tables.slot_codec)
     layout = Layout(
         grouped.groups,
         grouped.tables,
         tuple(DenseLeaf(path=flat.paths[i], key=_dense_key(flat.paths[i])) for i in dense),
         tuple(place.path for place in places),
     )
-    fields = {table.name: {field: i for field, (i, _) in table.fields.items()} for table in found}
+    fields = {table.name: {field: i for field, (i, _) in table.fields.items()} for table in members}
     # A plan outlives the state: it keeps the position of the TouchState, not its arrays.
     kept = tuple(place._replace(touched=TouchState(None, {}, None)) for place in places)  # pyright: ignore[reportArgumentType]
     keys = tuple((_dense_key(flat.paths[i]), i) for i in dense)
@@ -365,7 +372,7 @@ def _find_plan(state: Any, tables: Tables) -> _Plan:
     chosen = {table.fields[blocks.VALUES][0] for table in found}
     outside = [i for i in dense if optimizer[i] is None]
     likely = averages.averages_of(flat.paths, flat.leaves, chosen, outside)
-    return _Plan(layout, dense_slots, likely, grouped.choices, fields, keys, kept, windows)
+    return _Plan(layout, dense_slots, likely, grouped.choices, fields, views, keys, kept, windows)
 
 
 def _windows(flat: Flat) -> tuple[tuple[int, int], ...]:

@@ -1,0 +1,464 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables that share one array whose rows are permuted for SparseCores, read and written by id.
+
+jax-tpu-embedding stacks tables into one array and divides its rows among the SparseCores of a
+topology. A checkpoint holds each table as logical rows instead, so it does not depend on the
+topology. Only row indices are permuted: a delta reads the touched rows where they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from deltackpt import processes
+from deltackpt.errors import OptionError, TableSelectionError
+from deltackpt.format import blocks
+from deltackpt.format.blocks import VALUES
+from deltackpt.format.manifest import path_name
+from deltackpt.state import contexts, ownership, paths, placement
+from deltackpt.state.groups import TableFields
+from deltackpt.state.paths import Flat
+
+#: A shard of a member has a multiple of so many rows, and a row of so many elements.
+_ALIGNED = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Member:
+    """One of the tables in a stacked array.
+
+    Attributes:
+      name: the table's name in checkpoints: the last component of its path, without ``/``.
+      rows: number of its ids: the vocabulary, without padding.
+      width: elements of a row, without padding.
+    """
+
+    name: str
+    rows: int
+    width: int
+
+
+class Run(NamedTuple):
+    """Consecutive rows of a stacked array with every S-th id of a member, S the number of shards.
+
+    Attributes:
+      row, id: the first row, and the id that it holds.
+      count: number of rows.
+    """
+
+    row: int
+    id: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StackedTable:
+    """The layout of one stacked array: which row holds which id of which table.
+
+    With S shards, id ``i`` of member ``k`` is in shard ``(i + k * rotation) % S``. A shard is a
+    block of consecutive rows. It holds the members one after the other, each padded to the same
+    multiple of 8 rows in every shard; in its member's part of the shard, the id is in row
+    ``i // S``. A row is as wide as the widest member, padded to a multiple of 8 elements. These are
+    the rules of jax-tpu-embedding (``table_stacking.py``), which are restated here.
+
+    Attributes:
+      members: the tables in the order in which they were stacked.
+      shards: number of SparseCores of the topology: devices times SparseCores per device.
+      rotation: shards by which each member is rotated against the one before;
+        jax-tpu-embedding's default is the number of SparseCores per device.
+
+    Raises:
+      OptionError: a number is not positive, or two members have the same name.
+
+    Examples:
+      >>> users = Member(name="users", rows=20, width=12)
+      >>> items = Member(name="items", rows=9, width=16)
+      >>> stack = StackedTable(members=(users, items), shards=2, rotation=1)
+      >>> stack.shape
+      (48, 16)
+      >>> stack.physical_rows("items", [0, 1, 2]).tolist()
+      [40, 16, 41]
+    """
+
+    members: tuple[Member, ...]
+    shards: int
+    rotation: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "members", tuple(self.members))
+        sizes = [self.shards, *(size for one in self.members for size in (one.rows, one.width))]
+        if not self.members or min(sizes) < 1 or self.rotation < 0:
+            raise OptionError(
+                "StackedTable: expected at least one member, positive shards, rows and widths, and "
+                f"a rotation of 0 or more, found {self}"
+            )
+        names = [member.name for member in self.members]
+        if len({*names}) < len(names) or not all(name and "/" not in name for name in names):
+            raise OptionError(
+                "StackedTable: expected a different name for each member, not empty and without "
+                f"'/', found {', '.join(map(repr, names))}; rename them"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Returns the shape of the stacked array: rows and width, with padding."""
+        return self.shards * self._offsets[-1], _padded(
+            max(member.width for member in self.members), _ALIGNED
+        )
+
+    @functools.cached_property
+    def _offsets(self) -> tuple[int, ...]:
+        """The row of each member in a shard, and the rows of a shard."""
+        counts = (
+            _padded(member.rows, _ALIGNED * self.shards) // self.shards for member in self.members
+        )
+        return (0, *itertools.accumulate(counts))
+
+    @functools.cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {member.name: number for number, member in enumerate(self.members)}
+
+    def physical_rows(self, member: str, ids: Any) -> np.ndarray:
+        """Returns the rows of the stacked array that hold some ids: int64, in the shape of ``ids``.
+
+        Args:
+          member: name of a member.
+          ids: integers of any shape.
+
+        Raises:
+          OptionError: the stack has no such member, or an id is outside its rows.
+        """
+        if member not in self._numbers:
+            raise OptionError(
+                f"StackedTable: expected one of the members {', '.join(self._numbers)}, found "
+                f"{member!r}"
+            )
+        number, ids = self._numbers[member], np.asarray(ids, np.int64)
+        rows = self.members[number].rows
+        if ids.size and not 0 <= ids.min() <= ids.max() < rows:
+            raise OptionError(
+                f"StackedTable: member {member}: expected ids of at least 0 and below {rows:,}, "
+                f"found {ids.min():,} to {ids.max():,}"
+            )
+        shard = (ids + number * self.rotation) % self.shards
+        return shard * self._offsets[-1] + self._offsets[number] + ids // self.shards
+
+    def runs(self, member: str) -> Iterator[Run]:
+        """Returns the rows of a member: a run for each shard that holds ids of it."""
+        rows = self.members[self._numbers[member]].rows
+        for first in range(min(rows, self.shards)):
+            yield Run(
+                int(self.physical_rows(member, first)), first, -(-(rows - first) // self.shards)
+            )
+
+    def ids(self, rows: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Returns which member and id each row of the stacked array holds.
+
+        Args:
+          rows: integers of any shape, at least 0 and below ``shape[0]``.
+
+        Returns:
+          Positions in ``members``, -1 for padding, and the ids; both int64, in the shape of
+          ``rows``.
+        """
+        shard, row = np.divmod(np.asarray(rows, np.int64), self._offsets[-1])
+        number = np.searchsorted(self._offsets, row, "right") - 1
+        first = (shard - number * self.rotation) % self.shards
+        ids = (row - np.asarray(self._offsets)[number]) * self.shards + first
+        counts = np.array([member.rows for member in self.members])
+        return np.where(ids < counts[number], number, -1), ids
+
+
+def _padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+class MemberRows:
+    """One table in a stacked array, which looks like an array (rows, *trailing); copies nothing.
+
+    Attributes:
+      array: the stacked array, or a template of it.
+      stack, member: which of its rows belong to the table.
+      columns: index of its columns that belong to the table; () if all do.
+      shape, dtype: of the table.
+    """
+
+    def __init__(self, array: Any, stack: StackedTable, member: Member):
+        """Reads no element."""
+        self.array, self.stack, self.member = array, stack, member
+        trailing = tuple(array.shape[1:])
+        # A slot may be narrower than the rows, such as one value a row; it is not padded then.
+        padded = trailing == stack.shape[1:]
+        self.columns = (slice(member.width),) if padded else ()
+        self.shape = (member.rows, *((member.width,) if padded else trailing))
+        self.dtype = np.dtype(array.dtype)
+        self._views: tuple[tuple[int, np.ndarray], ...] | None = None
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, ids: slice) -> np.ndarray:
+        # Slices have no step: rows are read in pieces.
+        start, stop, _ = ids.indices(len(self))
+        out = np.empty((stop - start, *self.shape[1:]), self.dtype)
+        self.copy(start, stop, out)
+        return out
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        rows = self[:]
+        return rows if dtype is None else rows.astype(dtype)
+
+    @property
+    def on_host(self) -> bool:
+        """Returns whether the stacked array is in host memory."""
+        return placement.on_host(self.array)
+
+    def held(self) -> MemberRows:
+        """Returns the same rows for later; its stacked array is in host memory.
+
+        They outlive a donation of the array.
+        """
+        found = MemberRows(self.array, self.stack, self.member)
+        found._views = self._host_views()
+        return found
+
+    def take(self, ids: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """Returns the rows of some ids in host memory: (len(ids), *trailing).
+
+        Args:
+          ids: (n,) integers.
+          out: where to copy them, in the shape and dtype of the result; None for a new array.
+        """
+        if out is None:
+            out = np.empty((len(ids), *self.shape[1:]), self.dtype)
+        if not self.on_host:
+            out[...] = np.asarray(self.on_device(ids))
+            return out
+        rows = self.stack.physical_rows(self.member.name, ids)
+        for first, view in self._views or self._host_views():
+            local = rows - first
+            held = np.flatnonzero((local >= 0) & (local < len(view)))
+            # Faster than an index of rows and columns, although it copies the padding too.
+            found = view.take(local[held], 0)
+            out[held] = found[(slice(None), *self.columns)]
+        return out
+
+    def copy(self, start: int, stop: int, out: np.ndarray) -> None:
+        """Copies the rows of consecutive ids into ``out``, (stop - start, *trailing)."""
+        if not self.on_host:
+            self.take(np.arange(start, stop), out)
+            return
+        shards = self.stack.shards
+        for first, view in self._views or self._host_views():
+            for run in self.stack.runs(self.member.name):
+                low = max(-(-(start - run.id) // shards), first - run.row, 0)
+                high = min(-(-(stop - run.id) // shards), first + len(view) - run.row, run.count)
+                if low < high:
+                    rows = slice(run.row + low - first, run.row + high - first)
+                    ids = slice(run.id + low * shards - start, None, shards)
+                    out[ids][: high - low] = view[(rows, *self.columns)]
+
+    def on_device(self, ids: np.ndarray) -> jax.Array:
+        """Starts to gather the rows of some ids on the devices of the stacked array."""
+        rows = self.stack.physical_rows(self.member.name, ids).astype(np.int32)
+        with contexts.beside(self.array):
+            return _gathered(self.array, rows, width=self.member.width if self.columns else None)
+
+    def _host_views(self) -> tuple[tuple[int, np.ndarray], ...]:
+        """The parts of the stacked array in host memory, each with its first row; not copied."""
+        if not isinstance(self.array, jax.Array):
+            return ((0, self.array),)
+        found = {
+            box.rows[0]: np.asarray(ownership.shard_data(self.array, shard))
+            for box, shard in ownership.shard_boxes(self.array).items()
+        }
+        return tuple(found.items())
+
+
+@functools.partial(jax.jit, static_argnames="width")
+def _gathered(array: jax.Array, rows: np.ndarray, *, width: int | None) -> jax.Array:
+    found = array.at[rows].get(mode="clip")
+    return found if width is None else found[:, :width]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RestoredMember:
+    """A table of a stacked array as it was read from a checkpoint.
+
+    Attributes:
+      rows: (rows, *trailing), in host memory.
+      target: where they belong in the template.
+    """
+
+    rows: np.ndarray
+    target: MemberRows
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Returns the shape of the table."""
+        return self.rows.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Returns the dtype of the table."""
+        return self.rows.dtype
+
+
+def array_of(leaf: Any) -> Any:
+    """Returns the array that holds a field of a table: the stacked one, or the leaf itself."""
+    return leaf.array if isinstance(leaf, MemberRows) else leaf
+
+
+def assembled(parts: Sequence[RestoredMember]) -> Any:
+    """Returns a stacked array like its template, with the rows of all its members.
+
+    Padding is as in the template if that is an array, otherwise zero.
+    """
+    target = parts[0].target
+    leaf, stack = target.array, target.stack
+    known = _known(leaf)
+    boxes = ownership.device_boxes(leaf)
+    held = {}
+    for device, box in boxes.items():
+        if box in held:
+            continue
+        shape = (box.rows[1] - box.rows[0], *leaf.shape[1:])
+        held[box] = np.array(known[device]) if known else np.zeros(shape, target.dtype)
+        for part in parts:
+            for run in stack.runs(part.target.member.name):
+                low, high = blocks.common(box.rows, (run.row, run.row + run.count))
+                if low < high:
+                    ids = part.rows[run.id + (low - run.row) * stack.shards :: stack.shards]
+                    rows = slice(low - box.rows[0], high - box.rows[0])
+                    held[box][(rows, *part.target.columns)] = ids[: high - low]
+    if isinstance(leaf, np.ndarray):
+        return held[boxes[None]]
+    return placement.assembled(leaf, boxes, held, may_alias=True)
+
+
+def _known(leaf: Any) -> Mapping[Any, Any]:
+    """The content of a template by device, None for the whole; empty if it has none."""
+    if isinstance(leaf, np.ndarray):
+        return {None: leaf}
+    if not isinstance(leaf, jax.Array) or leaf.is_deleted():
+        return {}
+    if placement.sharding_of(leaf) is None:
+        return {None: leaf}
+    return {shard.device: shard.data for shard in leaf.addressable_shards}
+
+
+class View(NamedTuple):
+    """A table of a stacked leaf of a state, by the leaf's position."""
+
+    leaf: int
+    stack: StackedTable
+    member: Member
+
+    def of(self, leaves: Sequence[Any]) -> MemberRows:
+        """Returns the table in a state's leaves."""
+        return MemberRows(leaves[self.leaf], self.stack, self.member)
+
+
+def expanded(
+    found: Sequence[TableFields], flat: Flat, stacks: Mapping[str, StackedTable]
+) -> tuple[list[TableFields], Flat, tuple[View, ...]]:
+    """Replaces stacked tables by their members.
+
+    Args:
+      found: the tables.
+      flat: leaves and paths of the state.
+      stacks: table path pattern to the layout of the stacked array.
+
+    Returns:
+      The tables sorted by name; the leaves with those of the members appended, whose paths are
+      below the stacked leaf's; and the appended leaves as views.
+
+    Raises:
+      TableSelectionError: a pattern matches no table or a table two patterns, a leaf has not the
+        shape of its stack, or it is split by columns or among several processes.
+    """
+    unused = set(stacks)
+    tables: list[TableFields] = []
+    leaves, all_paths, views = list(flat.leaves), list(flat.paths), []
+    for table in found:
+        patterns = [pattern for pattern in stacks if paths.matches(pattern, table.name)]
+        unused -= {*patterns}
+        if not patterns:
+            tables.append(table)
+            continue
+        if len(patterns) > 1:
+            raise TableSelectionError(
+                f"stacks: table {table.name}: expected one pattern that matches it, found "
+                f"{', '.join(map(repr, patterns))}"
+            )
+        stack = stacks[patterns[0]]
+        for i, _ in table.fields.values():
+            _check_stacked(path_name(flat.paths[i]), flat.leaves[i], stack)
+        values = flat.leaves[table.fields[VALUES][0]]
+        if tuple(values.shape) != stack.shape:
+            raise TableSelectionError(_misshapen(table.name, values, stack))
+        for member in stack.members:
+            fields = {}
+            for field, (i, always) in table.fields.items():
+                fields[field] = (len(leaves), always)
+                view = View(i, stack, member)
+                views.append(view)
+                leaves.append(view.of(flat.leaves))
+                all_paths.append((*flat.paths[i], ("dict", member.name)))
+            tables.append(TableFields(f"{table.name}/{member.name}", fields))
+    if unused:
+        raise TableSelectionError(
+            f"stacks: pattern {min(unused)!r} matches no table; the tables are\n"
+            f"{paths.listed(table.name for table in found)}"
+        )
+    tables.sort(key=lambda table: table.name)
+    in_variable = flat.in_variable + [False] * len(views)
+    return tables, Flat(leaves, all_paths, in_variable), tuple(views)
+
+
+def _check_stacked(name: str, leaf: Any, stack: StackedTable) -> None:
+    shape = tuple(leaf.shape)
+    if len(shape) > 2 or shape[:1] != stack.shape[:1]:
+        raise TableSelectionError(_misshapen(name, leaf, stack))
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        return
+    if sharding.shard_shape(shape)[1:] != shape[1:]:
+        raise TableSelectionError(
+            f"stacks: {name}: expected whole rows on each device, found sharding {sharding}; shard "
+            "it by rows"
+        )
+    if not sharding.is_fully_addressable or processes.count() > 1:
+        raise TableSelectionError(
+            f"stacks: {name}: expected one process that addresses all its shards, found "
+            f"{processes.count()} processes and sharding {sharding}; with several processes, save "
+            "the arrays as they are, and restore them on the same topology"
+        )
+
+
+def _misshapen(name: str, leaf: Any, stack: StackedTable) -> str:
+    return (
+        f"stacks: {name}: expected shape {list(stack.shape)} for {stack.shards} shards, found "
+        f"{list(leaf.shape)}; give the number of SparseCores of this topology, and the rows and "
+        "width of each table without padding"
+    )
+
+
+def by_leaf(fields: Iterable[tuple[str, Any]]) -> dict[str, list[RestoredMember]]:
+    """Returns the path name of each stacked leaf to its restored members.
+
+    Args:
+      fields: path name of a member's field, and what was restored.
+    """
+    found: dict[str, list[RestoredMember]] = {}
+    for name, value in fields:
+        if isinstance(value, RestoredMember):
+            found.setdefault(name.rpartition("/")[0], []).append(value)
+    return found

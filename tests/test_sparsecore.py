@@ -1,0 +1,578 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stacked tables of jax-tpu-embedding: saved as logical rows, restored on any number of cores."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore as ts
+from hypothesis import given
+
+import deltackpt
+from deltackpt import inspect, processes
+from deltackpt.errors import OptionError, TableSelectionError, TemplateMismatch, TrackingError
+from deltackpt.format import names
+from deltackpt.integrations import sparsecore
+from deltackpt.integrations.sparsecore import Member, StackedTable
+from deltackpt.reading import saves
+from deltackpt.state import placement
+from deltackpt.upkeep import compact
+
+#: Two stacks: widths 12 and 10 share 16 columns; the other table is alone, with 8 of 8.
+STACKS = {
+    "wide": (
+        Member(name="users", rows=700, width=12),
+        Member(name="items", rows=301, width=10),
+        Member(name="tiny", rows=5, width=16),
+    ),
+    "narrow": (Member(name="ads", rows=97, width=8),),
+}
+MEMBERS = {member.name: member for members in STACKS.values() for member in members}
+OPTIONS = deltackpt.ManagerOptions(
+    wal=deltackpt.WalOptions(max_wal_ratio=1e9),
+    deltas=deltackpt.DeltaOptions(policy=deltackpt.policies.Consecutive(max_chain=100)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Devices with some SparseCores each."""
+
+    devices: int
+    cores: int = 1
+
+    @property
+    def stacks(self) -> dict[str, StackedTable]:
+        return {
+            stack: StackedTable(
+                members=members, shards=self.devices * self.cores, rotation=self.cores
+            )
+            for stack, members in STACKS.items()
+        }
+
+    @property
+    def handlers(self) -> dict:
+        tables = deltackpt.Tables(
+            select="embeddings/*/table",
+            slots={
+                f"embeddings/{stack}/table": {
+                    "accumulator": f"embeddings/{stack}/slot/accumulator",
+                    "counts": f"embeddings/{stack}/slot/counts",
+                }
+                for stack in STACKS
+            },
+            stacks={f"embeddings/{stack}/table": one for stack, one in self.stacks.items()},
+        )
+        return {"embeddings": tables}
+
+    def placed(self, array: np.ndarray) -> jax.Array:
+        mesh = jax.sharding.Mesh(jax.devices()[: self.devices], ("x",))
+        spec = jax.sharding.PartitionSpec("x", *[None] * (array.ndim - 1))
+        return jax.device_put(array, jax.sharding.NamedSharding(mesh, spec))
+
+    def manager(self, root, **options) -> deltackpt.CheckpointManager:
+        chosen = dataclasses.replace(OPTIONS, **options)
+        return deltackpt.CheckpointManager(root, handlers=self.handlers, options=chosen)
+
+    def state(self, model: Model, padding: float = 0.0) -> dict:
+        """Places a model's tables in stacked arrays of this topology."""
+
+        def put(field: str, stack: str) -> jax.Array:
+            parts = [getattr(model, field)[member.name] for member in STACKS[stack]]
+            return self.placed(stacked(parts, self, padding))
+
+        return {
+            "embeddings": {
+                stack: {
+                    "table": put("tables", stack),
+                    "slot": {
+                        "accumulator": put("accumulators", stack),
+                        "counts": put("counts", stack),
+                    },
+                }
+                for stack in STACKS
+            },
+            "bias": jnp.asarray(model.bias),
+        }
+
+
+def stacked(parts: list[np.ndarray], topology: Topology, padding: float) -> np.ndarray:
+    """Stacks tables by whole-array operations, without row indices."""
+    shards, found = topology.devices * topology.cores, []
+    width = max(-(-part.shape[1] // 8) * 8 for part in parts) if parts[0].ndim > 1 else None
+    for number, part in enumerate(parts):
+        columns = [] if width is None else [(0, width - part.shape[1])]
+        padded = np.pad(part, [(0, -len(part) % (8 * shards)), *columns], constant_values=padding)
+        by_shard = padded.reshape(-1, shards, *padded.shape[1:]).swapaxes(0, 1)
+        found.append(np.roll(by_shard, number * topology.cores, axis=0))
+    together = np.concatenate(found, axis=1)
+    return together.reshape(-1, *together.shape[2:])
+
+
+@dataclasses.dataclass
+class Model:
+    """Logical tables with slots, trained on the host."""
+
+    tables: dict[str, np.ndarray]
+    accumulators: dict[str, np.ndarray]
+    counts: dict[str, np.ndarray]
+    bias: np.ndarray
+    touched: deltackpt.touched.TouchState
+
+    @classmethod
+    def new(cls, seed: int = 0) -> Model:
+        rng = np.random.default_rng(seed)
+        fields = [
+            {
+                name: rng.normal(size=(one.rows, one.width)).astype(np.float32)
+                for name, one in MEMBERS.items()
+            }
+            for _ in range(2)
+        ]
+        counts = {
+            name: rng.integers(9, size=one.rows, dtype=np.int32) for name, one in MEMBERS.items()
+        }
+        templates = sparsecore.templates(Topology(1).stacks.values())
+        touched = deltackpt.touched.init(templates)
+        return cls(*fields, counts, np.zeros(3, np.float32), touched)
+
+    def trained(self, seed: int, *, marked: bool = True) -> Model:
+        """Changes some rows, by id; the ids reach ``mark`` with duplicates."""
+        rng = np.random.default_rng(seed)
+        found = Model(
+            *(
+                {name: rows.copy() for name, rows in field.items()}
+                for field in (self.tables, self.accumulators, self.counts)
+            ),
+            self.bias + 1,
+            self.touched,
+        )
+        ids = {name: rng.integers(one.rows, size=12) for name, one in MEMBERS.items()}
+        for name, rows in ids.items():
+            found.tables[name][rows] = rng.normal(size=(12, MEMBERS[name].width))
+            found.accumulators[name][rows] += 1
+            found.counts[name][rows] += 1
+        if marked:
+            found.touched = deltackpt.touched.mark(self.touched, ids)
+        return found
+
+
+def moved_rows(one: Model, other: Model) -> int:
+    return sum(int((one.tables[n] != other.tables[n]).any(axis=1).sum()) for n in MEMBERS)
+
+
+def assert_holds(state: dict, model: Model, topology: Topology) -> None:
+    """Asserts that each logical row is, bit for bit, where the topology has it."""
+    wanted = topology.state(model)
+    np.testing.assert_array_equal(state["bias"], model.bias)
+    for stack, layout in topology.stacks.items():
+        for path in (("table",), ("slot", "accumulator"), ("slot", "counts")):
+            found, expected = state["embeddings"][stack], wanted["embeddings"][stack]
+            for key in path:
+                found, expected = found[key], expected[key]
+            assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+            assert found.sharding == expected.sharding
+            for member in layout.members:
+                rows = layout.physical_rows(member.name, np.arange(member.rows))
+                columns = (slice(member.width),) if found.ndim > 1 else ()
+                one, other = (np.asarray(array)[(rows, *columns)] for array in (found, expected))
+                assert one.tobytes() == other.tobytes()
+
+
+def template(topology: Topology) -> dict:
+    """An abstract state of a topology."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
+        topology.state(Model.new()),
+    )
+
+
+def saved_run(root, topology: Topology) -> list[Model]:
+    """Saves a base and two deltas, and appends two WAL records."""
+    models = [Model.new()]
+    with topology.manager(root) as manager:
+        for step in range(5):
+            model = models[-1]
+            call = manager.save if step < 3 else manager.append
+            call(step, topology.state(model), touched=model.touched)
+            manager.wait_until_finished()
+            models.append(model.trained(step))
+        manager.wait_appended()
+    return models[:-1]
+
+
+# --- The mapping ---------------------------------------------------------------------------------
+
+
+def test_positions_are_those_computed_by_hand_from_the_published_rules():
+    # Two shards. users: 20 rows are padded to 32, 16 in each shard; items: 9 to 16, 8 in each. So a
+    # shard has 24 rows, of which items has the last 8, and items is rotated by one shard.
+    users, items = Member(name="users", rows=20, width=12), Member(name="items", rows=9, width=4)
+    stack = StackedTable(members=(users, items), shards=2, rotation=1)
+    assert stack.shape == (48, 16)
+    assert stack.physical_rows("users", [0, 1, 2, 5, 19]).tolist() == [0, 24, 1, 26, 33]
+    assert stack.physical_rows("items", [0, 1, 2, 8]).tolist() == [40, 16, 41, 44]
+    numbers, ids = stack.ids([33, 40, 44, 10, 45])
+    assert numbers.tolist() == [0, 1, 1, -1, -1]  # Row 10 would be id 20, row 45 id 10.
+    assert ids[:3].tolist() == [19, 0, 8]
+
+
+@given(
+    rows=st.lists(st.integers(1, 400), min_size=1, max_size=6),
+    shards=st.integers(1, 17),
+    rotation=st.integers(0, 20),
+)
+def test_every_id_has_one_row_and_every_other_row_is_padding(rows, shards, rotation):
+    members = tuple(Member(name=f"t{i}", rows=count, width=4) for i, count in enumerate(rows))
+    stack = StackedTable(members=members, shards=shards, rotation=rotation)
+    numbers, ids = stack.ids(np.arange(stack.shape[0]))
+    assert (numbers >= 0).sum() == sum(rows)
+    for number, member in enumerate(members):
+        physical = stack.physical_rows(member.name, np.arange(member.rows))
+        assert (numbers[physical] == number).all()
+        assert (ids[physical] == np.arange(member.rows)).all()
+
+
+@given(
+    rows=st.lists(st.integers(1, 300), min_size=1, max_size=5),
+    devices=st.sampled_from([1, 2, 4, 8]),
+    cores=st.integers(1, 4),
+)
+def test_the_row_indices_agree_with_stacking_whole_tables(rows, devices, cores):
+    topology = Topology(devices, cores)
+    members = tuple(Member(name=f"t{i}", rows=count, width=1) for i, count in enumerate(rows))
+    stack = StackedTable(members=members, shards=devices * cores, rotation=cores)
+    parts = [np.arange(count) + 1000 * i for i, count in enumerate(rows)]
+    whole = stacked(parts, topology, -1)
+    assert len(whole) == stack.shape[0]
+    for member, part in zip(members, parts, strict=True):
+        assert (whole[stack.physical_rows(member.name, np.arange(member.rows))] == part).all()
+
+
+@pytest.mark.parametrize(("devices", "cores"), [(1, 4), (2, 2), (4, 2), (8, 4)])
+def test_the_mapping_agrees_with_that_of_jax_tpu_embedding(devices, cores):
+    reason = "jax-tpu-embedding is not installed"
+    embedding = pytest.importorskip("jax_tpu_embedding.sparsecore.lib.nn.embedding", reason=reason)
+    spec = pytest.importorskip("jax_tpu_embedding.sparsecore.lib.nn.embedding_spec", reason=reason)
+    stacking = pytest.importorskip(
+        "jax_tpu_embedding.sparsecore.lib.nn.table_stacking", reason=reason
+    )
+    rng, specs, features, values = np.random.default_rng(0), [], [], {}
+    for name, rows, width in [("a", 64, 12), ("b", 120, 10), ("c", 1000, 16), ("d", 33, 32)]:
+        one = spec.TableSpec(
+            vocabulary_size=rows,
+            embedding_dim=width,
+            initializer=jnp.zeros,
+            optimizer=spec.AdagradOptimizerSpec(),
+            combiner="sum",
+            name=name,
+        )
+        specs.append(one)
+        shape = (16, width)
+        features.append(
+            spec.FeatureSpec(table_spec=one, input_shape=(16, 1), output_shape=shape, name=name)
+        )
+        values[name] = rng.random((rows, width), np.float32)
+    counts = {"global_device_count": devices, "num_sc_per_device": cores}
+    logging.disable(logging.WARNING)
+    try:
+        embedding.auto_stack_tables(features, **counts)
+        embedding.prepare_feature_specs_for_training(features, **counts)
+    finally:
+        logging.disable(logging.NOTSET)
+    shards = devices * cores
+    found = sparsecore.stacked_tables(specs, shards=shards)
+    assert sorted(len(stack.members) for stack in found.values()) == [1, 3]
+    arrays = stacking.stack_and_shard_tables(specs, [values[one.name] for one in specs], shards)
+    for name, stack in found.items():
+        array = np.asarray(arrays[name]).reshape(-1, arrays[name].shape[-1])
+        assert array.shape == stack.shape
+        for member in stack.members:
+            rows = stack.physical_rows(member.name, np.arange(member.rows))
+            np.testing.assert_array_equal(array[rows, : member.width], values[member.name])
+    with pytest.raises(OptionError, match="expected its first row at"):
+        sparsecore.stacked_tables(specs, shards=2 * shards)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"members": ()}, "at least one member"),
+        ({"shards": 0}, "positive shards"),
+        ({"rotation": -1}, "rotation of 0 or more"),
+        ({"members": [Member(name="a/b", rows=1, width=1)]}, "without '/'"),
+        ({"members": [Member(name="a", rows=1, width=1)] * 2}, "different name"),
+    ],
+)
+def test_an_impossible_stack_is_refused(wrong, named):
+    good = {"members": [Member(name="a", rows=1, width=1)], "shards": 1, "rotation": 0}
+    with pytest.raises(OptionError, match=named):
+        StackedTable(**good | wrong)
+
+
+def test_ids_outside_a_table_and_unknown_tables_are_refused():
+    stack = Topology(2).stacks["wide"]
+    with pytest.raises(OptionError, match="below 700, found 3 to 700"):
+        stack.physical_rows("users", [3, 700])
+    with pytest.raises(OptionError, match="one of the members users, items, tiny"):
+        stack.physical_rows("ads", 0)
+
+
+# --- Saves and restores --------------------------------------------------------------------------
+
+TOPOLOGIES = [Topology(1), Topology(2), Topology(4), Topology(8)]
+
+
+@pytest.mark.parametrize("source", [*TOPOLOGIES, Topology(2, 4), Topology(4, 3)], ids=str)
+def test_a_run_is_restored_on_every_other_topology_bit_for_bit(tmp_path, source):
+    models = saved_run(tmp_path, source)
+    for target in TOPOLOGIES:
+        with target.manager(tmp_path, access="read") as manager:
+            for step, model in enumerate(models[:3]):
+                assert_holds(manager.restore(step, template(target)).state, model, target)
+            for point in manager.recovery_points():
+                found = manager.restore(point, template(target)).state
+                assert_holds(found, models[point.step], target)
+            assert {point.step for point in manager.recovery_points()} == {3, 4}
+
+
+def test_training_continues_on_another_topology_with_deltas(tmp_path):
+    model = saved_run(tmp_path, Topology(8))[-1]
+    for step, target in enumerate([Topology(2), Topology(4, 2), Topology(1)], 5):
+        with target.manager(tmp_path) as manager:
+            restored = manager.restore_latest(template(target))
+            assert restored is not None
+            assert_holds(restored.state, model, target)
+            model = dataclasses.replace(model, touched=restored.touched).trained(step)
+            manager.save(step, target.state(model), touched=model.touched)
+            [report] = manager.wait_until_finished()
+            assert report.intent.kind == "delta"
+
+
+def test_a_delta_holds_the_rows_of_the_marked_ids_alone(tmp_path):
+    model, topology = Model.new(), Topology(4, 2)
+    with topology.manager(tmp_path) as manager:
+        manager.save(0, topology.state(model), touched=model.touched)
+        manager.wait_until_finished()
+        after = model.trained(1)
+        manager.save(1, topology.state(after), touched=after.touched)
+        [report] = manager.wait_until_finished()
+    assert (report.intent.kind, report.rows) == ("delta", moved_rows(model, after))
+
+
+def test_a_base_holds_plain_tables_that_any_zarr_reader_opens(tmp_path):
+    [model, *_] = saved_run(tmp_path, Topology(8))
+    layout = saves.read_save(tmp_path / "0").layout
+    assert sorted(table.name.rpartition("/")[2] for table in layout.tables) == sorted(MEMBERS)
+    found = {}
+    for array in (tmp_path / "0" / names.EMBEDDINGS_ITEM).rglob("zarr.json"):
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{array.parent}/"}}
+        opened = ts.open(spec).result()
+        if opened.dtype == ts.float32:
+            found.setdefault(opened.shape[1], []).append(opened.read().result())
+    for table in layout.tables:
+        name = table.name.rpartition("/")[2]
+        rows = slice(table.offset, table.offset + table.rows)
+        assert any(
+            np.array_equal(array[rows], model.tables[name]) for array in found[MEMBERS[name].width]
+        )
+
+
+def test_without_a_template_a_step_is_nested_dicts_of_logical_tables(tmp_path):
+    models = saved_run(tmp_path, Topology(4))
+    with Topology(1).manager(tmp_path, access="read") as manager:
+        state = manager.restore(2).state
+        rows = manager.read(2, {"users": (3, 9)}).tables
+    for stack, members in STACKS.items():
+        for member in members:
+            held = state["embeddings"][stack]
+            np.testing.assert_array_equal(held["table"][member.name], models[2].tables[member.name])
+            np.testing.assert_array_equal(
+                held["slot"]["counts"][member.name], models[2].counts[member.name]
+            )
+    [found] = rows.values()
+    np.testing.assert_array_equal(found["values"], models[2].tables["users"][3:9])
+
+
+def test_plain_tables_restore_what_a_stacked_run_saved(tmp_path):
+    models = saved_run(tmp_path, Topology(8))
+    plain = {
+        "embeddings": {
+            stack: {
+                "table": {one.name: jnp.zeros((one.rows, one.width)) for one in members},
+                "slot": {
+                    "accumulator": {one.name: jnp.zeros((one.rows, one.width)) for one in members},
+                    "counts": {one.name: jnp.zeros(one.rows, jnp.int32) for one in members},
+                },
+            }
+            for stack, members in STACKS.items()
+        },
+        "bias": jnp.zeros(3),
+    }
+    slots = {
+        f"embeddings/{stack}/table/*": {
+            slot: f"embeddings/{stack}/slot/{slot}/{{name}}" for slot in ("accumulator", "counts")
+        }
+        for stack in STACKS
+    }
+    choice = deltackpt.Tables(select="embeddings/*/table/*", slots=slots)
+    with deltackpt.CheckpointManager(
+        tmp_path, handlers={"embeddings": choice}, options=OPTIONS
+    ) as manager:
+        restored = manager.restore_latest(plain)
+    assert restored is not None
+    for stack, members in STACKS.items():
+        for one in members:
+            found = restored.state["embeddings"][stack]["table"][one.name]
+            np.testing.assert_array_equal(found, models[-1].tables[one.name])
+
+
+def test_compaction_and_inspect_see_logical_rows(tmp_path):
+    models = saved_run(tmp_path, Topology(8))
+    history = inspect.open(tmp_path).history("embeddings/wide/table/items", [0, 150, 300])
+    assert history.steps.tolist() == [0, 1, 2, 3, 4]
+    for step, values in zip(history.steps.tolist(), history.values, strict=True):
+        np.testing.assert_array_equal(values, models[step].tables["items"][[0, 150, 300]])
+    assert compact.compact(tmp_path, step=2, memory_bytes=64 << 20) is not None
+    target = Topology(2)
+    with target.manager(tmp_path, access="read") as manager:
+        assert_holds(manager.restore_latest(template(target)).state, models[4], target)
+        assert_holds(manager.restore(2, template(target)).state, models[2], target)
+
+
+def test_padding_keeps_the_values_of_a_template_of_arrays_and_is_zero_without(tmp_path):
+    models = saved_run(tmp_path, Topology(4))
+    target = Topology(2)
+    stack = target.stacks["wide"]
+    padding = stack.ids(np.arange(stack.shape[0]))[0] < 0
+    with target.manager(tmp_path, access="read") as manager:
+        ones = manager.restore(2, target.state(Model.new(), padding=7)).state
+        zeros = manager.restore(2, template(target)).state
+    for state, value in ((ones, 7), (zeros, 0)):
+        assert_holds(state, models[2], target)
+        held = np.asarray(state["embeddings"]["wide"]["table"])
+        assert (held[padding] == value).all()
+        rows = stack.physical_rows("items", np.arange(301))
+        assert (held[rows, 10:] == value).all()
+
+
+def test_stacked_arrays_in_host_memory_are_saved_and_restored(tmp_path):
+    model, topology = Model.new(), Topology(2)
+    with topology.manager(tmp_path) as manager:
+        for step in range(3):
+            state = jax.tree.map(np.asarray, topology.state(model))
+            manager.save(step, state, touched=model.touched)
+            manager.wait_until_finished()
+            found = manager.restore(step, state).state
+            assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(found))
+            again = topology.state(model)
+            jax.tree.map(np.testing.assert_array_equal, found, again)
+            model = model.trained(step)
+
+
+def test_rows_are_gathered_on_an_accelerator_before_they_are_copied(tmp_path, monkeypatch):
+    # The devices of the tests are CPUs, whose arrays are treated as those of accelerators here.
+    monkeypatch.setattr(placement, "on_host", lambda array: not isinstance(array, jax.Array))
+    models, target = saved_run(tmp_path, Topology(4)), Topology(2)
+    with target.manager(tmp_path, access="read") as manager:
+        for step, model in enumerate(models[:3]):
+            assert_holds(manager.restore(step, template(target)).state, model, target)
+        found = manager.restore_latest(template(target))
+        assert_holds(found.state, models[-1], target)
+
+
+def test_a_state_in_which_ids_moved_unmarked_is_refused(tmp_path):
+    model, topology = Model.new(), Topology(4)
+    with topology.manager(tmp_path) as manager:
+        assert manager.verify_tracking(topology.state(model), touched=model.touched) is False
+        after = model.trained(1)
+        assert manager.verify_tracking(topology.state(after), touched=after.touched) is True
+        wrong = after.trained(2, marked=False)
+        with pytest.raises(TrackingError, match="embeddings/.*/table/"):
+            manager.verify_tracking(topology.state(wrong), touched=wrong.touched)
+
+
+def test_without_marks_fingerprints_find_the_rows(tmp_path):
+    model, topology = Model.new(), Topology(4)
+    with topology.manager(tmp_path, wal=None) as manager:
+        manager.save(0, topology.state(model))
+        after = model.trained(1)
+        manager.save(1, topology.state(after))
+        [_, report] = manager.wait_until_finished()
+        assert (report.intent.kind, report.rows) == ("delta", moved_rows(model, after))
+        assert_holds(manager.restore(1, template(topology)).state, after, topology)
+
+
+def test_saving_the_restored_step_again_writes_nothing(tmp_path):
+    saved_run(tmp_path, Topology(4))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "2").rglob("*")}
+    with Topology(4).manager(tmp_path) as manager:
+        restored = manager.restore(2, template(Topology(4)))
+        manager.save(2, restored.state, touched=restored.touched)
+        manager.wait_until_finished()
+        assert {path: path.stat().st_mtime_ns for path in (tmp_path / "2").rglob("*")} == before
+        altered = dict(restored.state, bias=restored.state["bias"] + 1)
+        with pytest.raises(OptionError):
+            manager.save(2, altered, touched=restored.touched)
+
+
+def test_a_table_may_grow_to_further_ids(tmp_path, caplog):
+    model, topology = Model.new(), Topology(2)
+    with topology.manager(tmp_path) as manager:
+        manager.save(0, topology.state(model), touched=model.touched)
+    [ads] = STACKS["narrow"]
+    grown = StackedTable(
+        members=(dataclasses.replace(ads, rows=130),), shards=2, rotation=topology.cores
+    )
+    state = topology.state(model)
+    narrow = state["embeddings"]["narrow"]
+    narrow["table"] = topology.placed(np.full(grown.shape, 5, np.float32))
+    narrow["slot"]["accumulator"] = topology.placed(np.full(grown.shape, 6, np.float32))
+    narrow["slot"]["counts"] = topology.placed(np.full(grown.shape[0], 7, np.int32))
+    tables = topology.handlers["embeddings"]
+    stacks = {**tables.stacks, "embeddings/narrow/table": grown}
+    choice = dataclasses.replace(tables, stacks=stacks)
+    with deltackpt.CheckpointManager(
+        tmp_path, handlers={"embeddings": choice}, options=OPTIONS
+    ) as manager:
+        found = manager.restore(0, state).state["embeddings"]["narrow"]["table"]
+        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+        with pytest.raises(TemplateMismatch, match="pass a template of arrays"):
+            manager.restore(0, abstract)
+    rows = np.asarray(found)[grown.physical_rows("ads", np.arange(130))]
+    np.testing.assert_array_equal(rows[:97], model.tables["ads"])
+    assert (rows[97:] == 5).all()
+
+
+def test_stacked_arrays_of_several_processes_are_refused(monkeypatch):
+    topology = Topology(2)
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    with pytest.raises(TableSelectionError, match="one process that addresses all its shards"):
+        deltackpt.handlers.split(topology.state(Model.new()), topology.handlers["embeddings"])
+
+
+def test_arrays_that_do_not_fit_their_stack_are_refused():
+    topology = Topology(2)
+    state, tables = topology.state(Model.new()), topology.handlers["embeddings"]
+    split = deltackpt.handlers.split
+    with pytest.raises(TableSelectionError, match="for 8 shards, found"):
+        split(state, dataclasses.replace(tables, stacks=Topology(8).handlers["embeddings"].stacks))
+    stack = {"embeddings/other": topology.stacks["wide"]}
+    with pytest.raises(TableSelectionError, match="'embeddings/other' matches no table"):
+        split(state, dataclasses.replace(tables, stacks={**tables.stacks, **stack}))
+    both = {**tables.stacks, "**": topology.stacks["wide"]}
+    with pytest.raises(TableSelectionError, match="one pattern that matches it"):
+        split(state, dataclasses.replace(tables, stacks=both))
+    columns = jax.sharding.NamedSharding(
+        jax.sharding.Mesh(jax.devices()[:2], ("x",)), jax.sharding.PartitionSpec(None, "x")
+    )
+    wide = state["embeddings"]["wide"]
+    wide["table"] = jax.device_put(wide["table"], columns)
+    with pytest.raises(TableSelectionError, match="expected whole rows on each device"):
+        split(state, tables)
