@@ -42,7 +42,7 @@ help:
 	@echo "make test              the test suite without further processes"
 	@echo "make test-processes    multi-process tests: jobs, kills, Ray, notebook, wheel"
 	@echo "make test-long         crash loops: kills, power cuts (LONG=full, LONG_SEED=N)"
-	@echo "make servers           object stores for the bucket tests, which skip without them"
+	@echo "make servers           object stores and Kafka for tests, which skip without them"
 	@echo "make test-without-jax  reading checkpoints without JAX and Orbax installed"
 	@echo "make test-pythons      codecs, saves, restores, kills on Python $(PYTHONS)"
 	@echo "make newest            the same with the newest dependencies, then pin them"
@@ -65,7 +65,7 @@ $(READY): afresh
 endif
 endif
 
-# Object stores on loopback, for tests of buckets.
+# Object stores and Kafka on loopback, for tests.
 SERVERS := build/servers
 $(SERVERS)/.ready: tools/make_servers.sh
 	sh tools/make_servers.sh "$(SERVERS)"

@@ -821,6 +821,8 @@ class CheckpointManager:
         self._termination.close()
         with contextlib.ExitStack() as parts:
             parts.callback(self._root.close)
+            if self._root.topics is not None:
+                parts.callback(self._root.topics.close)
             parts.callback(self._saver.close)
             if self._recorder is not None:
                 parts.callback(self._recorder.close)

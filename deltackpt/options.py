@@ -17,7 +17,7 @@ from deltackpt.policies import BaseOrDelta, BitWidthPolicy, CodecChoice, Consecu
 from deltackpt.policies.bit_width import is_at_least_zero
 from deltackpt.policies.decision import SaveDecisionPolicy
 from deltackpt.policies.retention import PreservationPolicy
-from deltackpt.storage import files, redaction
+from deltackpt.storage import files, kafka, redaction
 
 Durability = Literal["power", "process"]
 WhenBusy = Literal["wait", "skip", "coalesce"]
@@ -30,6 +30,9 @@ WhenFull = Literal["wait", "coalesce"]
 LoggedDense = Literal["whole", "delta", "soft"]
 OnFailure = Literal["save", "raise"]
 WaitFor = Literal["remote", "peers", "staging"]
+
+#: Shorter messages are mostly overhead.
+_LEAST_CHUNK_BYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -373,6 +376,42 @@ class LocalWal:
             object.__setattr__(self, "directory", os.path.abspath(files.user_path(self.directory)))
 
 
+@dataclasses.dataclass(frozen=True)
+class KafkaWal:
+    """A write-ahead log in a Kafka topic, which no other checkpoint directory uses.
+
+    Process p writes to partition p. The topic must exist; opening the manager checks it. Epoch
+    headers stay in the ``log`` of the checkpoint directory, without ``config``.
+
+    Attributes:
+      topic: name of the topic.
+      config: settings of librdkafka, such as ``bootstrap.servers`` and those of security, or a
+        function that returns them, called whenever a client starts. They appear in no file, log,
+        event or error.
+      chunk_bytes: maximum length of a message. Longer records are several messages.
+    """
+
+    topic: str
+    _: dataclasses.KW_ONLY
+    config: kafka.Config = dataclasses.field(repr=False, hash=False)
+    chunk_bytes: int = 960_000
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.topic, str) and kafka.TOPIC.fullmatch(self.topic)):
+            raise OptionError(
+                "KafkaWal.topic: expected up to 249 letters, digits, dots, hyphens and "
+                f"underscores, found {self.topic!r}"
+            )
+        if not callable(self.config):
+            kafka.check_config(self.config)
+        _check_at_least_one(self, "chunk_bytes")
+        if self.chunk_bytes < _LEAST_CHUNK_BYTES:
+            raise OptionError(
+                f"KafkaWal.chunk_bytes: expected at least {_LEAST_CHUNK_BYTES}, found "
+                f"{self.chunk_bytes}"
+            )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WalOptions:
     """How ``CheckpointManager.append`` keeps the changes between saves.
@@ -397,7 +436,7 @@ class WalOptions:
         reaches this multiple of a full checkpoint (of at least 16 MiB). This limits replay time.
     """
 
-    backend: LocalWal = LocalWal()
+    backend: LocalWal | KafkaWal = LocalWal()
     dense: LoggedDense = "whole"
     dense_every: int = 1
     codec: str | BitWidthPolicy | CodecChoice | None = None
@@ -415,9 +454,9 @@ class WalOptions:
             on_failure=("save", "raise"),
         )
         _check_at_least_one(self, "dense_every", "buffer_bytes")
-        if not isinstance(self.backend, LocalWal):
+        if not isinstance(self.backend, (LocalWal, KafkaWal)):
             raise OptionError(
-                "WalOptions.backend: expected a deltackpt.wal.LocalWal, found "
+                "WalOptions.backend: expected a deltackpt.wal.LocalWal or KafkaWal, found "
                 f"{type(self.backend).__name__}; pass e.g. LocalWal(directory='/nvme/log')"
             )
         if self.codec is not None:

@@ -14,7 +14,7 @@ from many_worker import Worker
 
 from deltackpt import RecoveryPoint, WalOptions
 from deltackpt.testing import Disk
-from deltackpt.wal import LocalWal, segments
+from deltackpt.wal import KafkaWal, LocalWal, segments
 from deltackpt.wal.writer import WalWriter
 
 #: Deadline of each wait, so that a test cannot hang.
@@ -36,12 +36,16 @@ class Logger(Worker):
     def open(self, root: str, log: dict[str, Any] | None = None, **options: Any) -> None:
         """Opens the manager and keeps its events.
 
-        ``log`` holds its ``WalOptions``; ``directory`` and ``segment_bytes`` go to ``LocalWal``.
+        ``log`` holds its ``WalOptions``; ``directory`` and ``segment_bytes`` go to ``LocalWal``,
+        ``kafka`` to ``KafkaWal``.
         """
         given = dict(log or {})
-        backend = LocalWal(
-            **{key: given.pop(key) for key in ("directory", "segment_bytes") if key in given}
-        )
+        if "kafka" in given:
+            backend = KafkaWal(**given.pop("kafka"))
+        else:
+            backend = LocalWal(
+                **{key: given.pop(key) for key in ("directory", "segment_bytes") if key in given}
+            )
         self._disks.close()
         self._disk = self._disks.enter_context(Disk(Path(root).parent))
         super().open(root, wal=WalOptions(backend=backend, **given), **options)

@@ -21,8 +21,10 @@ from deltackpt.format.soundness import is_name, refuse_unknown, require
 _MAGIC = "deltackpt.log"
 #: More than any job has; the log of each is looked for.
 _MOST_PROCESSES = 1 << 16
+#: Feature of an epoch whose records are in a Kafka topic.
+KAFKA = "kafka"
 #: Features that a reader must support to read a WAL epoch.
-KNOWN_FEATURES: frozenset[str] = frozenset()
+KNOWN_FEATURES: frozenset[str] = frozenset({KAFKA})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,21 @@ class Continues:
 
     epoch: int
     save_id: SaveId
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WalTopic:
+    """The Kafka topic that holds the records of an epoch: partition p those of process p.
+
+    Attributes:
+      name: its name.
+      cluster: id of its cluster.
+      starts: for each partition, an offset before the first record of the epoch.
+    """
+
+    name: str
+    cluster: str
+    starts: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +60,7 @@ class EpochHeader:
       process_count: number of logging processes; 0 if the run has no log and only records its fork
         point.
       directory: location of the segments, if not next to the header.
+      topic: where the records are instead of segments, if they are in Kafka.
       base: the step that was restored, or onto which the point was replayed; None for a new run.
       continues: the restored recovery point; None if a step was restored.
       groups, tables, dense, tracking_paths: same as in a manifest, for the logged state.
@@ -55,6 +73,7 @@ class EpochHeader:
     base: SaveId | None
     continues: Continues | None
     directory: str | None = None
+    topic: WalTopic | None = None
     groups: tuple[GroupEntry, ...] = ()
     tables: tuple[TableEntry, ...] = ()
     dense: tuple[DenseLeaf, ...] = ()
@@ -106,4 +125,9 @@ def _check(head: EpochHeader) -> None:
         before = continues.epoch
         require(before < head.epoch, "an earlier epoch", before, "continues.epoch")
         require(head.base is not None, "the step below the point", None, "base")
+    if (topic := head.topic) is not None:
+        require(is_name(topic.name), "the name of a topic", topic.name, "topic.name")
+        partitions = len(topic.starts)
+        require(count <= partitions, f"at least {count} partitions", partitions, "topic.starts")
+        require(min(topic.starts, default=0) >= 0, "offsets", topic.starts, "topic.starts")
     manifest.check_paths(head)

@@ -143,7 +143,7 @@ class Chooser:
     def _look(self, tried: Tried, wal: bool) -> tuple[Any, list[Any]]:
         """Returns what to restore, and the lost WAL above it, both as plain values."""
         # The WAL first: a step listed later covers anything trimmed from it.
-        index = WalReader(self._run.root.log_at).read() if wal else WalIndex(())
+        index = self._index() if wal else WalIndex(())
         steps = {*self._run.root.steps()} - tried.steps
         plan = None
         if index.views:
@@ -159,6 +159,12 @@ class Chooser:
             (step, error.object_name, error.expected, error.found, error.action)
             for step, error in lost
         ]
+
+    def _index(self) -> WalIndex:
+        """Reads the WAL; its records decide what can be restored, so all must be readable."""
+        index = WalReader(self._run.root.log_at).read()
+        index.require_topics()
+        return index
 
     def lost_with(self, tried: Tried, choice: Choice, error: RestoreError) -> list[int]:
         """Returns the steps that need a damaged save that a choice needs, ascending.
@@ -214,14 +220,14 @@ class Chooser:
         def find() -> Any:
             if isinstance(asked, int) and asked in {*run.root.steps()}:
                 return asked, None
-            plan = points.plan_to(WalReader(run.root.log_at).read(), run.root.restorable(), asked)
+            plan = points.plan_to(self._index(), run.root.restorable(), asked)
             return None if plan is None else (plan.step.step, _plain(plan.point))
 
         return Choice.of(run.among.of_first(f"finding {asked}", find))
 
     def points(self) -> list[RecoveryPoint]:
         """Returns the full recovery points that a committed step makes restorable, newest first."""
-        index = WalReader(self._run.root.log_at).read()
+        index = self._index()
         _, unreached = coverings(index, self._run.root.restorable())
         return [point for point in index.points() if point.full and point not in unreached]
 

@@ -22,8 +22,9 @@ from deltackpt.handlers.restored import RestoredState
 from deltackpt.handlers.tracking import RowTracking
 from deltackpt.ledger.held import Held
 from deltackpt.ledger.steps import Steps
-from deltackpt.options import Dense, ManagerOptions, Tiers, WalOptions
+from deltackpt.options import Dense, KafkaWal, LocalWal, ManagerOptions, Tiers, WalOptions
 from deltackpt.policies import Rolling
+from deltackpt.reading.wal_topics import WalTopics
 from deltackpt.resources.runtime import FSYNCS, Runtime
 from deltackpt.save import snapshot
 from deltackpt.save.dense import DenseKeeper
@@ -34,6 +35,7 @@ from deltackpt.save.writers import StepWriters
 from deltackpt.state.choice import Tables
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState
+from deltackpt.storage.kafka import Topic
 
 #: Number of fields that are written at the same time; as many threads encode.
 _THREADS = 2
@@ -116,11 +118,26 @@ def keeper(options: Dense, runtime: Runtime) -> DenseKeeper:
 
 
 def _require_shared_log(options: WalOptions | None) -> None:
-    if options is not None and not options.backend.directory:
+    backend = None if options is None else options.backend
+    if backend is not None and not (isinstance(backend, LocalWal) and backend.directory):
         raise OptionError(
             "WalOptions.backend: expected a directory that all processes see, found a staging "
             "directory for each process (Tiers(shared=False)); pass LocalWal(directory=...)"
         )
+
+
+def _topic(options: ManagerOptions, processes: int) -> Topic | None:
+    """Returns the topic of the WAL, after checking that it can be written to."""
+    if options.wal is None or not isinstance(backend := options.wal.backend, KafkaWal):
+        return None
+    topic = Topic(backend.topic, backend.config)
+    if not options.read_only:
+        topic.check(
+            partitions=processes,
+            message_bytes=backend.chunk_bytes,
+            timeout_secs=options.wal.deadline_secs,
+        )
+    return topic
 
 
 def _among(directory: str | os.PathLike[str], options: ManagerOptions) -> Coordinator:
@@ -159,6 +176,7 @@ class Run:
       restored: the step that the next save continues from, if it is not the newest one.
       dense: keeps dense leaves that deltas store as changed blocks; None if they store them whole.
       log: receives the saves.
+      topic: the Kafka topic of the WAL.
       restored_state: the restored state, and where training continued from it.
       is_emitting: whether event handlers are being called.
     """
@@ -176,6 +194,7 @@ class Run:
     restored: int | None = None
     dense: DenseKeeper | None = None
     log: Log = dataclasses.field(default_factory=NoLog)
+    topic: Topic | None = None
     restored_state: tuple[Any, RestoredState] | None = None
     is_emitting: bool = False
 
@@ -225,6 +244,7 @@ class Run:
             )
             if among.count > 1 and not (options.read_only or (options.tiers or Tiers()).shared):
                 _require_shared_log(options.wal)
+            topic = _topic(options, among.count)
             take_over()
         opened: list[Steps] = []
 
@@ -238,6 +258,8 @@ class Run:
                 if not opened:
                     opened.append(open_root(False))
             root = opened[0]
+            if topic is not None:
+                root.topics = WalTopics(topic.config)
             if isinstance(root, Held) and root.apart:
                 root.join(functools.partial(among.gather, what))
                 newest = among.of_first(what, root.newest_step, fatal=True)
@@ -264,6 +286,7 @@ class Run:
             tracking=tracking,
             newest=newest,
             dense=dense if options.dense.deltas == "blocks" else None,
+            topic=topic,
         )
 
     @property

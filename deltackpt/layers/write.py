@@ -13,7 +13,8 @@ import contextlib
 import dataclasses
 import math
 import threading
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import zstandard
@@ -33,7 +34,6 @@ from deltackpt.layers.footer import (
 )
 from deltackpt.resources.runtime import Runtime, Task
 from deltackpt.storage.crc import crc32c, joined
-from deltackpt.storage.posix import DirectFile
 
 #: Reading one row reads and verifies that many bytes.
 _CHUNK_BYTES = 128 << 10
@@ -64,12 +64,29 @@ class WrittenLayer(NamedTuple):
     crc32c: int
 
 
+class LayerSink(Protocol):
+    """Where layers are written: a ``DirectFile``, or memory. Several threads may write."""
+
+    @property
+    def path(self) -> Path:
+        """Its name in errors."""
+        ...
+
+    def write(self, start: int, data: np.ndarray) -> None:
+        """Writes bytes at an offset, whose memory may be reused when this returns."""
+        ...
+
+    def sync(self, *, metadata: bool = True) -> None:
+        """Makes what was written durable."""
+        ...
+
+
 class LayerFile:
     """Appends layers to a new file; used by one thread. After an error, begin another file."""
 
     def __init__(
         self,
-        file: DirectFile,
+        file: LayerSink,
         runtime: Runtime,
         *,
         fsync: bool = True,

@@ -82,7 +82,7 @@ class Held(Steps, abc.ABC):
     @property
     def log_at(self) -> WalLocation:
         """See ``Steps``."""
-        return WalFolder(store_path(self.log_dir))
+        return WalFolder(store_path(self.log_dir), self.topics)
 
     @abc.abstractmethod
     def check_lease(self, *, ask: bool = False) -> None:

@@ -39,7 +39,7 @@ class BucketSteps(Steps):
     def log_at(self) -> WalLocation:
         """See ``Steps``; reads the journal again."""
         state = self.journal.state()
-        return JournaledLogs(self.journal.root, lambda: state)
+        return JournaledLogs(self.journal.root, lambda: state, self.topics)
 
     def rolled_back(self) -> Iterator[SaveId]:
         """See ``Steps``."""

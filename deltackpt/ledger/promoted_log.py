@@ -19,6 +19,7 @@ from deltackpt.format.names import PieceRange
 from deltackpt.ledger.entries import LogRef, State
 from deltackpt.reading.wal_locations import Record
 from deltackpt.reading.wal_progress import NAME, NBYTES
+from deltackpt.reading.wal_topics import WalTopics
 from deltackpt.storage.store import Missing, Stamp, StorePath
 
 #: The epoch header, below the epoch's prefix.
@@ -171,14 +172,17 @@ class PromotedLog:
 class JournaledLogs:
     """The WAL epochs named by a journal; see ``WalLocation``."""
 
-    def __init__(self, root: StorePath, state: Callable[[], State]):
+    def __init__(
+        self, root: StorePath, state: Callable[[], State], topics: WalTopics | None = None
+    ):
         """Sends no request yet.
 
         Args:
           root: the folder that the journal is in.
           state: the journal's state.
+          topics: reads epochs in Kafka.
         """
-        self._root = root
+        self._root, self.topics = root, topics
         self._state = state
 
     def __str__(self) -> str:

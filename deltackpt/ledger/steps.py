@@ -19,6 +19,7 @@ from deltackpt.ledger.damaged_saves import DamagedSave
 from deltackpt.ledger.lease import Lease
 from deltackpt.reading import saves
 from deltackpt.reading.wal_locations import WalFolder, WalLocation
+from deltackpt.reading.wal_topics import WalTopics
 from deltackpt.storage.digests import check_step_files
 from deltackpt.storage.store import FileStore, Stamp, StorePath
 
@@ -30,7 +31,10 @@ class Steps:
       store_path: the folder that holds them.
       item: name of the deltackpt item in them.
       given: the path or URL that the user passed.
+      topics: reads WAL epochs in Kafka; None if they cannot be read.
     """
+
+    topics: WalTopics | None = None
 
     def __init__(
         self, store_path: StorePath, item: str, *, given: str | os.PathLike[str] | None = None
@@ -56,7 +60,7 @@ class Steps:
     @property
     def log_at(self) -> WalLocation:
         """Where the WAL is read."""
-        return WalFolder(self.store_path / names.LOG)
+        return WalFolder(self.store_path / names.LOG, self.topics)
 
     def at(self, step: int) -> StorePath:
         """Where a step is, if it is committed."""

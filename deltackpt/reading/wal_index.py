@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deltackpt.errors import Damaged, DamagedWal, FormatMismatch
+from deltackpt.errors import Damaged, DamagedWal, FormatMismatch, OptionError
 from deltackpt.format import names, wal_epochs
 from deltackpt.format.manifest import SaveId
 from deltackpt.format.wal_epochs import Continues, EpochHeader
@@ -220,12 +220,14 @@ class WalIndex:
         be read.
       replaced: errors of headers of which a copy was read instead: nothing is lost.
       unseen: the missing part if the segments of the newest epoch are not visible from here.
+      in_topic: the missing part if records are in a Kafka topic that cannot be read from here.
     """
 
     views: tuple[EpochView, ...]
     unreadable: Loss | None = None
     replaced: Sequence[Damaged] = ()
     unseen: Damaged | None = None
+    in_topic: Damaged | None = None
 
     def losses(self, above: int) -> list[Loss]:
         """Returns missing or altered records after a training step."""
@@ -235,6 +237,15 @@ class WalIndex:
         if self.unreadable is not None:
             found.append(self.unreadable)
         return [one for one in found if one.step > above]
+
+    def require_topics(self) -> None:
+        """Checks that no records are in a Kafka topic that cannot be read from here.
+
+        Raises:
+          OptionError: some are.
+        """
+        if self.in_topic is not None:
+            raise OptionError(str(self.in_topic))
 
     def points(self) -> list[RecoveryPoint]:
         """Returns all valid recovery points, newest first, including soft ones."""
@@ -361,13 +372,21 @@ class WalReader:
         return found
 
     def segments_of(self, head: EpochHeader) -> StorePath:
-        """Returns the directory of an epoch's segments.
+        """Returns the directory of an epoch's segments, or of their copies if they are in Kafka.
 
         A directory outside the checkpoint directory is used only if it holds the header too: on
         another node, a different directory may have the same path.
         """
+        if head.topic is not None and self.places.topics is not None:
+            return self.places.topics.segments(self._ref(head))
         apart = self._segments_apart(head)
         return self.places.segments(head.epoch) if apart is None else apart
+
+    def _ref(self, head: EpochHeader) -> EpochRef:
+        """Returns the reference that the records of an epoch have."""
+        data, known = self._heads.get(head.epoch, (b"", None))
+        # Its own bytes: a later version may have written fields that are unknown here.
+        return EpochRef.of(head, data if known == head else None)
 
     def _segments_apart(self, head: EpochHeader) -> StorePath | None:
         """Returns the directory of an epoch's segments in another directory, if it exists."""
@@ -390,6 +409,19 @@ class WalReader:
             return None
         name = f"{apart_folder(head.directory, head.run)}/{names.epoch_name(head.epoch)}"
         return Damaged(name, f"WAL epoch {head.epoch}", "no header of it")
+
+    def in_topic(self, head: EpochHeader) -> Damaged | None:
+        """Returns the missing part if an epoch's records are in a topic that is not configured."""
+        if head.topic is None or self.places.topics is not None:
+            return None
+        name = head.topic.name
+        return Damaged(
+            f"{self.places}, WAL epoch {head.epoch}",
+            f"its records, which are in the Kafka topic {name!r} of cluster {head.topic.cluster}",
+            "no configuration to read them",
+            f"pass WalOptions(backend=KafkaWal({name!r}, config=...)) to a manager, or restore a "
+            "step: restore_latest(wal=False)",
+        )
 
     def read(self) -> WalIndex:
         """Returns the valid records of the WAL.
@@ -444,22 +476,27 @@ class WalReader:
         key = head.epoch, process
         if key not in self._logs:
             folder = self.segments_of(head) / str(process)
-            data, known = self._heads.get(head.epoch, (b"", None))
-            # Its own bytes: a later version may have written fields that are unknown here.
-            epoch = EpochRef.of(head, data if known == head else None)
-            self._logs[key] = ProcessWal(folder, head.run, epoch, process)
+            self._logs[key] = ProcessWal(folder, head.run, self._ref(head), process)
         return self._logs[key]
 
-    def view(self, head: EpochHeader, last: SaveId | None) -> EpochView:
+    def view(
+        self, head: EpochHeader, last: SaveId | None, following: EpochHeader | None = None
+    ) -> EpochView:
         """Returns an epoch up to a record, even if the epoch is no longer valid.
 
         Args:
           head: header of the epoch.
           last: the last record to include; None for all.
+          following: the epoch that continues from that record.
 
         Raises:
           StorageError: its segments cannot be read.
+          OptionError: its records are in another Kafka cluster than the one to read from.
         """
+        if head.topic is not None and self.places.topics is not None:
+            until = None if following is None else following.topic
+            beside = self.places.segments(head.epoch)
+            self.places.topics.copy(head, self._ref(head), beside, until)
         processes = {}
         for process in range(head.process_count):
             log = self.log_of(head, process)
@@ -474,17 +511,20 @@ class WalReader:
         """Returns an epoch, and the point or step that it continues from."""
         views, unreadable = [self.view(head, None)], None
         while (continues := head.continues) is not None:
+            following = head
             try:
                 head = self.head(continues.epoch)
             except Damaged as error:
                 is_there = self.places.has(continues.epoch)
                 unreadable = Loss.of(continues.save_id.step, error, may_be_trimmed=not is_there)
                 break
-            views.append(self.view(head, continues.save_id))
+            views.append(self.view(head, continues.save_id, following))
         unseen = self._unseen(views[0])
+        in_topics = (self.in_topic(view.head) for view in views)
+        in_topic = next((one for one in in_topics if one is not None), None)
         replaced = (self._replaced.get(view.head.epoch) for view in views)
         found = [one for one in replaced if one is not None]
-        return WalIndex(tuple(views), unreadable, found, unseen)
+        return WalIndex(tuple(views), unreadable, found, unseen, in_topic)
 
 
 def newest_plan(

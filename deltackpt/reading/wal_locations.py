@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from deltackpt.errors import Damaged
 from deltackpt.format import names
+from deltackpt.reading.wal_topics import WalTopics
 from deltackpt.storage.store import StorePath
 
 
@@ -24,6 +25,11 @@ class Record(NamedTuple):
 
 class WalLocation(Protocol):
     """Headers of WAL epochs, and their segments."""
+
+    @property
+    def topics(self) -> WalTopics | None:
+        """Reads epochs in Kafka; None if they cannot be read from here."""
+        ...
 
     def numbers(self) -> list[int]:
         """Returns the numbers of all epochs, unordered, even if a header is unreadable or lost.
@@ -71,6 +77,7 @@ class WalFolder(NamedTuple):
     """A directory with headers and segments."""
 
     at: StorePath
+    topics: WalTopics | None = None
 
     def __str__(self) -> str:
         return str(self.at)
@@ -115,6 +122,7 @@ class WalLocations:
     def __init__(self, places: Sequence[WalLocation]):
         """Reads nothing yet."""
         self._places = places
+        self.topics = next((one.topics for one in places if one.topics is not None), None)
 
     def __str__(self) -> str:
         return ", ".join(map(str, self._places))

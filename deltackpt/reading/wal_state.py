@@ -29,7 +29,7 @@ class EpochState:
       view: its header and records; only the valid records if the epoch is live, otherwise all. None
         if it cannot be read.
       live: whether restores may read it; None if the newest header is damaged.
-      problem: why it cannot be read.
+      problem: why it, or its records, cannot be read.
     """
 
     number: int
@@ -131,4 +131,5 @@ def _state(logs: WalReader, number: int, views: Mapping[int, EpochView], known: 
         view = views.get(number) or logs.view(head, None)
     except (Damaged, FormatMismatch, StorageError) as error:
         return EpochState(number=number, folders=(beside,), view=None, live=live, problem=error)
-    return EpochState(number=number, folders=(folder,), view=view, live=live)
+    problem = logs.in_topic(head)
+    return EpochState(number=number, folders=(folder,), view=view, live=live, problem=problem)

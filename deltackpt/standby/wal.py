@@ -111,7 +111,7 @@ class FollowedWal:
                 lost = in_both(losses_of(self._root, again, step, above=step), lost)
         self._lost = lost
         found += [loss.error for loss in lost]
-        return found[0] if found else self._unreadable
+        return found[0] if found else self._unreadable or self._index.in_topic
 
 
 class _SaveIds(Mapping[int, SaveId | None]):

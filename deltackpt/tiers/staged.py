@@ -274,7 +274,7 @@ class StagedRoot(Held):
 
         A single staging directory may lack part of the log, so it is read remotely.
         """
-        at_root = JournaledLogs(self._journal.root, self._remote)
+        at_root = JournaledLogs(self._journal.root, self._remote, self.topics)
         return at_root if self.apart else WalLocations([super().log_at, at_root])
 
     def _remote(self) -> State:

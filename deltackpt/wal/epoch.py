@@ -8,21 +8,25 @@ import contextlib
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from deltackpt.errors import Damaged, DeltackptError, OptionError, StorageError
 from deltackpt.format import names, wal_epochs
 from deltackpt.format.manifest import Layout, SaveId
-from deltackpt.format.wal_epochs import Continues, EpochHeader
+from deltackpt.format.wal_epochs import Continues, EpochHeader, WalTopic
 from deltackpt.handlers.run import Run
 from deltackpt.layers.footer import EpochRef
+from deltackpt.options import KafkaWal
 from deltackpt.reading.wal_index import RecoveryPoint, WalReader, apart_folder
 from deltackpt.reading.wal_locations import WalFolder
 from deltackpt.resources.runtime import Runtime
 from deltackpt.save.dense import DenseKeeper
+from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import Exists, store_path
 from deltackpt.wal.dense_records import DenseRecords
+from deltackpt.wal.kafka_writer import KAFKA_SEGMENT_BYTES, KafkaWriter
 from deltackpt.wal.progress import Progress
 from deltackpt.wal.segments import SegmentWriter
 from deltackpt.wal.writer import Durable, WalWriter
@@ -61,21 +65,36 @@ class OpenEpoch:
         self._lock = threading.Lock()
         self._durable: collections.deque[Durable] = collections.deque(maxlen=_KEPT)
         self.progress = Progress(directory, run.among.index, head.process_count)
-        segments = SegmentWriter(
-            root,
-            directory / str(run.among.index),
-            runtime,
-            epoch=EpochRef.of(head),
-            process=run.among.index,
-            process_count=head.process_count,
-            fsync=run.fsync,
-        )
+        backend, process = options.backend, run.among.index
+        of: dict[str, Any] = {
+            "epoch": EpochRef.of(head),
+            "process": process,
+            "process_count": head.process_count,
+        }
+        #: Writes to Kafka instead of files; None for files.
+        self.kafka: KafkaWriter | None = None
+        if isinstance(backend, KafkaWal):
+            assert run.topic is not None and head.topic is not None
+            # Only the progress is stored there.
+            DurableDir(root, fsync=run.fsync).make(directory / str(process))
+            records = self.kafka = KafkaWriter(
+                run.topic,
+                head.topic,
+                runtime,
+                message_bytes=backend.chunk_bytes,
+                deadline_secs=options.deadline_secs,
+                **of,
+            )
+            segment_bytes = KAFKA_SEGMENT_BYTES
+        else:
+            records = SegmentWriter(root, directory / str(process), runtime, fsync=run.fsync, **of)
+            segment_bytes = backend.segment_bytes
         self.writer = WalWriter(
-            segments,
+            records,
             check=self._check,
-            process=run.among.index,
+            process=process,
             dense=DenseRecords(references),
-            segment_bytes=options.backend.segment_bytes,
+            segment_bytes=segment_bytes,
             deadline_secs=options.deadline_secs,
             runtime=runtime,
             notify=self._is_durable,
@@ -158,6 +177,7 @@ def write_head(
     base: SaveId | None,
     continues: Continues | None,
     directory: str | None,
+    topic: WalTopic | None,
     log_dir: Path,
 ) -> int:
     """Writes the header of a new epoch; earlier epochs are valid only up to its fork point.
@@ -171,6 +191,7 @@ def write_head(
       continues: the restored recovery point, if any.
       directory: directory of the segments, if they are not next to the headers. It gets a copy of
         the header, so that a reader there can find the root of the segments.
+      topic: the Kafka topic that holds the records instead of segments.
       log_dir: directory of the headers.
 
     Returns:
@@ -188,6 +209,8 @@ def write_head(
             base=base,
             continues=continues,
             directory=directory,
+            topic=topic,
+            features=() if topic is None else (wal_epochs.KAFKA,),
             groups=() if layout is None else layout.groups,
             tables=() if layout is None else layout.tables,
             dense=() if layout is None else layout.dense,
@@ -223,7 +246,8 @@ def head_of(run: Run, logs: WalReader, number: int) -> EpochHeader:
     """
     options = run.options.wal
     assert options is not None
-    if (directory := options.backend.directory) is None:
+    backend = options.backend
+    if isinstance(backend, KafkaWal) or (directory := backend.directory) is None:
         return logs.head(number)
     found: EpochHeader | None = None
     with contextlib.suppress(Damaged):

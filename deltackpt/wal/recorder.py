@@ -41,7 +41,7 @@ from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.format.wal_epochs import Continues
 from deltackpt.handlers import dense
 from deltackpt.handlers.run import Run, keeper
-from deltackpt.options import WalOptions
+from deltackpt.options import LocalWal, WalOptions
 from deltackpt.outcomes import Appended
 from deltackpt.reading.wal_index import RecoveryPoint, WalReader
 from deltackpt.save import snapshot
@@ -52,7 +52,7 @@ from deltackpt.save.flight import Embeddings
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState, clock_exhausted
 from deltackpt.storage.posix import DurableDir
-from deltackpt.wal import taking, trimming
+from deltackpt.wal import kafka_writer, taking, trimming
 from deltackpt.wal.audit import Audit
 from deltackpt.wal.batch import Item, items_of
 from deltackpt.wal.epoch import OpenEpoch, head_of, write_head
@@ -125,10 +125,16 @@ class Recorder:
 
         Args:
           run: the manager's run.
+
+        Raises:
+          OptionError: another checkpoint directory uses the Kafka topic.
+          StorageError: the topic cannot be read.
         """
         self._run = run
         self._options = run.options.wal
         self._logs = WalReader(run.held.log_at)
+        if run.topic is not None and run.among.index == 0:
+            kafka_writer.refuse_foreign(run.topic, self._logs)
         self._epoch: OpenEpoch | None = None
         self._needs = Needs(run)
         #: The tables that the head names.
@@ -137,7 +143,7 @@ class Recorder:
         #: The run of which it is all; another one after a restore.
         self._of_run = ""
         #: The directory of ``LocalWal``, until it is made: if removed later, it is not recreated.
-        self._to_make = None if self._options is None else self._options.backend.directory
+        self._to_make = self._directory
         #: Whether the head of the run was written, or none is needed.
         self._begun = False
         #: Why this run writes no more records; None while it does.
@@ -171,6 +177,12 @@ class Recorder:
         self._references: DenseKeeper | None = None
         if self._options is not None and self._options.dense == "delta":
             self._references = keeper(run.options.dense, run.runtime)
+
+    @property
+    def _directory(self) -> str | None:
+        """The directory of ``LocalWal``."""
+        backend = None if self._options is None else self._options.backend
+        return backend.directory if isinstance(backend, LocalWal) else None
 
     @property
     def _writer(self) -> WalWriter | None:
@@ -640,7 +652,8 @@ class Recorder:
                 process_count=run.among.count if logs else 0,
                 base=None if known is None else known.info.save_id,
                 continues=continues if leads else None,
-                directory=None if self._options is None else self._options.backend.directory,
+                directory=self._directory,
+                topic=None if run.topic is None else kafka_writer.here(run.topic),
                 log_dir=run.held.log_dir,
             )
             return number, leads
@@ -791,6 +804,7 @@ class Recorder:
             base=self._committed[-1] if self._committed else None,
             continues=None,
             directory=None,
+            topic=None,
             log_dir=self._run.held.log_dir,
         )
 
@@ -842,14 +856,14 @@ class Recorder:
         busy = self._trimming is not None and not self._trimming.done()
         if len(self._committed) < 2 or self._epoch is None or busy:
             return
-        head, process, oldest = self._epoch.head, self._run.among.index, self._committed[0]
+        epoch, process, oldest = self._epoch, self._run.among.index, self._committed[0]
         at = self._run.held.log_dir
-        self._trimming = self._runtime.start(_trim, at, head, process, oldest)
+        self._trimming = self._runtime.start(_trim, at, epoch, process, oldest)
 
 
-def _trim(at: Any, head: Any, process: int, oldest: SaveId) -> None:
+def _trim(at: Any, epoch: OpenEpoch, process: int, oldest: SaveId) -> None:
     try:
-        trimming.trim(at, head, process, oldest)
+        trimming.trim(at, epoch.head, process, oldest, epoch.kafka)
     except Exception as error:  # No caller awaits the outcome.
         text = str(error) if isinstance(error, StorageError) else repr(error)
         events.warn(f"unneeded WAL segments were not removed: {text}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The WAL files of a process: records appended, fsynced together, in a new file after a failure.
+"""The WAL records of a process: appended to files, fsynced together, in a new file after a failure.
 
 After a failed write or fsync, the file may contain all, some or none of the data. It is never
 written or fsynced again: the next record goes to a file of a new part, which names the valid
@@ -8,6 +8,7 @@ records of earlier parts.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import errno
@@ -15,7 +16,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deltackpt.errors import StorageError
 from deltackpt.format import names, wal_records
@@ -56,43 +57,22 @@ class Position(NamedTuple):
     digest: int
 
 
-class SegmentWriter:
+class RecordWriter(abc.ABC):
     """Appends records to the WAL of one process; used by one thread."""
 
-    def __init__(
-        self,
-        root: Path,
-        directory: Path,
-        runtime: Runtime,
-        *,
-        epoch: EpochRef,
-        process: int,
-        process_count: int = 1,
-        fsync: bool,
-    ):
+    def __init__(self, runtime: Runtime, *, epoch: EpochRef, process: int, process_count: int = 1):
         """Writes nothing yet.
 
         Args:
-          root: an existing directory, which is never recreated.
-          directory: directory of the segments, in the root; created at the first record.
           runtime: memory and threads.
           epoch: the WAL epoch.
           process: index of the process.
           process_count: number of processes.
-          fsync: whether ``sync`` calls fsync.
         """
-        self._root = root
-        self.directory = directory
         self._runtime = runtime
         self._epoch = epoch
         self._process, self._process_count = process, process_count
-        self._fsync = fsync
         self._at, self._part_start = Position(0, 0, 0), 1
-        self._file: LayerFile | None = None
-        self._path = directory
-        self._fresh = False
-        #: Number of fsyncs of files and directories.
-        self.syncs = 0
 
     @property
     def position(self) -> Position:
@@ -100,9 +80,9 @@ class SegmentWriter:
         return self._at
 
     @property
+    @abc.abstractmethod
     def segment_bytes(self) -> int:
-        """Returns the bytes of the file that is written to."""
-        return 0 if self._file is None else self._file.nbytes
+        """Returns the bytes of the segment that is written to."""
 
     def write(self, save_id: SaveId, parent: SaveId, fill: Fill) -> int:
         """Appends a record.
@@ -118,7 +98,7 @@ class SegmentWriter:
         Raises:
           StorageError: the store reported an error; call ``begin_part`` next, as after any error.
         """
-        file = self._file or self._begin()
+        file = self._open()
         manifest = LayerManifest(
             save_id=save_id,
             parent=parent,
@@ -140,13 +120,74 @@ class SegmentWriter:
         self._at = Position(self._at.part, self._at.seq + 1, written.digest)
         return written.stop - written.start
 
+    def begin_part(self, after: Position) -> None:
+        """Begins a new part, which invalidates everything written after ``after``."""
+        self.close()
+        self._part_start = after.seq + 1
+        self._at = Position(self._at.part + 1, after.seq, after.digest)
+
+    def close(self) -> None:
+        """Closes what is open."""
+        with contextlib.suppress(StorageError):
+            self.roll()
+
+    @abc.abstractmethod
+    def _open(self) -> LayerFile:
+        """Returns the file that the next record is written to."""
+
+    @abc.abstractmethod
     def sync(self) -> None:
-        """Makes everything written, and the file's name, durable.
+        """Makes everything written durable.
 
         Raises:
           StorageError: it may not be; call ``begin_part`` next.
         """
-        if self._file is None:
+
+    @abc.abstractmethod
+    def roll(self) -> None:
+        """Ends the segment after ``sync``.
+
+        Raises:
+          StorageError: an earlier write was lost.
+        """
+
+
+class SegmentWriter(RecordWriter):
+    """Appends records to segment files."""
+
+    def __init__(self, root: Path, directory: Path, runtime: Runtime, *, fsync: bool, **of: Any):
+        """Writes nothing yet.
+
+        Args:
+          root: an existing directory, which is never recreated.
+          directory: directory of the segments, in the root; created at the first record.
+          runtime: memory and threads.
+          fsync: whether ``sync`` calls fsync.
+          **of: the other arguments of ``RecordWriter``.
+        """
+        super().__init__(runtime, **of)
+        self._root = root
+        self.directory = directory
+        self._fsync = fsync
+        self._file: LayerFile | None = None
+        self._sink: DirectFile | None = None
+        self._path = directory
+        self._fresh = False
+        #: Number of fsyncs of files and directories.
+        self.syncs = 0
+
+    @property
+    def segment_bytes(self) -> int:
+        """See ``RecordWriter``."""
+        return 0 if self._file is None else self._file.nbytes
+
+    def sync(self) -> None:
+        """See ``RecordWriter``: the file's name, too.
+
+        Raises:
+          StorageError: it may not be; call ``begin_part`` next.
+        """
+        if self._file is None or self._sink is None:
             return
         self._file.sync()
         self.syncs += self._fsync
@@ -155,33 +196,29 @@ class SegmentWriter:
                 fsync_path(self.directory)
                 self.syncs += 1
                 self._fresh = False
-            if not os.path.samestat(os.fstat(self._file.file.descriptor), os.stat(self._path)):
+            if not os.path.samestat(os.fstat(self._sink.descriptor), os.stat(self._path)):
                 raise FileNotFoundError(errno.ENOENT, "moved or removed", self._path)
 
     def roll(self) -> None:
-        """Ends the file after ``sync``.
+        """See ``RecordWriter``.
 
         Raises:
           StorageError: an earlier write was lost.
         """
-        file, self._file = self._file, None
-        if file is not None:
-            file.file.close()
+        self._file, sink, self._sink = None, self._sink, None
+        if sink is not None:
+            sink.close()
 
-    def begin_part(self, after: Position) -> None:
-        """Begins a new part, which invalidates everything written after ``after``."""
-        with contextlib.suppress(StorageError):
-            self.roll()
-        self._part_start = after.seq + 1
-        self._at = Position(self._at.part + 1, after.seq, after.digest)
-
-    def _begin(self) -> LayerFile:
+    def _open(self) -> LayerFile:
+        if self._file is not None:
+            return self._file
         at = self._at
         self._path = self.directory / names.segment_name(at.part, at.seq + 1)
         with files.typed_errors(self.directory, "make a directory", full="free space"):
             DurableDir(self._root, fsync=self._fsync).make(self.directory)
+        self._sink = DirectFile(self._path, cached_bytes=_CACHED_BYTES, full="free space")
         self._file = LayerFile(
-            DirectFile(self._path, cached_bytes=_CACHED_BYTES, full="free space"),
+            self._sink,
             self._runtime,
             fsync=self._fsync,
             sequence=at.seq + 1,
@@ -191,11 +228,6 @@ class SegmentWriter:
         )
         self._fresh = True
         return self._file
-
-    def close(self) -> None:
-        """Closes the file."""
-        with contextlib.suppress(StorageError):
-            self.roll()
 
 
 def row_groups_of(record: FilledRecord) -> list[RowGroup]:

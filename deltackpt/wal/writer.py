@@ -29,7 +29,7 @@ from deltackpt.storage.parts import Place
 from deltackpt.wal.batch import Batch, Figures, write_record
 from deltackpt.wal.dense_records import DenseRecords
 from deltackpt.wal.named_rows import NamedRows
-from deltackpt.wal.segments import FilledRecord, SegmentWriter
+from deltackpt.wal.segments import FilledRecord, RecordWriter
 
 #: Bytes after which to fsync although more batches wait, so that the page cache drains steadily.
 _UNSYNCED_BYTES = 64 << 20
@@ -88,7 +88,7 @@ class WalWriter:
 
     def __init__(
         self,
-        segments: SegmentWriter,
+        segments: RecordWriter,
         *,
         check: Callable[[], None],
         process: int,
@@ -101,7 +101,7 @@ class WalWriter:
         """Starts no thread before the first batch.
 
         Args:
-          segments: writes the files.
+          segments: writes the records.
           check: raises if another trainer took over; called after each ``fdatasync``.
           process: index of the process.
           dense: writes dense leaves.

@@ -47,7 +47,7 @@ def log_findings(opened: Steps, steps: Mapping[int, SaveId]) -> Iterator[Finding
         return
     yield _summary(found)
     for view in found.index.views:
-        yield from _places(view)
+        yield from _places(WalReader(opened.log_at), view)
     if found.index.views:
         yield from _processes(found.index.views[0])
         yield from _gaps(opened, found.index)
@@ -89,8 +89,16 @@ def _summary(found: WalState) -> Finding:
     )
 
 
-def _places(view: EpochView) -> Iterator[Finding]:
-    """Checks that a separate directory of the WAL is visible from here."""
+def _places(logs: WalReader, view: EpochView) -> Iterator[Finding]:
+    """Checks that the records of an epoch can be read from here."""
+    if (missing := logs.in_topic(view.head)) is not None:
+        yield Finding(
+            subject=f"records of WAL epoch {view.head.epoch}",
+            severity="note",
+            found=f"{missing.expected}, {missing.found}",
+            meaning="Its recovery points are not checked.",
+            action=missing.action,
+        )
     where = view.head.directory
     if where is not None and view.head.process_count and not store_path(where).exists():
         yield _problem(

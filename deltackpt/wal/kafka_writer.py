@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the WAL records of a process to a Kafka partition instead of a file.
+
+After a failure, a message may be stored, may still arrive, or may be lost. The next record then
+begins a new part, with a new producer, as for files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from deltackpt.errors import OptionError, RestoreError, StorageError
+from deltackpt.format import wal_messages
+from deltackpt.format.manifest import SaveId
+from deltackpt.format.wal_epochs import WalTopic
+from deltackpt.layers.write import LayerFile
+from deltackpt.reading.wal_index import WalReader
+from deltackpt.resources.runtime import Runtime
+from deltackpt.storage.kafka import Producer, Topic
+from deltackpt.wal.segments import Fill, RecordWriter
+
+#: Bytes after which dense leaves are whole again, so that older records can be deleted.
+KAFKA_SEGMENT_BYTES = 256 << 20
+#: As for files: records up to this length are a single write.
+_BUFFER_BYTES = 2 << 20
+
+
+def here(topic: Topic) -> WalTopic:
+    """Returns the topic with its ends: no record of a later epoch is before them.
+
+    Raises:
+      StorageError: the topic cannot be read.
+    """
+    offsets = topic.offsets()
+    starts = tuple(offsets[partition].stop for partition in sorted(offsets))
+    return WalTopic(name=topic.name, cluster=topic.cluster(), starts=starts)
+
+
+def refuse_foreign(topic: Topic, logs: WalReader) -> None:
+    """Checks that no other checkpoint directory uses a topic: truncation would delete its records.
+
+    Raises:
+      OptionError: the topic has messages, and no WAL epoch of this directory names it.
+      StorageError: the topic cannot be read.
+    """
+    if all(offsets.start == offsets.stop for offsets in topic.offsets().values()):
+        return
+    for number in logs.numbers():
+        with contextlib.suppress(RestoreError):
+            known = logs.head(number).topic
+            if known is not None and known.name == topic.name:
+                return
+    raise OptionError(
+        f"{topic}: expected no messages, or those of this checkpoint directory, found messages, "
+        f"but no WAL epoch in {logs.places} names the topic; use a topic of its own for each "
+        "directory, or delete the messages"
+    )
+
+
+class _Ended(NamedTuple):
+    """A segment that was written: its newest step, and the offset after its last message."""
+
+    step: int
+    stop: int
+
+
+class _RecordBytes:
+    """A record in memory; see ``layers.write.LayerSink``."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._lock = threading.Lock()
+        self._data = np.empty(0, np.uint8)
+
+    def write(self, start: int, data: np.ndarray) -> None:
+        """See ``LayerSink``."""
+        stop = start + len(data)
+        with self._lock:
+            if stop > len(self._data):
+                grown = np.empty(max(stop, 2 * len(self._data)), np.uint8)
+                grown[: len(self._data)] = self._data
+                self._data = grown
+            self._data[start:stop] = data
+
+    def sync(self, *, metadata: bool = True) -> None:
+        """See ``LayerSink``."""
+
+    def view(self, nbytes: int) -> memoryview:
+        """Returns the record."""
+        return self._data[:nbytes].data
+
+
+class KafkaWriter(RecordWriter):
+    """Appends records to the partition of a process."""
+
+    def __init__(
+        self,
+        topic: Topic,
+        at: WalTopic,
+        runtime: Runtime,
+        *,
+        message_bytes: int,
+        deadline_secs: float,
+        **of: Any,
+    ):
+        """Sends nothing yet.
+
+        Args:
+          topic: the topic.
+          at: the same as the header of the epoch describes it.
+          runtime: memory and threads.
+          message_bytes: maximum length of a message.
+          deadline_secs: how long a record may wait for its acknowledgement.
+          **of: the other arguments of ``RecordWriter``.
+        """
+        super().__init__(runtime, **of)
+        self._topic, self._starts = topic, at.starts
+        self._message_bytes, self._deadline_secs = message_bytes, deadline_secs
+        self._producer: Producer | None = None
+        self._record: _RecordBytes | None = None
+        #: Bytes and newest step of the current segment.
+        self._segment_bytes, self._newest = 0, -1
+        #: Protects the segments that ended, which another thread truncates.
+        self._lock = threading.Lock()
+        self._ended: list[_Ended] = []
+
+    @property
+    def segment_bytes(self) -> int:
+        """See ``RecordWriter``."""
+        return self._segment_bytes
+
+    def write(self, save_id: SaveId, parent: SaveId, fill: Fill) -> int:
+        """See ``RecordWriter``: also sends the record."""
+        nbytes = super().write(save_id, parent, fill)
+        assert self._record is not None and self._producer is not None
+        record, self._record = self._record, None
+        for chunk in wal_messages.chunks(
+            record.view(nbytes),
+            part=self._at.part,
+            epoch=self._epoch.number,
+            epoch_crc32c=self._epoch.crc32c,
+            seq=self._at.seq,
+            message_bytes=self._message_bytes,
+        ):
+            self._producer.send(chunk.to_bytes())
+        self._segment_bytes += nbytes
+        self._newest = save_id.step
+        return nbytes
+
+    def sync(self) -> None:
+        """See ``RecordWriter``: waits until all in-sync replicas have every message.
+
+        Raises:
+          StorageError: they may not; call ``begin_part`` next.
+        """
+        if self._producer is not None:
+            self._producer.flush()
+            stop, start = self._producer.stop, self._starts[self._process]
+            if stop is not None and stop <= start:
+                raise StorageError(
+                    f"{self._topic}, partition {self._process}: expected offsets from {start}, "
+                    f"found {stop - 1}: the topic was created anew; open the manager again"
+                )
+
+    def roll(self) -> None:
+        """See ``RecordWriter``: later records can be read without those before."""
+        stop = None if self._producer is None else self._producer.stop
+        if stop is not None and self._segment_bytes:
+            with self._lock:
+                self._ended.append(_Ended(self._newest, stop))
+        self._segment_bytes = 0
+
+    def close(self) -> None:
+        """See ``RecordWriter``; does not wait for what was not acknowledged."""
+        super().close()
+        if self._producer is not None:
+            self._producer.close()
+            self._producer = None
+
+    def truncate(self, step: int) -> None:
+        """Deletes the segments that contain only records up to a step, and all epochs before.
+
+        Process 0 also empties the partitions that no process writes to.
+
+        Raises:
+          StorageError: the brokers do not answer, or refuse.
+        """
+        with self._lock:
+            below = [one for one in self._ended if one.step <= step]  # Their steps ascend.
+        offsets = {self._process: below[-1].stop if below else self._starts[self._process]}
+        if self._process == 0:
+            offsets |= dict(enumerate(self._starts[self._process_count :], self._process_count))
+        self._topic.truncate(offsets)
+        with self._lock:
+            del self._ended[: len(below)]
+
+    def _open(self) -> LayerFile:
+        at = self._at
+        if self._producer is None:
+            self._producer = self._topic.producer(
+                self._process, message_bytes=self._message_bytes, timeout_secs=self._deadline_secs
+            )
+        name = f"{self._topic}, partition {self._process}, record {at.seq + 1}"
+        self._record = _RecordBytes(Path(name))
+        return LayerFile(
+            self._record,
+            self._runtime,
+            fsync=False,
+            sequence=at.seq + 1,
+            predecessor=at.digest,
+            buffer_bytes=_BUFFER_BYTES,
+            checksum=False,
+        )
