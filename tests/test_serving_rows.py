@@ -790,11 +790,12 @@ def test_the_command_line_follows_and_shares_until_it_is_told_to_end(tmp_path):
             text=True,
         )
         assert follower.stdout is not None
-        url = json.loads(follower.stdout.readline())["url"]
+        url = json.loads("".join(iter(follower.stdout.readline, "}\n")) + "}")["url"]
         reader = serving.attach(tmp_path / "address")
         with reader.version() as version:
             assert np.array_equal(rows_of(version, USERS), trainer.state["tables"]["users"])
         with urllib.request.urlopen(f"{url}status.json", timeout=HANG_SECS) as answer:
             assert json.loads(answer.read())["step"] == trainer.step
         follower.send_signal(signal.SIGTERM)
-        assert follower.wait(HANG_SECS) == 0
+        follower.communicate(timeout=HANG_SECS)
+        assert follower.returncode == 0

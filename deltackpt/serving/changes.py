@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from deltackpt.format import blocks
 from deltackpt.serving.rows import Rows, choose
 from deltackpt.serving.version import Position, Shown
 
@@ -102,7 +103,7 @@ def united(one: ChangedTables, other: ChangedTables) -> ChangedTables:
     found = {**one}
     for table, rows in other.items():
         held = found.get(table, NO_ROWS)
-        found[table] = rows if not len(held) else np.union1d(held, rows)
+        found[table] = rows if not len(held) else blocks.union_of([held, rows])
     return found
 
 
@@ -144,7 +145,7 @@ class _Pending:
 
     def add(self, rows: np.ndarray) -> None:
         outside = rows[(rows < self.start) | (rows >= self.stop)]
-        self.rows = np.union1d(self.rows, outside)
+        self.rows = blocks.union_of([self.rows, outside])
 
     def take(self, count: int) -> np.ndarray:
         """Removes and returns up to ``count`` rows."""

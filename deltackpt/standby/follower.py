@@ -400,10 +400,10 @@ class RowHolder:
             if held is not None and held.replayed is not None and plan is not goal.plan:
                 seen.update(held.replayed)
             beside.complete(seen, tables.layout)
+            by_table = None if changed is None else changed.by_table(tables.regions)
             publish = publish or stack.enter_context(self._changing(tables, beside.files))
             _merge(staged, publish.targets)
             chain = (*before, *(save.info for save in further))
-            by_table = None if changed is None else changed.by_table(tables.regions)
             publish(chain, goal, beside, seen, lossless=lossless, changed=by_table)
         return True
 
@@ -594,16 +594,13 @@ class ChangedRows:
 
     def by_table(self, regions: Iterable[Region]) -> dict[str, np.ndarray]:
         """Returns the name of each table with regions to its rows in the set, int64, ascending."""
-        rows = {
-            group: np.unique(np.concatenate(parts)) if len(parts) > 1 else parts[0]
-            for group, parts in self._rows.items()
-        }
+        rows = {group: blocks.union_of(parts) for group, parts in self._rows.items()}
         none = np.empty(0, np.int64)
         found: dict[str, np.ndarray] = {}
         for region in regions:
             of_group = rows.get(region.group, none)
             part = of_group[slice(*np.searchsorted(of_group, region.rows))]
-            found[region.table.name] = part.astype(np.int64) - region.table.offset
+            found[region.table.name] = part - region.table.offset
         return found
 
 
