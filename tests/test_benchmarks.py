@@ -125,6 +125,7 @@ def test_markdown_has_a_line_for_each_row_and_no_markup():
             "training.py",
             ["--scale", "0.01", "--repeats", "1", "--batch", "64", "--steps", "4", "--every", "2"],
         ),
+        ("web_scale.py", ["--hosts", "12", "--hours", "0.5", "--repeats", "2"]),
     ],
 )
 def test_benchmark_runs_at_a_small_scale(tmp_path, name, arguments):
