@@ -60,16 +60,7 @@ def sample(runs: list[dict[str, float]], field: str = "secs") -> Sample:
 def compiled(options: argparse.Namespace) -> Loop:
     """The loop in this process, made once."""
     if not _loops:
-        _loops.append(
-            Loop(
-                scale=options.scale,
-                batch=options.batch,
-                steps=options.steps,
-                every=options.every,
-                hidden=options.hidden,
-                exponent=1.07,
-            )
-        )
+        _loops.append(Loop.of(options, 1.07))
     return _loops[0]
 
 
@@ -261,13 +252,10 @@ def main() -> int:
     """Runs the command line."""
     parser = arguments(__doc__)
     add = parser.add_argument
-    parser.set_defaults(repeats=5)
-    add("--batch", type=int, default=2048, help="samples in a batch")
+    log_job.add_arguments(parser)
     add("--steps", type=int, default=32, help="of one training")
     add("--every", type=int, default=16, help="N, steps from full point to full point")
-    add("--hidden", type=int, default=1024, help="columns of the largest layers")
     add("--only", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
-    add("--quick", action="store_true", help="everything small, which measures nothing")
     options = parser.parse_args()
     if options.quick:
         options.scale, options.repeats, options.batch, options.steps = 0.01, 1, 64, 4

@@ -151,6 +151,22 @@ class Loop:
         for first in self.batches[:_COMPILES]:
             state = self.advance(state, first)
 
+    @classmethod
+    def of(
+        cls, options: argparse.Namespace, exponent: float, placement: Placement | None = None
+    ) -> Loop:
+        """Returns the loop that the command line asks for; see ``add_arguments``."""
+        return cls(
+            scale=options.scale,
+            batch=options.batch,
+            steps=options.steps,
+            every=options.every,
+            hidden=options.hidden,
+            exponent=exponent,
+            lookups=options.lookups,
+            placement=placement,
+        )
+
     def draw(self, exponent: float) -> None:
         """Draws batches from another distribution of ids."""
         traffic = data.ZipfTraffic(
@@ -269,21 +285,22 @@ def work(options: argparse.Namespace) -> None:
             coordinator_bind_address=address,
             initialization_timeout=scaling.START_SECS,
         )
-    loop = Loop(
-        scale=options.scale,
-        batch=options.batch,
-        steps=options.steps,
-        every=options.every,
-        hidden=options.hidden,
-        exponent=0.0,
-        lookups=options.lookups,
-        placement=Placement.over_all_devices(),
-    )
+    loop = Loop.of(options, 0.0, Placement.over_all_devices())
     found = rounds(loop, options.modes.split(","), options.repeats, options.directory)
     (options.directory / f"found.{options.worker}.json").write_text(json.dumps(found))
 
 
 # In the parent process.
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the sizes of a loop that have defaults."""
+    parser.set_defaults(repeats=5)
+    add = parser.add_argument
+    add("--batch", type=int, default=2048, help="samples in a batch")
+    add("--lookups", type=int, default=1, help="rows of each table that a sample uses")
+    add("--hidden", type=int, default=1024, help="columns of the largest layers")
+    add("--quick", action="store_true", help="everything small, which measures nothing")
 
 
 def launch(

@@ -98,7 +98,7 @@ def epochs(report: Report, options: argparse.Namespace, root: Path) -> None:
 
 def slow_store(report: Report, options: argparse.Namespace, root: Path) -> None:
     """An epoch whose saves go to a bucket behind a slow link; one process."""
-    loop = _loop(options)
+    loop = Loop.of(options, 0.0)
     found: dict[str, list[tuple[float, float]]] = {"none": [], "wal": [], "orbax": []}
     with buckets.google(root, LINK_BYTES_PER_SEC) as (address, _):
         for number in range(options.repeats):
@@ -166,7 +166,7 @@ def _await_records(stage: Path, url: str, address: str) -> None:
 def kills(report: Report, options: argparse.Namespace, root: Path) -> None:
     """What is lost if training is killed with SIGKILL in its second epoch; one process."""
     chooser = random.Random(options.seed)
-    batches = _loop(options).batches
+    batches = Loop.of(options, 0.0).batches
     for name in ("epoch-full", "epoch-wal", "epoch-pickle"):
         steps, rows = [], []
         for number in range(options.repeats):
@@ -220,7 +220,7 @@ def _survived(options: argparse.Namespace, name: str, place: Path) -> int:
 
 def victim(options: argparse.Namespace) -> None:
     """Trains until it is killed, and prints each step after its append or save."""
-    loop, mode = _loop(options), MODES[options.victim]
+    loop, mode = Loop.of(options, 0.0), MODES[options.victim]
     assert mode.make is not None
     way, state, number = mode.make(options.directory, loop.every), loop.start(), 0
     way.save(0, state, base=True)
@@ -238,23 +238,11 @@ def victim(options: argparse.Namespace) -> None:
 
 def survivor(options: argparse.Namespace) -> None:
     """Prints the step of the state that a new process restores."""
-    loop, mode = _loop(options), MODES[options.survivor]
+    loop, mode = Loop.of(options, 0.0), MODES[options.survivor]
     assert mode.make is not None
     way = mode.make(options.directory, loop.every)
     print(int(way.restore(loop.start()).step))
     way.close()
-
-
-def _loop(options: argparse.Namespace) -> Loop:
-    return Loop(
-        scale=options.scale,
-        batch=options.batch,
-        steps=options.steps,
-        every=options.every,
-        hidden=options.hidden,
-        exponent=0.0,
-        lookups=options.lookups,
-    )
 
 
 def _sizes(options: argparse.Namespace) -> list[str]:
@@ -269,16 +257,12 @@ def main() -> int:
     """Runs the command line."""
     parser = arguments(__doc__)
     add = parser.add_argument
-    parser.set_defaults(repeats=5)
-    add("--batch", type=int, default=2048, help="samples in a batch")
+    log_job.add_arguments(parser)
     add("--epoch", type=int, default=EPOCH_SAMPLES, help="samples in an epoch")
-    add("--lookups", type=int, default=1, help="indices of each lookup")
-    add("--hidden", type=int, default=1024, help="columns of the largest layers")
     add("--processes", type=int, nargs="+", choices=list(THESIS), default=list(THESIS))
     add("--limit", type=int, default=1800, help="seconds for a set of processes")
     add("--seed", type=int, default=0, help="of the steps to kill after")
     add("--only", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
-    add("--quick", action="store_true", help="everything small, which measures nothing")
     add("--victim", choices=MODES, help=argparse.SUPPRESS)
     add("--survivor", choices=MODES, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -291,13 +275,9 @@ def main() -> int:
     if options.survivor:
         survivor(options)
         return 0
-    batches = _loop(options).batches
-    share = np.mean(
-        [
-            len(np.unique(ids)) / rows
-            for ids, rows in zip(batches[0].ids.values(), _loop(options).rows.values(), strict=True)
-        ]
-    )
+    loop = Loop.of(options, 0.0)
+    ids = loop.batches[0].ids
+    share = np.mean([len(np.unique(ids[name])) / rows for name, rows in loop.rows.items()])
     report = Report(
         "The thesis's table",
         sizes=(
