@@ -33,6 +33,7 @@ from deltackpt.policies import (
     advise_regime,
 )
 from deltackpt.policies.base_or_delta import BaseOrDelta, too_large
+from deltackpt.resources.runtime import FSYNCS
 from deltackpt.storage.arrays import CHUNK_BYTES
 from deltackpt.storage.placement import ranked
 
@@ -69,7 +70,7 @@ class Inputs:
       store: assumed: bytes per second of each host to and from the store, with all hosts at once.
       store_secs: assumed: latency of a request to the store.
       puts_per_sec: assumed: PUTs per second that the store accepts in all.
-      readers: concurrent requests of process 0.
+      readers: files that process 0 reads at the same time, as in this version.
       message_secs: assumed: time of the coordination service for a message of at most 64 KiB.
       parse_secs: measured: decoding a manifest with 800 tables (0.7 ms, warm).
       broker: assumed: bytes per second into a Kafka broker as leader, with two replicas.
@@ -92,7 +93,7 @@ class Inputs:
     store: float = 0.2 * GB
     store_secs: float = 0.03
     puts_per_sec: float = 50_000
-    readers: int = 32
+    readers: int = FSYNCS
     message_secs: float = 100e-6
     parse_secs: float = 0.7e-3
     broker: float = 0.2 * GB
@@ -707,8 +708,9 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=24.0, help="simulated time of each run")
     parser.add_argument("--failure-secs", type=float, default=Job.failure_secs)
     parser.add_argument("--store-gb", type=float, default=Inputs.store / GB, help="GB/s of a host")
+    parser.add_argument("--readers", type=int, default=Inputs.readers, help="reads of process 0")
     options = parser.parse_args()
-    inputs = Inputs(store=options.store_gb * GB)
+    inputs = Inputs(store=options.store_gb * GB, readers=options.readers)
     job = Job(hosts=options.hosts, failure_secs=options.failure_secs)
     placed = peers(job)
     report = Report(

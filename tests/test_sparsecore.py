@@ -5,33 +5,36 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 from hypothesis import given
 
 import deltackpt
-from deltackpt import inspect, processes
+from deltackpt import inspect, interchange, processes
 from deltackpt.errors import OptionError, TableSelectionError, TemplateMismatch, TrackingError
 from deltackpt.format import names
 from deltackpt.integrations import sparsecore
-from deltackpt.integrations.sparsecore import Member, StackedTable
+from deltackpt.integrations.sparsecore import StackedTable, StackMember
 from deltackpt.reading import saves
+from deltackpt.save import taken
 from deltackpt.state import placement
 from deltackpt.upkeep import compact
 
 #: Two stacks: widths 12 and 10 share 16 columns; the other table is alone, with 8 of 8.
 STACKS = {
     "wide": (
-        Member(name="users", rows=700, width=12),
-        Member(name="items", rows=301, width=10),
-        Member(name="tiny", rows=5, width=16),
+        StackMember(name="users", rows=700, width=12),
+        StackMember(name="items", rows=301, width=10),
+        StackMember(name="tiny", rows=5, width=16),
     ),
-    "narrow": (Member(name="ads", rows=97, width=8),),
+    "narrow": (StackMember(name="ads", rows=97, width=8),),
 }
 MEMBERS = {member.name: member for members in STACKS.values() for member in members}
 OPTIONS = deltackpt.ManagerOptions(
@@ -213,7 +216,10 @@ def saved_run(root, topology: Topology) -> list[Model]:
 def test_positions_are_those_computed_by_hand_from_the_published_rules():
     # Two shards. users: 20 rows are padded to 32, 16 in each shard; items: 9 to 16, 8 in each. So a
     # shard has 24 rows, of which items has the last 8, and items is rotated by one shard.
-    users, items = Member(name="users", rows=20, width=12), Member(name="items", rows=9, width=4)
+    users, items = (
+        StackMember(name="users", rows=20, width=12),
+        StackMember(name="items", rows=9, width=4),
+    )
     stack = StackedTable(members=(users, items), shards=2, rotation=1)
     assert stack.shape == (48, 16)
     assert stack.physical_rows("users", [0, 1, 2, 5, 19]).tolist() == [0, 24, 1, 26, 33]
@@ -229,7 +235,7 @@ def test_positions_are_those_computed_by_hand_from_the_published_rules():
     rotation=st.integers(0, 20),
 )
 def test_every_id_has_one_row_and_every_other_row_is_padding(rows, shards, rotation):
-    members = tuple(Member(name=f"t{i}", rows=count, width=4) for i, count in enumerate(rows))
+    members = tuple(StackMember(name=f"t{i}", rows=count, width=4) for i, count in enumerate(rows))
     stack = StackedTable(members=members, shards=shards, rotation=rotation)
     numbers, ids = stack.ids(np.arange(stack.shape[0]))
     assert (numbers >= 0).sum() == sum(rows)
@@ -246,7 +252,7 @@ def test_every_id_has_one_row_and_every_other_row_is_padding(rows, shards, rotat
 )
 def test_the_row_indices_agree_with_stacking_whole_tables(rows, devices, cores):
     topology = Topology(devices, cores)
-    members = tuple(Member(name=f"t{i}", rows=count, width=1) for i, count in enumerate(rows))
+    members = tuple(StackMember(name=f"t{i}", rows=count, width=1) for i, count in enumerate(rows))
     stack = StackedTable(members=members, shards=devices * cores, rotation=cores)
     parts = [np.arange(count) + 1000 * i for i, count in enumerate(rows)]
     whole = stacked(parts, topology, -1)
@@ -306,12 +312,12 @@ def test_the_mapping_agrees_with_that_of_jax_tpu_embedding(devices, cores):
         ({"members": ()}, "at least one member"),
         ({"shards": 0}, "positive shards"),
         ({"rotation": -1}, "rotation of 0 or more"),
-        ({"members": [Member(name="a/b", rows=1, width=1)]}, "without '/'"),
-        ({"members": [Member(name="a", rows=1, width=1)] * 2}, "different name"),
+        ({"members": [StackMember(name="a/b", rows=1, width=1)]}, "without '/'"),
+        ({"members": [StackMember(name="a", rows=1, width=1)] * 2}, "different name"),
     ],
 )
 def test_an_impossible_stack_is_refused(wrong, named):
-    good = {"members": [Member(name="a", rows=1, width=1)], "shards": 1, "rotation": 0}
+    good = {"members": [StackMember(name="a", rows=1, width=1)], "shards": 1, "rotation": 0}
     with pytest.raises(OptionError, match=named):
         StackedTable(**good | wrong)
 
@@ -446,6 +452,76 @@ def test_compaction_and_inspect_see_logical_rows(tmp_path):
         assert_holds(manager.restore(2, template(target)).state, models[2], target)
 
 
+def test_an_orbax_checkpoint_of_stacked_arrays_is_imported_and_restored_elsewhere(tmp_path):
+    model, source, target = Model.new(), Topology(8), Topology(2)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "orbax", source.state(model, padding=3))
+    interchange.import_orbax(
+        tmp_path / "orbax",
+        tmp_path / "run",
+        tables=source.handlers["embeddings"],
+        step=7,
+        abstract_state=template(source),
+    )
+    with target.manager(tmp_path / "run") as manager:
+        restored = manager.restore(7, template(target))
+        assert_holds(restored.state, model, target)
+        after = dataclasses.replace(model, touched=restored.touched).trained(1)
+        manager.save(8, target.state(after), touched=after.touched)
+        [report] = manager.wait_until_finished()
+        assert (report.intent.kind, report.rows) == ("delta", moved_rows(model, after))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        deltackpt.DeltaOptions(policy=deltackpt.policies.Rolling(window=3)),
+        deltackpt.DeltaOptions(policy=deltackpt.policies.Intermittent()),
+        deltackpt.DeltaOptions(base_snapshot="block"),
+    ],
+    ids=["rolling", "intermittent", "blocking bases"],
+)
+def test_every_kind_of_save_reads_stacked_rows(tmp_path, options):
+    source, target, model = Topology(4, 2), Topology(8), Model.new()
+    with source.manager(tmp_path, deltas=options) as manager:
+        models = []
+        for step in range(6):
+            manager.save(step, source.state(model), touched=model.touched)
+            manager.wait_until_finished()
+            models.append(model)
+            model = model.trained(step)
+    with target.manager(tmp_path, access="read") as manager:
+        for step, model in enumerate(models):
+            assert_holds(manager.restore(step, template(target)).state, model, target)
+
+
+@pytest.mark.parametrize("codec", ["lossless", "int8", "adaptive4"])
+def test_a_codec_stores_what_it_stores_of_plain_tables(tmp_path, codec):
+    model, topology = Model.new(), Topology(4)
+    after, found = model.trained(1), []
+    choice = dataclasses.replace(topology.handlers["embeddings"], codec=codec)
+    plain = deltackpt.Tables(select="embeddings/*/table/*", slots={}, codec=codec)
+    for tables in (choice, plain):
+        root = tmp_path / str(len(found))
+        with deltackpt.CheckpointManager(
+            root, handlers={"embeddings": tables}, options=OPTIONS
+        ) as manager:
+            for step, one in enumerate((model, after)):
+                state = topology.state(one)
+                if tables is plain:
+                    state = {
+                        "embeddings": {
+                            stack: {"table": {m.name: one.tables[m.name] for m in members}}
+                            for stack, members in STACKS.items()
+                        }
+                    }
+                manager.save(step, state, touched=one.touched)
+                manager.wait_until_finished()
+            found.append(manager.read(1, {"users": None, "items": None, "ads": None}).tables)
+    for name, fields in found[1].items():
+        np.testing.assert_array_equal(found[0][name]["values"], fields["values"])
+
+
 def test_padding_keeps_the_values_of_a_template_of_arrays_and_is_zero_without(tmp_path):
     models = saved_run(tmp_path, Topology(4))
     target = Topology(2)
@@ -474,6 +550,27 @@ def test_stacked_arrays_in_host_memory_are_saved_and_restored(tmp_path):
             again = topology.state(model)
             jax.tree.map(np.testing.assert_array_equal, found, again)
             model = model.trained(step)
+
+
+@pytest.mark.parametrize("place", ["host", "accelerator"])
+def test_training_may_donate_the_arrays_while_a_base_is_written(tmp_path, monkeypatch, place):
+    if place == "accelerator":
+        monkeypatch.setattr(placement, "on_host", lambda array: not isinstance(array, jax.Array))
+    model, topology = Model.new(), Topology(4)
+    donated, read = threading.Event(), taken.HeldRows.pieces
+
+    def waiting(*arguments):
+        donated.wait(60)
+        return read(*arguments)
+
+    monkeypatch.setattr(taken.HeldRows, "pieces", waiting)
+    step = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state), donate_argnums=0)
+    with topology.manager(tmp_path) as manager:
+        manager.save(0, state := topology.state(model), touched=model.touched)
+        state = step(state)
+        donated.set()
+        manager.wait_until_finished()
+        assert_holds(manager.restore(0, template(topology)).state, model, topology)
 
 
 def test_rows_are_gathered_on_an_accelerator_before_they_are_copied(tmp_path, monkeypatch):
@@ -567,6 +664,8 @@ def test_arrays_that_do_not_fit_their_stack_are_refused():
     with pytest.raises(TableSelectionError, match="'embeddings/other' matches no table"):
         split(state, dataclasses.replace(tables, stacks={**tables.stacks, **stack}))
     both = {**tables.stacks, "**": topology.stacks["wide"]}
+    with pytest.raises(OptionError, match="expected a StackedTable for 'a'"):
+        deltackpt.Tables(select="a", stacks={"a": 8})
     with pytest.raises(TableSelectionError, match="one pattern that matches it"):
         split(state, dataclasses.replace(tables, stacks=both))
     columns = jax.sharding.NamedSharding(

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from deltackpt.errors import OptionError
-from deltackpt.state.stacks import Member, StackedTable
+from deltackpt.state.stacks import StackedTable, StackMember
 
-__all__ = ["Member", "StackedTable", "stacked_tables", "templates"]
+__all__ = ["StackMember", "StackedTable", "stacked_tables", "templates"]
 
 
 def stacked_tables(table_specs: Iterable[Any], *, shards: int) -> dict[str, StackedTable]:
@@ -42,7 +42,7 @@ def stacked_tables(table_specs: Iterable[Any], *, shards: int) -> dict[str, Stac
         specs.sort(key=lambda spec: spec.setting_in_stack.row_offset_in_shard)
         found[name] = StackedTable(
             members=tuple(
-                Member(name=spec.name, rows=spec.vocabulary_size, width=spec.embedding_dim)
+                StackMember(name=spec.name, rows=spec.vocabulary_size, width=spec.embedding_dim)
                 for spec in specs
             ),
             shards=shards,

@@ -172,9 +172,8 @@ class FieldSource:
                 chosen = np.asarray(rows[start : min(start + limit, part.stop)])
                 local = np.zeros(bucket(len(chosen)), np.int32)
                 local[: len(chosen)] = chosen - shard.first
-                if placement.in_host_memory(
-                    array_of(shard.data)
-                ):  # A table, whose slots are on the device.
+                # A table may be there while its slots are on the device.
+                if placement.in_host_memory(array_of(shard.data)):
                     piece = _take_on_host(shard.data, local)
                 else:
                     piece = _take(shard.data, local)

@@ -144,8 +144,9 @@ def _write(step: Step, batch: FileBatch) -> Committed:
     if others.count > 1:
         batch.force()  # While the others write.
         others.wait("written")
-        for process in others.reporters:
-            batch.adopt_file(temporary / names.step_digests_name(process))
+        batch.adopt_files(
+            [temporary / names.step_digests_name(process) for process in others.reporters]
+        )
     for name, item in step.items.items():
         item.complete(temporary / name, batch, others)
     _commit(step, batch)

@@ -197,9 +197,7 @@ def _hold(segment: SegmentSource) -> None:
     for source in segment.fields.values():
         for shard in source.shards:
             if isinstance(shard.data, MemberRows):
-                every = np.arange(len(shard.data))
-                on_host = extract.on_host(shard.data)
-                shard.data = shard.data.held() if on_host else shard.data.on_device(every)
+                shard.data = shard.data.held()
             elif isinstance(shard.data, jax.Array):
                 if extract.on_host(shard.data):
                     shard.data = np.asarray(shard.data)

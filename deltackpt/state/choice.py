@@ -71,6 +71,11 @@ class Tables:
         for option in (self.codec, self.slot_codec):
             for given in option.values() if isinstance(option, Mapping) else [option]:
                 CodecChoice.of(given)
+        for pattern, stack in self.stacks.items():
+            if not isinstance(stack, StackedTable):
+                raise OptionError(
+                    f"stacks: expected a StackedTable for {pattern!r}, found {stack!r}"
+                )
         if self.slots is not None and not isinstance(self.slots, Mapping):
             raise OptionError(f"slots: expected a mapping or None, found {self.slots!r}")
         if self.key is not None and not isinstance(self.key, (str, Mapping)):

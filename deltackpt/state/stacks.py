@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,10 +28,12 @@ from deltackpt.state.paths import Flat
 
 #: A shard of a member has a multiple of so many rows, and a row of so many elements.
 _ALIGNED = 8
+#: Devices index rows with int32.
+_MOST_ROWS = int(np.iinfo(np.int32).max)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Member:
+class StackMember:
     """One of the tables in a stacked array.
 
     Attributes:
@@ -45,7 +47,7 @@ class Member:
     width: int
 
 
-class Run(NamedTuple):
+class MemberRun(NamedTuple):
     """Consecutive rows of a stacked array with every S-th id of a member, S the number of shards.
 
     Attributes:
@@ -78,8 +80,8 @@ class StackedTable:
       OptionError: a number is not positive, or two members have the same name.
 
     Examples:
-      >>> users = Member(name="users", rows=20, width=12)
-      >>> items = Member(name="items", rows=9, width=16)
+      >>> users = StackMember(name="users", rows=20, width=12)
+      >>> items = StackMember(name="items", rows=9, width=16)
       >>> stack = StackedTable(members=(users, items), shards=2, rotation=1)
       >>> stack.shape
       (48, 16)
@@ -87,7 +89,7 @@ class StackedTable:
       [40, 16, 41]
     """
 
-    members: tuple[Member, ...]
+    members: tuple[StackMember, ...]
     shards: int
     rotation: int
 
@@ -150,11 +152,11 @@ class StackedTable:
         shard = (ids + number * self.rotation) % self.shards
         return shard * self._offsets[-1] + self._offsets[number] + ids // self.shards
 
-    def runs(self, member: str) -> Iterator[Run]:
+    def runs(self, member: str) -> Iterator[MemberRun]:
         """Returns the rows of a member: a run for each shard that holds ids of it."""
         rows = self.members[self._numbers[member]].rows
         for first in range(min(rows, self.shards)):
-            yield Run(
+            yield MemberRun(
                 int(self.physical_rows(member, first)), first, -(-(rows - first) // self.shards)
             )
 
@@ -184,13 +186,13 @@ class MemberRows:
     """One table in a stacked array, which looks like an array (rows, *trailing); copies nothing.
 
     Attributes:
-      array: the stacked array, or a template of it.
+      array: the stacked array, or a template of it; None if only views of it are held.
       stack, member: which of its rows belong to the table.
       columns: index of its columns that belong to the table; () if all do.
       shape, dtype: of the table.
     """
 
-    def __init__(self, array: Any, stack: StackedTable, member: Member):
+    def __init__(self, array: Any, stack: StackedTable, member: StackMember):
         """Reads no element."""
         self.array, self.stack, self.member = array, stack, member
         trailing = tuple(array.shape[1:])
@@ -220,13 +222,15 @@ class MemberRows:
         """Returns whether the stacked array is in host memory."""
         return placement.on_host(self.array)
 
-    def held(self) -> MemberRows:
-        """Returns the same rows for later; its stacked array is in host memory.
+    def held(self) -> MemberRows | jax.Array:
+        """Returns the rows in a form that outlives a donation of the stacked array.
 
-        They outlive a donation of the array.
+        They are views if the array is in host memory, and a copy of the table if it is on devices.
         """
+        if not self.on_host:
+            return self.on_device(np.arange(len(self)))
         found = MemberRows(self.array, self.stack, self.member)
-        found._views = self._host_views()
+        found.array, found._views = None, self._host_views()
         return found
 
     def take(self, ids: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
@@ -316,12 +320,16 @@ def array_of(leaf: Any) -> Any:
     return leaf.array if isinstance(leaf, MemberRows) else leaf
 
 
-def assembled(parts: Sequence[RestoredMember]) -> Any:
+def assembled(parts: Sequence[RestoredMember | MemberRows]) -> Any:
     """Returns a stacked array like its template, with the rows of all its members.
 
-    Padding is as in the template if that is an array, otherwise zero.
+    Padding is as in the template if that is an array, otherwise zero. Of members that were not
+    restored, it returns their own array.
     """
-    target = parts[0].target
+    restored = [part for part in parts if isinstance(part, RestoredMember)]
+    if not restored:
+        return array_of(parts[0])
+    target = restored[0].target
     leaf, stack = target.array, target.stack
     known = _known(leaf)
     boxes = ownership.device_boxes(leaf)
@@ -331,7 +339,7 @@ def assembled(parts: Sequence[RestoredMember]) -> Any:
             continue
         shape = (box.rows[1] - box.rows[0], *leaf.shape[1:])
         held[box] = np.array(known[device]) if known else np.zeros(shape, target.dtype)
-        for part in parts:
+        for part in restored:
             for run in stack.runs(part.target.member.name):
                 low, high = blocks.common(box.rows, (run.row, run.row + run.count))
                 if low < high:
@@ -354,12 +362,12 @@ def _known(leaf: Any) -> Mapping[Any, Any]:
     return {shard.device: shard.data for shard in leaf.addressable_shards}
 
 
-class View(NamedTuple):
+class StackedView(NamedTuple):
     """A table of a stacked leaf of a state, by the leaf's position."""
 
     leaf: int
     stack: StackedTable
-    member: Member
+    member: StackMember
 
     def of(self, leaves: Sequence[Any]) -> MemberRows:
         """Returns the table in a state's leaves."""
@@ -368,7 +376,7 @@ class View(NamedTuple):
 
 def expanded(
     found: Sequence[TableFields], flat: Flat, stacks: Mapping[str, StackedTable]
-) -> tuple[list[TableFields], Flat, tuple[View, ...]]:
+) -> tuple[list[TableFields], Flat, tuple[StackedView, ...]]:
     """Replaces stacked tables by their members.
 
     Args:
@@ -408,7 +416,7 @@ def expanded(
             fields = {}
             for field, (i, always) in table.fields.items():
                 fields[field] = (len(leaves), always)
-                view = View(i, stack, member)
+                view = StackedView(i, stack, member)
                 views.append(view)
                 leaves.append(view.of(flat.leaves))
                 all_paths.append((*flat.paths[i], ("dict", member.name)))
@@ -427,6 +435,11 @@ def _check_stacked(name: str, leaf: Any, stack: StackedTable) -> None:
     shape = tuple(leaf.shape)
     if len(shape) > 2 or shape[:1] != stack.shape[:1]:
         raise TableSelectionError(_misshapen(name, leaf, stack))
+    if stack.shape[0] > _MOST_ROWS:
+        raise TableSelectionError(
+            f"stacks: {name}: expected at most {_MOST_ROWS:,} rows, found {stack.shape[0]:,}; "
+            "stack fewer tables"
+        )
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
         return
@@ -451,14 +464,14 @@ def _misshapen(name: str, leaf: Any, stack: StackedTable) -> str:
     )
 
 
-def by_leaf(fields: Iterable[tuple[str, Any]]) -> dict[str, list[RestoredMember]]:
-    """Returns the path name of each stacked leaf to its restored members.
+def by_leaf(fields: Mapping[str, Any]) -> dict[str, list[RestoredMember | MemberRows]]:
+    """Returns the path name of each stacked leaf to its members.
 
     Args:
-      fields: path name of a member's field, and what was restored.
+      fields: path name of each field of a table to its leaf, or to what was restored.
     """
-    found: dict[str, list[RestoredMember]] = {}
-    for name, value in fields:
-        if isinstance(value, RestoredMember):
+    found: dict[str, list[RestoredMember | MemberRows]] = {}
+    for name, value in fields.items():
+        if isinstance(value, (RestoredMember, MemberRows)):
             found.setdefault(name.rpartition("/")[0], []).append(value)
     return found

@@ -87,7 +87,7 @@ class _Plan:
     codecs: dict[str, dict[str, CodecChoice]]
     fields: dict[str, dict[str, int]]
     #: Their positions follow those of the leaves.
-    views: tuple[stacks.View, ...]
+    views: tuple[stacks.StackedView, ...]
     dense: tuple[tuple[tuple[str, ...], int], ...]
     places: tuple[TouchSite, ...]
     windows: tuple[tuple[int, int], ...]
@@ -179,9 +179,7 @@ def join(
     }
     if template is None:
         return nested(layout, by_name, dense)
-    by_name |= {
-        name: stacks.assembled(parts) for name, parts in stacks.by_leaf(by_name.items()).items()
-    }
+    by_name |= {name: stacks.assembled(parts) for name, parts in stacks.by_leaf(by_name).items()}
     flat = paths.flatten_with_paths(template, touch_state.is_touch_state)
     _, treedef = paths.flatten(template, touch_state.is_touch_state)
     leaves: list[Any] = list(flat.leaves)
