@@ -147,7 +147,7 @@ class _Pending:
         outside = rows[(rows < self.start) | (rows >= self.stop)]
         self.rows = blocks.union_of([self.rows, outside])
 
-    def take(self, count: int) -> np.ndarray:
+    def pop(self, count: int) -> np.ndarray:
         """Removes and returns up to ``count`` rows."""
         if self.start < self.stop:
             end = min(self.stop, self.start + count)
@@ -228,7 +228,7 @@ class Changes(Iterator[ChangeBatch]):
                 row_bytes = max(1, array[:1].nbytes)
                 while len(pending) and budget > 0:
                     count = max(1, min(self._batch_rows, budget // row_bytes))
-                    wanted = pending.take(count)
+                    wanted = pending.pop(count)
                     budget -= len(wanted) * row_bytes
                     values, _ = rows.gather(table, wanted)
                     found.append(

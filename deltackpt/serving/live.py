@@ -440,6 +440,8 @@ class Live(Versions):
     def serve_status(self, port: int = 0, host: str = "127.0.0.1") -> str:
         """Serves a web page, ``/status.json`` and Prometheus's ``/metrics`` until ``close``.
 
+        A second call replaces the server.
+
         There is no authentication: bind only to addresses that you trust.
 
         Args:
@@ -452,6 +454,8 @@ class Live(Versions):
         Raises:
           OSError: the port is not available.
         """
+        if self._server is not None:
+            self._server.close()
         self._server = StatusServer(self.status, host, port)
         return self._server.url
 
