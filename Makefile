@@ -154,6 +154,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/extents.py $(ARGS)
 	$(BIN)/python benchmarks/tiers.py $(ARGS)
 	$(BIN)/python benchmarks/log.py $(ARGS)
+	$(BIN)/python benchmarks/serving.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
