@@ -478,9 +478,10 @@ class Live(Versions):
         if shown is None or shown is self._shown:
             return False
         with self._changed:
-            self._shown = shown
             if self._shared is not None:
+                # Before the rows of the version before can be dropped.
                 self._shared.write(shown)
+            self._shown = shown
             self._changed.notify_all()
         return True
 

@@ -110,8 +110,9 @@ class StateHolder:
 
     def _is_held(self, shown: Shown) -> bool:
         """Returns whether a state is the one in memory."""
-        if self._leaves is not None and not (shown.dense and shown.dense.is_of(self._leaves.held)):
-            return False
+        if self._leaves is not None:
+            if shown.dense is None or not shown.dense.is_of(self._leaves.held):
+                return False
         tables = None if self._rows is None else self._rows.tables
         if tables is None:
             return self._rows is None
