@@ -155,6 +155,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/tiers.py $(ARGS)
 	$(BIN)/python benchmarks/log.py $(ARGS)
 	$(BIN)/python benchmarks/thesis.py $(ARGS)
+	$(BIN)/python benchmarks/serving.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import subprocess
 import sys
@@ -38,7 +39,7 @@ _WIDTH = 64
 LAG_SECS, LOOKUP_SECS, PATCH_SHARE = 0.1, 1.0, 0.02
 
 
-@jax.jit
+@functools.partial(jax.jit, donate_argnums=0)
 def _with(table: jax.Array, rows: jax.Array, value: jax.Array) -> jax.Array:
     return table.at[rows].set(value)
 

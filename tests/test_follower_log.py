@@ -109,10 +109,13 @@ def assert_newest(one: Follower, root: Path, *, soft: bool) -> None:
 class FollowedMachine(LogMachine):
     """Drives a trainer like ``LogMachine``; followers read its directory."""
 
-    @initialize(pieces=st.booleans())
-    def follow(self, pieces):
+    def __init__(self):
+        super().__init__()
         self.followers = {}
         self.patches = contextlib.ExitStack()
+
+    @initialize(pieces=st.booleans())
+    def follow(self, pieces):
         if pieces:
             for name, value in (("_LEAST_STAGING_BYTES", 100), ("_STAGING_SHARE", 0.0)):
                 self.patches.enter_context(mock.patch.object(follower_module, name, value))

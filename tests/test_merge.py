@@ -288,3 +288,9 @@ def test_an_error_is_raised_after_all_running_reads_end():
         run_three(call)
     assert "s1 is read" in events
     assert "later" not in events
+
+
+@given(parts=st.lists(st.sets(st.integers(0, 50)), max_size=5))
+def test_a_union_has_each_row_once_in_ascending_order(parts):
+    found = blocks.union_of([np.array(sorted(part), np.int32) for part in parts])
+    assert found.dtype == np.int64 and found.tolist() == sorted(set().union(*parts))

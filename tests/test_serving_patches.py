@@ -72,7 +72,7 @@ def test_patches_of_a_followed_run_give_each_version(tmp_path):
                 )
             if batches:
                 found.append(patches.of_changes(batches, parent=parent))
-                parent = patches.id_of(batches[-1].position)
+                parent = str(batches[-1].position)
             for one in found:
                 path = tmp_path / "patch.safetensors"
                 patches.write(one, path)

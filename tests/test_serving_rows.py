@@ -115,6 +115,18 @@ class Copy:
 class ServedMachine(FollowedMachine):
     """Drives a trainer like ``FollowedMachine``; ``Live``s read its directory."""
 
+    def __init__(self):
+        super().__init__()
+        #: Position and tables of the consumers of followers that were closed.
+        self.stored = {}
+
+    @rule(shard=st.sampled_from([(0, 1), (1, 2), (5, 7)]), soft=st.booleans())
+    def restart(self, shard, soft):
+        live, copy = self.followers.pop((shard, soft), (None, None))
+        if live is not None and copy.position is not None:
+            live.close()
+            self.stored[shard, soft] = copy.position, copy.tables
+
     def opened(self, shard, soft):
         key = shard, soft
         if key not in self.followers:
@@ -128,7 +140,10 @@ class ServedMachine(FollowedMachine):
                     soft=soft,
                     poll_secs=None,
                 )
-                self.followers[key] = live, Copy(live, batch_rows=97)
+                after, tables = self.stored.pop(key, (None, {}))
+                copy = Copy(live, batch_rows=97, after=after)
+                copy.tables = tables
+                self.followers[key] = live, copy
         return self.followers.get(key)
 
     @rule(soft=st.booleans())
@@ -143,9 +158,9 @@ class ServedMachine(FollowedMachine):
                     if path.name.isdecimal():
                         steps[int(path.name)] = saves.read_info(path, "embeddings").save_id
                 plan = newest_plan(logs_of(self.root).read(), steps, soft=soft)
-                newest = steps[max(steps)] if plan is None else plan.point
+                newest = (steps[max(steps)], None) if plan is None else (plan.step, plan.point)
                 with one[0].version() as version:
-                    assert version.position == newest
+                    assert (version._shown.save_id, version.point) == newest
 
     def advance(self, one) -> bool:
         live, copy = one
@@ -593,12 +608,61 @@ def test_consumers_have_positions_of_their_own_and_continue_after_them(tmp_path)
             for copy in (fast, continued):
                 copy.assert_equals(version)
         assert not fast.resets and not continued.resets
+        assert live.status().consumers == {"fast": 0, "slow": 3, "changes": 0}
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_a_consumer_continues_after_its_position_when_the_follower_was_restarted(tmp_path, codec):
+    with Trainer(tmp_path, codec) as trainer:
+        trainer.save()
+        stored: list[tuple[str, dict]] = []
+        for number in range(9):
+            live = opened(tmp_path)
+            live.advance()
+            for position, tables in stored[-4:]:
+                copy = Copy(live, after=serving.Position.parse(position))
+                copy.tables = {name: dict(rows) for name, rows in tables.items()}
+                found = copy.catch_up()
+                assert not copy.resets and sum(len(batch.rows) for batch in found) < 700
+                with live.version() as version:
+                    copy.assert_equals(version)
+            whole = Copy(live)
+            whole.catch_up()
+            stored.append((str(whole.position), whole.tables))
+            trainer.save() if number in (3, 5) else trainer.log()
+
+
+def test_a_position_from_which_training_did_not_continue_sends_the_tables_whole(tmp_path):
+    with Trainer(tmp_path) as trainer:
+        trainer.save()
+        trainer.log()
+        trainer.log()
+        live = opened(tmp_path)
+        live.advance()
+        copy = Copy(live)
+        copy.catch_up()
+        trainer.go_on_from(2)
+        trainer.log()
+        trainer.log()
         restarted = opened(tmp_path)
         restarted.advance()
-        unknown = Copy(restarted, after=slow.position)
-        unknown.catch_up()
-        assert unknown.resets
-        assert live.status().consumers == {"fast": 0, "slow": 3, "changes": 0}
+        again = Copy(restarted, after=copy.position)
+        again.tables = copy.tables
+        again.catch_up()
+        assert again.resets
+        with restarted.version() as version:
+            again.assert_equals(version)
+        # The follower that has seen the abandoned records sends what differs.
+        live.advance()
+        copy.catch_up()
+        with live.version() as version:
+            copy.assert_equals(version)
+
+
+@pytest.mark.parametrize("text", ["", "run/1", "run/1/2+", "run/1/2+3", "a/1/2+3/b/4/5+6/c/7/8"])
+def test_a_text_that_is_not_a_position_is_refused(text):
+    with pytest.raises(OptionError, match="position"):
+        serving.Position.parse(text)
 
 
 def test_a_consumer_that_is_too_far_behind_gets_the_whole_table_and_is_told(tmp_path):

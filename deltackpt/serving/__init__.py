@@ -15,7 +15,7 @@ from deltackpt.serving.changes import ChangeBatch, Changes
 from deltackpt.serving.dense import DenseLeaves
 from deltackpt.serving.live import DeviceTable, DeviceWeights, Live, Staleness, follow
 from deltackpt.serving.status import FollowerStatus, TableStatus
-from deltackpt.serving.version import Version
+from deltackpt.serving.version import Position, Version
 
 __all__ = [
     "Attached",
@@ -26,6 +26,7 @@ __all__ = [
     "DeviceWeights",
     "FollowerStatus",
     "Live",
+    "Position",
     "Staleness",
     "TableStatus",
     "Version",

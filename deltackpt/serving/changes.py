@@ -147,7 +147,7 @@ class _Pending:
         outside = rows[(rows < self.start) | (rows >= self.stop)]
         self.rows = blocks.union_of([self.rows, outside])
 
-    def take(self, count: int) -> np.ndarray:
+    def pop(self, count: int) -> np.ndarray:
         """Removes and returns up to ``count`` rows."""
         if self.start < self.stop:
             end = min(self.stop, self.start + count)
@@ -171,6 +171,7 @@ class Changes(Iterator[ChangeBatch]):
         log: ChangeLog,
         opened: Callable[[], AbstractContextManager[Shown | None]],
         wait: Callable[[int], bool],
+        look_up: Callable[[Position, Shown], ChangedTables],
         *,
         consumer: str,
         tables: Sequence[str],
@@ -183,13 +184,14 @@ class Changes(Iterator[ChangeBatch]):
           log: the changed rows.
           opened: opens the newest version, if there is one.
           wait: waits for another version than the one with a number; returns whether there is one.
+          look_up: returns the rows that changed from a position to a version, from storage.
           consumer: name of the consumer.
           tables: globs over table names, or ends of names.
           after: the position to continue after.
           batch_rows: maximum rows per batch.
         """
         self.consumer, self.position = consumer, after
-        self._log, self._opened, self._wait = log, opened, wait
+        self._log, self._opened, self._wait, self._look_up = log, opened, wait, look_up
         self._patterns, self._batch_rows = tables, batch_rows
         self._after: int | None = None if after is None else log.number_of(after)
         self.completed = self.number
@@ -211,8 +213,22 @@ class Changes(Iterator[ChangeBatch]):
             self.position, self.completed = batch.position, self.number
         return batch
 
+    def _start(self) -> None:
+        """Looks up what changed after the position if the log does not reach back to it."""
+        with self._opened() as shown:
+            pass  # Reading storage would delay the next version.
+        if shown is None or self.position is None:
+            return
+        changed = self._look_up(self.position, shown)
+        if changed is not None:
+            assert shown.rows is not None
+            self._add(changed, shown.rows)
+            self._after = shown.number
+
     def _read(self) -> None:
         """Copies pending rows out of the newest version."""
+        if self._after is None and self.position is not None:
+            self._start()
         with self._opened() as shown:
             if shown is None:
                 return
@@ -228,7 +244,7 @@ class Changes(Iterator[ChangeBatch]):
                 row_bytes = max(1, array[:1].nbytes)
                 while len(pending) and budget > 0:
                     count = max(1, min(self._batch_rows, budget // row_bytes))
-                    wanted = pending.take(count)
+                    wanted = pending.pop(count)
                     budget -= len(wanted) * row_bytes
                     values, _ = rows.gather(table, wanted)
                     found.append(

@@ -155,7 +155,7 @@ def follow(
             memory_bytes=memory_bytes,
         )
     of_leaves = LeafHolder(opened.item, patterns) if patterns else None
-    holder = StateHolder(followed, of_leaves, rows, choice)
+    holder = StateHolder(opened, followed, of_leaves, rows, choice)
     return Live(str(directory), holder, Candidates(opened, followed if wal else None), poll_secs)
 
 
@@ -281,12 +281,14 @@ class Live(Versions):
         """Returns an endless iterator of the rows that change.
 
         Each consumer has its own position; a slow one delays neither versions nor other consumers.
-        Without ``after``, or if it is not known any more, the tables are sent whole first.
+        Without ``after``, or if training does not continue from it or its records were removed, the
+        tables are sent whole first.
 
         Args:
           consumer: a name for ``status``.
           tables: globs over followed tables, or ends of their names.
-          after: continue after this step or recovery point: ``position`` of a complete batch.
+          after: continue after this position, that of a complete batch. What changed since then is
+            looked up in storage if this object has not seen the position.
           batch_rows: maximum rows per batch.
           wait_secs: end the iteration if nothing new arrives for so long, in seconds; None waits
             until this object is closed.
@@ -307,6 +309,7 @@ class Live(Versions):
             self._holder.changes,
             opened,
             lambda number: self._wait_for_other(number, wait_secs),
+            self._holder.changed_between,
             consumer=consumer,
             tables=_several(tables),
             after=after,
@@ -440,6 +443,8 @@ class Live(Versions):
     def serve_status(self, port: int = 0, host: str = "127.0.0.1") -> str:
         """Serves a web page, ``/status.json`` and Prometheus's ``/metrics`` until ``close``.
 
+        A second call replaces the server.
+
         There is no authentication: bind only to addresses that you trust.
 
         Args:
@@ -452,6 +457,8 @@ class Live(Versions):
         Raises:
           OSError: the port is not available.
         """
+        if self._server is not None:
+            self._server.close()
         self._server = StatusServer(self.status, host, port)
         return self._server.url
 
@@ -471,9 +478,10 @@ class Live(Versions):
         if shown is None or shown is self._shown:
             return False
         with self._changed:
-            self._shown = shown
             if self._shared is not None:
+                # Before the rows of the version before can be dropped.
                 self._shared.write(shown)
+            self._shown = shown
             self._changed.notify_all()
         return True
 

@@ -25,10 +25,8 @@ import numpy as np
 
 from deltackpt.errors import Damaged, OptionError, PatchMismatch
 from deltackpt.format import dtypes, safetensors
-from deltackpt.format.manifest import SaveId
 from deltackpt.format.safetensors import Tensor
 from deltackpt.serving.changes import ChangeBatch
-from deltackpt.serving.version import Position
 from deltackpt.storage import posix
 from deltackpt.storage.crc import crc32c
 
@@ -66,7 +64,7 @@ class Patch:
     """What changed between two versions.
 
     Attributes:
-      parent: id of the version that it applies to; see ``id_of``.
+      parent: id of the version that it applies to, such as ``str(version.position)``.
       save: id of the version that results.
       tensors: name to changes; names are those of dense leaves and tables.
       removed: names of tensors that the version does not have any more.
@@ -76,14 +74,6 @@ class Patch:
     save: str
     tensors: Mapping[str, TensorPatch]
     removed: tuple[str, ...] = ()
-
-
-def id_of(position: Position) -> str:
-    """Returns the id of a step or recovery point in patches."""
-    if isinstance(position, SaveId):
-        return f"{position.run}/{position.step}/{position.attempt}"
-    save = position.save_id
-    return f"{save.run}/{save.step}/wal-{position.epoch}-{save.attempt}"
 
 
 def between(
@@ -140,7 +130,7 @@ def of_changes(batches: Iterable[ChangeBatch], *, parent: str) -> Patch:
         rows, first = np.unique(np.concatenate([one.rows for one in of_table]), return_index=True)
         values = np.concatenate([one.values for one in of_table])[first]
         tensors[name] = TensorPatch("row", values.dtype.name, values.shape[1:], rows, values)
-    return Patch(parent, id_of(found[-1].position), tensors)
+    return Patch(parent, str(found[-1].position), tensors)
 
 
 def write(patch: Patch, path: str | os.PathLike[str]) -> int:

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deltackpt.errors import OptionError
+from deltackpt.errors import OptionError, RestoreError, StorageError
 from deltackpt.format import globs
 from deltackpt.format.manifest import Layout, TableEntry
+from deltackpt.ledger.steps import Steps
+from deltackpt.reading import removal
 from deltackpt.reading.wal_index import ReplayPlan
-from deltackpt.serving.changes import ChangeLog
+from deltackpt.serving.changes import ChangedTables, ChangeLog
 from deltackpt.serving.dense import DenseLeaves
 from deltackpt.serving.holder import LeafHolder
 from deltackpt.serving.rows import VALUES, Rows, choose, held_tables, is_meant
-from deltackpt.serving.version import Shown
+from deltackpt.serving.version import Position, Shown
 from deltackpt.standby.follower import HeldTables, RowHolder
 from deltackpt.standby.wal import FollowedWal
 from deltackpt.storage.store import StorePath
@@ -32,6 +34,7 @@ class StateHolder:
 
     def __init__(
         self,
+        root: Steps,
         wal: FollowedWal,
         leaves: LeafHolder | None,
         rows: RowHolder | None,
@@ -40,14 +43,16 @@ class StateHolder:
         """Holds nothing yet.
 
         Args:
-          wal: the WAL of the directory.
+          root: the directory of the steps.
+          wal: its WAL.
           leaves: reads the dense leaves; None if none are followed.
           rows: holds the rows; None if no tables are followed.
           choice: the fields that it holds.
         """
         self.shown: Shown | None = None
         self.changes = ChangeLog()
-        self._wal, self._leaves, self._rows, self._choice = wal, leaves, rows, choice
+        self._root, self._wal = root, wal
+        self._leaves, self._rows, self._choice = leaves, rows, choice
         self._known: tuple[HeldTables, Rows] | None = None
 
     @property
@@ -74,6 +79,29 @@ class StateHolder:
             self.shown = self._complete()
         return changed
 
+    def changed_between(self, before: Position, after: Shown) -> ChangedTables:
+        """Returns rows that may differ between two states, from the saves and records in between.
+
+        Any thread may call it. It reads row indices only.
+
+        Args:
+          before: the older state, which need not have been held.
+          after: a state that was shown.
+
+        Returns:
+          The rows; None if the newer state does not continue the older one, or if the saves and
+          records in between are not available.
+        """
+        assert self._rows is not None
+        found = self._root.at(after.save_id.step)
+        try:
+            with removal.standing(found):
+                return self._rows.changed_between(
+                    found, after.save_id, after.point, before.save_id, before.point
+                )
+        except (RestoreError, StorageError):
+            return None
+
     def _holds(self, plan: ReplayPlan | None) -> bool:
         full = None if plan is None else self._wal.full(plan)
         return (self._leaves is None or self._leaves.is_at(full)) and (
@@ -82,8 +110,9 @@ class StateHolder:
 
     def _is_held(self, shown: Shown) -> bool:
         """Returns whether a state is the one in memory."""
-        if self._leaves is not None and not (shown.dense and shown.dense.is_of(self._leaves.held)):
-            return False
+        if self._leaves is not None:
+            if shown.dense is None or not shown.dense.is_of(self._leaves.held):
+                return False
         tables = None if self._rows is None else self._rows.tables
         if tables is None:
             return self._rows is None
@@ -98,7 +127,7 @@ class StateHolder:
         if self._rows is None:
             assert held is not None
             save_id, point = held.save.save_id, held.point
-            number = self.changes.complete(save_id if point is None else point)
+            number = self.changes.complete(Position.of(save_id, point))
             return Shown(save_id, point, held.unix_secs, number, dense)
         holding, tables = self._rows.holding, self._rows.tables
         assert holding is not None and tables is not None
@@ -107,7 +136,7 @@ class StateHolder:
             self._choice.check(tables.layout)
             self._known = tables, Rows(tables.memory, found)
         save_id, point = holding.save.save_id, holding.point
-        number = self.changes.complete(save_id if point is None else point)
+        number = self.changes.complete(Position.of(save_id, point))
         rows, sequence = self._known[1], holding.sequence
         return Shown(save_id, point, holding.unix_secs, number, dense, rows, sequence)
 

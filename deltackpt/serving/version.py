@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,11 +19,69 @@ from deltackpt.reading.wal_index import RecoveryPoint
 from deltackpt.serving.dense import DenseLeaves
 from deltackpt.serving.rows import Rows
 
-#: A step or recovery point; two states never share one.
-Position = SaveId | RecoveryPoint
-
 #: Pause before a reader that met a change looks again.
 _RETRY_SECS = 1e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Identifies the state of a version; two states never share one.
+
+    ``str(position)`` can be stored, and ``Position.parse`` reads it.
+
+    Attributes:
+      save_id: id of the step's save.
+      epoch: WAL epoch of the recovery point above the step; None for a step.
+      record: save id of the recovery point; None for a step.
+    """
+
+    save_id: SaveId
+    epoch: int | None = None
+    record: SaveId | None = None
+
+    @classmethod
+    def of(cls, save_id: SaveId, point: RecoveryPoint | None) -> Position:
+        """Returns the position of a step, or of a recovery point above it."""
+        return cls(save_id) if point is None else cls(save_id, point.epoch, point.save_id)
+
+    @classmethod
+    def parse(cls, text: str) -> Position:
+        """Returns the position that ``str`` has written.
+
+        Raises:
+          OptionError: the text is not a position.
+        """
+        number = r"(\d{1,18})"
+        save_id = rf"([^/+]+)/{number}/{number}"
+        found = re.fullmatch(rf"{save_id}(?:\+{number}/{save_id})?", text)
+        if found is None:
+            raise OptionError(
+                f"position: expected run/step/attempt, or that and +epoch/run/step/attempt, found "
+                f"{text!r}; pass str(position)"
+            )
+        run, step, attempt, epoch, *record = found.groups()
+        step_save = SaveId(run, int(step), int(attempt))
+        if epoch is None:
+            return cls(step_save)
+        return cls(step_save, int(epoch), SaveId(record[0], int(record[1]), int(record[2])))
+
+    @property
+    def point(self) -> RecoveryPoint | None:
+        """The recovery point, without what only its record has; None for a step."""
+        if self.epoch is None or self.record is None:
+            return None
+        return RecoveryPoint(self.epoch, self.record, full=False, unix_secs=0.0)
+
+    @property
+    def step(self) -> int:
+        """The training step."""
+        return (self.record or self.save_id).step
+
+    def __str__(self) -> str:
+        shown = f"{self.save_id.run}/{self.save_id.step}/{self.save_id.attempt}"
+        if (one := self.record) is not None:
+            shown += f"+{self.epoch}/{one.run}/{one.step}/{one.attempt}"
+        return shown
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,12 +109,12 @@ class Shown:
     @property
     def position(self) -> Position:
         """The step or recovery point."""
-        return self.save_id if self.point is None else self.point
+        return Position.of(self.save_id, self.point)
 
     @property
     def step(self) -> int:
         """The training step."""
-        return self.position.step
+        return (self.save_id if self.point is None else self.point).step
 
     def is_current(self) -> bool:
         """Returns whether the memory still holds these rows."""
@@ -112,8 +171,7 @@ class Version:
     @property
     def save_id(self) -> SaveId:
         """Id of the save, or of the recovery point's WAL record."""
-        position = self._shown.position
-        return position if isinstance(position, SaveId) else position.save_id
+        return self._shown.save_id if self.point is None else self.point.save_id
 
     @property
     def point(self) -> RecoveryPoint | None:
@@ -122,7 +180,7 @@ class Version:
 
     @property
     def position(self) -> Position:
-        """The recovery point, or the id of the step's save; see ``Live.changes``."""
+        """Identifies the version; see ``Live.changes`` and ``patches``."""
         return self._shown.position
 
     @property

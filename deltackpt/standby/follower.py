@@ -34,7 +34,7 @@ from deltackpt.errors import (
     TooLittleMemory,
 )
 from deltackpt.format import blocks
-from deltackpt.format.blocks import RowBlock
+from deltackpt.format.blocks import RowBlock, Rows
 from deltackpt.format.chain import SaveInfo
 from deltackpt.format.manifest import Layout, SaveId
 from deltackpt.layers import merge
@@ -257,7 +257,9 @@ class RowHolder:
         held = self._holding
         if held is not None and held.is_at(goal.save_id, goal.point):
             return False
-        further = None if held is None else self._further(goal, held)
+        further = None
+        if held is not None:
+            further = self._further(goal, held.save.save_id, held.point, held.layout)
         if held is not None and further is not None:
             try:
                 if self._apply(further[0], held.chain, further[1], goal):
@@ -275,18 +277,69 @@ class RowHolder:
         chains.read_whole(chain, lambda found: self._take_chain(found, goal))
         return True
 
+    def changed_between(
+        self,
+        step_dir: StorePath,
+        save_id: SaveId,
+        point: RecoveryPoint | None,
+        before: SaveId,
+        before_point: RecoveryPoint | None,
+    ) -> dict[str, np.ndarray] | None:
+        """Returns the held rows that may differ between two states; reads row indices only.
+
+        Args:
+          step_dir: step of the newer state.
+          save_id: id of its save.
+          point: the recovery point above it, if any.
+          before: id of the older state's save.
+          before_point: the recovery point above that, if any.
+
+        Returns:
+          Table name to row indices, int64 and ascending; None if the newer state does not continue
+          the older one, or is not available any more.
+
+        Raises:
+          RestoreError, StorageError: a save or record in between is not readable.
+        """
+        tables, newest = self._tables, saves.read_save(step_dir, self._item)
+        plan = None if point is None else self._wal.plan_to(point, save_id)
+        replaced = newest.info.save_id != save_id or (plan is None) != (point is None)
+        if tables is None or newest.layout != tables.layout or replaced:
+            return None
+        goal = Goal(save=newest, plan=plan, full=None)
+        found = self._further(goal, before, before_point, tables.layout)
+        if found is None:
+            return None
+        further, rest = found
+        records = [] if rest is None else wal_rows.layers_of(rest, tables.layout)
+        changed = ChangedRows()
+        for of_save in (*reader.layers_of(further, tables.targets), *records):
+            for layer in of_save:
+                for segment in layer.segments:
+                    stored = merge.stored_rows(layer, segment, tables.targets)
+                    if stored is not None:
+                        changed.add(segment.group, stored.rows)
+        return changed.by_table(tables.regions)
+
     def _further(
-        self, goal: Goal, held: Holding
+        self, goal: Goal, held: SaveId, point: RecoveryPoint | None, layout: Layout
     ) -> tuple[list[StoredSave], ReplayPlan | None] | None:
-        """The saves and records to apply to the held state; None if it must be reloaded."""
-        further = chains.since(goal.save, held.save.save_id, held.layout)
-        if further is None or held.point is None:
+        """The saves and records to apply to a state; None if it must be reloaded.
+
+        Args:
+          goal: the state to reach.
+          held: id of the state's save.
+          point: the recovery point above that, if any.
+          layout: the state's tables and dense leaves.
+        """
+        further = chains.since(goal.save, held, layout)
+        if further is None or point is None:
             return None if further is None else (further, goal.plan)
-        rest = None if goal.plan is None else goal.plan.after(held.point)
+        rest = None if goal.plan is None else goal.plan.after(point)
         if rest is not None:
             # Above another step, all its records are applied: their rows may have other bits.
             return further, goal.plan if further else rest
-        if further and self._wal.leads_to(goal.save_id, held.point):
+        if further and self._wal.leads_to(goal.save_id, point):
             return further, goal.plan
         return None
 
@@ -379,7 +432,8 @@ class RowHolder:
             publish = None
             for number, found in enumerate(rows(seen)):
                 if changed is not None:
-                    changed.add(found)
+                    for block in found:
+                        changed.add(block.group, block.rows)
                 staged += found
                 staged_bytes += sum(one.nbytes for one in found)
                 if staged_bytes <= tables.staging_bytes:
@@ -580,17 +634,16 @@ class Follower(RowHolder):
 
 
 class ChangedRows:
-    """The rows of some blocks."""
+    """Rows of saves and records, by group."""
 
     def __init__(self) -> None:
         """Creates an empty set."""
         self._rows: dict[str, list[np.ndarray]] = {}
 
-    def add(self, found: Iterable[RowBlock]) -> None:
-        """Adds the rows of blocks."""
-        for block in found:
-            if len(block.rows):
-                self._rows.setdefault(block.group, []).append(np.asarray(block.rows))
+    def add(self, group: str, rows: Rows) -> None:
+        """Adds some virtual rows of a group."""
+        if len(rows):
+            self._rows.setdefault(group, []).append(np.asarray(rows))
 
     def by_table(self, regions: Iterable[Region]) -> dict[str, np.ndarray]:
         """Returns the name of each table with regions to its rows in the set, int64, ascending."""

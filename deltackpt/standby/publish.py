@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import time
@@ -32,17 +33,7 @@ class Publish:
           targets: the memory that changes.
         """
         self.targets = targets
-        self._found: (
-            tuple[
-                tuple[SaveInfo, ...],
-                Goal,
-                Beside,
-                SeenRows | None,
-                bool,
-                Mapping[str, np.ndarray] | None,
-            ]
-            | None
-        ) = None
+        self._found: Holding | None = None
 
     def __call__(
         self,
@@ -64,26 +55,25 @@ class Publish:
           lossless: see ``Holding``.
           changed: see ``Holding``.
         """
-        self._found = chain, goal, beside, replayed, lossless, changed
-
-    def holding(self, sequence: int) -> Holding:
-        """Returns the new state, in memory with the given sequence number."""
-        assert self._found is not None
-        chain, goal, beside, replayed, lossless, changed = self._found
-        made_secs = committed_secs(goal.save) if goal.point is None else goal.point.unix_secs
-        return Holding(
+        self._found = Holding(
             chain=chain,
             layout=goal.save.layout,
-            sequence=sequence,
-            lag_secs=max(0.0, time.time() - made_secs),
+            sequence=0,
+            lag_secs=0.0,
             point=goal.point,
             files=beside.files,
             files_of=goal.files_of,
             replayed=None if goal.plan is None else replayed,
             lossless=lossless,
             changed=changed,
-            unix_secs=made_secs,
+            unix_secs=committed_secs(goal.save) if goal.point is None else goal.point.unix_secs,
         )
+
+    def holding(self, sequence: int) -> Holding:
+        """Returns the new state, in memory with the given sequence number."""
+        assert self._found is not None
+        lag_secs = max(0.0, time.time() - self._found.unix_secs)
+        return dataclasses.replace(self._found, sequence=sequence, lag_secs=lag_secs)
 
 
 def committed_secs(save: StoredSave) -> float:

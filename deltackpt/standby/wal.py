@@ -86,6 +86,10 @@ class FollowedWal:
                 return self._index.plan(point, plan.step)
         return None
 
+    def plan_to(self, point: RecoveryPoint, step: SaveId) -> ReplayPlan | None:
+        """Returns the replay plan from a step to a recovery point; None if it is not known."""
+        return self._index.plan(point, step) if self._index.views else None
+
     def leads_to(self, step: SaveId, point: RecoveryPoint) -> bool:
         """Returns whether a step descends from a recovery point.
 
