@@ -86,7 +86,7 @@ class RowKeys:
         """Returns the vocabulary of a key column, for example of a restored one.
 
         Args:
-          column: (rows,) of an integer dtype, or (rows, 2) int32 or uint32, the lower half first.
+          column: see ``ids_of``.
 
         Raises:
           DamagedKeys: an id has two rows.
@@ -362,8 +362,8 @@ def ids_of(column: np.ndarray) -> np.ndarray:
     """Returns the ids of a key column: (rows,) int64, a copy.
 
     Args:
-      column: (rows,) of an integer dtype, or (rows, 2) int32 or uint32, the lower half first, for
-        64-bit ids without ``jax_enable_x64``. uint64 ids from 2^63 on are negative in the result.
+      column: (rows,) int32, int64 or uint64, or (rows, 2) int32 or uint32, the lower half first,
+        for 64-bit ids without ``jax_enable_x64``. Ids from 2^63 on are negative in the result.
 
     Raises:
       OptionError: the column has another shape or dtype.
@@ -405,12 +405,12 @@ def column_of(ids: np.ndarray, dtype: np.dtype | type) -> np.ndarray:
 def column_fault(shape: Sequence[int], dtype: np.dtype) -> str | None:
     """Returns why an array cannot be a key column; None if it can."""
     kind = np.dtype(dtype)
-    if len(shape) == 1 and kind.kind in "iu" and kind.itemsize in (4, 8):
+    if len(shape) == 1 and kind in (np.int32, np.int64, np.uint64):
         return None
     if len(shape) == 2 and shape[1] == 2 and kind in (np.int32, np.uint32):
         return None
     return (
-        "expected (rows,) of a 32-bit or 64-bit integer dtype, or (rows, 2) of int32 or uint32, "
+        "expected (rows,) of int32, int64 or uint64, or (rows, 2) of int32 or uint32, "
         f"found {tuple(shape)} of {kind.name}"
     )
 

@@ -106,7 +106,7 @@ def test_assign_keeps_the_shape_of_the_ids_and_takes_hashes_of_64_bits():
         (lambda keys: keys.evict(), "either ids or rows"),
         (lambda keys: keys.grow(3), "capacity"),
         (lambda keys: vocab.RowKeys(0), "capacity"),
-        (lambda keys: vocab.RowKeys.index(np.zeros(3)), "32-bit or 64-bit integer"),
+        (lambda keys: vocab.RowKeys.index(np.zeros(3)), "expected .rows,. of int32"),
         (lambda keys: vocab.column_of(np.array([2**40]), np.int32), "ids that fit int32"),
     ],
 )

@@ -23,7 +23,7 @@ from deltackpt.format.segments import Segment, width
 from deltackpt.layers import merge
 from deltackpt.layers.merge import RowIndices
 from deltackpt.layers.targets import Targets, Wanted, empty_buffers
-from deltackpt.reading import wal_rows
+from deltackpt.reading import bounds, wal_rows
 from deltackpt.reading.chains import raise_if_removed, read_whole
 from deltackpt.reading.meter import Meter, Progress
 from deltackpt.reading.part_arrays import Shard
@@ -309,7 +309,7 @@ def check_covered(
                 continue
             span = merge.reach(held.rows)
             for share in _shares(save, part, segment, held.rows):
-                for field in segment.fields:
+                for field in bounds.stored_fields(segment, part.groups[segment.group]):
                     for target in targets.over(segment.group, field, span, segment.columns):
                         columns = target.overlap(segment.columns)
                         assert columns is not None
