@@ -317,7 +317,8 @@ def lowest(
     Args:
       ids: key column; see ``ids_of``. Rows without an id are never returned.
       count: number of rows to return; all rows with an id if there are fewer.
-      *scores: at least one, (rows,) each: ties in one are decided by the next, then by the row.
+      *scores: at least one, (rows,) each, without NaN: ties in one are decided by the next, then by
+        the row.
       keep: rows that are not returned, such as those of the next batch; -1 is ignored.
 
     Returns:
@@ -383,7 +384,8 @@ def column_of(ids: np.ndarray, dtype: np.dtype | type) -> np.ndarray:
 
     Args:
       ids: (n,) int64.
-      dtype: int64 or int32, for a column (n,); or uint32, for (n, 2) with the lower half first.
+      dtype: int32, int64 or uint64, for a column (n,); or uint32, for (n, 2) with the lower half
+        first.
 
     Raises:
       OptionError: an id does not fit the dtype, or the dtype is another.
@@ -391,8 +393,10 @@ def column_of(ids: np.ndarray, dtype: np.dtype | type) -> np.ndarray:
     wanted = np.dtype(dtype)
     if wanted == np.uint32:
         return np.array(ids, "<i8").view("<u4").reshape(-1, 2)
+    if wanted == np.uint64:
+        return np.array(ids, np.int64).view(np.uint64)
     if wanted not in (np.int32, np.int64):
-        raise OptionError(f"key column: expected int64, int32 or uint32, found {wanted}")
+        raise OptionError(f"key column: expected int32, int64, uint64 or uint32, found {wanted}")
     found = np.asarray(ids).astype(wanted)
     if (outside := np.flatnonzero(found != ids)).size:
         raise OptionError(

@@ -12,7 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import made_up_saves
 import numpy as np
@@ -32,6 +34,7 @@ from deltackpt.format.manifest import SaveId
 from deltackpt.format.segments import FieldSpec, GroupEntry
 from deltackpt.handlers import split
 from deltackpt.reading import bounds, inventory, saves
+from deltackpt.save import extract
 from deltackpt.storage import parts
 from deltackpt.testing.states import assert_same
 from deltackpt.upkeep import compact, verify
@@ -257,6 +260,37 @@ def test_evicted_rows_cost_their_row_index_only_and_restore_bit_for_bit(tmp_path
     # 8 float32, an int32 slot, an id.
     row_bytes = WIDTH * 4 + 4 + (8 if dtype is np.uint32 else 4)
     assert evicted > 6000 and sizes[False] - sizes[True] > 0.97 * evicted * row_bytes
+
+
+def test_rows_and_ids_that_are_sharded_alike_have_tombstones_too(tmp_path):
+    mesh = jax.make_mesh((4,), ("rows",), devices=jax.devices()[:4])
+    sharded = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+
+    def placed(state: dict[str, Any]) -> dict[str, Any]:
+        rows = {name: state[name] for name in ("tables", "uses", "keys")}
+        return {**state, **jax.device_put(rows, sharded)}
+
+    run = Vocabulary(rows=20_000)
+    with manager(tmp_path) as saving:
+        run.step(1, batch=12_000, spare=0)
+        saving.save(1, placed(run.state), touched=run.touched)
+        run.step(2, batch=500, spare=4000)
+        assert saving.save(2, placed(run.state), touched=run.touched).kind == "delta"
+        saving.wait_until_finished()
+        assert "zeros" in codecs_in(tmp_path / "2")
+        assert_same(saving.restore(2, placed(run.state)).state, placed(run.state))
+
+
+def test_rows_that_are_gathered_on_an_accelerator_have_tombstones_too(tmp_path):
+    run = Vocabulary(rows=20_000)
+    with mock.patch.object(extract, "on_host", lambda array: False), manager(tmp_path) as saving:
+        run.step(1, batch=12_000, spare=0)
+        saving.save(1, run.state, touched=run.touched)
+        run.step(2, batch=500, spare=4000)
+        saving.save(2, run.state, touched=run.touched)
+        saving.wait_until_finished()
+        assert "zeros" in codecs_in(tmp_path / "2")
+        assert_same(saving.restore(2, run.state).state, run.state)
 
 
 def test_a_row_that_gets_an_id_again_has_its_new_values(tmp_path):

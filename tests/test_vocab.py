@@ -134,6 +134,7 @@ def test_a_column_of_pairs_holds_every_64_bit_id(ids):
     assert column.shape == (len(ids), 2) and column.dtype == np.uint32
     assert vocab.ids_of(column).tolist() == ids
     assert vocab.ids_of(column.view(np.int32)).tolist() == ids
+    assert vocab.ids_of(vocab.column_of(np.array(ids, np.int64), np.uint64)).tolist() == ids
 
 
 @given(
