@@ -136,11 +136,14 @@ def torchrec(batches: Iterator[np.ndarray], rows: int, rule: str) -> Outcome:
         match = distinct[at] == resident
         counts[match] += found[at[match]]
         last[match] = newest[at[match]]
-        fresh = ~np.isin(distinct, resident)
+        # Ties: residents by id, then new ids by frequency.
+        fresh = np.argsort(-found, kind="stable")
+        fresh = fresh[~np.isin(distinct[fresh], resident)]
         merged = np.concatenate([resident, distinct[fresh]])
         counts, last = np.append(counts, found[fresh]), np.append(last, newest[fresh])
         score = {"LFU": counts, "LRU": last, "DistanceLFU": counts / (step - last + 1)}[rule]
-        stay = np.sort(np.argsort(-score, kind="stable")[: rows - 1])
+        stay = np.argsort(-score, kind="stable")[: rows - 1]
+        stay = stay[np.argsort(merged[stay])]
         evictions += int((resident != none).sum() - (resident[stay[stay < rows - 1]] != none).sum())
         resident, counts, last, seen = merged[stay], counts[stay], last[stay], []
     return Outcome(hits / total, hits / total, evictions)

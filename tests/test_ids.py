@@ -160,6 +160,8 @@ def test_a_step_in_which_an_id_has_two_rows_is_skipped_and_the_id_is_named(tmp_p
                 run.state["keys"]["users"] = jnp.asarray(column)
                 run.touched = touched.mark(run.touched, {"tables/users": jnp.array([7])})
             saving.save(number, run.state, touched=run.touched)
+    verdicts = verify.verify_root(tmp_path).steps
+    assert [verdict.restorable for verdict in verdicts] == [True, False]
     with manager(tmp_path) as restoring:
         twice = int(vocab.ids_of(np.asarray(run.state["keys"]["users"]))[5])
         with pytest.raises(DamagedKeys, match=f"table tables/users.*id {twice} in rows 5 and 7"):
@@ -210,6 +212,11 @@ def test_history_follows_an_id_and_omits_steps_at_which_its_row_had_another(tmp_
     lines = json.loads(command("history", tmp_path, "users", "--id", ids[3], "--json").stdout)
     assert {line["id"] for line in lines} == {int(ids[3])}
     assert [line["step"] for line in lines] == found.steps[found.present[:, 3]].tolist()
+    changed = ck.diff(6, 8)["users"]
+    np.testing.assert_array_equal(changed.ids, column[8][changed.rows])
+    row = int(changed.largest(1)[0])
+    shown = command("diff", tmp_path, 6, 8, "--table", "users", "--largest", 1).stdout
+    assert f"rows that changed most: {row} (id {column[8][row]})" in shown
     gone = int(np.setdiff1d(column[2], column[8])[0])
     with pytest.raises(TemplateMismatch, match=f"found {gone}, which has none"):
         ck.history("users", ids=gone)

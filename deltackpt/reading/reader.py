@@ -154,6 +154,25 @@ def check_keys(restored: RestoredTables) -> None:
         vocab.check_unique(np.concatenate(ids), np.concatenate(rows), name=name)
 
 
+def verify_keys(saves: Sequence[StoredSave]) -> None:
+    """Reads the key columns of a step, and checks that ids are unique.
+
+    Args:
+      saves: a chain of ``read_chain``.
+
+    Raises:
+      DamagedKeys, Damaged, StepGone: as for ``check_keys`` and ``restore_tables``.
+    """
+    groups = saves[-1].layout.group_by_name
+    wanted = {
+        table.name: {key.name: [Box((0, table.rows), (0, width(key.trailing)))]}
+        for table in saves[-1].layout.tables
+        if (key := groups[table.group].key) is not None
+    }
+    if wanted:
+        check_keys(restore_tables(saves, wanted=wanted))
+
+
 def fill(
     saves: Sequence[StoredSave],
     targets: Targets,

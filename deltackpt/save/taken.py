@@ -159,7 +159,8 @@ class CopiedRows:
         found = np.zeros(len(segment.rows), bool)
         held = {name: self._on_host.get((number, name)) for name in segment.fields}
         key = None if segment.key is None else held.pop(segment.key, None)
-        if segment.kind == "base" or key is None:
+        # A table of two columns may be split, and its key column with it.
+        if segment.kind == "base" or key is None or vocab.column_fault(key.shape, key.dtype):
             return found
         without_id = np.flatnonzero(vocab.ids_of(key) == vocab.NO_ID)
         for rows in held.values():
