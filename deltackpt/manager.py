@@ -751,6 +751,8 @@ class CheckpointManager:
     def delete(self, step: int) -> None:
         """Deletes a committed step that no other step needs; first waits for the save in flight.
 
+        If training resumed from the step, recovery points before it are not restorable any more.
+
         Raises:
           StepNotFound: the step was not committed.
           OptionError: other steps are deltas on top of the step, or the newest recovery points

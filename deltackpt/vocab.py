@@ -86,7 +86,7 @@ class RowKeys:
         """Returns the vocabulary of a key column, for example of a restored one.
 
         Args:
-          column: (rows,) of an integer dtype, or (rows, 2) int32 or uint32, the lower half first.
+          column: see ``ids_of``.
 
         Raises:
           DamagedKeys: an id has two rows.
@@ -317,7 +317,8 @@ def lowest(
     Args:
       ids: key column; see ``ids_of``. Rows without an id are never returned.
       count: number of rows to return; all rows with an id if there are fewer.
-      *scores: at least one, (rows,) each: ties in one are decided by the next, then by the row.
+      *scores: at least one, (rows,) each, without NaN: ties in one are decided by the next, then by
+        the row.
       keep: rows that are not returned, such as those of the next batch; -1 is ignored.
 
     Returns:
@@ -362,8 +363,8 @@ def ids_of(column: np.ndarray) -> np.ndarray:
     """Returns the ids of a key column: (rows,) int64, a copy.
 
     Args:
-      column: (rows,) of an integer dtype, or (rows, 2) int32 or uint32, the lower half first, for
-        64-bit ids without ``jax_enable_x64``. uint64 ids from 2^63 on are negative in the result.
+      column: (rows,) int32, int64 or uint64, or (rows, 2) int32 or uint32, the lower half first,
+        for 64-bit ids without ``jax_enable_x64``. Ids from 2^63 on are negative in the result.
 
     Raises:
       OptionError: the column has another shape or dtype.
@@ -383,7 +384,8 @@ def column_of(ids: np.ndarray, dtype: np.dtype | type) -> np.ndarray:
 
     Args:
       ids: (n,) int64.
-      dtype: int64 or int32, for a column (n,); or uint32, for (n, 2) with the lower half first.
+      dtype: int32, int64 or uint64, for a column (n,); or uint32, for (n, 2) with the lower half
+        first.
 
     Raises:
       OptionError: an id does not fit the dtype, or the dtype is another.
@@ -391,8 +393,10 @@ def column_of(ids: np.ndarray, dtype: np.dtype | type) -> np.ndarray:
     wanted = np.dtype(dtype)
     if wanted == np.uint32:
         return np.array(ids, "<i8").view("<u4").reshape(-1, 2)
+    if wanted == np.uint64:
+        return np.array(ids, np.int64).view(np.uint64)
     if wanted not in (np.int32, np.int64):
-        raise OptionError(f"key column: expected int64, int32 or uint32, found {wanted}")
+        raise OptionError(f"key column: expected int32, int64, uint64 or uint32, found {wanted}")
     found = np.asarray(ids).astype(wanted)
     if (outside := np.flatnonzero(found != ids)).size:
         raise OptionError(
@@ -405,12 +409,12 @@ def column_of(ids: np.ndarray, dtype: np.dtype | type) -> np.ndarray:
 def column_fault(shape: Sequence[int], dtype: np.dtype) -> str | None:
     """Returns why an array cannot be a key column; None if it can."""
     kind = np.dtype(dtype)
-    if len(shape) == 1 and kind.kind in "iu" and kind.itemsize in (4, 8):
+    if len(shape) == 1 and kind in (np.int32, np.int64, np.uint64):
         return None
     if len(shape) == 2 and shape[1] == 2 and kind in (np.int32, np.uint32):
         return None
     return (
-        "expected (rows,) of a 32-bit or 64-bit integer dtype, or (rows, 2) of int32 or uint32, "
+        "expected (rows,) of int32, int64 or uint64, or (rows, 2) of int32 or uint32, "
         f"found {tuple(shape)} of {kind.name}"
     )
 

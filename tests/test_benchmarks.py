@@ -108,6 +108,7 @@ def test_markdown_has_a_line_for_each_row_and_no_markup():
         ("many.py", ["--scale", "0.01", "--repeats", "1", "--steps", "6"]),
         ("nodes.py", ["--scale", "0.02", "--repeats", "1"]),
         ("inspect_rows.py", ["--scale", "0.01", "--repeats", "1", "--steps", "6"]),
+        ("vocab.py", ["--scale", "0.01", "--repeats", "2"]),
         ("restore_service.py", ["--scale", "0.01", "--repeats", "1", "--sizes", "1"]),
         ("service_memory.py", ["--scale", "0.01", "--sizes", "1"]),
         (

@@ -5,18 +5,39 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import jax
 import jax.numpy as jnp
+import made_up_saves
 import numpy as np
 import pytest
 from command import run as command
 
 import deltackpt
 from deltackpt import inspect, touched, vocab
-from deltackpt.errors import DamagedKeys, OptionError, TableSelectionError, TemplateMismatch
+from deltackpt.errors import (
+    Damaged,
+    DamagedKeys,
+    OptionError,
+    TableSelectionError,
+    TemplateMismatch,
+)
+from deltackpt.format.manifest import SaveId
+from deltackpt.format.segments import FieldSpec, GroupEntry
 from deltackpt.handlers import split
+from deltackpt.reading import bounds, inventory, saves
+from deltackpt.save import extract
+from deltackpt.storage import parts
 from deltackpt.testing.states import assert_same
+from deltackpt.upkeep import compact, verify
 
 ROWS, WIDTH, IDS = 400, 8, 1000
 #: Column dtypes of ids, and the largest id of each.
@@ -29,12 +50,12 @@ TABLES = deltackpt.Tables(
 class Vocabulary:
     """A training state of two tables whose ids come and go, and its vocabularies."""
 
-    def __init__(self, dtype: type = np.uint32):
+    def __init__(self, dtype: type = np.uint32, *, rows: int = ROWS):
         self.dtype, names = dtype, ("users", "items")
-        self.keys = {name: vocab.RowKeys(ROWS) for name in names}
+        self.keys = {name: vocab.RowKeys(rows) for name in names}
         self.state: dict[str, Any] = {
-            "tables": {name: jnp.zeros((ROWS, WIDTH)) for name in names},
-            "uses": {name: jnp.zeros(ROWS, jnp.int32) for name in names},
+            "tables": {name: jnp.zeros((rows, WIDTH)) for name in names},
+            "uses": {name: jnp.zeros(rows, jnp.int32) for name in names},
             "keys": {name: jnp.asarray(self.keys[name].column(dtype)) for name in names},
             "dense": jnp.zeros(3),
         }
@@ -52,7 +73,8 @@ class Vocabulary:
         random = np.random.default_rng(seed)
         state, marked = {**self.state, "dense": self.state["dense"] + 1}, {}
         for name, keys in sorted(self.keys.items()):
-            asked = random.integers(0, IDS, batch) * (COLUMNS[self.dtype] // IDS)
+            ids = IDS * keys.capacity // ROWS
+            asked = random.integers(0, ids, batch) * (COLUMNS[self.dtype] // ids)
             tables, uses = np.array(state["tables"][name]), np.array(state["uses"][name])
             known = keys.find(np.unique(asked))
             count = max(0, int((known < 0).sum()) - keys.free) + spare
@@ -138,6 +160,8 @@ def test_a_step_in_which_an_id_has_two_rows_is_skipped_and_the_id_is_named(tmp_p
                 run.state["keys"]["users"] = jnp.asarray(column)
                 run.touched = touched.mark(run.touched, {"tables/users": jnp.array([7])})
             saving.save(number, run.state, touched=run.touched)
+    verdicts = verify.verify_root(tmp_path).steps
+    assert [verdict.restorable for verdict in verdicts] == [True, False]
     with manager(tmp_path) as restoring:
         twice = int(vocab.ids_of(np.asarray(run.state["keys"]["users"]))[5])
         with pytest.raises(DamagedKeys, match=f"table tables/users.*id {twice} in rows 5 and 7"):
@@ -188,6 +212,11 @@ def test_history_follows_an_id_and_omits_steps_at_which_its_row_had_another(tmp_
     lines = json.loads(command("history", tmp_path, "users", "--id", ids[3], "--json").stdout)
     assert {line["id"] for line in lines} == {int(ids[3])}
     assert [line["step"] for line in lines] == found.steps[found.present[:, 3]].tolist()
+    changed = ck.diff(6, 8)["users"]
+    np.testing.assert_array_equal(changed.ids, column[8][changed.rows])
+    row = int(changed.largest(1)[0])
+    shown = command("diff", tmp_path, 6, 8, "--table", "users", "--largest", 1).stdout
+    assert f"rows that changed most: {row} (id {column[8][row]})" in shown
     gone = int(np.setdiff1d(column[2], column[8])[0])
     with pytest.raises(TemplateMismatch, match=f"found {gone}, which has none"):
         ck.history("users", ids=gone)
@@ -204,3 +233,180 @@ def test_only_the_named_tables_have_ids():
     assert groups[keys["tables/items"]].key is None
     with pytest.raises(OptionError, match="key: expected a path"):
         deltackpt.Tables(select="tables/*", key=3)
+
+
+def layer_bytes(step_dir: Any) -> int:
+    return sum(path.stat().st_size for path in step_dir.rglob("layer.*"))
+
+
+def codecs_in(step_dir: Any) -> set[str]:
+    """The codecs of the rows in a step."""
+    save = saves.read_save(step_dir, "embeddings")
+    segments = [segment for part in save.parts() for segment in part.record.segments]
+    return {encoding.codec for segment in segments for encoding in segment.encodings}
+
+
+@pytest.mark.parametrize("dtype", COLUMNS)
+def test_evicted_rows_cost_their_row_index_only_and_restore_bit_for_bit(tmp_path, dtype):
+    sizes = {}
+    for zero in (True, False):
+        root = tmp_path / str(zero)
+        with manager(root) as saving:
+            run = Vocabulary(dtype, rows=20_000)
+            run.step(1, batch=12_000, spare=0)
+            saving.save(1, run.state, touched=run.touched)
+            before = sum(map(len, run.keys.values()))
+            run.step(2, batch=500, spare=4000, zero=zero)
+            assert saving.save(2, run.state, touched=run.touched).kind == "delta"
+            saving.wait_until_finished()
+            assert_same(saving.restore(2, run.state).state, run.state)
+        sizes[zero] = layer_bytes(root / "2")
+        assert codecs_in(root / "2") == ({"raw", "zeros", "ones"} if zero else {"raw"})
+        assert inventory.verify_step(root / "2") == []
+    evicted = before - sum(map(len, run.keys.values()))
+    # 8 float32, an int32 slot, an id.
+    row_bytes = WIDTH * 4 + 4 + (8 if dtype is np.uint32 else 4)
+    assert evicted > 6000 and sizes[False] - sizes[True] > 0.97 * evicted * row_bytes
+
+
+def test_rows_and_ids_that_are_sharded_alike_have_tombstones_too(tmp_path):
+    mesh = jax.make_mesh((4,), ("rows",), devices=jax.devices()[:4])
+    sharded = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+
+    def placed(state: dict[str, Any]) -> dict[str, Any]:
+        rows = {name: state[name] for name in ("tables", "uses", "keys")}
+        return {**state, **jax.device_put(rows, sharded)}
+
+    run = Vocabulary(rows=20_000)
+    with manager(tmp_path) as saving:
+        run.step(1, batch=12_000, spare=0)
+        saving.save(1, placed(run.state), touched=run.touched)
+        run.step(2, batch=500, spare=4000)
+        assert saving.save(2, placed(run.state), touched=run.touched).kind == "delta"
+        saving.wait_until_finished()
+        assert "zeros" in codecs_in(tmp_path / "2")
+        assert_same(saving.restore(2, placed(run.state)).state, placed(run.state))
+
+
+def test_rows_that_are_gathered_on_an_accelerator_have_tombstones_too(tmp_path):
+    run = Vocabulary(rows=20_000)
+    with mock.patch.object(extract, "on_host", lambda array: False), manager(tmp_path) as saving:
+        run.step(1, batch=12_000, spare=0)
+        saving.save(1, run.state, touched=run.touched)
+        run.step(2, batch=500, spare=4000)
+        saving.save(2, run.state, touched=run.touched)
+        saving.wait_until_finished()
+        assert "zeros" in codecs_in(tmp_path / "2")
+        assert_same(saving.restore(2, run.state).state, run.state)
+
+
+def test_a_row_that_gets_an_id_again_has_its_new_values(tmp_path):
+    run, states = Vocabulary(rows=20_000), {}
+    with manager(tmp_path, wal=deltackpt.WalOptions()) as saving:
+        for number in range(1, 9):
+            run.step(number, batch=12_000 if number == 1 else 300, spare=600)
+            states[number] = run.state
+            if number in (1, 3, 6):
+                saving.save(number, run.state, touched=run.touched)
+            else:
+                saving.append(number, run.state, touched=run.touched)
+        saving.wait_appended()
+        saving.wait_until_finished()
+    assert "zeros" in codecs_in(tmp_path / "6")
+    ck = inspect.open(tmp_path)
+    for number in (1, 3, 6, 8):
+        found = ck.at(number)
+        for name, rows in states[number]["tables"].items():
+            np.testing.assert_array_equal(np.asarray(found.tables[f"tables/{name}"]), rows)
+            key = np.asarray(found.tables[f"tables/{name}"].key)
+            np.testing.assert_array_equal(key, states[number]["keys"][name])
+    compact.compact(tmp_path, step=6)
+    shutil.rmtree(tmp_path / "3")
+    with manager(tmp_path, access="read") as restoring:
+        assert_same(restoring.restore(6, states[6]).state, states[6])
+        assert_same(restoring.restore_latest(states[6]).state, states[8])
+    assert not verify.verify_root(tmp_path).problems
+
+
+def test_tombstones_cover_no_row_of_a_base():
+    rows = 1 << 40
+    spec = FieldSpec(name="values", trailing=(4,), dtype="float32")
+    made = made_up_saves.record(SaveId("a" * 32, 1, 1), rows=made_up_saves.ROWS)
+    group = GroupEntry(name="g0", rows=rows, fields=(spec,))
+    table = dataclasses.replace(made.tables[0], rows=rows)
+    nothing = parts.stored_field(
+        "values", parts.StoredArrays((), 0), codec="zeros", reason="", bounds=np.array([0, rows])
+    )
+    segment = dataclasses.replace(
+        made.segments[0],
+        count=rows,
+        ranges=((0, rows),),
+        arrays=(),
+        encodings=(nothing.encoding,),
+    )
+    changed = {"groups": (group,), "tables": (table,), "segments": (segment,)}
+    with pytest.raises(Damaged, match="all 1099511627776 rows"):
+        bounds.check_head(dataclasses.replace(made, **changed), "manifest.0")
+    planned = dataclasses.replace(group, fields=(dataclasses.replace(spec, codec="zeros"),))
+    with pytest.raises(Damaged, match="a codec with arrays"):
+        bounds.check_head(dataclasses.replace(made, groups=(planned,)), "manifest.0")
+    with pytest.raises(OptionError, match="codec 'zeros'"):
+        deltackpt.Tables(select="tables/*", codec="zeros")
+
+
+def train_until_killed(root: str) -> None:
+    """Saves and appends ten steps, then dies in the next save."""
+    run = Vocabulary()
+    with manager(root, wal=deltackpt.WalOptions()) as saving:
+        for number in range(1, 11):
+            run.step(number)
+            if number in (1, 6):
+                saving.save(number, run.state, touched=run.touched)
+            else:
+                saving.append(number, run.state, touched=run.touched)
+        saving.wait_until_finished()
+        saving.wait_appended()
+        run.step(11)
+        saving.save(11, run.state, touched=run.touched, force_base=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.processes
+def test_a_process_that_is_killed_resumes_with_the_same_rows(tmp_path):
+    code = f"import test_ids; test_ids.train_until_killed({str(tmp_path)!r})"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    run, back = Vocabulary(), Vocabulary()
+    with manager(tmp_path, wal=deltackpt.WalOptions()) as resumed:
+        found = resumed.restore_latest(back.state)
+        assert found.step in (10, 11)
+        back.restored(found.state, found.touched)
+        for number in range(1, 21):
+            run.step(number)
+            if number > found.step:
+                back.step(number)
+                resumed.append(number, back.state, touched=back.touched)
+        assert_same(back.state, run.state)
+
+
+def test_a_table_that_grows_is_saved_as_a_base_and_keeps_its_ids(tmp_path):
+    run = Vocabulary()
+    with manager(tmp_path) as saving:
+        for number in (1, 2):
+            run.step(number)
+            saving.save(number, run.state, touched=run.touched)
+        for name, keys in run.keys.items():
+            keys.grow(2 * ROWS)
+            for kind in ("tables", "uses"):
+                rows = run.state[kind][name]
+                run.state[kind][name] = jnp.concatenate([rows, jnp.zeros_like(rows)])
+            run.state["keys"][name] = jnp.asarray(keys.column(np.uint32))
+        tables = {f"tables/{name}": rows for name, rows in run.state["tables"].items()}
+        run.touched = touched.init(tables)
+        run.step(3)
+        saved = saving.save(3, run.state, touched=run.touched)
+        assert saved.kind == "base" and "tables differ" in saved.reason
+        run.step(4)
+        assert saving.save(4, run.state, touched=run.touched).kind == "delta"
+        saving.wait_until_finished()
+        assert_same(saving.restore(4, run.state).state, run.state)

@@ -142,7 +142,7 @@ def test_a_missing_file_is_an_error_that_names_it(tmp_path):
 @pytest.mark.parametrize(
     "changed",
     [
-        {"features": ["tombstones"]},
+        {"features": ["tombstones", "later"]},
         {"features": ["later"], "row_groups": [{"kind": "later"}], "arrays": 3},
     ],
 )

@@ -31,7 +31,7 @@ from test_invariants import tracking_named
 from user_contexts import CONTEXTS, InContext
 
 import deltackpt
-from deltackpt import RecoveryPoint, touched
+from deltackpt import RecoveryPoint, touched, vocab
 from deltackpt.errors import (
     AppendFailed,
     DeltackptError,
@@ -80,6 +80,7 @@ class LogMachine(RuleBasedStateMachine):
         retention=st.sampled_from([None, None, 1]),
         durability=st.sampled_from(["process", "power"]),
         context=st.sampled_from(["none", *CONTEXTS]),
+        keyed=st.booleans(),
     )
     def start(
         self,
@@ -95,6 +96,7 @@ class LogMachine(RuleBasedStateMachine):
         retention,
         durability,
         context,
+        keyed,
     ):
         if isinstance(policy, deltackpt.policies.Rolling):
             bases, retention = "periodic", None
@@ -102,7 +104,7 @@ class LogMachine(RuleBasedStateMachine):
         # Every record audits all rows of a table.
         self.patch = mock.patch.multiple(audit, _EVERY=1, _ROWS=1 << 20)
         self.patch.start()
-        self.fingerprints = fingerprints
+        self.fingerprints, self.keyed = fingerprints, keyed
         self.context = CONTEXTS.get(context, contextlib.nullcontext)
         self.codecs = {codec, log_codec or codec}
         self.codec = codec
@@ -125,7 +127,12 @@ class LogMachine(RuleBasedStateMachine):
 
     def open(self, root):
         self.root = root
-        tables = deltackpt.Tables(select=model.SELECT, slots=model.SLOTS, codec=self.codec)
+        tables = deltackpt.Tables(
+            select=model.SELECT,
+            slots=model.SLOTS,
+            key={"tables/users": "keys/users"} if self.keyed else None,
+            codec=self.codec,
+        )
         manager = deltackpt.CheckpointManager(
             root, handlers={"embeddings": tables}, options=self.options
         )
@@ -135,6 +142,9 @@ class LogMachine(RuleBasedStateMachine):
         """Restarts training; the step count continues, as that of the WAL does."""
         weights = {"whole": jnp.zeros(1500), "half": jnp.zeros(3000, jnp.bfloat16)}
         self.state = model.initial() | {"weights": weights}
+        if self.keyed:
+            column = vocab.column_of(np.arange(model.ROWS["users"]), np.uint32)
+            self.state["keys"] = {"users": jnp.asarray(column)}
         self.touched = None if self.fingerprints else model.new_touched(self.state)
         #: Step to the states that may be found there.
         self.given: dict[int, list[dict]] = {}
@@ -163,6 +173,8 @@ class LogMachine(RuleBasedStateMachine):
             self.seed += 1
             weights = self.state["weights"]
             self.state, ids = model.move(self.state, self.seed, rows=rows)
+            if self.keyed:
+                ids["tables/users"] = self.exchange(ids.get("tables/users", np.empty(0, int)))
             # In "whole", blocks change completely or not at all; in "half", some values change.
             at = self.seed * 300 % 1500
             self.state["weights"] = {
@@ -173,6 +185,23 @@ class LogMachine(RuleBasedStateMachine):
                 self.touched = touched.mark(self.touched, ids)
             for name, rows_of in ids.items():
                 self.ids[name] |= {*np.asarray(rows_of).tolist()}
+
+    def exchange(self, moved):
+        """Evicts some ids of a table, and assigns new ones; returns all its rows that moved."""
+        drawn = np.random.default_rng(self.seed)
+        keys = vocab.RowKeys.index(np.asarray(self.state["keys"]["users"]))
+        # Few evicted rows are stored as others are.
+        evicted = keys.evict(rows=drawn.integers(0, keys.capacity, drawn.choice([0, 9, 400])))
+        new = keys.assign(1000 * self.seed + np.arange(drawn.integers(0, keys.free + 1))).new
+        for kind in ("tables", "slots"):
+            rows = np.array(self.state[kind]["users"])
+            rows[evicted] = 0
+            self.state = {**self.state, kind: {**self.state[kind], "users": jnp.asarray(rows)}}
+        column = jnp.asarray(keys.column(np.uint32))
+        self.state = {**self.state, "keys": {"users": column}}
+        # The number of ids is constant: each other shape would be compiled anew.
+        every = np.concatenate([moved, evicted, new])
+        return jnp.asarray(np.resize(every, 2048), jnp.int32) if len(every) else jnp.asarray(every)
 
     def gives(self):
         """Gives the state to the manager: an abandoned lineage is no longer found."""
@@ -344,6 +373,7 @@ class LogMachine(RuleBasedStateMachine):
             self.touched = None
         self.ids = {name: set() for name in self.ids}
         self.behind = result.step
+        self.resumed = result.step if result.point is None else None
 
     @rule(torn=st.integers(0, 3), seed=st.integers(0, 99))
     def end_without_a_word(self, torn, seed):
@@ -444,7 +474,8 @@ class LogMachine(RuleBasedStateMachine):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # A save in flight may have failed.
                 self.manager.delete(step)
-            if step == self.sure:
+            if step == self.sure or (step > self.sure and step == self.resumed):
+                # If training resumed from the step, that ended the points before it.
                 left = [
                     *self.manager.all_steps(),
                     *(one.step for one in self.manager.recovery_points()),

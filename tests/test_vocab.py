@@ -106,7 +106,7 @@ def test_assign_keeps_the_shape_of_the_ids_and_takes_hashes_of_64_bits():
         (lambda keys: keys.evict(), "either ids or rows"),
         (lambda keys: keys.grow(3), "capacity"),
         (lambda keys: vocab.RowKeys(0), "capacity"),
-        (lambda keys: vocab.RowKeys.index(np.zeros(3)), "32-bit or 64-bit integer"),
+        (lambda keys: vocab.RowKeys.index(np.zeros(3)), "expected .rows,. of int32"),
         (lambda keys: vocab.column_of(np.array([2**40]), np.int32), "ids that fit int32"),
     ],
 )
@@ -134,6 +134,7 @@ def test_a_column_of_pairs_holds_every_64_bit_id(ids):
     assert column.shape == (len(ids), 2) and column.dtype == np.uint32
     assert vocab.ids_of(column).tolist() == ids
     assert vocab.ids_of(column.view(np.int32)).tolist() == ids
+    assert vocab.ids_of(vocab.column_of(np.array(ids, np.int64), np.uint64)).tolist() == ids
 
 
 @given(

@@ -210,8 +210,12 @@ def diff(
             click.echo(f"only at step {step}, or incompatible there: {', '.join(names)}")
     for name, changed in found.tables.items():
         if largest and len(changed.rows):
-            rows = ", ".join(map(str, changed.largest(largest).tolist()))
-            click.echo(f"{name}: rows that changed most: {rows}")
+            rows = changed.largest(largest).tolist()
+            shown = ", ".join(map(str, rows))
+            if changed.ids is not None:
+                id_of = dict(zip(changed.rows.tolist(), changed.ids.tolist(), strict=True))
+                shown = ", ".join(f"{row} (id {id_of[row]})" for row in rows)
+            click.echo(f"{name}: rows that changed most: {shown}")
 
 
 @click.command(

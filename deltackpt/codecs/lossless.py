@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lossless codecs: the stored array is a view of the rows."""
+"""Lossless codecs: the stored array is a view of the rows, or there is none."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -72,3 +73,32 @@ class BytePlanes(Raw):
     def rows_view(self, stored: np.ndarray, dtype: np.dtype) -> np.ndarray:
         """See ``Lossless``."""
         return stored.view(dtype).reshape(stored.shape[:-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """Stores nothing: all bits of a row are equal. A save chooses it for rows without an id.
+
+    Attributes:
+      name: its name in records.
+      byte: value of each byte of a row.
+    """
+
+    name: str
+    byte: int
+    lossless: ClassVar[bool] = True
+
+    def check(self, trailing: tuple[int, ...], dtype: np.dtype) -> None:
+        """Accepts every row."""
+
+    def stored(self, trailing: tuple[int, ...], dtype: np.dtype) -> Mapping[str, StoredArray]:
+        """See ``Codec``; there is no array."""
+        return {}
+
+    def decode(self, arrays: Mapping[str, np.ndarray], out: np.ndarray) -> None:
+        """See ``Codec``."""
+        out.view(np.uint8)[...] = self.byte
+
+    def error_bound(self, rows: np.ndarray) -> np.ndarray:
+        """See ``Codec``."""
+        return np.zeros(len(rows))

@@ -10,7 +10,7 @@ import numpy as np
 
 from deltackpt.codecs.codec import Codec, Lossless
 from deltackpt.codecs.floats import BFLOAT16, FLOAT16
-from deltackpt.codecs.lossless import BytePlanes, Raw
+from deltackpt.codecs.lossless import BytePlanes, Constant, Raw
 from deltackpt.codecs.uniform import UNIFORM
 from deltackpt.errors import OptionError
 from deltackpt.format.blocks import EncodedBlock, RowBlock
@@ -20,6 +20,10 @@ from deltackpt.format.segments import FieldSpec
 _CODECS: dict[str, Codec] = {
     codec.name: codec for codec in (Raw(), BytePlanes(), BFLOAT16, FLOAT16, *UNIFORM)
 }
+
+#: Codecs of rows without an id: of their values and slots, and of their key column.
+ZEROS, ONES = "zeros", "ones"
+_CONSTANTS = {ZEROS: Constant(ZEROS, 0x00), ONES: Constant(ONES, 0xFF)}
 
 #: Suffixes of the rows that a lossy codec does not hold, as they are, and of their positions.
 BESIDE, BESIDE_AT = "raw", "raw_at"
@@ -31,7 +35,7 @@ _WIDER_BITS = {2: "3", 3: "4", 4: "8"}
 
 
 def names() -> list[str]:
-    """Returns the names of all codecs."""
+    """Returns the names of all codecs that an option can name."""
     return sorted(_CODECS)
 
 
@@ -49,6 +53,20 @@ def get(name: str) -> Codec:
             "them (codes are packed in 2, 3, 4 or 8 bits), or install a newer deltackpt if a "
             "checkpoint asks for it"
         ) from None
+
+
+def of_segment(name: str) -> Codec:
+    """Returns the codec of a field of a segment: one that an option can name, or a constant.
+
+    Raises:
+      OptionError: the name is unknown.
+    """
+    return _CONSTANTS.get(name) or get(name)
+
+
+def is_constant(name: str) -> bool:
+    """Returns whether a codec stores nothing, because all bits of its rows are equal."""
+    return name in _CONSTANTS
 
 
 def is_lossless(codec: Codec) -> TypeGuard[Lossless]:
@@ -82,15 +100,19 @@ def decode_block(encoded: EncodedBlock, specs: Iterable[FieldSpec]) -> RowBlock:
 
     Specs are those of the block's segment: ``Segment.spec``.
     """
-    fields = {spec.name: _decoded(encoded, spec) for spec in specs if spec.name in encoded.arrays}
+    fields = {
+        spec.name: _decoded(encoded, spec)
+        for spec in specs
+        if spec.name in encoded.arrays or is_constant(spec.codec)
+    }
     return RowBlock(encoded.group, encoded.rows, encoded.columns, fields)
 
 
 def _decoded(encoded: EncodedBlock, spec: FieldSpec) -> np.ndarray:
-    codec, dtype = get(spec.codec), dtype_of(spec.dtype)
+    codec, dtype = of_segment(spec.codec), dtype_of(spec.dtype)
     names = {suffix: array_name(spec.name, suffix) for suffix in codec.stored(spec.trailing, dtype)}
     arrays = {suffix: encoded.arrays[name] for suffix, name in names.items()}
-    if is_lossless(codec):
+    if arrays and is_lossless(codec):
         return codec.rows_view(arrays[""], dtype)
     out = np.empty((len(encoded.rows), *spec.trailing), dtype)
     codec.decode(arrays, out)

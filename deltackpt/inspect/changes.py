@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from deltackpt import vocab
 from deltackpt.errors import MissingExtra, RestoreError, TemplateMismatch
 from deltackpt.format import blocks, globs
 from deltackpt.format.blocks import Rows
@@ -36,6 +37,7 @@ class TableDiff:
       total_rows: number of rows of the table at the later step.
       compared: number of rows that were read and compared.
       added: number of rows that only the later step has; negative if the earlier step has more.
+      ids: int64 (n,): ids of ``rows`` at the later step, -1 for none; None without a key column.
     """
 
     table: str
@@ -45,6 +47,7 @@ class TableDiff:
     total_rows: int
     compared: int
     added: int
+    ids: np.ndarray | None = None
 
     @property
     def fraction(self) -> float:
@@ -78,11 +81,15 @@ class TableDiff:
     def to_pandas(self) -> Any:
         """Returns a ``pandas.DataFrame`` with columns ``norm`` and ``relative``, indexed by row.
 
+        With a key column, it has a column ``id``.
+
         Raises:
           MissingExtra: pandas is not installed.
         """
         index = pandas().Index(self.rows, name="row")
-        return pandas().DataFrame({"norm": self.norms, "relative": self.relative}, index=index)
+        ids = {} if self.ids is None else {"id": self.ids}
+        columns = {**ids, "norm": self.norms, "relative": self.relative}
+        return pandas().DataFrame(columns, index=index)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -263,6 +270,7 @@ def _table_diff(a: Saves, b: Saves, of_a: _Field, of_b: _Field) -> TableDiff:
         compared += len(rows)
         found.append(_changed(np.asarray(rows, np.int64), before.rows(rows), after.rows(rows)))
     rows, norms, relative = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    key = b.layout.group_by_name[of_b[0].group].key
     return TableDiff(
         table=of_b[0].name,
         rows=rows,
@@ -271,6 +279,7 @@ def _table_diff(a: Saves, b: Saves, of_a: _Field, of_b: _Field) -> TableDiff:
         total_rows=len(after),
         compared=compared,
         added=len(after) - len(before),
+        ids=None if key is None else vocab.ids_of(LazyArray(b, of_b[0], key).rows(rows)),
     )
 
 

@@ -37,8 +37,10 @@ from deltackpt.format.wal_epochs import EpochHeader
 from deltackpt.storage.crc import crc32c
 
 VERSION = 1
-#: Features that a reader must know to read a layer; none exists yet.
-KNOWN_FEATURES: frozenset[str] = frozenset()
+#: Required for row groups with constant codecs, which have no arrays.
+TOMBSTONES = "tombstones"
+#: Features that a reader must know to read a layer.
+KNOWN_FEATURES: frozenset[str] = frozenset({TOMBSTONES})
 #: Layers begin and end at multiples of it, as direct writes require.
 PAGE_BYTES = 4096
 TRAILER_BYTES = 64

@@ -437,7 +437,7 @@ class StoredField:
         if self.block_codec is not None:
             suffixes = [*self.block_codec.stored(dtype)]
         else:
-            suffixes = [*codecs.get(self.spec.codec).stored(self.spec.trailing, dtype)]
+            suffixes = [*codecs.of_segment(self.spec.codec).stored(self.spec.trailing, dtype)]
         return {suffix: self._entries[self._name(suffix)] for suffix in suffixes}
 
     def elements(self, suffix: str, start: int, stop: int) -> Span:
@@ -523,7 +523,7 @@ class StoredField:
     @functools.cached_property
     def beside(self) -> tuple[ArrayEntry, ...]:
         """The rows that are stored raw, and their positions; may be empty."""
-        if self.block_codec is not None or codecs.get(self.spec.codec).lossless:
+        if self.block_codec is not None or codecs.of_segment(self.spec.codec).lossless:
             return ()
         names = [self._name(suffix) for suffix in (codecs.BESIDE, codecs.BESIDE_AT)]
         return tuple(self._entries[name] for name in names if name in self._entries)
@@ -734,7 +734,8 @@ class _Planner:
         one.layer.check(one.segment)
         for name in one.segment.fields:
             field = StoredField(one.layer, one.segment, one.segment.spec(one.group, name))
-            chunk_rows = field.stored[""].chunk_rows
+            # Rows without stored arrays are one piece.
+            chunk_rows = field.stored[""].chunk_rows if field.stored else one.segment.count
             for low, high in self._wanted(one, held, name):
                 start, stop = held.first + low, held.first + high
                 while start < stop:

@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import zstandard
 
+from deltackpt import codecs
 from deltackpt.errors import OptionError, StorageError
 from deltackpt.format.blocks import Rows, Span, spans_of
 from deltackpt.layers import footer
@@ -253,8 +254,12 @@ class OpenLayer:
         ]
         if any(array.row_group == REMOVED for array in self._arrays):
             groups.insert(0, RowGroup(name=REMOVED, group="", count=0, ranges=()))
+        has_tombstones = any(
+            codecs.is_constant(codec) for group in groups for codec in group.codecs.values()
+        )
         manifest = dataclasses.replace(
             self._file._completed(manifest),
+            features=(footer.TOMBSTONES,) if has_tombstones else (),
             row_groups=tuple(groups),
             arrays=tuple(array.entry() for array in self._arrays),
         )

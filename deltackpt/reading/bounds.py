@@ -182,9 +182,21 @@ def stored_arrays(group: GroupEntry, segment: Segment) -> dict[str, codecs.Store
     found = {}
     for field in segment.fields:
         spec = segment.spec(group, field)
-        described = codecs.get(spec.codec).stored(spec.trailing, codecs.dtype_of(spec.dtype))
+        described = codecs.of_segment(spec.codec).stored(spec.trailing, codecs.dtype_of(spec.dtype))
         found |= {codecs.array_name(field, suffix): array for suffix, array in described.items()}
     return found
+
+
+def stored_fields(segment: Segment, group: GroupEntry) -> list[str]:
+    """Returns the fields of a segment that have arrays: tombstones have none.
+
+    A base must store all rows, so that nobody can claim more than its files may hold.
+    """
+    return [
+        field
+        for field in segment.fields
+        if not codecs.is_constant(segment.spec(group, field).codec)
+    ]
 
 
 def _check_groups(head: Manifest | EpochHeader, name: str) -> None:
@@ -221,19 +233,20 @@ def _check_groups(head: Manifest | EpochHeader, name: str) -> None:
 
 
 def _check_spec(spec: FieldSpec, name: str, place: str) -> None:
+    require(not codecs.is_constant(spec.codec), "a codec with arrays", spec.codec, place)
     require(spec.dtype in codecs.DTYPES, f"one of {sorted(codecs.DTYPES)}", spec.dtype, place)
     require(len(spec.trailing) < MOST_AXES, "fewer axes", spec.trailing, place)
     _check_codec(spec, name)
 
 
 def _check_codec(spec: FieldSpec, name: str) -> None:
-    if spec.codec not in codecs.names():
+    if spec.codec not in codecs.names() and not codecs.is_constant(spec.codec):
         raise FormatTooNew(
             f"{name}: expected codecs among {codecs.names()}, found {[spec.codec]}; "
             "install the newer deltackpt that wrote it"
         )
     try:
-        codecs.get(spec.codec).check(_WIDE, codecs.dtype_of(spec.dtype))
+        codecs.of_segment(spec.codec).check(_WIDE, codecs.dtype_of(spec.dtype))
     except OptionError as error:
         raise Unsound(f"a codec for {spec.dtype}", f"{spec.codec} ({error})", spec.name) from error
 
@@ -325,7 +338,7 @@ def _beside(
     """Returns shape and dtype of raw rows beside the codes, and of their positions, if any."""
     for field in segment.fields:
         spec = segment.spec(group, field)
-        if codecs.get(spec.codec).lossless:
+        if codecs.of_segment(spec.codec).lossless:
             continue
         rows, at = (
             codecs.array_name(field, suffix) for suffix in (codecs.BESIDE, codecs.BESIDE_AT)
@@ -355,7 +368,7 @@ def _check_whole(head: Manifest, name: str) -> None:
             whole = group.columns(spec) or (0, 1)
             held = 0
             for segment in head.segments:
-                if segment.group == group.name and spec.name in segment.fields:
+                if segment.group == group.name and spec.name in stored_fields(segment, group):
                     split = group.columns(spec) is not None
                     first, last = segment.columns if split else whole
                     held += segment.count * (last - first)

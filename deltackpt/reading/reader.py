@@ -23,7 +23,7 @@ from deltackpt.format.segments import Segment, width
 from deltackpt.layers import merge
 from deltackpt.layers.merge import RowIndices
 from deltackpt.layers.targets import Targets, Wanted, empty_buffers
-from deltackpt.reading import wal_rows
+from deltackpt.reading import bounds, wal_rows
 from deltackpt.reading.chains import raise_if_removed, read_whole
 from deltackpt.reading.meter import Meter, Progress
 from deltackpt.reading.part_arrays import Shard
@@ -152,6 +152,25 @@ def check_keys(restored: RestoredTables) -> None:
                 rows.append(np.arange(start, start + len(ids[-1])))
         name = f"step {step}: key column of table {table.name}"
         vocab.check_unique(np.concatenate(ids), np.concatenate(rows), name=name)
+
+
+def verify_keys(saves: Sequence[StoredSave]) -> None:
+    """Reads the key columns of a step, and checks that ids are unique.
+
+    Args:
+      saves: a chain of ``read_chain``.
+
+    Raises:
+      DamagedKeys, Damaged, StepGone: as for ``check_keys`` and ``restore_tables``.
+    """
+    groups = saves[-1].layout.group_by_name
+    wanted = {
+        table.name: {key.name: [Box((0, table.rows), (0, width(key.trailing)))]}
+        for table in saves[-1].layout.tables
+        if (key := groups[table.group].key) is not None
+    }
+    if wanted:
+        check_keys(restore_tables(saves, wanted=wanted))
 
 
 def fill(
@@ -309,7 +328,7 @@ def check_covered(
                 continue
             span = merge.reach(held.rows)
             for share in _shares(save, part, segment, held.rows):
-                for field in segment.fields:
+                for field in bounds.stored_fields(segment, part.groups[segment.group]):
                     for target in targets.over(segment.group, field, span, segment.columns):
                         columns = target.overlap(segment.columns)
                         assert columns is not None

@@ -222,7 +222,8 @@ class FieldSource:
 class SegmentSource:
     """The rows of one segment of a save, and where to read them.
 
-    ``kind`` selects the codecs: those of bases or those of deltas.
+    ``kind`` selects the codecs: those of bases or those of deltas. ``key`` is the field with the
+    ids of the rows, None without one. If ``evicted``, no row has an id, and all other bits are 0.
     """
 
     group: str
@@ -230,6 +231,8 @@ class SegmentSource:
     rows: Rows
     fields: Mapping[str, FieldSource]
     kind: Kind = "delta"
+    key: str | None = None
+    evicted: bool = False
 
     @property
     def on_host(self) -> bool:

@@ -111,6 +111,14 @@ def write_field(
         plan = _wider(field, plan.codec, fault)
 
 
+def constant(field: Field, codec: str) -> StoredField:
+    """Returns the record of a field of evicted rows, which needs no arrays."""
+    nothing = StoredArrays((), 0)
+    return parts.stored_field(
+        field.name, nothing, codec=codec, reason=f"{codec}: evicted", bounds=field.bounds
+    )
+
+
 class _Fault(NamedTuple):
     """Why a codec is unsuitable; ``over_budget`` if its error is too large."""
 

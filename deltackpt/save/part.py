@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deltackpt import codecs
 from deltackpt.codecs import Codec
 from deltackpt.format import blocks, manifest, names
 from deltackpt.format.dense_blocks import DenseBlocks
@@ -96,6 +97,10 @@ def write_segments(
         places.append(place)
         writes.append(functools.partial(parts.write_rows, place, source.rows))
         for field in described(source):
+            if source.evicted:
+                codec = codecs.ONES if field.name == source.key else codecs.ZEROS
+                writes.append(functools.partial(fields.constant, field, codec))
+                continue
             pieces = functools.partial(_pieces, rows, encoding, number, field.name)
             writes.append(functools.partial(fields.write_field, place, field, pieces, runtime))
     stored: Iterator[Any] = iter(runtime.map(lambda write: write(), writes, threads=threads))

@@ -109,7 +109,8 @@ class Sources:
                         segments.append(SegmentSource(group.name, columns, rolled, chosen, "base"))
                 if len(taken):
                     kind = "base" if whole else "delta"
-                    segments.append(SegmentSource(group.name, columns, taken, chosen, kind))
+                    key = None if group.key is None else group.key.name
+                    segments.append(SegmentSource(group.name, columns, taken, chosen, kind, key))
         return segments
 
 

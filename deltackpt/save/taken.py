@@ -9,6 +9,7 @@ background, then ``pieces`` for each field, and finally ``release``, even after 
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from deltackpt import vocab
 from deltackpt.codecs import Codec
 from deltackpt.format.blocks import Rows
 from deltackpt.resources.runtime import Runtime, Task
@@ -33,6 +35,8 @@ _INLINE_BYTES = 4 << 20
 _INLINE_PIECE_BYTES = 16 << 10
 #: Fewer rows are not worth a thread.
 _LEAST_SHARE = 4096
+#: Evicted rows with fewer bytes are stored like others: their segment would be as large.
+_LEAST_EVICTED_BYTES = 4096
 
 
 class CopiedRows:
@@ -70,6 +74,10 @@ class CopiedRows:
         self._on_host: dict[tuple[int, str], np.ndarray] = {}
         self._on_device: dict[tuple[int, str], list[DevicePiece]] = {}
         self._lossless: list[tuple[int, str]] = []
+        #: For each segment, the number of the captured one and the positions of its rows there.
+        self._origins: list[tuple[int, np.ndarray | None]] = [
+            (number, None) for number in range(len(segments))
+        ]
         try:
             for number, segment in enumerate(segments):
                 codec_of = {} if segment.on_host else codecs_of(segment)
@@ -126,17 +134,62 @@ class CopiedRows:
             for piece in pieces:
                 out[start : start + piece.count] = piece.host()
                 start += piece.count
+        if any(segment.key is not None for segment in self.segments):
+            self._split_evicted()
+
+    def _split_evicted(self) -> None:
+        """Moves evicted rows to segments of their own, of which only the row indices are stored."""
+        segments, origins = [], []
+        for number, segment in enumerate(self.segments):
+            evicted = self._evicted(number, segment)
+            count = np.count_nonzero(evicted)
+            if count * segment.row_bytes < _LEAST_EVICTED_BYTES:
+                segments.append(segment)
+                origins.append((number, None))
+                continue
+            rows = np.asarray(segment.rows)
+            if count < len(rows):
+                segments.append(dataclasses.replace(segment, rows=rows[~evicted]))
+                origins.append((number, np.flatnonzero(~evicted)))
+            segments.append(dataclasses.replace(segment, rows=rows[evicted], evicted=True))
+            origins.append((number, np.flatnonzero(evicted)))
+        self.segments, self._origins = segments, origins
+
+    def _evicted(self, number: int, segment: SegmentSource) -> np.ndarray:
+        """Returns which rows have no id, and zeros in all other fields; (rows,) bool."""
+        found = np.zeros(len(segment.rows), bool)
+        held = {name: self._on_host.get((number, name)) for name in segment.fields}
+        key = None if segment.key is None else held.pop(segment.key, None)
+        # A table of two columns may be split, and its key column with it.
+        if segment.kind == "base" or key is None or vocab.column_fault(key.shape, key.dtype):
+            return found
+        without_id = np.flatnonzero(vocab.ids_of(key) == vocab.NO_ID)
+        for rows in held.values():
+            if rows is None:  # It was encoded on its device.
+                return found
+            if len(without_id):
+                bits = rows.take(without_id, 0).reshape(len(without_id), -1).view(np.uint8)
+                without_id = without_id[~bits.any(axis=1)]
+        found[without_id] = True
+        return found
 
     def pieces(self, number: int, field: str, codec: Codec) -> Iterator[Piece]:
         """Yields the rows of one field of a segment in order, in pieces suitable for a codec.
 
-        A lossless field is one piece.
+        A lossless field is one piece, unless rows without an id were moved out of its segment.
         """
+        source = self.segments[number].fields[field]
+        number, positions = self._origins[number]
         if (number, field) in self._on_device:
             yield from self._on_device[number, field]
             return
-        rows = self._on_host[number, field]
-        limit = piece_rows(self.segments[number].fields[field].trailing)
+        rows, limit = self._on_host[number, field], piece_rows(source.trailing)
+        if positions is not None:
+            if codec.lossless:
+                limit = max(1, _HELD_PIECE_BYTES // max(1, source.row_bytes))
+            for start in range(0, len(positions), limit):
+                yield HostPiece(rows.take(positions[start : start + limit], 0))
+            return
         if codec.lossless:
             limit = max(1, len(rows))
         for start in range(0, len(rows), limit):

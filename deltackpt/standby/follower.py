@@ -665,7 +665,9 @@ def _needed(wanted: int) -> int:
 def _are_lossless(layers: Iterable[Sequence[Shard]]) -> bool:
     """Returns whether layers contain all their rows bit for bit."""
     return all(
-        codecs.is_lossless(codecs.get(segment.spec(layer.groups[segment.group], field).codec))
+        codecs.is_lossless(
+            codecs.of_segment(segment.spec(layer.groups[segment.group], field).codec)
+        )
         for of_save in layers
         for layer in of_save
         for segment in layer.segments

@@ -33,10 +33,11 @@ class Tables:
         slots that are found.
       key: path of the key column of each table, in which ``{table}`` and ``{name}`` are replaced as
         for ``slots``; a mapping from table path pattern to such a path if only some tables have
-        one. It holds the id of each row, -1 for a row without one: integers of 32 or 64 bits,
-        (rows,), or (rows, 2) int32 or uint32 for 64-bit ids without ``jax_enable_x64``. It is saved
-        with its row as slot ``key``, uncompressed. A restore checks that ids are unique. Mark the
-        rows whose ids change. See ``deltackpt.vocab``.
+        one. It holds the id of each row, -1 for a row without one: (rows,) int32, int64 or uint64,
+        or (rows, 2) int32 or uint32 for 64-bit ids without ``jax_enable_x64``. It is saved with its
+        row as slot ``key``, uncompressed. A restore checks that ids are unique. Mark the rows whose
+        ids change. A delta stores only the row index of a row without an id, if all its values and
+        slots are 0. See ``deltackpt.vocab``.
       always: names of slots whose rows all move at every step; each save writes them whole. A
         pattern matches the whole name or its last component. Adafactor's are known.
       codec: how the tables' values are stored: the name of a codec for the rows of deltas, a

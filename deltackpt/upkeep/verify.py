@@ -21,6 +21,7 @@ from pathlib import Path
 from deltackpt.errors import (
     BrokenChain,
     Damaged,
+    DamagedKeys,
     DeltackptError,
     ForeignDirectory,
     RestoreError,
@@ -35,7 +36,7 @@ from deltackpt.ledger import lease
 from deltackpt.ledger.directory import Root, is_known, is_leftover
 from deltackpt.ledger.opening import BucketSteps, open_steps
 from deltackpt.ledger.steps import Steps
-from deltackpt.reading import saves
+from deltackpt.reading import reader, saves
 from deltackpt.reading.meter import Meter, Progress
 from deltackpt.reading.part_arrays import is_of_dense_segment
 from deltackpt.reading.stored_dense import DenseItem
@@ -260,6 +261,7 @@ class _Audit:
                 broken.append(str(error).partition("; ")[0])
             else:
                 broken += self._without_dense(step, read[::-1])
+                broken += [] if broken else self._with_shared_rows(step, read[::-1])
                 if not broken:
                     return StepVerdict(step=step, restorable=True, chain=tuple(reversed(read)))
         return StepVerdict(step=step, restorable=False, broken_by=tuple(broken))
@@ -276,6 +278,17 @@ class _Audit:
                 return [oldest]
             item.check()
         except (Damaged, ForeignDirectory) as error:
+            self._add(step, error)
+            return [str(step)]
+        except (RestoreError, StorageError):
+            return [str(step)]  # Removed since, or reported for the save itself.
+        return []
+
+    def _with_shared_rows(self, step: int, read: Sequence[str]) -> list[str]:
+        """Returns the step itself if an id has two rows in it."""
+        try:
+            reader.verify_keys([self._found[name][0].read() for name in read])
+        except DamagedKeys as error:
             self._add(step, error)
             return [str(step)]
         except (RestoreError, StorageError):
