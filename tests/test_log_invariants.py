@@ -152,6 +152,7 @@ class LogMachine(RuleBasedStateMachine):
         self.sure = 0
         self.ids: dict[str, set[int]] = {name: set() for name in model.SLOTS}
         self.behind: int | None = None
+        self.resumed: int | None = None
 
     def teardown(self):
         if self.manager is not None:
