@@ -23,7 +23,9 @@ from deltackpt.errors import (
 )
 from deltackpt.format.manifest import path_name
 from deltackpt.ledger.opening import open_steps
+from deltackpt.options import KafkaWal
 from deltackpt.reading.wal_index import RecoveryPoint
+from deltackpt.reading.wal_topics import WalTopics
 from deltackpt.serving import device
 from deltackpt.serving.attach import SharedVersion
 from deltackpt.serving.changes import NO_ROWS, Changes
@@ -99,7 +101,7 @@ def follow(
     slots: str | Sequence[str] = (),
     shard: int = 0,
     shards: int = 1,
-    wal: bool = True,
+    wal: bool | KafkaWal = True,
     soft: bool = True,
     poll_secs: float | None = 1.0,
     hold_secs: float = 5.0,
@@ -118,7 +120,8 @@ def follow(
       slots: globs over the names of the tables' optimizer slots to hold; by default none.
       shard: which part of the rows of each table to hold.
       shards: number of parts.
-      wal: whether to also follow recovery points above the newest step.
+      wal: whether to also follow recovery points above the newest step; a ``KafkaWal`` if their
+        records are in Kafka.
       soft: whether rows also follow WAL records without dense leaves; see ``Version.dense``.
       poll_secs: seconds between polls by a background thread; None polls only in ``advance``.
       hold_secs: how long the next version waits for readers of rows to close theirs.
@@ -141,6 +144,8 @@ def follow(
     if hold_secs <= 0:
         raise OptionError(f"follow: expected positive hold_secs, found {hold_secs}")
     opened = open_steps(directory, item=item, endpoint=endpoint)
+    if isinstance(wal, KafkaWal):
+        opened.topics = WalTopics(wal.config)
     followed = FollowedWal(opened, opened.item, soft=soft and bool(chosen))
     choice, rows = TableChoice(chosen, of_slots), None
     if chosen:
@@ -156,7 +161,8 @@ def follow(
         )
     of_leaves = LeafHolder(opened.item, patterns) if patterns else None
     holder = StateHolder(opened, followed, of_leaves, rows, choice)
-    return Live(str(directory), holder, Candidates(opened, followed if wal else None), poll_secs)
+    candidates = Candidates(opened, followed if wal else None)
+    return Live(str(directory), holder, candidates, poll_secs, opened.topics)
 
 
 class Live(Versions):
@@ -171,12 +177,18 @@ class Live(Versions):
     """
 
     def __init__(
-        self, directory: str, holder: StateHolder, candidates: Candidates, poll_secs: float | None
+        self,
+        directory: str,
+        holder: StateHolder,
+        candidates: Candidates,
+        poll_secs: float | None,
+        topics: WalTopics | None,
     ):
         """Internal: call ``follow``."""
         super().__init__()
         self.problem: DeltackptError | None = None
         self._directory, self._holder, self._candidates = directory, holder, candidates
+        self._topics = topics
         self._newest: int | None = None
         self._shown: Shown | None = None
         self._shared: SharedVersion | None = None
@@ -467,6 +479,8 @@ class Live(Versions):
         self._closing.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_STOP_SECS)
+        if self._topics is not None:
+            self._topics.close()
         if self._server is not None:
             self._server.close()
         with self._changed:
