@@ -136,7 +136,7 @@ $(PYTHONS:%=newest-%): newest-%:
 
 newest: $(PYTHONS:%=newest-%)
 
-bench: $(READY)
+bench: $(READY) servers
 	$(BIN)/python benchmarks/plain.py $(ARGS)
 	$(BIN)/python benchmarks/step.py $(ARGS)
 	$(BIN)/python benchmarks/save_restore.py $(ARGS)
@@ -154,6 +154,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/extents.py $(ARGS)
 	$(BIN)/python benchmarks/tiers.py $(ARGS)
 	$(BIN)/python benchmarks/log.py $(ARGS)
+	$(BIN)/python benchmarks/kafka_wal.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

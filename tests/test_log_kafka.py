@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 import subprocess
@@ -19,6 +18,7 @@ import pytest
 from brokers import PASSWORD, KafkaCluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kafka_trainee import CHUNK_BYTES, Trainee
 from many import Job, Server
 from servers import Certificate
 
@@ -44,8 +44,6 @@ pytestmark = [
 ]
 #: The command line of this environment.
 _COMMAND = str(Path(sys.executable).with_name("deltackpt"))
-#: A record is several messages.
-CHUNK_BYTES = 5000
 
 
 @pytest.fixture(scope="module")
@@ -230,40 +228,6 @@ def test_an_outage_beyond_the_deadline_is_reported_and_the_next_record_has_its_r
 # Killed and fenced producers.
 
 
-class Trainee:
-    """A trainer in a process of its own; see ``kafka_trainee``."""
-
-    def __init__(self, directory: Path, topic: str, config: Any, **task: Any):
-        asked = {"topic": topic, "config": config, "chunk_bytes": CHUNK_BYTES}
-        asked |= {"save_every": 1000, "steps": 100_000, **task}
-        command = [sys.executable, kafka_trainee.__file__, str(directory), json.dumps(asked)]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        self.acknowledged = self.appended = -1
-        self.error = None
-
-    def read_until(self, name: str, at_least: int = 0) -> int:
-        """Reads its output until it reports a value."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            told = json.loads(line)
-            self.acknowledged = max(self.acknowledged, told.get("acknowledged", -1))
-            self.appended = max(self.appended, told.get("appended", -1))
-            self.error = told.get("error", self.error)
-            if name in told and (name == "error" or told[name] >= at_least):
-                return told[name]
-        raise AssertionError(self.process.stderr and self.process.stderr.read()[-3000:])
-
-    def kill(self) -> None:
-        """Kills it, and reads the rest of its output."""
-        self.process.kill()
-        out, _ = self.process.communicate()
-        for line in out.splitlines():
-            if line.endswith("}"):
-                self.acknowledged = max(self.acknowledged, json.loads(line).get("acknowledged", -1))
-
-
 def test_a_producer_killed_in_an_append_loses_no_acknowledged_record(cluster, topic, tmp_path):
     trainee = Trainee(tmp_path / "run", topic, cluster.config)
     try:
@@ -350,6 +314,18 @@ def test_a_gap_ends_at_the_newest_step_below_and_is_named(cluster, topic, tmp_pa
         found = manager.restore_latest(run.state)
         assert found is not None and found.step == 0
         run.check(found)
+
+
+def test_records_deleted_under_a_reader_are_skipped(cluster, topic, tmp_path):
+    run = new_run(tmp_path, topic, cluster.config)
+    with run.open():
+        started(run, 30)
+    read = Topic(topic, cluster.config)
+    span = read.offsets()[0]
+    middle = span.stop - 10
+    # As if they were deleted after it was asked where the partition begins.
+    read.truncate({0: middle})
+    assert [one.offset for one in read.read({0: span})] == [*range(middle, span.stop)]
 
 
 def test_a_topic_created_anew_is_noticed(cluster, topic, tmp_path):
