@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,10 +17,12 @@ from typing import Any
 import kafka_trainee
 import many_log_worker
 import pytest
+import servers
 from brokers import PASSWORD, KafkaCluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kafka_trainee import CHUNK_BYTES, Trainee
+from left_running import promoters
 from many import Job, Server
 from servers import Certificate
 
@@ -31,8 +35,8 @@ from deltackpt.inspect import open as open_checkpoints
 from deltackpt.layers.footer import EpochRef
 from deltackpt.ledger.opening import open_steps
 from deltackpt.reading.wal_index import WalReader
-from deltackpt.reading.wal_topics import WalTopics
-from deltackpt.storage.kafka import Offsets, Topic
+from deltackpt.reading.wal_topics import Partition, WalTopics
+from deltackpt.storage.kafka import Message, Offsets, Topic
 from deltackpt.testing import states
 from deltackpt.testing.training_run import TrainingRun
 from deltackpt.wal import KafkaWal
@@ -136,6 +140,34 @@ def test_dense_leaves_of_each_kind_return(cluster, topic, tmp_path, dense):
         run.manager.wait_appended()
     with run.open():
         assert run.resume().step == 5
+
+
+def test_records_survive_a_node_whose_checkpoints_are_in_a_bucket(cluster, topic, tmp_path):
+    (tmp_path / "s3").mkdir()
+    with servers.s3(tmp_path / "s3") as server, servers.environment_of(server):
+        wal = options(topic, cluster.config).wal
+
+        def staged(name: str) -> deltackpt.ManagerOptions:
+            tiers = deltackpt.Tiers(staging_dir=tmp_path / name, endpoint=server.endpoint)
+            return deltackpt.ManagerOptions(wal=wal, tiers=tiers)
+
+        run = TrainingRun(f"{server.bucket('bucket')}/run", options=staged("lost"))
+        with run.open():
+            started(run, 4)
+        end_uploaders(tmp_path / "lost")
+        shutil.rmtree(tmp_path / "lost")
+        with run.open(staged("other")) as manager:
+            assert run.resume().step == 4
+            run.append()
+            manager.wait_appended()
+        with run.open(staged("other")):
+            assert run.resume().step == 5
+        end_uploaders(tmp_path / "other")
+
+
+def end_uploaders(staging_dir: Path) -> None:
+    for process in promoters(staging_dir):
+        os.kill(process, signal.SIGKILL)
 
 
 def test_several_processes_write_a_partition_each(cluster, tmp_path):
@@ -412,9 +444,6 @@ def _messages(draw) -> list[bytes]:
 @given(found=_messages(), split=st.integers(1, 40))
 def test_hostile_messages_never_change_what_was_written(tmp_path_factory, found, split):
     """Records that were written return whole and in order, whatever else is in the partition."""
-    from deltackpt.reading.wal_topics import Partition
-    from deltackpt.storage.kafka import Message
-
     records = [bytes([seq]) * 100 for seq in range(1, 5)]
     real = [
         chunk.to_bytes()
@@ -438,6 +467,35 @@ def test_hostile_messages_never_change_what_was_written(tmp_path_factory, found,
     for offset, data in enumerate([*stored, *hostile]):
         partition.add(Message(0, offset, data))
     assert (folder / "00005-00000000000000000001.seg").read_bytes() == b"".join(records)
+
+
+def test_a_copy_continues_in_a_new_file_after_its_messages_were_trimmed(tmp_path):
+    """Whether the messages end with a record, or within one."""
+    messages = [
+        chunk.to_bytes()
+        for seq in range(1, 6)
+        for chunk in wal_messages.chunks(
+            memoryview(bytes([seq]) * 100),
+            part=0,
+            epoch=3,
+            epoch_crc32c=77,
+            seq=seq,
+            message_bytes=wal_messages.HEAD_BYTES + 25,
+        )
+    ]
+    for read, first in ((8, 3), (9, 4)):
+        folder = tmp_path / str(read)
+        folder.mkdir()
+        partition = Partition(folder, _EPOCH, 0)
+        for offset, data in enumerate(messages[:read]):
+            partition.add(Message(0, offset, data))
+        partition.trim(read)
+        assert not [*folder.iterdir()]
+        for offset, data in enumerate(messages[read:], read):
+            partition.add(Message(0, offset, data))
+        [file] = folder.iterdir()
+        assert file.name == f"00000-{first:020}.seg"
+        assert file.read_bytes() == b"".join(bytes([seq]) * 100 for seq in range(first, 6))
 
 
 # What opening checks.
