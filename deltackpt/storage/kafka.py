@@ -479,25 +479,25 @@ class _Client:
         codes, error = self._kafka.KafkaError, message.error()
         partition, offset = message.partition(), message.offset()
         code = None if error is None else error.code()
+        gone = codes._AUTO_OFFSET_RESET, codes.OFFSET_OUT_OF_RANGE
+        handled = codes._PARTITION_EOF, codes._ALL_BROKERS_DOWN, *gone
+        if error is not None and code not in handled and not error.retriable():
+            raise self._error("read", self._kafka.KafkaException(error))
         if partition not in left:
-            if error is not None and not error.retriable() and code != codes._ALL_BROKERS_DOWN:
-                raise self._error("read", self._kafka.KafkaException(error))
             return
         start, stop = left[partition]
-        if error is None:
+        if code is None:
             if start <= offset < stop and message.value() is not None:
                 yield Message(partition, offset, message.value())
             start = max(start, offset + 1)
         elif code == codes._PARTITION_EOF:
             # The last offsets may hold no message; a new leader may not know all of them yet.
             start = max(start, offset)
-        elif code in (codes._AUTO_OFFSET_RESET, codes.OFFSET_OUT_OF_RANGE):
+        elif code in gone:
             # Messages were deleted since.
             start = max(start, self.offsets(message.topic(), partition).start)
             left[partition] = Offsets(start, stop)
             self._assign(message.topic(), left)
-        elif not error.retriable():
-            raise self._error("read", self._kafka.KafkaException(error))
         left[partition] = Offsets(start, stop)
         if start >= stop:
             del left[partition]
