@@ -26,13 +26,14 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTHONS := 3.12 3.13
 SMOKE_PYTHONS := 3.11 $(PYTHONS)
 
-.PHONY: help demo demo-s3 demo-multi demo-ray demo-t5 demo-loops demo-log demo-serving test test-processes test-long test-without-jax bench lint types layers notebook docs format clean
+.PHONY: help demo demo-s3 demo-multi demo-ray demo-t5 demo-loops demo-log demo-kafka demo-serving test test-processes test-long test-without-jax bench lint types layers notebook docs format clean
 .PHONY: servers afresh newest test-pythons $(PYTHONS:%=newest-%) $(PYTHONS:%=test-python-%)
 .PHONY: generated smoke $(SMOKE_PYTHONS:%=smoke-%)
 
 help:
 	@echo "make demo              train a DLRM, kill it in a save, resume, compare bit for bit"
 	@echo "make demo-log          WAL record per step, ten random kills: no durable step lost"
+	@echo "make demo-kafka        the same with the WAL in Kafka, whose broker is killed, too"
 	@echo "make demo-s3           the same against an S3 server; the node is lost in an upload"
 	@echo "make demo-multi        the same with 2 processes, resumed on 1 and on 4"
 	@echo "make demo-ray          a Ray job on 2 workers: kills, and recovery from memory"
@@ -78,6 +79,9 @@ demo: $(READY)
 
 demo-log: $(READY)
 	$(BIN)/python examples/dlrm_jax/demo_log.py $(ARGS)
+
+demo-kafka: $(READY) servers
+	$(BIN)/python examples/dlrm_jax/demo_log.py --kafka $(ARGS)
 
 demo-s3: $(READY) servers
 	$(BIN)/python examples/dlrm_jax/demo_s3.py $(ARGS)
@@ -136,7 +140,7 @@ $(PYTHONS:%=newest-%): newest-%:
 
 newest: $(PYTHONS:%=newest-%)
 
-bench: $(READY)
+bench: $(READY) servers
 	$(BIN)/python benchmarks/plain.py $(ARGS)
 	$(BIN)/python benchmarks/step.py $(ARGS)
 	$(BIN)/python benchmarks/save_restore.py $(ARGS)
@@ -157,6 +161,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/log.py $(ARGS)
 	$(BIN)/python benchmarks/thesis.py $(ARGS)
 	$(BIN)/python benchmarks/serving.py $(ARGS)
+	$(BIN)/python benchmarks/kafka_wal.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

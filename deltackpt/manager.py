@@ -825,6 +825,8 @@ class CheckpointManager:
             parts.callback(self._root.close)
             if self._root.topics is not None:
                 parts.callback(self._root.topics.close)
+            if self._run.topic is not None:
+                parts.callback(self._run.topic.close)
             parts.callback(self._saver.close)
             if self._recorder is not None:
                 parts.callback(self._recorder.close)

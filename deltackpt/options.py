@@ -431,7 +431,8 @@ class WalOptions:
         ``"save"``: begin a new segment with all rows since the last durable record, and if that
         fails too, save the step. ``"raise"``: raise ``AppendFailed``.
       deadline_secs: maximum wait for space, default timeout of ``wait_appended()``, and how far a
-        process may lag behind the others before a ``wal-behind`` event is emitted.
+        process may lag behind the others before a ``wal-behind`` event is emitted. With
+        ``KafkaWal``, also how long a record waits for its acknowledgement before it has failed.
       max_wal_ratio: ``append()`` saves the step once the WAL of all processes since the last save
         reaches this multiple of a full checkpoint (of at least 16 MiB). This limits replay time.
     """

@@ -10,8 +10,10 @@ restored, the steps that were appended, and those that were acknowledged.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import deltackpt
@@ -19,6 +21,43 @@ from deltackpt.errors import DeltackptError
 from deltackpt.testing import states
 from deltackpt.testing.training_run import TrainingRun
 from deltackpt.wal import KafkaWal
+
+#: A record is several messages.
+CHUNK_BYTES = 5000
+
+
+class Trainee:
+    """A trainer in a process of its own, from the side of the test."""
+
+    def __init__(self, directory: Path, topic: str, config: Any, **task: Any):
+        asked = {"topic": topic, "config": config, "chunk_bytes": CHUNK_BYTES}
+        asked |= {"save_every": 1000, "steps": 100_000, **task}
+        command = [sys.executable, __file__, str(directory), json.dumps(asked)]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.acknowledged = self.appended = -1
+        self.error = None
+
+    def read_until(self, name: str, at_least: int = 0) -> int:
+        """Reads its output until it reports a value."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            told = json.loads(line)
+            self.acknowledged = max(self.acknowledged, told.get("acknowledged", -1))
+            self.appended = max(self.appended, told.get("appended", -1))
+            self.error = told.get("error", self.error)
+            if name in told and (name == "error" or told[name] >= at_least):
+                return told[name]
+        raise AssertionError(self.process.stderr and self.process.stderr.read()[-3000:])
+
+    def kill(self) -> None:
+        """Kills it, and reads the rest of its output."""
+        self.process.kill()
+        out, _ = self.process.communicate()
+        for line in out.splitlines():
+            if line.endswith("}"):
+                self.acknowledged = max(self.acknowledged, json.loads(line).get("acknowledged", -1))
 
 
 def tell(**what: Any) -> None:

@@ -83,6 +83,7 @@ def test_markdown_has_a_line_for_each_row_and_no_markup():
             ["--scale", "0.01", "--repeats", "1", "--saves", "2", "--interval", "0.1"],
         ),
         ("extents.py", ["--scale", "0.1", "--repeats", "1"]),
+        ("kafka_wal.py", ["--scale", "0.01", "--repeats", "1"]),
         ("codecs.py", ["--scale", "0.01", "--repeats", "1", "--steps", "5"]),
         ("gpu.py", ["--allow-cpu", "--scale", "0.01", "--repeats", "1", "--steps", "6"]),
         ("soak.py", ["--scale", "0.001", "--repeats", "1", "--saves", "8"]),

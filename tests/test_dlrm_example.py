@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import servers
 from dlrm_jax import data, demo, demo_log, demo_s3, demo_serving, main, model, optimizer, trainer
-from running import demonstration, journal
+from machine import required
+from running import demonstration, journal, kafka_cluster
 
 import deltackpt
 from deltackpt.testing import stored_chunks
@@ -267,8 +268,13 @@ def test_demo_proves_that_nothing_is_lost(tmp_path, request, criteo):
 
 @pytest.mark.long
 @pytest.mark.drawn("demos", 2)
-def test_wal_demo_loses_no_acknowledged_step(tmp_path):
+@pytest.mark.parametrize("kafka", [False, True])
+def test_wal_demo_loses_no_acknowledged_step(tmp_path, kafka):
     arguments = ["--scale", "0.1", "--steps=24", "--kills=3", f"--directory={tmp_path}"]
+    if kafka:
+        reason = kafka_cluster.missing()
+        required(reason is None, str(reason))
+        arguments.append("--kafka")
     done = subprocess.run(
         [sys.executable, demo_log.__file__, *arguments],
         env=os.environ | {"XLA_FLAGS": ""},

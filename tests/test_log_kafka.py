@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,9 +17,12 @@ from typing import Any
 import kafka_trainee
 import many_log_worker
 import pytest
+import servers
 from brokers import PASSWORD, KafkaCluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kafka_trainee import CHUNK_BYTES, Trainee
+from left_running import promoters
 from many import Job, Server
 from servers import Certificate
 
@@ -31,8 +35,8 @@ from deltackpt.inspect import open as open_checkpoints
 from deltackpt.layers.footer import EpochRef
 from deltackpt.ledger.opening import open_steps
 from deltackpt.reading.wal_index import WalReader
-from deltackpt.reading.wal_topics import WalTopics
-from deltackpt.storage.kafka import Offsets, Topic
+from deltackpt.reading.wal_topics import Partition, WalTopics
+from deltackpt.storage.kafka import Message, Offsets, Topic
 from deltackpt.testing import states
 from deltackpt.testing.training_run import TrainingRun
 from deltackpt.wal import KafkaWal
@@ -44,8 +48,6 @@ pytestmark = [
 ]
 #: The command line of this environment.
 _COMMAND = str(Path(sys.executable).with_name("deltackpt"))
-#: A record is several messages.
-CHUNK_BYTES = 5000
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +142,34 @@ def test_dense_leaves_of_each_kind_return(cluster, topic, tmp_path, dense):
         assert run.resume().step == 5
 
 
+def test_records_survive_a_node_whose_checkpoints_are_in_a_bucket(cluster, topic, tmp_path):
+    (tmp_path / "s3").mkdir()
+    with servers.s3(tmp_path / "s3") as server, servers.environment_of(server):
+        wal = options(topic, cluster.config).wal
+
+        def staged(name: str) -> deltackpt.ManagerOptions:
+            tiers = deltackpt.Tiers(staging_dir=tmp_path / name, endpoint=server.endpoint)
+            return deltackpt.ManagerOptions(wal=wal, tiers=tiers)
+
+        run = TrainingRun(f"{server.bucket('bucket')}/run", options=staged("lost"))
+        with run.open():
+            started(run, 4)
+        end_uploaders(tmp_path / "lost")
+        shutil.rmtree(tmp_path / "lost")
+        with run.open(staged("other")) as manager:
+            assert run.resume().step == 4
+            run.append()
+            manager.wait_appended()
+        with run.open(staged("other")):
+            assert run.resume().step == 5
+        end_uploaders(tmp_path / "other")
+
+
+def end_uploaders(staging_dir: Path) -> None:
+    for process in promoters(staging_dir):
+        os.kill(process, signal.SIGKILL)
+
+
 def test_several_processes_write_a_partition_each(cluster, tmp_path):
     topic = cluster.topic("several", 4)
     server = Server(many_log_worker.__file__)
@@ -230,40 +260,6 @@ def test_an_outage_beyond_the_deadline_is_reported_and_the_next_record_has_its_r
 # Killed and fenced producers.
 
 
-class Trainee:
-    """A trainer in a process of its own; see ``kafka_trainee``."""
-
-    def __init__(self, directory: Path, topic: str, config: Any, **task: Any):
-        asked = {"topic": topic, "config": config, "chunk_bytes": CHUNK_BYTES}
-        asked |= {"save_every": 1000, "steps": 100_000, **task}
-        command = [sys.executable, kafka_trainee.__file__, str(directory), json.dumps(asked)]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        self.acknowledged = self.appended = -1
-        self.error = None
-
-    def read_until(self, name: str, at_least: int = 0) -> int:
-        """Reads its output until it reports a value."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            told = json.loads(line)
-            self.acknowledged = max(self.acknowledged, told.get("acknowledged", -1))
-            self.appended = max(self.appended, told.get("appended", -1))
-            self.error = told.get("error", self.error)
-            if name in told and (name == "error" or told[name] >= at_least):
-                return told[name]
-        raise AssertionError(self.process.stderr and self.process.stderr.read()[-3000:])
-
-    def kill(self) -> None:
-        """Kills it, and reads the rest of its output."""
-        self.process.kill()
-        out, _ = self.process.communicate()
-        for line in out.splitlines():
-            if line.endswith("}"):
-                self.acknowledged = max(self.acknowledged, json.loads(line).get("acknowledged", -1))
-
-
 def test_a_producer_killed_in_an_append_loses_no_acknowledged_record(cluster, topic, tmp_path):
     trainee = Trainee(tmp_path / "run", topic, cluster.config)
     try:
@@ -352,6 +348,18 @@ def test_a_gap_ends_at_the_newest_step_below_and_is_named(cluster, topic, tmp_pa
         run.check(found)
 
 
+def test_records_deleted_under_a_reader_are_skipped(cluster, topic, tmp_path):
+    run = new_run(tmp_path, topic, cluster.config)
+    with run.open():
+        started(run, 30)
+    read = Topic(topic, cluster.config)
+    span = read.offsets()[0]
+    middle = span.stop - 10
+    # As if they were deleted after it was asked where the partition begins.
+    read.truncate({0: middle})
+    assert [one.offset for one in read.read({0: span})] == [*range(middle, span.stop)]
+
+
 def test_a_topic_created_anew_is_noticed(cluster, topic, tmp_path):
     from confluent_kafka.admin import AdminClient
 
@@ -436,9 +444,6 @@ def _messages(draw) -> list[bytes]:
 @given(found=_messages(), split=st.integers(1, 40))
 def test_hostile_messages_never_change_what_was_written(tmp_path_factory, found, split):
     """Records that were written return whole and in order, whatever else is in the partition."""
-    from deltackpt.reading.wal_topics import Partition
-    from deltackpt.storage.kafka import Message
-
     records = [bytes([seq]) * 100 for seq in range(1, 5)]
     real = [
         chunk.to_bytes()
@@ -462,6 +467,35 @@ def test_hostile_messages_never_change_what_was_written(tmp_path_factory, found,
     for offset, data in enumerate([*stored, *hostile]):
         partition.add(Message(0, offset, data))
     assert (folder / "00005-00000000000000000001.seg").read_bytes() == b"".join(records)
+
+
+def test_a_copy_continues_in_a_new_file_after_its_messages_were_trimmed(tmp_path):
+    """Whether the messages end with a record, or within one."""
+    messages = [
+        chunk.to_bytes()
+        for seq in range(1, 6)
+        for chunk in wal_messages.chunks(
+            memoryview(bytes([seq]) * 100),
+            part=0,
+            epoch=3,
+            epoch_crc32c=77,
+            seq=seq,
+            message_bytes=wal_messages.HEAD_BYTES + 25,
+        )
+    ]
+    for read, first in ((8, 3), (9, 4)):
+        folder = tmp_path / str(read)
+        folder.mkdir()
+        partition = Partition(folder, _EPOCH, 0)
+        for offset, data in enumerate(messages[:read]):
+            partition.add(Message(0, offset, data))
+        partition.trim(read)
+        assert not [*folder.iterdir()]
+        for offset, data in enumerate(messages[read:], read):
+            partition.add(Message(0, offset, data))
+        [file] = folder.iterdir()
+        assert file.name == f"00000-{first:020}.seg"
+        assert file.read_bytes() == b"".join(bytes([seq]) * 100 for seq in range(first, 6))
 
 
 # What opening checks.

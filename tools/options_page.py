@@ -100,7 +100,7 @@ def classes() -> list[type]:
 
 def _parts(hint: object) -> set[object]:
     """A type and all types inside it."""
-    if typing.get_origin(hint) is typing.Literal:
+    if typing.get_origin(hint) in (typing.Literal, collections.abc.Callable):
         return set()
     return {hint}.union(*(_parts(inner) for inner in typing.get_args(hint)))
 
@@ -198,6 +198,8 @@ def _type(hint: object, known: list[type]) -> str:
         return f"collection of {_type(inner[0], known)}"
     if origin in (collections.abc.Mapping, dict):
         return f"mapping of {_type(inner[0], known)} to {_type(inner[1], known)}"
+    if origin is collections.abc.Callable:
+        return f"function that returns {_type(inner[-1], known)}"
     if hint is type(None):
         return "`None`"
     if hint in known:

@@ -101,6 +101,11 @@ class Partition:
         for path in [path for path, last in self._last.items() if last < start]:
             del self._last[path]
             path.unlink(missing_ok=True)
+        for part in self._parts.values():
+            if part.path not in self._last:
+                # Its next whole record begins a file, never the middle of the removed one.
+                seq, index = part.following
+                part.following, part.nbytes = _Next(seq + (index > 0), 0), _SEGMENT_BYTES
 
 
 class WalTopics:

@@ -57,7 +57,7 @@ _RESERVED = frozenset(
     }
 )
 _IN_FLIGHT = ("max.in.flight", "max.in.flight.requests.per.connection")
-_SECRET = ("password", "secret", "token", "jaas", "key.pem", "oauthbearer.config", "username")
+_SECRET = ("password", "secret", "token", "jaas", "key.pem", "oauthbearer.config")
 
 
 def check_config(config: Mapping[str, Any]) -> None:
@@ -445,13 +445,10 @@ class _Client:
 
     def messages(self, topic: str, spans: Mapping[int, Offsets]) -> Iterator[Message]:
         """See ``Topic.read``."""
-        kafka = self._kafka
         left = {one: span for one, span in spans.items() if span.start < span.stop}
         if not left:
             return
-        at = [kafka.TopicPartition(topic, one, span.start) for one, span in left.items()]
-        with self.errors("read"):
-            self.client.assign(at)
+        self._assign(topic, left)
         try:
             since = time.monotonic()
             while left:
@@ -472,34 +469,38 @@ class _Client:
             with contextlib.suppress(Exception):
                 self.client.unassign()
 
+    def _assign(self, topic: str, left: Mapping[int, Offsets]) -> None:
+        at = [self._kafka.TopicPartition(topic, one, span.start) for one, span in left.items()]
+        with self.errors("read"):
+            self.client.assign(at)
+
     def _received(self, message: Any, left: dict[int, Offsets]) -> Iterator[Message]:
         """Yields a message that was asked for; removes partitions that are complete."""
-        error, partition, offset = message.error(), message.partition(), message.offset()
+        codes, error = self._kafka.KafkaError, message.error()
+        partition, offset = message.partition(), message.offset()
+        code = None if error is None else error.code()
+        gone = codes._AUTO_OFFSET_RESET, codes.OFFSET_OUT_OF_RANGE
+        handled = codes._PARTITION_EOF, codes._ALL_BROKERS_DOWN, *gone
+        if error is not None and code not in handled and not error.retriable():
+            raise self._error("read", self._kafka.KafkaException(error))
         if partition not in left:
             return
-        stop = left[partition].stop
-        if error is None:
-            if offset < stop and message.value() is not None:
+        start, stop = left[partition]
+        if code is None:
+            if start <= offset < stop and message.value() is not None:
                 yield Message(partition, offset, message.value())
-            left[partition] = Offsets(offset + 1, stop)
-            if offset + 1 >= stop:
-                del left[partition]
-            return
-        codes = self._kafka.KafkaError
-        if error.code() == codes._PARTITION_EOF:
+            start = max(start, offset + 1)
+        elif code == codes._PARTITION_EOF:
             # The last offsets may hold no message; a new leader may not know all of them yet.
-            if offset >= stop:
-                del left[partition]
-        elif error.code() in (codes._AUTO_OFFSET_RESET, codes.OFFSET_OUT_OF_RANGE):
-            start = self.offsets(message.topic(), partition).start
-            if start >= stop:
-                del left[partition]
-            else:
-                at = self._kafka.TopicPartition(message.topic(), partition, start)
-                self.client.incremental_unassign([at])
-                self.client.incremental_assign([at])
-        elif not error.retriable() and error.code() not in (codes._ALL_BROKERS_DOWN,):
-            raise self._error("read", self._kafka.KafkaException(error))
+            start = max(start, offset)
+        elif code in gone:
+            # Messages were deleted since.
+            start = max(start, self.offsets(message.topic(), partition).start)
+            left[partition] = Offsets(start, stop)
+            self._assign(message.topic(), left)
+        left[partition] = Offsets(start, stop)
+        if start >= stop:
+            del left[partition]
 
     def delete_records(self, topic: str, offsets: Mapping[int, int]) -> None:
         """See ``Topic.truncate``."""

@@ -112,7 +112,7 @@ class KafkaWriter(RecordWriter):
 
         Args:
           topic: the topic.
-          at: the same as the header of the epoch describes it.
+          at: the topic as the header of the epoch describes it.
           runtime: memory and threads.
           message_bytes: maximum length of a message.
           deadline_secs: how long a record may wait for its acknowledgement.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains with a WAL record per step, is killed ten times, and resumes from the newest record.
 
-python examples/dlrm_jax/demo_log.py # the thesis's DLRM, synthetic traffic python
-examples/dlrm_jax/demo_log.py --dense delta # a third of the bytes
+python examples/dlrm_jax/demo_log.py                # the thesis's DLRM, synthetic traffic
+python examples/dlrm_jax/demo_log.py --dense delta  # a third of the bytes
+python examples/dlrm_jax/demo_log.py --kafka        # the WAL in Kafka, whose broker is killed too
 
 A kill loses the step being computed. It loses at most one more step, whose ``append()`` had
 returned, if a step takes at least twice as long as making a record durable. The losses are counted
@@ -12,6 +13,7 @@ from the trainer's journal and compared with those of an uninterrupted run.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 import os
@@ -29,8 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from running import demonstration, journal
+from running import demonstration, journal, kafka_cluster
 from running.digest import digest
+from running.kafka_cluster import KafkaCluster
 from running.progress import Progress
 
 from dlrm_jax import main, trainer
@@ -65,23 +68,25 @@ def run(options: argparse.Namespace) -> int:
     # Orbax warns that a directory opened read-only is read-only.
     logging.getLogger("absl").setLevel(logging.ERROR)
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="dlrm-demo-", dir=options.directory) as place:
-        root = Path(place)
+    place = tempfile.TemporaryDirectory(prefix="dlrm-demo-", dir=options.directory)
+    with place as folder, contextlib.ExitStack() as stack:
+        root = Path(folder)
         # Otherwise every new process would compile again.
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(root / "compiled")
-        killed, whole = (trainer_of(root, name, options) for name in ("killed", "whole"))
+        cluster = stack.enter_context(brokers(root)) if options.kafka else None
+        killed, whole = (trainer_of(root, name, options, cluster) for name in ("killed", "whole"))
 
         console.rule("[bold]1. Train with a WAL record at every step, uninterrupted")
         whole.run(progress=Progress(console, "training", whole.journal, options.steps))
         step_secs, durable_secs = show_cost(whole, console)
 
         console.rule(f"[bold]2. Train again, with {options.kills} random SIGKILLs")
-        kill_at_random(killed, options, console)
+        kill_at_random(killed, cluster, options, console)
         killed.run(
             "--resume", progress=Progress(console, "training", killed.journal, options.steps)
         )
         kills = kills_of(killed.journal)
-        kept = show_kills(kills, step_secs, durable_secs, console)
+        kept = show_kills(kills, step_secs, durable_secs, cluster is not None, console)
 
         console.rule("[bold]3. Compare with the uninterrupted run")
         sizes = main.model_options(main.parsed(list(whole.arguments)))
@@ -96,8 +101,22 @@ def run(options: argparse.Namespace) -> int:
     return 0 if equal and kept else 1
 
 
-def trainer_of(root: Path, name: str, options: argparse.Namespace) -> demonstration.Trainer:
+def brokers(root: Path) -> KafkaCluster:
+    """Returns a broker that is not started yet."""
+    if (reason := kafka_cluster.missing()) is not None:
+        sys.exit(reason)
+    (root / "kafka").mkdir()
+    return KafkaCluster(root / "kafka")
+
+
+def trainer_of(
+    root: Path, name: str, options: argparse.Namespace, cluster: KafkaCluster | None
+) -> demonstration.Trainer:
     """``main.py`` with the arguments of the demonstration; starts nothing yet."""
+    kafka = []
+    if cluster is not None:
+        servers = cluster.config["bootstrap.servers"]
+        kafka = [f"--kafka={servers}/{cluster.topic(name)}"]
     return demonstration.Trainer(
         script=Path(main.__file__),
         directory=root / name,
@@ -105,14 +124,18 @@ def trainer_of(root: Path, name: str, options: argparse.Namespace) -> demonstrat
         arguments=[
             *(f"--steps={options.steps}", f"--save-every={_SAVE_EVERY}", "--print-every=1"),
             *("--tables=thesis", f"--scale={options.scale}", f"--log={options.dense}"),
+            *kafka,
         ],
     )
 
 
 def kill_at_random(
-    victim: demonstration.Trainer, options: argparse.Namespace, console: Console
+    victim: demonstration.Trainer,
+    cluster: KafkaCluster | None,
+    options: argparse.Namespace,
+    console: Console,
 ) -> None:
-    """Kills the trainer some steps after each start, at a random moment."""
+    """Kills the trainer some steps after each start, at a random moment, and brokers before it."""
     draw = random.Random(options.seed)
     for number in range(options.kills):
         before = logged(victim.journal)
@@ -127,11 +150,18 @@ def kill_at_random(
         if process.poll() is not None:
             sys.exit("the trainer finished before it could be killed")
         time.sleep(draw.uniform(0, options.longest_secs))
+        if cluster is not None and number % 3 == 2:
+            [broker] = cluster.brokers
+            broker.kill()
+            console.print("[bold red]SIGKILL[/] to the broker, which restarts")
+            time.sleep(draw.uniform(0, options.longest_secs))
+            broker.start()
+            cluster.wait()
+            time.sleep(draw.uniform(0, options.longest_secs))
         process.kill()
         process.wait()
-        console.print(
-            f"[bold red]SIGKILL[/] to process {process.pid} after step {entries[-1]['step']}"
-        )
+        newest = logged(victim.journal)[-1]["step"]
+        console.print(f"[bold red]SIGKILL[/] to process {process.pid} after step {newest}")
 
 
 def logged(path: Path) -> list[dict[str, Any]]:
@@ -185,8 +215,13 @@ def show_cost(whole: demonstration.Trainer, console: Console) -> tuple[float, fl
     return step_secs, median(mark["durable_secs"] for mark in marks)
 
 
-def show_kills(kills: list[Kill], step_secs: float, durable_secs: float, console: Console) -> bool:
-    """Prints what each kill cost, and returns whether that is within the guarantee."""
+def show_kills(
+    kills: list[Kill], step_secs: float, durable_secs: float, outages: bool, console: Console
+) -> bool:
+    """Prints what each kill cost, and returns whether that is within the guarantee.
+
+    During an outage of the broker, no step is acknowledged.
+    """
     table = Table("kill", box=box.SIMPLE_HEAD)
     for name in ("last append()", "acknowledged", "resumed from", "repeated"):
         table.add_column(name, justify="right")
@@ -202,7 +237,7 @@ def show_kills(kills: list[Kill], step_secs: float, durable_secs: float, console
         + ("." if promised else ": less than twice, so more than one is allowed.")
     )
     held = all(kill.restored >= kill.acknowledged for kill in kills)
-    return held and (most <= 1 or not promised)
+    return held and (most <= 1 or outages or not promised)
 
 
 def parsed() -> argparse.Namespace:
@@ -212,6 +247,7 @@ def parsed() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--dense", choices=["whole", "delta"], default="whole", help="how records store the MLPs")
+    add("--kafka", action="store_true", help="the WAL in Kafka; the broker is killed, too")
     add("--scale", type=float, default=1.0, help="factor on the tables' row counts")
     add("--steps", type=int, default=80, help="number of training steps")
     add("--kills", type=int, default=10, help="number of kills")

@@ -27,6 +27,7 @@ from running.restoring import resumed
 import deltackpt
 from deltackpt import policies
 from deltackpt.options import Timeouts
+from deltackpt.wal import KafkaWal
 from dlrm_jax import data, trainer
 from dlrm_jax.model import area_under_curve
 from dlrm_jax.placement import Placement
@@ -69,7 +70,7 @@ def main(arguments: list[str] | None = None, session: Session | None = None) -> 
         tiers=tiers,
         deltas=deltackpt.DeltaOptions(policy=POLICIES[options.policy]()),
         writes=deltackpt.WriteOptions(durability=options.durability),
-        wal=None if options.log is None else deltackpt.WalOptions(dense=options.log),
+        wal=None if options.log is None else wal_options(options),
         max_to_keep=options.keep,
         timeouts=Timeouts(processes_secs=options.processes_secs),
     )
@@ -184,6 +185,15 @@ def train(
     return state
 
 
+def wal_options(options: argparse.Namespace) -> deltackpt.WalOptions:
+    """Returns where the WAL is stored, and how its records store the MLPs."""
+    if options.kafka is None:
+        return deltackpt.WalOptions(dense=options.log)
+    servers, _, topic = options.kafka.rpartition("/")
+    backend = KafkaWal(topic, config={"bootstrap.servers": servers})
+    return deltackpt.WalOptions(backend=backend, dense=options.log)
+
+
 def model_options(options: argparse.Namespace) -> trainer.ModelOptions:
     """Returns the model options from the command line."""
     return trainer.ModelOptions(
@@ -244,6 +254,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         choices=["whole", "delta", "soft"],
         help="WAL record per step; how MLPs are stored",
     )
+    add("--kafka", metavar="HOST:PORT/TOPIC", help="WAL in Kafka instead of the directory")
     add("--policy", choices=sorted(POLICIES), default="consecutive", help="base-or-delta policy")
     add("--codec", default="raw", help="codec of delta rows, e.g. adaptive4")
     add("--max-error", type=float, help="maximum relative L2 error of a save; default: any")
