@@ -30,9 +30,12 @@ from dlrm_jax import data, trainer
 from dlrm_jax.placement import Placement
 
 import deltackpt
+from deltackpt.wal import KafkaWal
 
 #: Steps to run so that everything is compiled: from a fresh state, and from the next ones.
 _COMPILES = 3
+#: Environment variable with the addresses of Kafka brokers.
+BROKERS = "BENCHMARK_KAFKA_BROKERS"
 #: Options that are passed to jobs.
 _PASSED = ("scale", "batch", "steps", "every", "hidden", "lookups", "repeats", "limit")
 
@@ -64,6 +67,17 @@ def _way(name: str) -> Callable[[Path, int], ways.Way]:
     return lambda root, every: ways.WAYS[name](root)
 
 
+def _kafka(root: Path, every: int) -> ways.Way:
+    """Returns a WAL in the topic that is named after the run; see ``launch``."""
+    backend = KafkaWal(topic_of(root), config={"bootstrap.servers": os.environ[BROKERS]})
+    return ways.Logs(root, deltackpt.WalOptions(backend=backend, dense_every=every))
+
+
+def topic_of(root: Path) -> str:
+    """Returns the Kafka topic of a run."""
+    return f"{root.parent.name}-{root.name}"
+
+
 MODES = {
     "none": Mode("no saves"),
     "soft": Mode(
@@ -79,6 +93,7 @@ MODES = {
         lambda root, every: ways.Logs(root, deltackpt.WalOptions(dense_every=every)),
         restores=True,
     ),
+    "epoch-kafka": Mode("the same in Kafka", _kafka, restores=True),
     "epoch-full": Mode("rows and dense leaves each step", _logs(), restores=True),
     "epoch-pickle": Mode("pickle each epoch", _way("pickle"), waits=True, restores=True),
     "epoch-orbax": Mode("Orbax each epoch", _way("orbax"), waits=True, restores=True),
@@ -304,9 +319,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def launch(
-    options: argparse.Namespace, count: int, modes: list[str], directory: Path
+    options: argparse.Namespace, count: int, modes: list[str], directory: Path, brokers: str = ""
 ) -> dict[str, list[dict[str, float]]]:
     """Runs a job and returns the figures of process 0, with the CPU seconds of all processes.
+
+    The mode ``epoch-kafka`` needs the addresses of brokers, and a topic of each round.
 
     Raises:
       RuntimeError: a process failed or did not end in time.
@@ -314,7 +331,7 @@ def launch(
     command = [sys.executable, __file__, f"--directory={directory}", f"--modes={','.join(modes)}"]
     command += [f"--{name}={getattr(options, name)}" for name in _PASSED]
     command += [f"--processes={count}", f"--port={scaling.free_port()}"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", BROKERS: brokers}
     logs = [directory / f"log.{rank}" for rank in range(count)]
     with contextlib.ExitStack() as stack:
         workers: list[subprocess.Popen[bytes]] = []

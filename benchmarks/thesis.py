@@ -6,7 +6,8 @@ Its model: 8 tables of 80,000 x 64, MLPs 512-512-64 and 1024-1024-1024-1, batch 
 epoch, and takes 38 % less time with one process and 47 % less with several. Its recovery takes 2 to
 7 times a full load.
 
-Ours: WAL records of the rows at each step and of the dense leaves at the end of the epoch. Theirs:
+Ours: WAL records of the rows at each step and of the dense leaves at the end of the epoch, on this
+disk and in Kafka (one broker, on the same two cores). Theirs:
 synchronous full saves at the end of the epoch, by pickle with fsync and by Orbax, on this disk; and
 in a bucket behind a slow link, which records reach in pieces, up to 10 s after they are durable on
 the node. Every save is measured, none is modelled. With one index for each
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import buckets
@@ -35,6 +37,7 @@ import numpy as np
 import ways
 from log_job import MODES, Loop
 from report import Report, Sample, arguments, megabytes, secs
+from running import kafka_cluster
 
 import deltackpt
 from deltackpt.format import names
@@ -57,19 +60,30 @@ def sample(runs: list[dict[str, float]], field: str = "secs") -> Sample:
 
 def epochs(report: Report, options: argparse.Namespace, root: Path) -> None:
     """An epoch with records or full saves on this disk, and recovery, by number of processes."""
+    modes = ["none", "epoch-wal", "epoch-full", *FULL]
+    if (missing := kafka_cluster.missing()) is None:
+        modes.insert(2, "epoch-kafka")
+    else:
+        report.note(f"Without Kafka: {missing}.")
     for count in options.processes:
         place = root / f"{count}"
         place.mkdir()
-        found = log_job.launch(options, count, ["none", "epoch-wal", "epoch-full", *FULL], place)
+        with _brokers(options, count, place, "epoch-kafka" in modes) as brokers:
+            found = log_job.launch(options, count, modes, place, brokers)
         title = f"{count} process{'es' if count > 1 else ''}"
         ours, nothing = found["epoch-wal"], sample(found["none"])
         bar = THESIS[count] if options.lookups == 1 else None
-        for name in ("epoch-wal", "epoch-full"):
+        records = [name for name in modes if name not in ("none", *FULL)]
+        for name in records:
             what = f"{title}: epoch, {MODES[name].name}"
             report.compare(what, sample(found[name]), "no saves", nothing, secs)
         for name in FULL:
             theirs, what = found[name], MODES[name].name
             report.compare(f"{title}: epoch", sample(ours), what, sample(theirs), secs, bar=bar)
+        if "epoch-kafka" in modes:
+            loaded = sample(found[FULL[0]], "recovery")
+            what, mine = f"{title}: recovery from Kafka", sample(found["epoch-kafka"], "recovery")
+            report.compare(what, mine, f"load, {MODES[FULL[0]].name}", loaded, secs)
         for name in FULL:
             theirs, what = found[name], MODES[name].name
             report.compare(
@@ -87,13 +101,29 @@ def epochs(report: Report, options: argparse.Namespace, root: Path) -> None:
             sample(found[FULL[0]], "saved_bytes"),
             megabytes,
         )
-        for name in ("none", "epoch-wal", "epoch-full", *FULL):
+        for name in modes:
             report.state(
                 f"{title}: processor, {MODES[name].name}", sample(found[name], "cpu"), secs
             )
-        report.state(f"{title}: lag of a record, median", sample(ours, "durable"), secs)
-        report.state(f"{title}: lag of a record, p99", sample(ours, "durable_p99"), secs)
+        for name in records:
+            what = f"{title}: lag of a record, {MODES[name].name}"
+            report.state(f"{what}: median", sample(found[name], "durable"), secs)
+            report.state(f"{what}: p99", sample(found[name], "durable_p99"), secs)
         report.section()
+
+
+@contextlib.contextmanager
+def _brokers(options: argparse.Namespace, count: int, place: Path, wanted: bool) -> Iterator[str]:
+    """Runs a broker with the topics of all rounds; yields its address, "" if it is not wanted."""
+    if not wanted:
+        yield ""
+        return
+    folder = place.with_name(f"{place.name}-broker")
+    folder.mkdir()
+    with kafka_cluster.KafkaCluster(folder) as cluster:
+        for number in range(options.repeats):
+            cluster.topic(log_job.topic_of(place / f"epoch-kafka-{number}"), count)
+        yield cluster.config["bootstrap.servers"]
 
 
 def slow_store(report: Report, options: argparse.Namespace, root: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import kafka_trainee
 import many_log_worker
+import numpy as np
 import pytest
 import servers
 from brokers import PASSWORD, KafkaCluster
@@ -27,7 +28,7 @@ from many import Job, Server
 from servers import Certificate
 
 import deltackpt
-from deltackpt import events
+from deltackpt import events, serving
 from deltackpt.errors import AppendFailed, FencedError, OptionError, StorageError
 from deltackpt.format import wal_messages
 from deltackpt.format.wal_messages import Chunk
@@ -414,6 +415,23 @@ def test_a_follower_reads_only_what_is_new(cluster, topic, tmp_path):
         follower.topics.close()
     assert steps_read == [3, 4, 5]
     assert spans_of[0] >= 3 * spans_of[1] > 0 and spans_of[1] == spans_of[2]
+
+
+def test_a_serving_process_follows_the_records(cluster, topic, tmp_path):
+    run = new_run(tmp_path, topic, cluster.config)
+    with run.open() as manager:
+        started(run, 2)
+        wal = KafkaWal(topic, config=cluster.config)
+        with serving.follow(tmp_path / "run", (), tables="**", wal=wal, poll_secs=None) as live:
+            for step in (2, 3, 4):
+                assert live.advance()
+                with live.version() as version:
+                    assert version.step == step
+                    for name, expected in run.states[step]["tables"].items():
+                        rows, found = version.lookup(name, np.arange(len(expected)))
+                        assert found.all() and (rows == np.asarray(expected)).all()
+                run.append()
+                manager.wait_appended()
 
 
 _EPOCH = EpochRef(number=3, crc32c=77)
