@@ -33,7 +33,7 @@ from deltackpt.policies import (
     advise_regime,
 )
 from deltackpt.policies.base_or_delta import BaseOrDelta, too_large
-from deltackpt.resources.runtime import FSYNCS
+from deltackpt.resources.runtime import READS
 from deltackpt.storage.arrays import CHUNK_BYTES
 from deltackpt.storage.placement import ranked
 
@@ -93,7 +93,7 @@ class Inputs:
     store: float = 0.2 * GB
     store_secs: float = 0.03
     puts_per_sec: float = 50_000
-    readers: int = FSYNCS
+    readers: int = READS
     message_secs: float = 100e-6
     parse_secs: float = 0.7e-3
     broker: float = 0.2 * GB

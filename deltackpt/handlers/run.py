@@ -25,7 +25,7 @@ from deltackpt.ledger.steps import Steps
 from deltackpt.options import Dense, KafkaWal, LocalWal, ManagerOptions, Tiers, WalOptions
 from deltackpt.policies import Rolling
 from deltackpt.reading.wal_topics import WalTopics
-from deltackpt.resources.runtime import FSYNCS, Runtime
+from deltackpt.resources.runtime import FSYNCS, READS, Runtime
 from deltackpt.save import snapshot
 from deltackpt.save.dense import DenseKeeper
 from deltackpt.save.dense_coding import codings
@@ -230,7 +230,7 @@ class Run:
             threads = options.background.threads or _THREADS
             runtime = Runtime(
                 threads,
-                size=max(2 * threads, FSYNCS) + 1,
+                size=max(2 * threads, FSYNCS, min(READS, among.count)) + 1,
                 memory_bytes=options.writes.staging_bytes,
                 bytes_per_sec=options.background.bytes_per_sec,
                 cpus=options.background.cpus,

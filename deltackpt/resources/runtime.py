@@ -30,6 +30,8 @@ from deltackpt.resources.pace import Pace
 
 #: Concurrent fsyncs; 22 files take 14 ms instead of 108.
 FSYNCS = 8
+#: Concurrent reads of the other processes' small files, each of which waits for the store.
+READS = 32
 _GRAIN_BYTES = 1 << 20
 _T = TypeVar("_T")
 _U = TypeVar("_U")

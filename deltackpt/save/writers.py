@@ -30,7 +30,7 @@ from deltackpt.errors import Disagreement, TrackingError
 from deltackpt.format import manifest, names
 from deltackpt.format.manifest import Manifest, Part
 from deltackpt.format.segments import width
-from deltackpt.resources.runtime import FSYNCS, Runtime
+from deltackpt.resources.runtime import READS, Runtime
 from deltackpt.storage import files
 from deltackpt.storage.parts import part_of
 from deltackpt.storage.posix import DurableDir
@@ -175,7 +175,7 @@ class StepWriters:
         parts, owned = [part_of(own, 0)], [own.owned_cells]
         told = {key: (0, value) for key, value in own.shared_stamps.items()}
         paths = [item_dir / names.manifest_name(process) for process in self.reporters]
-        read = self.runtime.map(files.read_bytes, paths, threads=FSYNCS)
+        read = self.runtime.map(files.read_bytes, paths, threads=READS)
         for path, data in zip(paths, read, strict=True):
             found = manifest.from_bytes(data, name=path.name)
             _check_agreed(own, found)

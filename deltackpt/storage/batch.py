@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from deltackpt.errors import StorageError
-from deltackpt.resources.runtime import FSYNCS, Runtime
+from deltackpt.resources.runtime import FSYNCS, READS, Runtime
 from deltackpt.storage import digests, files
 from deltackpt.storage.crc import BLOCK_BYTES, CRC_BYTES, BlockSums, crc32c
 from deltackpt.storage.digests import Digest
@@ -195,7 +195,7 @@ class FileBatch:
 
     def adopt_files(self, paths: Sequence[Path]) -> int:
         """Like ``adopt``, for some files, which are read at the same time."""
-        found = self._runtime.map(digests.digest_file, paths, threads=FSYNCS)
+        found = self._runtime.map(digests.digest_file, paths, threads=READS)
         with self._lock:
             for path, digest in zip(paths, found, strict=True):
                 self.digests[self._name(path)] = digest
