@@ -330,6 +330,18 @@ def test_many_small_records_are_read_at_once(tmp_path, monkeypatch):
     assert len(reads) < 12 and nbytes <= sum(reads) < 1.1 * nbytes
 
 
+def test_the_logs_of_many_processes_are_read_side_by_side(tmp_path):
+    ends = [3, 5, 4, *range(6, 19)]
+    for process, end in enumerate(ends):
+        log = MadeUpLog(tmp_path / "log", process=process, count=len(ends))
+        if process == 0:
+            log.begin()
+        log.append(*range(1, end + 1))
+    [view] = history_of(tmp_path / "log").views
+    assert {p: len(one.log.records) for p, one in view.processes.items()} == dict(enumerate(ends))
+    assert [point.save_id for point in view.points()] == [save_id(3), save_id(2), save_id(1)]
+
+
 def test_a_process_without_a_wal_has_no_records(tmp_path):
     MadeUpLog(tmp_path / "log", count=2).begin().append(*RECORDS)
     assert assert_right(tmp_path / "log") == 0
