@@ -152,9 +152,11 @@ def every_call(root: Path, states: list[dict[str, Any]], how: str, context: Cont
             with pytest.raises(TrackingError):
                 call(manager.verify_tracking, second, touched=again)
     call(call(inspect.open, root).at, 1)
-    with call(serving.follow, root, leaves=["tables/*", "bias"]) as weights:
-        call(weights.wait_ready, 60)
-        call(weights.on_device)
+    with call(serving.follow, root, leaves="bias", tables="free") as live:
+        call(live.wait_ready, 60)
+        call(live.dense_on_device)
+        found = call(live.on_device, "free")
+    np.testing.assert_array_equal(found.array, third["tables"]["free"])
 
 
 @pytest.mark.parametrize("how", OPTIONS)

@@ -52,6 +52,7 @@ ANYTHING: Any = object()
 NEEDED: dict[str, dict[str, Any]] = {
     "Extents": {"directory": "x", "nbytes": 1 << 30},
     "Erasure": {"k": 2, "m": 1},
+    "KafkaWal": {"topic": "run-17", "config": {}},
 }
 KINDS = [
     one
