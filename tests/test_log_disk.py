@@ -11,6 +11,7 @@ import random
 import re
 import shutil
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -616,6 +617,10 @@ def test_an_error_that_ends_the_thread_is_raised_by_the_next_calls(tmp_path, run
     def broken(*_: object) -> None:
         raise RuntimeError("broken")
 
+    def later(*_: object) -> None:
+        time.sleep(0.2)  # Whoever waits for the record must not return before.
+        broken()
+
     died = functools.partial(pytest.raises, StorageError, match="ended with RuntimeError: broken")
     manager = run.open()
     with told():
@@ -623,7 +628,7 @@ def test_an_error_that_ends_the_thread_is_raised_by_the_next_calls(tmp_path, run
         run.append()
         manager.wait_appended()
         monkeypatch.setattr(SegmentWriter, "sync", broken)
-        monkeypatch.setattr(SegmentWriter, "begin_part", broken)
+        monkeypatch.setattr(SegmentWriter, "begin_part", later)
         run.append()
         with pytest.raises(AppendFailed, match="step 2: broken") as failed:
             manager.wait_appended()

@@ -293,8 +293,10 @@ class WalWriter:
             finally:
                 with self._changed:
                     self._writing = None
-                    self._busy = bool(self._queue or self._written)
-                    self._changed.notify_all()
+            with self._changed:
+                # Not if this thread is about to die: whoever waits must find its error.
+                self._busy = bool(self._queue or self._written)
+                self._changed.notify_all()
             del wanted
         self._segments.close()
 
