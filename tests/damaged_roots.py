@@ -326,7 +326,7 @@ class Readers:
             with live.version() as version:
                 assert version.step in self.states and version.step >= self.least
                 expected = self.states[version.step]["dense"]["kernel"]
-                assert np.array_equal(version["dense/kernel"], expected)
+                assert np.array_equal(version.dense["dense/kernel"], expected)
 
 
 #: All entry points.
