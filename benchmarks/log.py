@@ -18,7 +18,6 @@ import argparse
 import gc
 import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -252,10 +251,9 @@ def main() -> int:
     """Runs the command line."""
     parser = arguments(__doc__)
     add = parser.add_argument
-    log_job.add_arguments(parser)
+    log_job.add_arguments(parser, PARTS)
     add("--steps", type=int, default=32, help="of one training")
     add("--every", type=int, default=16, help="N, steps from full point to full point")
-    add("--only", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
     options = parser.parse_args()
     if options.quick:
         options.scale, options.repeats, options.batch, options.steps = 0.01, 1, 64, 4
@@ -269,13 +267,7 @@ def main() -> int:
             "interleaved rounds, median (range)"
         ),
     )
-    with tempfile.TemporaryDirectory(prefix="log-", dir=options.directory) as place:
-        for part in options.only:
-            folder = Path(place, part)
-            folder.mkdir()
-            PARTS[part](report, options, folder)
-    report.note(ways.TUNED)
-    report.show(options.json, options.markdown)
+    log_job.show_parts(report, options, PARTS)
     return 0
 
 

@@ -16,8 +16,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,6 +29,7 @@ import scaling
 import ways
 from dlrm_jax import data, trainer
 from dlrm_jax.placement import Placement
+from report import Report
 
 import deltackpt
 from deltackpt.wal import KafkaWal
@@ -308,14 +310,30 @@ def work(options: argparse.Namespace) -> None:
 # In the parent process.
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the sizes of a loop that have defaults."""
+#: Measures one part of a benchmark, given an empty folder.
+Part = Callable[[Report, argparse.Namespace, Path], None]
+
+
+def add_arguments(parser: argparse.ArgumentParser, parts: Mapping[str, Part]) -> None:
+    """Adds the sizes of a loop that have defaults, and which parts to measure."""
     parser.set_defaults(repeats=5)
     add = parser.add_argument
     add("--batch", type=int, default=2048, help="samples in a batch")
     add("--lookups", type=int, default=1, help="rows of each table that a sample uses")
     add("--hidden", type=int, default=1024, help="columns of the largest layers")
     add("--quick", action="store_true", help="everything small, which measures nothing")
+    add("--only", nargs="+", choices=parts, default=list(parts), help="what to measure")
+
+
+def show_parts(report: Report, options: argparse.Namespace, parts: Mapping[str, Part]) -> None:
+    """Measures the chosen parts, each in a folder of its own, and prints the report."""
+    with tempfile.TemporaryDirectory(dir=options.directory) as place:
+        for name in options.only:
+            folder = Path(place, name)
+            folder.mkdir()
+            parts[name](report, options, folder)
+    report.note(ways.TUNED)
+    report.show(options.json, options.markdown)
 
 
 def launch(

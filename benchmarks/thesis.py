@@ -26,7 +26,6 @@ import contextlib
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -287,12 +286,11 @@ def main() -> int:
     """Runs the command line."""
     parser = arguments(__doc__)
     add = parser.add_argument
-    log_job.add_arguments(parser)
+    log_job.add_arguments(parser, PARTS)
     add("--epoch", type=int, default=EPOCH_SAMPLES, help="samples in an epoch")
     add("--processes", type=int, nargs="+", choices=list(THESIS), default=list(THESIS))
     add("--limit", type=int, default=1800, help="seconds for a set of processes")
     add("--seed", type=int, default=0, help="of the steps to kill after")
-    add("--only", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
     add("--victim", choices=MODES, help=argparse.SUPPRESS)
     add("--survivor", choices=MODES, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -317,13 +315,7 @@ def main() -> int:
             "(range)"
         ),
     )
-    with tempfile.TemporaryDirectory(prefix="thesis-", dir=options.directory) as place:
-        for part in options.only:
-            folder = Path(place, part)
-            folder.mkdir()
-            PARTS[part](report, options, folder)
-    report.note(ways.TUNED)
-    report.show(options.json, options.markdown)
+    log_job.show_parts(report, options, PARTS)
     return 0
 
 

@@ -154,7 +154,7 @@ def assert_is(found: dict[str, Any], expected: dict[str, Any]) -> None:
             assert (have[finite & (want > 0)] <= 0).mean() <= 0.011, name
 
 
-def assert_shown(dense: serving.DenseLeaves, state: dict[str, Any]) -> None:
+def assert_shown(dense: serving.ServedLeaves, state: dict[str, Any]) -> None:
     """Asserts that a version has all arrays with elements, and no others."""
     wanted = {
         f"{kind}/{name}": host(leaf)

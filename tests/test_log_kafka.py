@@ -31,7 +31,7 @@ import deltackpt
 from deltackpt import events, serving
 from deltackpt.errors import AppendFailed, FencedError, OptionError, StorageError
 from deltackpt.format import wal_messages
-from deltackpt.format.wal_messages import Chunk
+from deltackpt.format.wal_messages import RecordChunk
 from deltackpt.inspect import open as open_checkpoints
 from deltackpt.layers.footer import EpochRef
 from deltackpt.ledger.opening import open_steps
@@ -441,7 +441,7 @@ _EPOCH = EpochRef(number=3, crc32c=77)
 def _messages(draw) -> list[bytes]:
     """Messages of one record of four chunks and of others, in any order, some altered."""
     chunk = st.builds(
-        lambda part, epoch, crc, seq, index, count, data: Chunk(
+        lambda part, epoch, crc, seq, index, count, data: RecordChunk(
             part, epoch, crc, seq, index, count, memoryview(data)
         ).to_bytes(),
         st.integers(0, 3) | st.integers(0, (1 << 32) - 1),

@@ -31,7 +31,7 @@ from deltackpt.errors import (
     ServiceUnavailable,
     WaitTimeout,
 )
-from deltackpt.serving import DenseLeaves, Live
+from deltackpt.serving import Live, ServedLeaves
 from deltackpt.storage.store import FileStore
 from deltackpt.testing import Disk, StoredChunk, stored_chunks
 from deltackpt.upkeep.compact import compact
@@ -121,7 +121,7 @@ def assert_shows(live: Live, state: dict[str, Any], step: int) -> None:
         assert_is(version.dense, state["params"])
 
 
-def assert_is(dense: DenseLeaves, params: dict[str, Any]) -> None:
+def assert_is(dense: ServedLeaves, params: dict[str, Any]) -> None:
     expected = {
         "params/w": params["w"],
         "params/odd": params["odd"],

@@ -25,7 +25,7 @@ HEAD_BYTES = _HEAD.size + _CRC.size
 _MOST_PARTS = 100_000
 
 
-class Chunk(NamedTuple):
+class RecordChunk(NamedTuple):
     """A chunk of a record.
 
     Attributes:
@@ -52,14 +52,14 @@ class Chunk(NamedTuple):
         return b"".join((head, _CRC.pack(_crc32c(head, self.data)), self.data))
 
 
-def from_bytes(message: bytes) -> Chunk | None:
+def from_bytes(message: bytes) -> RecordChunk | None:
     """Returns the chunk in a message; None if it is altered, or not a message of a WAL."""
     if len(message) <= HEAD_BYTES:
         return None
     magic, part, epoch, epoch_crc32c, seq, index, count = _HEAD.unpack_from(message)
     (crc,) = _CRC.unpack_from(message, _HEAD.size)
     data = memoryview(message)[HEAD_BYTES:]
-    found = Chunk(part, epoch, epoch_crc32c, seq, index, count, data)
+    found = RecordChunk(part, epoch, epoch_crc32c, seq, index, count, data)
     if magic != _MAGIC or crc != _crc32c(message[: _HEAD.size], found.data):
         return None
     is_sound = found.index < found.count and found.part < _MOST_PARTS and 0 < found.seq < 1 << 63
@@ -68,7 +68,7 @@ def from_bytes(message: bytes) -> Chunk | None:
 
 def chunks(
     record: memoryview, *, part: int, epoch: int, epoch_crc32c: int, seq: int, message_bytes: int
-) -> Iterator[Chunk]:
+) -> Iterator[RecordChunk]:
     """Yields the chunks of a record, in order.
 
     Args:
@@ -83,7 +83,7 @@ def chunks(
     starts = range(0, len(record), nbytes)
     for index, start in enumerate(starts):
         data = record[start : start + nbytes]
-        yield Chunk(part, epoch, epoch_crc32c, seq, index, len(starts), data)
+        yield RecordChunk(part, epoch, epoch_crc32c, seq, index, len(starts), data)
 
 
 def _crc32c(head: bytes, data: memoryview) -> int:

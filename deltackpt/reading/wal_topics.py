@@ -20,10 +20,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from deltackpt.errors import OptionError
+from deltackpt.errors import OptionError, RestoreError, StorageError
 from deltackpt.format import names, wal_messages
 from deltackpt.format.wal_epochs import EpochHeader, WalTopic
-from deltackpt.format.wal_messages import Chunk
+from deltackpt.format.wal_messages import RecordChunk
 from deltackpt.layers.footer import EpochRef
 from deltackpt.reading.wal_progress import NAME, NBYTES
 from deltackpt.storage import files
@@ -42,7 +42,7 @@ class _Next(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class _Part:
+class _CopiedPart:
     """The copied records of a part.
 
     Attributes:
@@ -64,7 +64,7 @@ class Partition:
         self._epoch = epoch
         #: Offset of the next message to read.
         self.offset = start
-        self._parts: dict[int, _Part] = {}
+        self._parts: dict[int, _CopiedPart] = {}
         #: Segment files to the offset of their last message, which tells when they are trimmed.
         self._last: dict[Path, int] = {}
 
@@ -81,7 +81,7 @@ class Partition:
             if chunk.index:
                 return  # The beginning of its record is missing.
             path = self.folder / names.segment_name(chunk.part, chunk.seq)
-            part = self._parts[chunk.part] = _Part(_Next(chunk.seq, 0), path)
+            part = self._parts[chunk.part] = _CopiedPart(_Next(chunk.seq, 0), path)
         if (chunk.seq, chunk.index) != part.following:
             return
         _append(part.path, part.nbytes, chunk.data)
@@ -90,7 +90,7 @@ class Partition:
         part.following = _Next(chunk.seq + 1, 0) if is_last else _Next(chunk.seq, chunk.index + 1)
         self._last[part.path] = message.offset
 
-    def _begins_file(self, part: _Part, chunk: Chunk) -> bool:
+    def _begins_file(self, part: _CopiedPart, chunk: RecordChunk) -> bool:
         """Returns whether a record does not belong into the current file of its part."""
         if chunk.seq > part.following.seq:
             return True  # Records before it are missing.
@@ -212,7 +212,7 @@ def _ends(topic: WalTopic, until: WalTopic | None, there: Mapping[int, Offsets])
 
 def _copy_progress(source: StorePath, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(Exception):  # It is advice.
+    with contextlib.suppress(RestoreError, StorageError):  # It is advice.
         data = source.read(most_bytes=NBYTES)
         _append(folder / NAME, 0, memoryview(data))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from deltackpt.serving import patches as patches
 from deltackpt.serving.attach import Attached, attach
 from deltackpt.serving.changes import ChangeBatch, Changes
-from deltackpt.serving.dense import DenseLeaves
+from deltackpt.serving.dense import ServedLeaves
 from deltackpt.serving.live import DeviceTable, DeviceWeights, Live, Staleness, follow
 from deltackpt.serving.status import FollowerStatus, TableStatus
 from deltackpt.serving.version import Position, Version
@@ -21,7 +21,7 @@ __all__ = [
     "Attached",
     "ChangeBatch",
     "Changes",
-    "DenseLeaves",
+    "ServedLeaves",
     "DeviceTable",
     "DeviceWeights",
     "FollowerStatus",

@@ -132,7 +132,7 @@ class ChangeBatch:
 
 
 @dataclasses.dataclass
-class _Pending:
+class _PendingRows:
     """Rows of a table to send: a range, and others."""
 
     start: int = 0
@@ -195,7 +195,7 @@ class Changes(Iterator[ChangeBatch]):
         self._patterns, self._batch_rows = tables, batch_rows
         self._after: int | None = None if after is None else log.number_of(after)
         self.completed = self.number
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, _PendingRows] = {}
         self._ready: collections.deque[ChangeBatch] = collections.deque()
 
     @property
@@ -267,8 +267,10 @@ class Changes(Iterator[ChangeBatch]):
     def _add(self, changed: ChangedTables, held: Rows) -> None:
         names = choose(self._patterns, held.tables)
         if changed is None:
-            self._pending = {name: _Pending(*held.tables[name].held, reset=True) for name in names}
+            self._pending = {
+                name: _PendingRows(*held.tables[name].held, reset=True) for name in names
+            }
             return
         for name in names:
             if len(rows := changed.get(name, NO_ROWS)):
-                self._pending.setdefault(name, _Pending()).add(rows)
+                self._pending.setdefault(name, _PendingRows()).add(rows)

@@ -75,7 +75,7 @@ class HeldLeaves:
         return self.point is None or self.point[:2] == (point and point[:2])
 
 
-class DenseLeaves(Mapping[str, np.ndarray]):
+class ServedLeaves(Mapping[str, np.ndarray]):
     """The followed dense leaves at one step or recovery point, by '/'-joined path.
 
     Arrays are read-only and never change. A leaf that is sharded in storage is assembled on first
@@ -138,7 +138,7 @@ class DenseLeaves(Mapping[str, np.ndarray]):
         return len(self._leaves)
 
     def __repr__(self) -> str:
-        return f"<DenseLeaves of step {self.step}: {len(self)} leaves>"
+        return f"<ServedLeaves of step {self.step}: {len(self)} leaves>"
 
     def tree(self) -> Any:
         """Returns the leaves in nested dicts and lists, with the structure of the state."""

@@ -276,7 +276,7 @@ class Live(Versions):
         Raises:
           ServiceUnavailable: no version is available yet.
         """
-        shown = self._newest_shown()
+        shown = self._current()
         newest = shown.step if self._newest is None else self._newest
         secs = max(0.0, time.time() - shown.unix_secs)
         return Staleness(max(0, newest - shown.step), secs, shown.point)
@@ -382,7 +382,7 @@ class Live(Versions):
           MissingExtra: jax cannot be imported.
         """
         jax = device.jax_module()
-        dense = Version(self._newest_shown(), self._lookups).dense
+        dense = Version(self._current(), self._lookups).dense
         with self._placing, device.neutral():
             placed: dict[str, tuple[Any, Any]] = {}
             for path in dense:
@@ -499,10 +499,7 @@ class Live(Versions):
             self._changed.notify_all()
         return True
 
-    def _current(self, end: float) -> Shown:
-        return self._newest_shown()
-
-    def _newest_shown(self) -> Shown:
+    def _current(self, end: float = 0.0) -> Shown:
         shown = self._shown
         if shown is None:
             problem = self.problem or "wait_ready() waits for the first"

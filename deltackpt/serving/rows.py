@@ -15,7 +15,7 @@ from deltackpt.format import globs
 from deltackpt.format.blocks import Span
 from deltackpt.standby.follower import HeldTables
 from deltackpt.standby.memory import MemoryAddress, MemoryReader, SharedMemory
-from deltackpt.standby.shards import Choice
+from deltackpt.standby.shards import FieldChoice
 
 VALUES = "values"
 _SLOT = "slot."
@@ -59,7 +59,7 @@ class HeldTable:
         )
 
 
-def held_tables(tables: HeldTables, choice: Choice) -> dict[str, HeldTable]:
+def held_tables(tables: HeldTables, choice: FieldChoice) -> dict[str, HeldTable]:
     """Returns the chosen tables, by name; those without rows in the shard, too."""
     groups, found = tables.layout.group_by_name, dict[str, HeldTable]()
     regions = {(region.table.name, region.field): region for region in tables.regions}

@@ -12,7 +12,7 @@ from deltackpt.ledger.steps import Steps
 from deltackpt.reading import removal
 from deltackpt.reading.wal_index import ReplayPlan
 from deltackpt.serving.changes import ChangedTables, ChangeLog
-from deltackpt.serving.dense import DenseLeaves
+from deltackpt.serving.dense import ServedLeaves
 from deltackpt.serving.holder import LeafHolder
 from deltackpt.serving.rows import VALUES, Rows, choose, held_tables, is_meant
 from deltackpt.serving.version import Position, Shown
@@ -123,7 +123,7 @@ class StateHolder:
         held = None if self._leaves is None else self._leaves.held
         dense = None if self.shown is None else self.shown.dense
         if held is not None and (dense is None or not dense.is_of(held)):
-            dense = DenseLeaves(held)
+            dense = ServedLeaves(held)
         if self._rows is None:
             assert held is not None
             save_id, point = held.save.save_id, held.point
@@ -142,7 +142,7 @@ class StateHolder:
 
 
 class TableChoice:
-    """Chooses tables and slots by name; see ``shards.Choice``."""
+    """Chooses tables and slots by name; see ``shards.FieldChoice``."""
 
     def __init__(self, tables: Sequence[str], slots: Sequence[str]):
         """Chooses.
@@ -154,7 +154,7 @@ class TableChoice:
         self._tables, self._slots = tables, slots
 
     def __call__(self, table: TableEntry, field: str) -> bool:
-        """See ``shards.Choice``."""
+        """See ``shards.FieldChoice``."""
         kind, _, slot = field.partition(".")
         wanted = kind == VALUES or any(globs.matches(one, slot) for one in self._slots)
         return wanted and any(is_meant(one, table.name) for one in self._tables)

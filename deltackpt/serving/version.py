@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import abc
 import collections
 import contextlib
 import dataclasses
@@ -16,7 +17,7 @@ import numpy as np
 from deltackpt.errors import ClosedError, OptionError, ServiceUnavailable, VersionExpired
 from deltackpt.format.manifest import SaveId
 from deltackpt.reading.wal_index import RecoveryPoint
-from deltackpt.serving.dense import DenseLeaves
+from deltackpt.serving.dense import ServedLeaves
 from deltackpt.serving.rows import Rows
 
 #: Pause before a reader that met a change looks again.
@@ -102,7 +103,7 @@ class Shown:
     point: RecoveryPoint | None
     unix_secs: float
     number: int
-    dense: DenseLeaves | None = None
+    dense: ServedLeaves | None = None
     rows: Rows | None = None
     sequence: int = 0
 
@@ -189,7 +190,7 @@ class Version:
         return self._shown.unix_secs
 
     @property
-    def dense(self) -> DenseLeaves:
+    def dense(self) -> ServedLeaves:
         """The dense leaves, which stay valid afterwards.
 
         At a recovery point without dense leaves, they are those of the newest full one below it, or
@@ -252,13 +253,14 @@ class Version:
         return f"<Version of {self.position}: {len(self.tables)} tables>"
 
 
-class Versions:
+class Versions(abc.ABC):
     """Opens versions of a state that changes meanwhile."""
 
     def __init__(self) -> None:
         """Nothing has been looked up yet."""
         self._lookups = LookupCounts()
 
+    @abc.abstractmethod
     def _current(self, end: float) -> Shown:
         """Returns the newest state.
 
@@ -268,7 +270,6 @@ class Versions:
         Raises:
           ServiceUnavailable: there is none.
         """
-        raise NotImplementedError
 
     @contextlib.contextmanager
     def version(self, *, timeout_secs: float = 30.0) -> Iterator[Version]:

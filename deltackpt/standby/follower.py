@@ -56,7 +56,7 @@ from deltackpt.standby.gate import Gate
 from deltackpt.standby.holding import Goal, Holding
 from deltackpt.standby.memory import MemoryAddress, SharedMemory
 from deltackpt.standby.publish import Publish
-from deltackpt.standby.shards import Choice, Region, everything
+from deltackpt.standby.shards import FieldChoice, Region, everything
 from deltackpt.standby.wal import FollowedWal
 from deltackpt.storage.store import StorePath
 
@@ -99,7 +99,7 @@ class RowHolder:
         item: str,
         shard: int = 0,
         shards: int = 1,
-        choice: Choice = everything,
+        choice: FieldChoice = everything,
         with_files: bool = True,
         reader_secs: float = 0.0,
         memory_bytes: int | None = None,

@@ -59,7 +59,7 @@ class Region(NamedTuple):
 
 
 #: Whether to hold a field of a table.
-Choice = Callable[[TableEntry, str], bool]
+FieldChoice = Callable[[TableEntry, str], bool]
 
 
 def everything(table: TableEntry, field: str) -> bool:
@@ -68,7 +68,7 @@ def everything(table: TableEntry, field: str) -> bool:
 
 
 def regions(
-    target: Layout, shard: int, shards: int, choice: Choice = everything
+    target: Layout, shard: int, shards: int, choice: FieldChoice = everything
 ) -> tuple[Region, ...]:
     """Returns the regions of a shard in memory order, without empty ones."""
     groups = target.group_by_name

@@ -468,13 +468,7 @@ def _explicit_slots(
     """Gives tables the slots that the user declared; returns positions of these tables."""
     concerned = set()
     for pattern, declared in (tables.slots or {}).items():
-        matched = [i for i, table in found.items() if paths.matches(pattern, table.name)]
-        if not matched:
-            raise TableSelectionError(
-                f"slots: pattern {pattern!r} matches no table; the tables are\n"
-                f"{paths.listed(table.name for table in found.values())}"
-            )
-        for i in matched:
+        for i in _matching("slots", pattern, found):
             concerned.add(i)
             for slot, select in declared.items():
                 leaf = _declared_leaf(found[i].name, slot, select, flat, names, usable)
@@ -500,13 +494,7 @@ def _add_keys(
     field = blocks.slot_field(blocks.KEY_SLOT)
     declared = {"**": tables.key} if isinstance(tables.key, str) else tables.key
     for pattern, select in declared.items():
-        matched = [i for i, table in found.items() if paths.matches(pattern, table.name)]
-        if not matched:
-            raise TableSelectionError(
-                f"key: pattern {pattern!r} matches no table; the tables are\n"
-                f"{paths.listed(table.name for table in found.values())}"
-            )
-        for i in matched:
+        for i in _matching("key", pattern, found):
             table = found[i]
             if field in table.fields:
                 raise TableSelectionError(
@@ -522,6 +510,17 @@ def _add_keys(
                     f"{fault or f'expected {rows} rows, found {column.shape[0]}'}"
                 )
             table.fields[field], table.key = (leaf, False), field
+
+
+def _matching(option: str, pattern: str, found: dict[int, TableFields]) -> list[int]:
+    """Returns the positions of the tables that a pattern matches, at least one."""
+    matched = [i for i, table in found.items() if paths.matches(pattern, table.name)]
+    if not matched:
+        raise TableSelectionError(
+            f"{option}: pattern {pattern!r} matches no table; the tables are\n"
+            f"{paths.listed(table.name for table in found.values())}"
+        )
+    return matched
 
 
 def _declared_leaf(

@@ -117,7 +117,7 @@ class Topic:
         self.config = config
         self._kafka = _library()
         self._lock = threading.Lock()
-        self._consumer: _Client | None = None
+        self._consumer: _KafkaClient | None = None
 
     def __str__(self) -> str:
         return f"Kafka topic {self.name!r}"
@@ -230,7 +230,7 @@ class Topic:
             "queue.buffering.max.kbytes": _QUEUE_KBYTES,
             "linger.ms": 0,
         }
-        return Producer(str(self), _Client(self, self._kafka.Producer, settings), partition)
+        return Producer(str(self), _KafkaClient(self, self._kafka.Producer, settings), partition)
 
     def close(self) -> None:
         """Closes the connections for reading."""
@@ -244,10 +244,10 @@ class Topic:
             f"{self}: expected {expected}, found {found}; change the topic, or use another"
         )
 
-    def _admin(self) -> _Client:
-        return _Client(self, self._kafka.admin.AdminClient, {})
+    def _admin(self) -> _KafkaClient:
+        return _KafkaClient(self, self._kafka.admin.AdminClient, {})
 
-    def _reader(self) -> _Client:
+    def _reader(self) -> _KafkaClient:
         if self._consumer is None:
             settings = {
                 "group.id": _GROUP,
@@ -260,7 +260,7 @@ class Topic:
                 "max.partition.fetch.bytes": _FETCH_BYTES,
                 "queued.max.messages.kbytes": _QUEUE_KBYTES,
             }
-            self._consumer = _Client(self, self._kafka.Consumer, settings)
+            self._consumer = _KafkaClient(self, self._kafka.Consumer, settings)
         return self._consumer
 
     def given(self) -> dict[str, Any]:
@@ -285,7 +285,7 @@ class Producer:
     appear.
     """
 
-    def __init__(self, name: str, client: _Client, partition: int):
+    def __init__(self, name: str, client: _KafkaClient, partition: int):
         """Created by ``Topic.producer``."""
         self._name, self._client, self._partition = name, client, partition
         self._pending = 0
@@ -344,7 +344,7 @@ class Producer:
             self.stop = message.offset() + 1
 
 
-class _Client:
+class _KafkaClient:
     """A client of librdkafka, with its errors and logs."""
 
     def __init__(self, of: Topic, kind: Any, settings: Mapping[str, Any]):
@@ -362,7 +362,7 @@ class _Client:
         settings = {**given, **settings, "error_cb": self._failed}
         with self.errors("start a client"):
             try:
-                self.client = kind(settings, logger=_Log(self.redacted))
+                self.client = kind(settings, logger=_QuietLog(self.redacted))
             except (TypeError, ValueError) as error:
                 raise OptionError(
                     f"KafkaWal.config: expected settings of librdkafka, found one that it refuses "
@@ -553,7 +553,7 @@ class _Metadata(NamedTuple):
     cluster_id: str | None
 
 
-class _Log:
+class _QuietLog:
     """What librdkafka logs to: one line a second goes on."""
 
     def __init__(self, redacted: Callable[[str], str]):

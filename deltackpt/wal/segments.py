@@ -49,7 +49,7 @@ class FilledRecord(NamedTuple):
 Fill = Callable[[Callable[[str], Place]], FilledRecord]
 
 
-class Position(NamedTuple):
+class RecordPosition(NamedTuple):
     """The last record that was written, and its digest, which the next one names."""
 
     part: int
@@ -72,10 +72,10 @@ class RecordWriter(abc.ABC):
         self._runtime = runtime
         self._epoch = epoch
         self._process, self._process_count = process, process_count
-        self._at, self._part_start = Position(0, 0, 0), 1
+        self._at, self._part_start = RecordPosition(0, 0, 0), 1
 
     @property
-    def position(self) -> Position:
+    def position(self) -> RecordPosition:
         """Returns the last record that was written."""
         return self._at
 
@@ -117,14 +117,14 @@ class RecordWriter(abc.ABC):
             layer.abandon()
             raise
         written = layer.finish(manifest)
-        self._at = Position(self._at.part, self._at.seq + 1, written.digest)
+        self._at = RecordPosition(self._at.part, self._at.seq + 1, written.digest)
         return written.stop - written.start
 
-    def begin_part(self, after: Position) -> None:
+    def begin_part(self, after: RecordPosition) -> None:
         """Begins a new part, which invalidates everything written after ``after``."""
         self.close()
         self._part_start = after.seq + 1
-        self._at = Position(self._at.part + 1, after.seq, after.digest)
+        self._at = RecordPosition(self._at.part + 1, after.seq, after.digest)
 
     def close(self) -> None:
         """Closes what is open."""
