@@ -296,7 +296,7 @@ def test_records_after_a_failed_one_are_not_references_either(tmp_path, disk: Di
 def test_repeated_failures_lose_no_point(tmp_path, disk: Disk, monkeypatch):
     """Calls are refused at random; every recovery point restores what was given."""
     # Keep records that the steps saved in between would trim.
-    monkeypatch.setattr("deltackpt.wal.trimming.trim", lambda *arguments: None)
+    monkeypatch.setattr("deltackpt.wal.epoch.OpenEpoch.truncate", lambda *arguments: None)
     drawn = random.Random(0)
     training = Training(tmp_path)
     with training.opened(

@@ -84,7 +84,7 @@ class WalState:
         newest = self.newest
         if self.index is None or newest is None:
             return {}
-        # Marks below the last but one step are of no use; see ``log.trimming``.
+        # Marks below the last but one step are of no use; see ``OpenEpoch.truncate``.
         passed = sum(save_id.run == newest.run for save_id in steps.values()) >= 2
         found = {}
         for state in self.epochs:

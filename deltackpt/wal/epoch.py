@@ -25,10 +25,11 @@ from deltackpt.resources.runtime import Runtime
 from deltackpt.save.dense import DenseKeeper
 from deltackpt.storage.posix import DurableDir
 from deltackpt.storage.store import Exists, store_path
+from deltackpt.upkeep import wal_removal
 from deltackpt.wal.dense_records import DenseRecords
 from deltackpt.wal.kafka_writer import KAFKA_SEGMENT_BYTES, KafkaWriter
 from deltackpt.wal.progress import Progress
-from deltackpt.wal.segments import SegmentWriter
+from deltackpt.wal.segments import RecordWriter, SegmentWriter
 from deltackpt.wal.writer import Durable, WalWriter
 
 #: Durable records that other processes may not have yet.
@@ -66,18 +67,17 @@ class OpenEpoch:
         self._durable: collections.deque[Durable] = collections.deque(maxlen=_KEPT)
         self.progress = Progress(directory, run.among.index, head.process_count)
         backend, process = options.backend, run.among.index
+        self._process = process
         of: dict[str, Any] = {
             "epoch": EpochRef.of(head),
             "process": process,
             "process_count": head.process_count,
         }
-        #: Writes to Kafka instead of files; None for files.
-        self.kafka: KafkaWriter | None = None
         if isinstance(backend, KafkaWal):
             assert run.topic is not None and head.topic is not None
             # Only the progress is stored there.
             DurableDir(root, fsync=run.fsync).make(directory / str(process))
-            records = self.kafka = KafkaWriter(
+            self._records: RecordWriter = KafkaWriter(
                 run.topic,
                 head.topic,
                 runtime,
@@ -87,10 +87,12 @@ class OpenEpoch:
             )
             segment_bytes = KAFKA_SEGMENT_BYTES
         else:
-            records = SegmentWriter(root, directory / str(process), runtime, fsync=run.fsync, **of)
+            self._records = SegmentWriter(
+                root, directory / str(process), runtime, fsync=run.fsync, **of
+            )
             segment_bytes = backend.segment_bytes
         self.writer = WalWriter(
-            records,
+            self._records,
             check=self._check,
             process=process,
             dense=DenseRecords(references),
@@ -146,6 +148,27 @@ class OpenEpoch:
         if newest is None:
             return None
         return RecoveryPoint(self.head.epoch, newest.save_id, True, newest.unix_secs)
+
+    def truncate(self, step: SaveId) -> None:
+        """Removes records that no restore needs: those up to a step, and all earlier epochs.
+
+        Each process removes its own records of this epoch, and process 0 all earlier epochs. The
+        uploader removes files in a bucket.
+
+        Args:
+          step: a committed step that restores may still fall back to: the one before the newest, so
+            that a damaged step costs nothing.
+
+        Raises:
+          StorageError: the store reported an error.
+        """
+        if step.run != self.head.run:
+            return
+        self._records.truncate(step.step)
+        if self._process == 0:
+            for number in WalReader(self._heads[0]).numbers():
+                if number < self.head.epoch:
+                    wal_removal.remove(self._heads[0], number)
 
     def close(self) -> dict[str, np.ndarray]:
         """Ends the writer; returns the rows that no durable record contains, by table."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from deltackpt.layers.write import LayerFile
 from deltackpt.reading.wal_index import WalReader
 from deltackpt.resources.runtime import Runtime
 from deltackpt.storage.kafka import Producer, Topic
-from deltackpt.wal.segments import Fill, RecordWriter
+from deltackpt.wal.segments import EndedSegment, Fill, RecordWriter
 
 #: Bytes after which dense leaves are whole again, so that older records can be deleted.
 KAFKA_SEGMENT_BYTES = 256 << 20
@@ -60,13 +61,6 @@ def refuse_foreign(topic: Topic, logs: WalReader) -> None:
         f"but no WAL epoch in {logs.places} names the topic; use a topic of its own for each "
         "directory, or delete the messages"
     )
-
-
-class _Ended(NamedTuple):
-    """A segment that was written: its newest step, and the offset after its last message."""
-
-    step: int
-    stop: int
 
 
 class _RecordBytes:
@@ -123,11 +117,7 @@ class KafkaWriter(RecordWriter):
         self._message_bytes, self._deadline_secs = message_bytes, deadline_secs
         self._producer: Producer | None = None
         self._record: _RecordBytes | None = None
-        #: Bytes and newest step of the current segment.
-        self._segment_bytes, self._newest = 0, -1
-        #: Protects the segments that ended, which another thread truncates.
-        self._lock = threading.Lock()
-        self._ended: list[_Ended] = []
+        self._segment_bytes = 0
 
     @property
     def segment_bytes(self) -> int:
@@ -149,7 +139,6 @@ class KafkaWriter(RecordWriter):
         ):
             self._producer.send(chunk.to_bytes())
         self._segment_bytes += nbytes
-        self._newest = save_id.step
         return nbytes
 
     def sync(self) -> None:
@@ -171,8 +160,7 @@ class KafkaWriter(RecordWriter):
         """See ``RecordWriter``: later records can be read without those before."""
         stop = None if self._producer is None else self._producer.stop
         if stop is not None and self._segment_bytes:
-            with self._lock:
-                self._ended.append(_Ended(self._newest, stop))
+            self._end(stop)
         self._segment_bytes = 0
 
     def close(self) -> None:
@@ -182,22 +170,16 @@ class KafkaWriter(RecordWriter):
             self._producer.close()
             self._producer = None
 
-    def truncate(self, step: int) -> None:
-        """Deletes the segments that contain only records up to a step, and all epochs before.
+    def _remove(self, ended: Sequence[EndedSegment]) -> None:
+        """See ``RecordWriter``: only the beginning of a partition can be deleted.
 
-        Process 0 also empties the partitions that no process writes to.
-
-        Raises:
-          StorageError: the brokers do not answer, or refuse.
+        So all earlier epochs are deleted, too. Process 0 also empties the partitions that no
+        process writes to.
         """
-        with self._lock:
-            below = [one for one in self._ended if one.step <= step]  # Their steps ascend.
-        offsets = {self._process: below[-1].stop if below else self._starts[self._process]}
+        offsets = {self._process: ended[-1].at if ended else self._starts[self._process]}
         if self._process == 0:
             offsets |= dict(enumerate(self._starts[self._process_count :], self._process_count))
         self._topic.truncate(offsets)
-        with self._lock:
-            del self._ended[: len(below)]
 
     def _open(self) -> LayerFile:
         at = self._at

@@ -52,7 +52,7 @@ from deltackpt.save.flight import Embeddings
 from deltackpt.state.tables import Split
 from deltackpt.state.touch_state import Marks, TouchState, clock_exhausted
 from deltackpt.storage.posix import DurableDir
-from deltackpt.wal import kafka_writer, taking, trimming
+from deltackpt.wal import kafka_writer, taking
 from deltackpt.wal.audit import Audit
 from deltackpt.wal.batch import Item, items_of
 from deltackpt.wal.epoch import OpenEpoch, head_of, write_head
@@ -856,14 +856,12 @@ class Recorder:
         busy = self._trimming is not None and not self._trimming.done()
         if len(self._committed) < 2 or self._epoch is None or busy:
             return
-        epoch, process, oldest = self._epoch, self._run.among.index, self._committed[0]
-        at = self._run.held.log_dir
-        self._trimming = self._runtime.start(_trim, at, epoch, process, oldest)
+        self._trimming = self._runtime.start(_truncate, self._epoch, self._committed[0])
 
 
-def _trim(at: Any, epoch: OpenEpoch, process: int, oldest: SaveId) -> None:
+def _truncate(epoch: OpenEpoch, oldest: SaveId) -> None:
     try:
-        trimming.trim(at, epoch.head, process, oldest, epoch.kafka)
+        epoch.truncate(oldest)
     except Exception as error:  # No caller awaits the outcome.
         text = str(error) if isinstance(error, StorageError) else repr(error)
         events.warn(f"unneeded WAL segments were not removed: {text}")

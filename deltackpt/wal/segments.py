@@ -14,6 +14,7 @@ import dataclasses
 import errno
 import functools
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from deltackpt.resources.runtime import Runtime
 from deltackpt.storage import files
 from deltackpt.storage.parts import Place
 from deltackpt.storage.posix import DirectFile, DurableDir, fsync_path
+from deltackpt.storage.store import store_path
 
 #: Shorter writes use the page cache, which flushes several of them together. Appending 32 MB costs
 #: 40 ms of CPU time through a full page cache and 8 ms with direct I/O.
@@ -57,8 +59,15 @@ class RecordPosition(NamedTuple):
     digest: int
 
 
+class EndedSegment(NamedTuple):
+    """A segment that is not written to any more: its newest step, and where it is."""
+
+    step: int
+    at: Any
+
+
 class RecordWriter(abc.ABC):
-    """Appends records to the WAL of one process; used by one thread."""
+    """Appends records to the WAL of one process; one thread uses it, and any may truncate."""
 
     def __init__(self, runtime: Runtime, *, epoch: EpochRef, process: int, process_count: int = 1):
         """Writes nothing yet.
@@ -73,6 +82,10 @@ class RecordWriter(abc.ABC):
         self._epoch = epoch
         self._process, self._process_count = process, process_count
         self._at, self._part_start = RecordPosition(0, 0, 0), 1
+        self._newest = -1
+        self._lock = threading.Lock()
+        #: Their steps ascend.
+        self._ended: list[EndedSegment] = []
 
     @property
     def position(self) -> RecordPosition:
@@ -118,6 +131,7 @@ class RecordWriter(abc.ABC):
             raise
         written = layer.finish(manifest)
         self._at = RecordPosition(self._at.part, self._at.seq + 1, written.digest)
+        self._newest = save_id.step
         return written.stop - written.start
 
     def begin_part(self, after: RecordPosition) -> None:
@@ -130,6 +144,27 @@ class RecordWriter(abc.ABC):
         """Closes what is open."""
         with contextlib.suppress(StorageError):
             self.roll()
+
+    def truncate(self, step: int) -> None:
+        """Removes the segments that contain only records up to a step.
+
+        Raises:
+          StorageError: the store reported an error.
+        """
+        with self._lock:
+            below = [one for one in self._ended if one.step <= step]
+        self._remove(below)
+        with self._lock:
+            del self._ended[: len(below)]
+
+    def _end(self, at: Any) -> None:
+        """Ends a segment."""
+        with self._lock:
+            self._ended.append(EndedSegment(self._newest, at))
+
+    @abc.abstractmethod
+    def _remove(self, ended: Sequence[EndedSegment]) -> None:
+        """Removes the oldest segments."""
 
     @abc.abstractmethod
     def _open(self) -> LayerFile:
@@ -209,10 +244,17 @@ class SegmentWriter(RecordWriter):
         if sink is not None:
             sink.close()
 
+    def _remove(self, ended: Sequence[EndedSegment]) -> None:
+        """See ``RecordWriter``."""
+        folder = store_path(self.directory)
+        folder.store.delete((folder / one.at).key for one in ended)
+
     def _open(self) -> LayerFile:
         if self._file is not None:
             return self._file
         at = self._at
+        if self._path != self.directory:
+            self._end(self._path.name)  # Only now: the newest file always stays.
         self._path = self.directory / names.segment_name(at.part, at.seq + 1)
         with files.typed_errors(self.directory, "make a directory", full="free space"):
             DurableDir(self._root, fsync=self._fsync).make(self.directory)
