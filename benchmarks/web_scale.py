@@ -489,7 +489,7 @@ class Simulation:
             base=job.base_bytes * way.base_share, read=job.base_bytes * way.base_share
         )
         self._replaces = isinstance(way.policy, Intermittent)
-        self._done = 0  # Steps at the time `_since`, from which training goes on.
+        self._done = 0  # Steps at the time `_since`, from which training continues.
         self._since = 0.0
         self._stall_from = 0.0
         self._flying: _Saved | None = None

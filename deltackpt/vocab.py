@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vocabularies that change: which id each row of a table stands for, and which rows to evict.
+"""Vocabularies that change: which id each row of a table has, and which rows to evict.
 
 The map from ids to rows is training state. Its exact form is the table's *key column*: the id of
 each row, -1 for a row without one (``Tables(key=...)`` saves it with the rows). ``RowKeys`` is an
@@ -18,7 +18,7 @@ import numpy as np
 
 from deltackpt.errors import DamagedKeys, OptionError, VocabularyFull
 
-#: The id of a row that stands for none.
+#: The id of a row without one.
 NO_ID = -1
 #: Positions of the hash table that were never used, and those of evicted ids. As rows, both are
 #: after the last one, and stand for no id.
@@ -263,7 +263,7 @@ class RowKeys:
                 entries = self._table.take(at)
                 vacant = np.flatnonzero(entries < 0)
                 self._table[at[vacant]] = pending[vacant]
-                # Of several rows for one position, one is stored; the others try the next one.
+                # If several rows try one position, one is stored; the others try the next one.
                 stored = self._table.take(at) == pending
                 self._used += np.count_nonzero(stored & (entries == _UNUSED))
                 left = np.flatnonzero(~stored)

@@ -65,7 +65,7 @@ class Partition:
         #: Offset of the next message to read.
         self.offset = start
         self._parts: dict[int, _CopiedPart] = {}
-        #: Segment files to the offset of their last message, which tells when they are trimmed.
+        #: Segment files to the offset of their last message, which shows when they are trimmed.
         self._last: dict[Path, int] = {}
 
     def add(self, message: Message) -> None:

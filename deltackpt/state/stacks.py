@@ -260,8 +260,9 @@ class MemberRows:
             self.take(np.arange(start, stop), out)
             return
         shards = self.stack.shards
-        for first, view in self._views or self._host_views():
-            for run in self.stack.runs(self.member.name):
+        views = self._views or self._host_views()
+        for run in self.stack.runs(self.member.name):
+            for first, view in views:
                 low = max(-(-(start - run.id) // shards), first - run.row, 0)
                 high = min(-(-(stop - run.id) // shards), first + len(view) - run.row, run.count)
                 if low < high:
@@ -323,8 +324,8 @@ def array_of(leaf: Any) -> Any:
 def assembled(parts: Sequence[RestoredMember | MemberRows]) -> Any:
     """Returns a stacked array like its template, with the rows of all its members.
 
-    Padding is as in the template if that is an array, otherwise zero. Of members that were not
-    restored, it returns their own array.
+    Padding is as in the template if that is an array, otherwise zero. If no member was restored,
+    the result is their own array.
     """
     restored = [part for part in parts if isinstance(part, RestoredMember)]
     if not restored:

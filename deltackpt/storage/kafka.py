@@ -554,7 +554,7 @@ class _Metadata(NamedTuple):
 
 
 class _QuietLog:
-    """What librdkafka logs to: one line a second goes on."""
+    """Receives what librdkafka logs, and keeps one line per second."""
 
     def __init__(self, redacted: Callable[[str], str]):
         self._redacted = redacted
